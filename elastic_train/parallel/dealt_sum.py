@@ -21,36 +21,17 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.buckets import check_once
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.leaves import FlatGradient, Leaves, Units, forget_gradients
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.chunks import group_sums, sum_chunks
 from elastic_train.shards.deal import Counter, deal_lanes
 from elastic_train.shards.holdings import Run, by_flat, runs_of
 from elastic_train.shards.seating import Seating
-
-Shape = tuple[int, tuple[int, ...]]
-"""The elements of a flat vector, and those that its parameters begin with."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlatGradient:
-    """One flat vector's parameters, each with the element that it begins with."""
-
-    number: int
-    numel: int
-    parameters: Sequence[tuple[nn.Parameter, int]]
-
-    @property
-    def shape(self) -> Shape:
-        return self.numel, tuple(start for _, start in self.parameters)
-
-
-Units = Sequence[Sequence[FlatGradient]]
-"""What is exchanged together, in the order of the exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +40,15 @@ class _Flight:
 
     arriving: list[dist.Work]
     leaving: list[dist.Work]
-    leaves: list[tuple[Shape, Tensor]]
+    leaves: list[tuple[FlatGradient, Tensor]]
     chunks: Mapping[int, Mapping[int, Tensor]]
 
 
 class DealtSum:
-    """The sum along the tree, on its holders alone; `homes` have the means that this rank holds, by flat vector."""
+    """The sum along the tree, on its holders alone; `homes` have the means that this rank holds, by flat vector.
+
+    A step adds up in them, so that they cost no memory beside the sums.
+    """
 
     def __init__(
         self,
@@ -84,8 +68,11 @@ class DealtSum:
         self._counters: dict[int, Counter[Tensor]] = {}
         self._turn, self._next = 0, 0
         self._in_flight: _Flight | None = None
+        self.is_dirty = False
+        """Whether something is on its way that may reach the homes however late."""
+        self._spare: dict[int, list[Tensor]] = {}
         self._seen: set[int] = set()
-        self._memory: dict[Shape, list[Tensor]] = {}
+        self._leaves = Leaves()
         self._missing: list[int] | None = (
             None  # of the running lane: parameters of each unit whose gradient has not come
         )
@@ -108,9 +95,11 @@ class DealtSum:
         assert list(lanes) == [turn[seat.slot] for turn in self._turns if seat.slot < len(turn)], (
             f"{lanes} are not ours"
         )
-        self._counters = {flat.number: Counter(self._num_lanes, _add) for unit in self._units for flat in unit}
+        numbers = [flat.number for unit in self._units for flat in unit]
+        self._spare = {number: [] for number in numbers}
+        self._counters = {number: Counter(self._num_lanes, partial(self._add, number)) for number in numbers}
         self._turn, self._in_flight = 0, None
-        self._forget_gradients()
+        forget_gradients(self._units)
         if self._weights is not None:
             self._weights.end_pass()  # of a step that was not finished
 
@@ -124,7 +113,7 @@ class DealtSum:
                 yield
                 while self._next < len(self._units):
                     self._send_next()
-                self._land()
+                self._land_last()
         finally:
             self._missing, self._in_flight = None, None
 
@@ -134,7 +123,7 @@ class DealtSum:
                 for number, unit in enumerate(self._units):
                     self._gather_before(number)
                     self._exchange(unit, None)
-                self._land()
+                self._land_last()
 
     @contextlib.contextmanager
     def _taking_turn(self) -> Iterator[None]:
@@ -161,15 +150,16 @@ class DealtSum:
         assert self._turn == len(self._turns), "not all turns were taken"
         if self._weights is not None:
             self._weights.end_pass()
-        sums, self._memory = {number: dict(counter.parts) for number, counter in self._counters.items()}, {}
-        self._counters = {}
+        sums = {number: dict(counter.parts) for number, counter in self._counters.items()}
+        self._counters, self._spare = {}, {}
+        self._leaves.clear()
         self._exchange_sums(sums)
         for number in list(sums):
             parts = sums.pop(number)
             if self._homes[number].numel():
                 whole = next(iter(parts.values()))
                 for left, right, parent in merge_plan(list(parts), self._num_lanes):
-                    whole = parts[parent] = _add(parts.pop(left), parts.pop(right))
+                    whole = parts[parent] = parts.pop(left).add_(parts.pop(right))
                 torch.div(whole, divisor, out=self._homes[number])
 
     def _arrived(self, unit: int, parameter: Tensor) -> None:
@@ -187,7 +177,7 @@ class DealtSum:
         """Cut the next unit's leaf, and forget it; what no lane uses is zero."""
         unit = self._units[self._next]
         self._gather_before(self._next)
-        self._exchange(unit, {flat.number: self._leaf(flat) for flat in unit})
+        self._exchange(unit, {flat.number: self._leaves.take(flat) for flat in unit})
         self._next += 1
 
     def _exchange(self, unit: Sequence[FlatGradient], leaf: Mapping[int, Tensor] | None) -> None:
@@ -203,15 +193,21 @@ class DealtSum:
                 ]
         for other in self._neighbours[::-1]:
             if other in lanes:
-                chunks[other] = {flat.number: torch.empty_like(self._homes[flat.number]) for flat in unit}
+                chunks[other] = {flat.number: self._room(flat.number, lanes[other]) for flat in unit}
                 receives += [
                     (other, part) for flat in unit for part in self._cut(flat.number, chunks[other][flat.number])
                 ]
         if leaf is not None:
-            chunks[rank] = {flat.number: self._own(flat.number, leaf[flat.number]) for flat in unit}
+            chunks[rank] = {flat.number: self._room(flat.number, lanes[rank]) for flat in unit}
+            for flat in unit:
+                for part, run in zip(
+                    self._cut(flat.number, chunks[rank][flat.number]), self._mine(flat.number), strict=True
+                ):
+                    part.copy_(leaf[flat.number][run.lo : run.hi])
+        self.is_dirty = True
         begun = self._replicas.begin_exchange(sends, receives)
         self._land()  # what was begun before this has had a block's time
-        leaves = [] if leaf is None else [(flat.shape, leaf[flat.number]) for flat in unit]
+        leaves = [] if leaf is None else [(flat, leaf[flat.number]) for flat in unit]
         self._in_flight = _Flight(*begun, leaves, {lanes[other]: parts for other, parts in chunks.items()})
 
     def _land(self) -> None:
@@ -219,38 +215,35 @@ class DealtSum:
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
             self._replicas.wait(flight.arriving + flight.leaving)
-            for shape, leaf in flight.leaves:
-                self._memory[shape].append(leaf)
+            for flat, leaf in flight.leaves:
+                self._leaves.give_back(flat, leaf)
             for lane, chunks in sorted(flight.chunks.items()):
                 for number, chunk in chunks.items():
                     if chunk.numel():
                         self._counters[number].push(Part(0, lane), chunk)
 
-    def _leaf(self, flat: FlatGradient) -> Tensor:
-        """Return a flat vector's leaf, and forget its parameters' gradients; it starts from zeros, as all leaves do.
+    def _land_last(self) -> None:
+        self._land()
+        self.is_dirty = False
 
-        Its memory is kept in a step for one of the same shape: fresh pages would cost more than the additions.
-        """
-        first, kept = flat.parameters[0][0], self._memory.setdefault(flat.shape, [])
-        leaf = kept.pop() if kept else torch.zeros(flat.numel, dtype=first.dtype, device=first.device)
-        for parameter, start in flat.parameters:
-            part = leaf[start : start + parameter.numel()]
-            if parameter.grad is None:
-                part.zero_()
-            else:
-                torch.add(parameter.grad.reshape(-1), 0.0, out=part)
-                parameter.grad = None
-        return leaf
+    def _room(self, number: int, lane: int) -> Tensor:
+        """Return memory for what this rank holds of a lane's leaf: the home for the group's first lane."""
+        if lane == self._turns[0].start:
+            return self._homes[number]
+        spare = self._spare[number]
+        return spare.pop() if spare else torch.empty_like(self._homes[number])
 
-    def _own(self, number: int, leaf: Tensor) -> Tensor:
-        """Return a copy of what this rank holds of a leaf."""
-        runs = self._runs[self._replicas.rank].get(number, ())
-        return torch.cat([leaf[run.lo : run.hi] for run in runs]) if runs else leaf[:0].clone()
+    def _add(self, number: int, left: Tensor, right: Tensor) -> Tensor:
+        self._spare[number].append(right)
+        return left.add_(right)
 
     def _cut(self, number: int, chunk: Tensor) -> Sequence[Tensor]:
-        """Return the parts of a chunk that are runs of the flat vector."""
-        runs = self._runs[self._replicas.rank].get(number, ())
+        """Return the parts of a chunk that are this rank's runs of the flat vector."""
+        runs = self._mine(number)
         return torch.split(chunk, [run.hi - run.lo for run in runs]) if runs else ()
+
+    def _mine(self, number: int) -> Sequence[Run]:
+        return self._runs[self._replicas.rank].get(number, ())
 
     def _exchange_sums(self, sums: Mapping[int, dict[Part, Tensor]]) -> None:
         """Add to this rank's sums those of the other groups, from the ranks that hold the same."""
@@ -281,13 +274,3 @@ class DealtSum:
                 return held[start + run.lo - one.lo : start + run.hi - one.lo]
             start += one.hi - one.lo
         raise AssertionError(f"{run} is not held")
-
-    def _forget_gradients(self) -> None:
-        for unit in self._units:
-            for flat in unit:
-                for parameter, _ in flat.parameters:
-                    parameter.grad = None
-
-
-def _add(left: Tensor, right: Tensor) -> Tensor:
-    return left.add_(right)

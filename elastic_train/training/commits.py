@@ -99,7 +99,7 @@ class Commits:
             with self.watchdog.resting():  # a store has deadlines of its own
                 self._take(self.saves.wait(self.world.group.check))
         self._check_weights()
-        self._begin()
+        self._begin(is_last=False)
 
     def await_staging(self) -> None:
         """Return when the state may change: a save in flight has its own copy."""
@@ -139,7 +139,7 @@ class Commits:
                 if num_left < LAST_COMMIT_TRIES:
                     time.sleep(LAST_COMMIT_PAUSE_S)
             if self.world.is_leader or not is_there:
-                self._begin()
+                self._begin(is_last=True)
 
     def abandon(self, *, is_live: bool) -> None:
         """Give up the save in flight; where the job resumes from commits, not from live members, wait for it first."""
@@ -165,12 +165,13 @@ class Commits:
         check_same_weights(self.world.group, self.state.shards.weights(), self.state.step)
         self.state.shards.check_copies(self.world.group, self.state.step)
 
-    def _begin(self) -> None:
+    def _begin(self, *, is_last: bool) -> None:
         self.cadence.begin()
         reach("commit")
         facts = describe_commit(self.plan, self.state, self.world.group.size)
         shards = self.state.shards
-        self.saves.begin(shards.held(), facts, self.state.reached.intervals, shards.stillness())
+        held, still = shards.held(), shards.stillness()
+        self.saves.begin(held, facts, self.state.reached.intervals, still, is_last=is_last)
 
     def _take(self, ended: SaveOutcome | None) -> None:
         """Record how a save ended, on rank 0, which learns of every rank's failure; raise what is not the storage's."""

@@ -97,11 +97,14 @@ class Saves:
         facts: CommitFacts,
         intervals: tuple[Interval, ...] | None = None,
         is_still: Callable[[StatePath], bool] = lambda path: False,
+        *,
+        is_last: bool = False,
     ) -> None:
         """Begin to save a state; the last save must have been collected, and no other rank may skip this one.
 
-        Tensors at paths that `is_still` may be read until `await_staging` has returned. Raises ConfigError if the
-        state holds what cannot be saved.
+        Tensors at paths that `is_still` may be read until `await_staging` has returned. With `is_last` the state does
+        not change before the save is collected: tensors in host memory are written from where they are, not staged.
+        Raises ConfigError if the state holds what cannot be saved.
         """
         assert self._flight is None, "a save is in flight"
         started = time.perf_counter()
@@ -113,10 +116,9 @@ class Saves:
         if role.place is None or role.place >= len(plan.parts):
             return
         draft = Draft(attempt, plan, planner.encode(plan, leaves), facts, intervals)
-        snapshot = Snapshot(plan.parts[role.place], leaves, is_still)
-        self._flight = SaveInFlight(
-            self._store, self._commits, self._tidy, self._memory.staging, role.place, draft, snapshot
-        )
+        snapshot = Snapshot(plan.parts[role.place], leaves, (lambda path: True) if is_last else is_still)
+        staging = None if is_last and not snapshot.is_on_device else self._memory.staging
+        self._flight = SaveInFlight(self._store, self._commits, self._tidy, staging, role.place, draft, snapshot)
         self._flight.stall_s = time.perf_counter() - started
 
     def await_staging(self) -> None:

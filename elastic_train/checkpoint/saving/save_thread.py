@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic_train.checkpoint.commits.record import CommitRecord
@@ -30,6 +30,8 @@ from elastic_train.system.failpoints import reach
 from rendezvous.waiting import begin
 
 RETRY_PAUSES_S = (0.2, 1.0)
+Contents = Staged | Sequence[memoryview]
+"""The bytes of a part's tensors, in order, for one or more passes."""
 PUBLISH_PATIENCE_S = 1.0
 """How long a world that ends waits for a publish that has begun; after that the fence alone decides."""
 
@@ -54,14 +56,17 @@ class SaveOutcome:
 
 
 class SaveInFlight:
-    """One save, which begins at once; `num_bytes` are those of the largest part, which rank 0 may have to wait for."""
+    """One save, which begins at once; `num_bytes` are those of the largest part, which rank 0 may have to wait for.
+
+    Without `staging` the state is written from where it is: it does not change while the save is wanted.
+    """
 
     def __init__(
         self,
         store: Store,
         commits: CommitWriter,
         tidy: Callable[[CommitRecord], None],
-        staging: Staging,
+        staging: Staging | None,
         place: int,
         draft: Draft,
         snapshot: Snapshot,
@@ -163,11 +168,16 @@ class SaveInFlight:
         return written
 
     def _write_mine(self) -> WrittenPart:
-        snapshot = self._snapshot
-        buffer = self._staging.buffer(snapshot.num_bytes, is_pinned=snapshot.is_on_device)
-        with self._copying(buffer) as contents:
+        with self._contents() as contents:
             reach("write")
             return self._write_stubbornly(contents)
+
+    def _contents(self) -> contextlib.AbstractContextManager[Contents]:
+        snapshot = self._snapshot
+        if self._staging is None:
+            self.staged.set()
+            return snapshot.in_place()
+        return self._copying(self._staging.buffer(snapshot.num_bytes, is_pinned=snapshot.is_on_device))
 
     @contextlib.contextmanager
     def _copying(self, buffer: Buffer) -> Iterator[Staged]:
@@ -189,16 +199,17 @@ class SaveInFlight:
             self.progress.note()
             self.staged.set()
 
-    def _write_stubbornly(self, contents: Staged) -> WrittenPart:
+    def _write_stubbornly(self, contents: Contents) -> WrittenPart:
         for pause_s in RETRY_PAUSES_S:
             try:
                 return self._write(contents)
             except StorageError:
-                contents.wait()  # a state that cannot be copied is not worth another try
+                if isinstance(contents, Staged):
+                    contents.wait()  # a state that cannot be copied is not worth another try
                 self.gate.pause(pause_s)
         return self._write(contents)
 
-    def _write(self, contents: Iterable[memoryview]) -> WrittenPart:
+    def _write(self, contents: Contents) -> WrittenPart:
         part = self._draft.plan.parts[self.place]
         plain = self._draft.plain if self.place == 0 else {}
         return write_part(
@@ -210,7 +221,7 @@ class SaveInFlight:
             on_progress=self.progress.note,
         )
 
-    def _checking(self, contents: Iterable[memoryview]) -> Iterator[memoryview]:
+    def _checking(self, contents: Contents) -> Iterator[memoryview]:
         """Yield the bytes as long as the save is wanted; Abandoned after that."""
         for content in contents:
             self.gate.check()

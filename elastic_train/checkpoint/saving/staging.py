@@ -1,5 +1,7 @@
 """Staging: a rank's part of the applied state is copied to host memory, so that training continues while it is written.
 
+A state that stays as it is until the save has ended needs no copy: `Snapshot.in_place` has its bytes where they are.
+
 The memory is kept from save to save: fresh memory costs several times the copy. There is one buffer, even while the
 writer of an abandoned save is stuck in a store: whatever that reads from it from then on cannot be published.
 
@@ -153,11 +155,19 @@ class Snapshot:
                 advance(hi)
         self._tensors = []
 
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[list[memoryview]]:
+        """Yield the bytes of host tensors without a copy; StorageError at the end if one has changed meanwhile."""
+        assert not self.is_on_device, "files are written from host memory"
+        yield [bytes_of(tensor.contiguous()) for tensor in self._tensors]
+        self._check_unchanged(0, len(self._tensors))
+        self._tensors = []
+
     def _check_unchanged(self, lo: int, hi: int) -> None:
         for place in range(lo, hi):
             if self._tensors[place]._version != self._versions[place]:
                 name = self.part.slots[place].index.fqn
-                raise StorageError(f"state '{name}' changed while it was copied; only an update may change it")
+                raise StorageError(f"state '{name}' changed while it was read; only an update may change it")
 
     def _runs(self) -> Iterator[tuple[int, int]]:
         """Cut the slots into half-open runs [lo, hi) of some megabytes."""

@@ -18,6 +18,7 @@ class DealtState(HeldState):
     """No gradient is whole: of each flat vector there is only a `home` of what this rank holds of its mean."""
 
     _homes: dict[int, Tensor]
+    _dealt: DealtSum | None = None
 
     def make_gradients(self) -> None:
         """There are none until a seat is taken."""
@@ -45,7 +46,14 @@ class DealtState(HeldState):
         return tuple(lanes_of(seat, len(seats), num_lanes) for seat in seats)
 
     def make_sum(self, replicas: Group, num_lanes: int) -> GradientSum:
-        return DealtSum(self.flat.units(), self._homes, replicas, num_lanes, self.seated, self.gathering(replicas))
+        if self._dealt is not None and self._dealt.is_dirty:  # what may still arrive goes to the old memory
+            self._homes = {}
+            self.make_room()
+            self.bind_gradients()
+        self._dealt = DealtSum(
+            self.flat.units(), self._homes, replicas, num_lanes, self.seated, self.gathering(replicas)
+        )
+        return self._dealt
 
     def gathering(self, replicas: Group) -> UnitWeights | None:
         """Return what gathers weights in a world; None if they are whole."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.buckets import Placed
-from elastic_train.parallel.dealt_sum import FlatGradient
+from elastic_train.parallel.leaves import FlatGradient
 from elastic_train.parallel.unit_weights import UnitFlats
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.holdings import Run

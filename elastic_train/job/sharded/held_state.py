@@ -75,6 +75,7 @@ class HeldState:
         """The last world in which this rank trained, by its term."""
         self._names, self.kinds = names_of(model, optimizer), moments_of(optimizer)
         self._views: list[Tensor] = []
+        self._updated: list[tuple[nn.Parameter, Run]] = []
         for group in optimizer.param_groups:  # the optimizer never sees the model's own parameters
             group["params"] = []
         optimizer.state.clear()
@@ -128,11 +129,18 @@ class HeldState:
         self.seating, self.runs, self._named = seating, list(runs), None
         self.make_room()
         self.optimizer.state.clear()
+        self._updated = []
         for number, group in enumerate(self.optimizer.param_groups):
             mine = [one for one in self.runs if self.layout.flats[one.run.flat].group == number]
             held = [self._parameter(one, counts[number]) for one in mine]
             group["params"] = held or [self._nothing(number, counts[number])]
-        grains = seating.trained[seating.rank].tolist()
+        self.bind_gradients()
+
+    def bind_gradients(self) -> None:
+        """Give the optimizer's parameters the gradients of what is held, and the norm those of its grains."""
+        for parameter, run in self._updated:
+            parameter.grad = self.gradients_at(run)
+        grains = self.seated.trained[self.seated.rank].tolist()
         self._views = [self.gradients_at(grain_run(self.layout, number)) for number in grains]
 
     def make_gradients(self) -> None:
@@ -287,7 +295,7 @@ class HeldState:
 
     def _parameter(self, one: HeldRun, num_updates: float) -> nn.Parameter:
         parameter = nn.Parameter(one.weights)
-        parameter.grad = self.gradients_at(one.run)
+        self._updated.append((parameter, one.run))
         if self.kinds:
             self.optimizer.state[parameter] = {"step": torch.tensor(num_updates), **one.moments}
         return parameter

@@ -106,12 +106,39 @@ def test_a_change_before_the_copy_fails_the_save(tmp_path: Path) -> None:
         state["model"]["w"].add_(1)  # type: ignore[index]
         buffer = memory.buffer(snapshot.num_bytes, is_pinned=False)
         if is_still:
-            with pytest.raises(StorageError, match=r"'model\.w' changed while it was copied"):
+            with pytest.raises(StorageError, match=r"'model\.w' changed while it was read"):
                 snapshot.copy(buffer, lambda: None, lambda num_there: None)
         else:
             snapshot.copy(buffer, lambda: None, lambda num_there: None)
             (content,) = buffer.contents_of(part)
             assert torch.frombuffer(bytearray(content), dtype=torch.float32).tolist() == [1.0] * 5
+
+
+def test_the_last_save_is_written_from_where_the_state_is(tmp_path: Path) -> None:
+    """It needs no staging memory, and training does not wait for it; it fails if the state changes all the same."""
+    memory, store = SaveMemory(), HeldStore(tmp_path)
+    store.may_create.set()
+    memory.staging.buffer = None  # type: ignore[assignment,method-assign]  # nobody asks for it
+    background = open_saves(store, memory)
+    state = small_state(1)
+    background.begin(state, facts(1), is_last=True)
+    assert store.is_writing.wait(DEADLINE_S)
+    background.await_staging()
+    assert background.is_busy
+    store.may_write.set()
+    ended = background.wait()
+    assert ended is not None and ended.commit is not None
+    saved = read_state(store, ended.commit)
+    assert torch.equal(saved["model"]["w"], state["model"]["w"])  # type: ignore[index]
+    store.may_write.clear()
+    store.is_writing.clear()
+    background.begin(state, facts(2), is_last=True)
+    assert store.is_writing.wait(DEADLINE_S)
+    state["model"]["w"].add_(1)  # type: ignore[index]
+    store.may_write.set()
+    ended = background.wait()
+    assert ended is not None and ended.commit is None and "'model.w' changed while it was read" in str(ended.error)
+    assert discover(store).head is not None and discover(store).head.step == 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("num_failures", "is_saved"), [(2, True), (3, False)])

@@ -145,6 +145,6 @@ def test_a_change_while_the_beginning_is_written_fails_the_save(
     background = open_saves(store)
     background.begin(state, facts(1), is_still=all_still)
     ended = background.wait()
-    assert ended is not None and ended.commit is None and "'model.b' changed while it was copied" in str(ended.error)
+    assert ended is not None and ended.commit is None and "'model.b' changed while it was read" in str(ended.error)
     assert store.num_files == 1
     assert discover(store).head is None and store.list("data/") == []

@@ -11,13 +11,24 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.errors import ConfigError, WeightsDifferError
+from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.reseating import Brought, take_first_seats
 from elastic_train.job.sharded.elementwise import moments_of
 from elastic_train.job.state_shards import Place
+from elastic_train.parallel.group import Group
 from elastic_train.shards.holdings import num_elements
 from tests.conftest import run_ranks
-from tests.elastic_train.job.sharded.shard_jobs import build, compute, fingerprint, meet, replicated, shards_of, train
+from tests.elastic_train.job.sharded.shard_jobs import (
+    NUM_LANES,
+    build,
+    compute,
+    facts_of,
+    fingerprint,
+    meet,
+    replicated,
+    shards_of,
+    train,
+)
 
 STEPS = 4
 
@@ -60,6 +71,25 @@ def test_weights_are_those_of_whole_state_and_moments_are_shared_out(tmp_path: P
         assert sum(moments for _, moments in held) == 2 * whole * num
         groups = [size * (number + 1) // num - size * number // num for number in range(num)]
         assert max(moments for _, moments in held) <= 2 * (whole / min(groups) + most)
+
+
+@pytest.mark.slow
+def test_what_arrives_late_reaches_no_gradient() -> None:
+    """A step that broke off may still be written to by its peers: the next one adds up in other memory."""
+    expected, group, state = replicated(2), Group(0, 1, None, 60), build("gradients")
+    take_first_seats(group, shards_of(state), newcomers(1))
+    train(group, state, 1)
+    old = [shards_of(state).gradients_at(one.run) for one in shards_of(state).trained_runs]
+    gradients = state.shards.sum_of(group, NUM_LANES)
+    gradients.begin(range(NUM_LANES))
+    with pytest.raises(PeerLostError), gradients.lane(0):
+        state.model(torch.ones(1, 2, dtype=torch.int64)).sum().backward()
+        raise PeerLostError("in the middle of a lane")
+    measured = compute(group, state)
+    for memory in old:
+        memory.fill_(torch.nan)
+    state.apply(facts_of(state), state.shards.norm_of(group.all_gather(measured)))
+    assert fingerprint(group, state) == expected[1]
 
 
 def damaged(rank: int, size: int, folder: str) -> None:

@@ -1,0 +1,66 @@
+"""A lane's gradient on its way to its holders: one flat vector after the other, in memory that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGradient:
+    """One flat vector's parameters, each with the element that it begins with."""
+
+    number: int
+    numel: int
+    parameters: Sequence[tuple[nn.Parameter, int]]
+
+    @property
+    def shape(self) -> tuple[int, tuple[int, ...]]:
+        """The elements of the vector, and those that its parameters begin with: elements between them are zero."""
+        return self.numel, tuple(start for _, start in self.parameters)
+
+
+Units = Sequence[Sequence[FlatGradient]]
+"""What is exchanged together, in the order of the exchange."""
+
+
+class Leaves:
+    """Makes leaves of the gradients that a backward pass leaves; fresh pages would cost more than the additions."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
+
+    def take(self, flat: FlatGradient) -> Tensor:
+        """Return a flat vector's leaf, and forget its parameters' gradients; it starts from zeros, as all leaves do.
+
+        What no lane uses is zero.
+        """
+        first, kept = flat.parameters[0][0], self._kept.get(flat.shape)
+        leaf = kept.pop() if kept else torch.zeros(flat.numel, dtype=first.dtype, device=first.device)
+        for parameter, start in flat.parameters:
+            part = leaf[start : start + parameter.numel()]
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                torch.add(parameter.grad.reshape(-1), 0.0, out=part)
+                parameter.grad = None
+        return leaf
+
+    def give_back(self, flat: FlatGradient, leaf: Tensor) -> None:
+        """Take a leaf's memory for the next one of its shape."""
+        self._kept.setdefault(flat.shape, []).append(leaf)
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._kept.clear()
+
+
+def forget_gradients(units: Units) -> None:
+    """Let go of what an unfinished backward pass has left."""
+    for unit in units:
+        for flat in unit:
+            for parameter, _ in flat.parameters:
+                parameter.grad = None
