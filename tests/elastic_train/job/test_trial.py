@@ -44,12 +44,22 @@ def test_each_deadly_sample_of_a_step_is_found_whatever_lane_it_is_in(rows: Path
 
 
 def test_a_healthy_step_is_tried_once(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = []
-    run = trial._try
-    monkeypatch.setattr(trial, "_try", lambda *given: tries.append(given) or run(*given))  # type: ignore[func-returns-value]
+    said = []
+    search = trial._search_beside
+    monkeypatch.setattr(trial, "_search_beside", lambda *given: said.append(search(*given)) or said[0])  # type: ignore[func-returns-value]
     plan = plan_of(rows, [])
     assert find_deadly(plan, plan.build_state(), 5, range(4), (), LIMIT_S) == {}
-    assert len(tries) == 1
+    assert said == [[]]
+
+
+def test_a_search_that_hangs_ends_in_time_with_what_it_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho found\nexec sleep 300\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    assert trial._search_beside(tmp_path, 1.0) == ["found"]
 
 
 def test_a_sample_that_is_left_out_counts_as_a_hole_of_one(rows: Path) -> None:
