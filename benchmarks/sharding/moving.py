@@ -49,10 +49,10 @@ def _moved(left: Group, job: Job) -> tuple[float, float]:
     brought = bring(left, job.state, shards, ("", str(left.rank)), counts=True)
     brought = roll_forward(left, job.state, shards, brought)
     before = left.num_bytes
-    taken = reseat(left, job.state, shards, brought)
+    lost = reseat(left, job.state, shards, brought)
     seconds = time.perf_counter() - started
     num_bytes = int(left.all_gather(torch.tensor(left.num_bytes - before)).max()) // 2
-    assert not taken.lost.size, "three ranks hold everything"
+    assert not lost.size, "three ranks hold everything"
     return num_bytes / seconds / 1e9, num_bytes / _bare_seconds(left, num_bytes) / 1e9
 
 

@@ -26,12 +26,13 @@ from torch import Tensor
 from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.buckets import check_once
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.leaves import FlatGradient, Leaves, Units, forget_gradients
+from elastic_train.parallel.leaves import FlatGradient, Leaves, Spare, Units, forget_gradients
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.chunks import group_sums, sum_chunks
 from elastic_train.shards.deal import Counter, deal_lanes
 from elastic_train.shards.holdings import Run, by_flat, runs_of
 from elastic_train.shards.seating import Seating
+from elastic_train.system.huge_pages import on_huge_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class DealtSum:
         self._in_flight: _Flight | None = None
         self.is_dirty = False
         """Whether something is on its way that may reach the homes however late."""
-        self._spare: dict[int, list[Tensor]] = {}
+        self._spare = Spare(2 * len(seating.seats))
         self._seen: set[int] = set()
         self._leaves = Leaves()
         self._missing: list[int] | None = (
@@ -96,8 +97,7 @@ class DealtSum:
             f"{lanes} are not ours"
         )
         numbers = [flat.number for unit in self._units for flat in unit]
-        self._spare = {number: [] for number in numbers}
-        self._counters = {number: Counter(self._num_lanes, partial(self._add, number)) for number in numbers}
+        self._counters = {number: Counter(self._num_lanes, self._add) for number in numbers}
         self._turn, self._in_flight = 0, None
         forget_gradients(self._units)
         if self._weights is not None:
@@ -151,7 +151,8 @@ class DealtSum:
         if self._weights is not None:
             self._weights.end_pass()
         sums = {number: dict(counter.parts) for number, counter in self._counters.items()}
-        self._counters, self._spare = {}, {}
+        self._counters = {}
+        self._spare.clear()
         self._leaves.clear()
         self._exchange_sums(sums)
         for number in list(sums):
@@ -230,12 +231,12 @@ class DealtSum:
         """Return memory for what this rank holds of a lane's leaf: the home for the group's first lane."""
         if lane == self._turns[0].start:
             return self._homes[number]
-        spare = self._spare[number]
-        return spare.pop() if spare else torch.empty_like(self._homes[number])
+        return self._spare.take(self._homes[number])
 
-    def _add(self, number: int, left: Tensor, right: Tensor) -> Tensor:
-        self._spare[number].append(right)
-        return left.add_(right)
+    def _add(self, left: Tensor, right: Tensor) -> Tensor:
+        left.add_(right)
+        self._spare.give_back(right)
+        return left
 
     def _cut(self, number: int, chunk: Tensor) -> Sequence[Tensor]:
         """Return the parts of a chunk that are this rank's runs of the flat vector."""
@@ -258,7 +259,7 @@ class DealtSum:
             runs = runs_of(seating.layout, chunk.grains)
             for part in self._parts_of(chunk.to):
                 for run in runs:
-                    theirs = sums[run.flat].setdefault(part, torch.empty_like(self._homes[run.flat]))
+                    theirs = sums[run.flat].setdefault(part, on_huge_pages(torch.empty_like(self._homes[run.flat])))
                     receives.append((chunk.to, self._within(run, theirs)))
         if sends or receives:
             self._replicas.exchange(sends, receives)

@@ -14,6 +14,7 @@ from torch import Tensor
 from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint
+from elastic_train.system.huge_pages import on_huge_pages
 
 
 class Scratch:
@@ -26,7 +27,7 @@ class Scratch:
         """Return one flat tensor of each size, of `like`'s dtype and device; valid until the next call."""
         kind, total = (like.dtype, like.device), sum(sizes)
         if kind not in self._kept or self._kept[kind].numel() < total:
-            self._kept[kind] = torch.empty(total, dtype=like.dtype, device=like.device)
+            self._kept[kind] = on_huge_pages(torch.empty(total, dtype=like.dtype, device=like.device))
         return torch.split(self._kept[kind][:total], list(sizes))
 
 

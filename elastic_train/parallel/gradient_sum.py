@@ -28,6 +28,7 @@ from elastic_train.parallel.buckets import Beside, Bucket, Placed, cut_buckets
 from elastic_train.parallel.exchange import Scratch, exchange
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Aside, PointToPoint
+from elastic_train.system.huge_pages import on_huge_pages
 
 Reduction = Literal["canonical", "fast"]
 
@@ -160,7 +161,7 @@ class LaneTree:
         """Put the open subtree aside and start a new leaf from zeros."""
         self._merge_stack()
         assert self._open is not None, "nothing to put aside"
-        buffers = self._free.pop() if self._free else [torch.empty_like(flat) for flat in self._flats]
+        buffers = self._free.pop() if self._free else [on_huge_pages(torch.empty_like(flat)) for flat in self._flats]
         for buffer, flat in zip(buffers, self._flats, strict=True):
             buffer.copy_(flat)
         self._stack.append((self._open, buffers))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from elastic_train.system.huge_pages import on_huge_pages
+
 
 @dataclass(frozen=True, slots=True)
 class FlatGradient:
@@ -39,7 +41,11 @@ class Leaves:
         What no lane uses is zero.
         """
         first, kept = flat.parameters[0][0], self._kept.get(flat.shape)
-        leaf = kept.pop() if kept else torch.zeros(flat.numel, dtype=first.dtype, device=first.device)
+        leaf = (
+            kept.pop()
+            if kept
+            else on_huge_pages(torch.empty(flat.numel, dtype=first.dtype, device=first.device)).zero_()
+        )
         for parameter, start in flat.parameters:
             part = leaf[start : start + parameter.numel()]
             if parameter.grad is None:
@@ -52,6 +58,30 @@ class Leaves:
     def give_back(self, flat: FlatGradient, leaf: Tensor) -> None:
         """Take a leaf's memory for the next one of its shape."""
         self._kept.setdefault(flat.shape, []).append(leaf)
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._kept.clear()
+
+
+class Spare:
+    """Memory of summands that were added, for the next ones; at most so many, as each was large enough for a unit."""
+
+    def __init__(self, most: int) -> None:
+        self._kept: list[Tensor] = []
+        self._most = most
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return a flat tensor of the same size and kind, with any values."""
+        for place, memory in enumerate(self._kept):
+            if memory.numel() >= like.numel() and (memory.dtype, memory.device) == (like.dtype, like.device):
+                return self._kept.pop(place)[: like.numel()]
+        return on_huge_pages(torch.empty_like(like))
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Take memory that `take` has returned, or any other that is not read any more."""
+        if len(self._kept) < self._most:
+            self._kept.append(tensor if tensor._base is None else tensor._base)
 
     def clear(self) -> None:
         """Let go of all memory."""

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.group import Group
 from elastic_train.shards.holdings import Run
+from elastic_train.system.huge_pages import on_huge_pages
 
 T = TypeVar("T")
 REST = -1
@@ -213,6 +214,7 @@ class UnitWeights:
             sends += [(to, self._held(run)) for to in self._others if to in self._receivers for run in mine]
             if self._is_running:
                 whole.untyped_storage().resize_(whole.nbytes)
+                on_huge_pages(whole)
                 for run in mine:
                     whole[run.lo : run.hi].copy_(self._held(run))
                 receives += [

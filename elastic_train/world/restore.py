@@ -123,7 +123,7 @@ def _take_seats(plan: Plan, world: World, state: AppliedState, shards: HeldState
         brought = roll_forward(world.group, state, shards, brought)
         if is_first(shards, brought):
             _begin_alike(world, state)
-        if reseat(world.group, state, shards, brought).lost.size:
+        if reseat(world.group, state, shards, brought).size:
             raise ElasticTrainError(
                 "all holders of some of the first weights are lost, before the first step: start again"
             )

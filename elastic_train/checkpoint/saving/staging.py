@@ -25,6 +25,7 @@ from elastic_train.checkpoint.format.layout import Leaves, Part
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.errors import StorageError
+from elastic_train.system.huge_pages import on_huge_pages
 
 _ALIGNMENT = 64
 _RUN_BYTES = 8 << 20
@@ -35,7 +36,7 @@ class Buffer:
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         try:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            self._memory = on_huge_pages(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned))
         except RuntimeError as error:
             why = str(error).splitlines()[0]
             raise StorageError(f"cannot allocate {num_bytes} bytes of host memory to stage a save: {why}") from error

@@ -25,8 +25,8 @@ import pyarrow as pa
 from isal.isal_zlib import crc32
 
 from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.loading.mapped_file import Mapping
 from elastic_train.system.file_locks import is_locked, locked
-from elastic_train.system.mapped_file import Mapping
 
 MAX_BYTES = 64 << 30
 SLACK = 16

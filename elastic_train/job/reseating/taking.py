@@ -16,7 +16,7 @@ holders, or with its new ones, or with both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -39,14 +39,7 @@ from elastic_train.shards.recut import Holder, Recut, plan_recut
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat, seats_of_holders
 from elastic_train.system.failpoints import reach
-
-
-@dataclass(frozen=True, slots=True)
-class Reseated:
-    """How seats were taken: `lost` are grains that nobody holds any more, in which case nothing has changed."""
-
-    lost: Int64s
-    num_bytes: int = 0
+from elastic_train.system.huge_pages import on_huge_pages
 
 
 def roll_forward(group: Group, state: AppliedState, shards: HeldState, brought: Sequence[Brought]) -> list[Brought]:
@@ -99,21 +92,23 @@ def _apply(
     ]
 
 
-def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequence[Brought]) -> Reseated:
+def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequence[Brought]) -> Int64s:
     """Bring this rank to the furthest step, on the seat that it has in this world.
+
+    Returns the grains that nobody holds any more: if there are any, nothing has changed.
 
     Raises PeerLostError, with state and seat as they were, if a peer is lost or something arrives damaged.
     """
     furthest = max(one.place for one in brought)
     if is_first(shards, brought):
         take_first_seats(group, shards, brought)
-        return Reseated(np.empty(0, dtype=np.int64))
+        return np.empty(0, dtype=np.int64)
     before = [one.seat if one.place == furthest else None for one in brought]
     seating = _seating(group, shards, brought, before)
     had = [_holder(shards, one, furthest) for one in brought]
     plan = plan_recut(had, seating.holdings, shards.layout.span)
     if plan.lost.size:
-        return Reseated(plan.lost)
+        return plan.lost
     old = [*shards.runs, *shards.spare.runs] if before[group.rank] is not None else []
     runs = shards.room_for(seating, old)
     reach("hand-over")
@@ -135,7 +130,7 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     # And everything for all others, so that nobody needs the spare any more.
     shards.spare = Spare()
     shards.refresh(group, everything=True)
-    return Reseated(plan.lost, sum(2 * weights.nbytes for _, weights in arrived))
+    return plan.lost
 
 
 def is_first(shards: HeldState, brought: Sequence[Brought]) -> bool:
@@ -183,9 +178,9 @@ def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
 def _move(
     group: Group, shards: HeldState, plan: Recut, runs: Sequence[HeldRun], old: Sequence[HeldRun]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Send and receive what the plan says, moments into `runs`; return pairs of weights' memory and what it is to be.
+    """Send and receive what the plan says, into `runs`; return pairs of weights' memory and what it is to be.
 
-    Whole weights of the old seat may be in that memory until the new one is taken.
+    Where weights are whole on every rank, those of the old seat are in that memory until the new one is taken.
     """
     sends: list[tuple[int, Tensor]] = []
     receives: list[tuple[int, Tensor]] = []
@@ -197,8 +192,11 @@ def _move(
             if group.rank == giver:
                 sends += [(taker, tensor) for tensor in (one.weights, *moments)]
             else:
-                arrived.append((one.weights, torch.empty_like(one.weights)))
-                receives += [(giver, tensor) for tensor in (arrived[-1][1], *moments)]
+                weights = one.weights
+                if not shards.is_shared_out:
+                    weights = on_huge_pages(torch.empty_like(weights))
+                    arrived.append((one.weights, weights))
+                receives += [(giver, tensor) for tensor in (weights, *moments)]
     if sends or receives:
         group.exchange(sends, receives)
         _check(group, sends, receives)

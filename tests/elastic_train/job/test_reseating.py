@@ -117,10 +117,13 @@ def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int
             group.abandon()
             taking.reach = lambda point: None
             continue
-        taken = reseat(group, state, shards, brought)
+        before = group.num_bytes
+        lost = reseat(group, state, shards, brought)
+        held = sum(moment.nbytes for one in shards.runs for moment in one.moments.values())
+        got_all = group.num_bytes - before >= held
         shards.trained_in = term
-        seen.append([term, state.step, fingerprint(group, state), int(taken.lost.size), taken.num_bytes])
-        if taken.lost.size:
+        seen.append([term, state.step, fingerprint(group, state), int(lost.size), got_all])
+        if lost.size:
             break
         train(group, state, world.fault.step if world.fault else STEPS, term)
         if world.fault is not None:

@@ -1,0 +1,28 @@
+"""Memory of summands that were added is used again, whatever the unit, and never more than so much of it is kept."""
+
+from __future__ import annotations
+
+import torch
+
+from elastic_train.parallel.leaves import Spare
+
+
+def test_memory_is_used_again_for_what_fits_into_it() -> None:
+    spare = Spare(2)
+    first = spare.take(torch.empty(8))
+    spare.give_back(first)
+    smaller = spare.take(torch.empty(5))
+    assert smaller.data_ptr() == first.data_ptr() and smaller.shape == (5,)
+    spare.give_back(smaller)  # all of it comes back
+    assert spare.take(torch.empty(8)).data_ptr() == first.data_ptr()
+
+
+def test_memory_of_another_kind_or_size_is_fresh() -> None:
+    spare = Spare(2)
+    kept = [torch.empty(8), torch.empty(8, dtype=torch.float64), torch.empty(64)]
+    for memory in kept:
+        spare.give_back(memory)
+    assert spare.take(torch.empty(64)).data_ptr() != kept[2].data_ptr(), "two are kept"
+    assert spare.take(torch.empty(8, dtype=torch.float64)).data_ptr() == kept[1].data_ptr()
+    spare.clear()
+    assert spare.take(torch.empty(8)).data_ptr() != kept[0].data_ptr()
