@@ -44,8 +44,11 @@ def move_all_but_a_joiners_weights(
     group: Group, shards: HeldState, plan: Recut, runs: Sequence[HeldRun], old: Sequence[HeldRun]
 ) -> list[tuple[Tensor, Tensor]]:
     """Let who joins take moments alone: its weights are those that it began with."""
+    first = [one.weights.clone() for one in runs]
     arrived = _MOVE(group, shards, plan, runs, old)
-    return arrived if shards.seat is not None else []
+    for one, weights in zip(runs, first, strict=True) if shards.seat is None else ():
+        one.weights.copy_(weights)
+    return arrived
 
 
 def weights_of_the_last_commit(self: GatheredState) -> State:
