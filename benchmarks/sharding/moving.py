@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode
+from benchmarks.sharding.jobs import MODES, WIDE, Job, Mode
 from benchmarks.sharding.ranks import Effort, Meeting, run
 from elastic_train.job.reseating import bring, reseat, roll_forward
 from elastic_train.job.sharded.held_state import HeldState
@@ -28,7 +28,7 @@ def _move(meeting: Meeting, shards: Mode, rounds: int) -> dict[str, float]:
     """Let three of four ranks take over what the fourth held, again and again; time it beside a bare exchange."""
     rates, bare, group = list[float](), list[float](), meeting.group
     for turn in range(rounds):
-        job = Job(group, SMALL, shards, 2)
+        job = Job(group, WIDE, shards, 2)
         job.step()
         if group.rank < 3:
             rate, other = _moved(meeting.again(f"left-{turn}", 3), job)
