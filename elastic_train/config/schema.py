@@ -211,6 +211,9 @@ class ParallelConfig(_Section):
     bucket_mb: PositiveFloat | None = 2.0
     """Megabytes of gradients that are exchanged together, beside the backward pass that computes the next ones; null to
     exchange all after it. With shards: gradients or parameters a block is what is exchanged together."""
+    wire: Literal["exact", "bf16"] = "exact"
+    """Gradients as ranks send them to one another: exact, or each lane's rounded to bf16, half the bytes; they are
+    added in fp32 all the same, and no world shows in the bits. bf16 needs shards: gradients or parameters."""
     domain: str | None = None
     """What may fail together with this node and others, such as a rack's name; copies go to different ones."""
 
@@ -266,6 +269,16 @@ class Config(_Section):
         if self.parallel.shards != "none" and self.reduction == "fast":
             raise ValueError(
                 "reduction: fast gives no two worlds the same bits, and parallel.shards needs them: set one back"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _leaves_are_sent_to_be_rounded(self) -> Config:
+        if self.parallel.wire != "exact" and self.parallel.shards in ("none", "optimizer"):
+            raise ValueError(
+                f"parallel.wire: {self.parallel.wire} rounds each lane's gradient; with parallel.shards: "
+                f"{self.parallel.shards} ranks exchange sums of lanes, which the world decides: set shards to "
+                "gradients or parameters, or wire to exact"
             )
         return self
 

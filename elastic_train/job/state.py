@@ -232,7 +232,7 @@ def build_state(
     if parallel is None or kind is None:
         shards: StateShards = ReplicatedState(model, optimizer, scheduler, scaler, bucket_bytes)
     else:
-        shards = kind(model, optimizer, scheduler, scaler, layout, parallel.copies, bucket_bytes)
+        shards = kind(model, optimizer, scheduler, scaler, layout, parallel.copies, bucket_bytes, parallel.wire)
     return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
 
 

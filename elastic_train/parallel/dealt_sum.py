@@ -26,7 +26,7 @@ from torch import Tensor
 from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.buckets import check_once
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.leaves import FlatGradient, Leaves, Spare, Units, forget_gradients
+from elastic_train.parallel.leaves import FlatGradient, Leaves, Spare, Units, Wire, forget_gradients
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.chunks import group_sums, sum_chunks
 from elastic_train.shards.deal import Counter, deal_lanes
@@ -59,6 +59,7 @@ class DealtSum:
         num_lanes: int,
         seating: Seating,
         weights: UnitWeights | None = None,
+        wire: Wire = "exact",
     ) -> None:
         """With `weights`, whose blocks are the units but the last in the opposite order, units are gathered."""
         self._units, self._homes, self._replicas, self._num_lanes = units, homes, replicas, num_lanes
@@ -73,7 +74,7 @@ class DealtSum:
         """Whether something is on its way that may reach the homes however late."""
         self._spare = Spare(2 * len(seating.seats))
         self._seen: set[int] = set()
-        self._leaves = Leaves()
+        self._leaves = Leaves(wire)
         self._missing: list[int] | None = (
             None  # of the running lane: parameters of each unit whose gradient has not come
         )
@@ -194,7 +195,7 @@ class DealtSum:
                 ]
         for other in self._neighbours[::-1]:
             if other in lanes:
-                chunks[other] = {flat.number: self._room(flat.number, lanes[other]) for flat in unit}
+                chunks[other] = {flat.number: self._landing(flat.number, lanes[other]) for flat in unit}
                 receives += [
                     (other, part) for flat in unit for part in self._cut(flat.number, chunks[other][flat.number])
                 ]
@@ -221,7 +222,7 @@ class DealtSum:
             for lane, chunks in sorted(flight.chunks.items()):
                 for number, chunk in chunks.items():
                     if chunk.numel():
-                        self._counters[number].push(Part(0, lane), chunk)
+                        self._counters[number].push(Part(0, lane), self._widened(number, lane, chunk))
 
     def _land_last(self) -> None:
         self._land()
@@ -231,7 +232,21 @@ class DealtSum:
         """Return memory for what this rank holds of a lane's leaf: the home for the group's first lane."""
         if lane == self._turns[0].start:
             return self._homes[number]
-        return self._spare.take(self._homes[number])
+        return self._spare.take(self._homes[number], self._homes[number].dtype)
+
+    def _landing(self, number: int, lane: int) -> Tensor:
+        """Return memory to receive a part of a lane's leaf: where it is kept, unless it is sent as another type."""
+        home = self._homes[number]
+        dtype = self._leaves.dtype_of(home.dtype)
+        return self._room(number, lane) if dtype == home.dtype else self._spare.take(home, dtype)
+
+    def _widened(self, number: int, lane: int, chunk: Tensor) -> Tensor:
+        """Return what has come as it is added."""
+        if chunk.dtype == self._homes[number].dtype:
+            return chunk
+        room = self._room(number, lane).copy_(chunk)
+        self._spare.give_back(chunk)
+        return room
 
     def _add(self, left: Tensor, right: Tensor) -> Tensor:
         left.add_(right)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ class FlatGradient:
         return self.numel, tuple(start for _, start in self.parameters)
 
 
+Wire = Literal["exact", "bf16"]
+"""How a leaf is sent: as it is, or rounded. That is a function of the leaf, so no world shows in the sum."""
 Units = Sequence[Sequence[FlatGradient]]
 """What is exchanged together, in the order of the exchange."""
 
@@ -32,20 +35,21 @@ Units = Sequence[Sequence[FlatGradient]]
 class Leaves:
     """Makes leaves of the gradients that a backward pass leaves; fresh pages would cost more than the additions."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
         self._kept: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
 
+    def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """Return what leaves of a type are sent as: bf16 if that is narrower."""
+        return torch.bfloat16 if self._wire == "bf16" and dtype.itemsize > torch.bfloat16.itemsize else dtype
+
     def take(self, flat: FlatGradient) -> Tensor:
-        """Return a flat vector's leaf, and forget its parameters' gradients; it starts from zeros, as all leaves do.
+        """Return a flat vector's leaf as it is sent, and forget its parameters' gradients; it starts from zeros.
 
         What no lane uses is zero.
         """
         first, kept = flat.parameters[0][0], self._kept.get(flat.shape)
-        leaf = (
-            kept.pop()
-            if kept
-            else on_huge_pages(torch.empty(flat.numel, dtype=first.dtype, device=first.device)).zero_()
-        )
+        leaf = kept.pop() if kept else self._zeros(flat.numel, first)
         for parameter, start in flat.parameters:
             part = leaf[start : start + parameter.numel()]
             if parameter.grad is None:
@@ -54,6 +58,9 @@ class Leaves:
                 torch.add(parameter.grad.reshape(-1), 0.0, out=part)
                 parameter.grad = None
         return leaf
+
+    def _zeros(self, numel: int, like: Tensor) -> Tensor:
+        return on_huge_pages(torch.empty(numel, dtype=self.dtype_of(like.dtype), device=like.device)).zero_()
 
     def give_back(self, flat: FlatGradient, leaf: Tensor) -> None:
         """Take a leaf's memory for the next one of its shape."""
@@ -71,12 +78,12 @@ class Spare:
         self._kept: list[Tensor] = []
         self._most = most
 
-    def take(self, like: Tensor) -> Tensor:
-        """Return a flat tensor of the same size and kind, with any values."""
+    def take(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor of the same size, on the same device, with any values."""
         for place, memory in enumerate(self._kept):
-            if memory.numel() >= like.numel() and (memory.dtype, memory.device) == (like.dtype, like.device):
+            if memory.numel() >= like.numel() and (memory.dtype, memory.device) == (dtype, like.device):
                 return self._kept.pop(place)[: like.numel()]
-        return on_huge_pages(torch.empty_like(like))
+        return on_huge_pages(torch.empty_like(like, dtype=dtype))
 
     def give_back(self, tensor: Tensor) -> None:
         """Take memory that `take` has returned, or any other that is not read any more."""

@@ -35,7 +35,7 @@ _KEYS = {
     "run": ("seed",),
     "data": ("block_row_groups", "length_bucketing", "unreadable", "deadly", "too_long"),
     "checkpoint": ("every_steps", "interval", "when_busy"),
-    "parallel": ("shards", "copies"),
+    "parallel": ("shards", "copies", "wire"),
 }
 _VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "neon", "asimd", "sve", "bf16", "vsx")
 _MODULES, _PARAMETERS, _TENSORS = "the task's modules", "the parameters", "the model's tensors"

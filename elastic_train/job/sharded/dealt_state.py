@@ -51,7 +51,7 @@ class DealtState(HeldState):
             self.make_room()
             self.bind_gradients()
         self._dealt = DealtSum(
-            self.flat.units(), self._homes, replicas, num_lanes, self.seated, self.gathering(replicas)
+            self.flat.units(), self._homes, replicas, num_lanes, self.seated, self.gathering(replicas), self._wire
         )
         return self._dealt
 

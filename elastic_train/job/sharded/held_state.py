@@ -36,6 +36,7 @@ from elastic_train.job.sharded.shared_weights import grain_run
 from elastic_train.job.state_shards import stillness_of
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.leaves import Wire
 from elastic_train.parallel.owned_sum import OwnedSum, Shares
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.holdings import Run, circle_of, held, runs_of
@@ -59,10 +60,11 @@ class HeldState:
         layout: Layout,
         copies: int,
         bucket_bytes: float | None = None,
+        wire: Wire = "exact",
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.layout, self.circle, self.copies = layout, circle_of(layout), copies
-        self.flat, self._bucket_bytes = FlatModel(model, layout), bucket_bytes
+        self.flat, self._bucket_bytes, self._wire = FlatModel(model, layout), bucket_bytes, wire
         self._sum: GradientSum | None = None
         self.make_gradients()
         self.settings = Settings(model, optimizer, scheduler, scaler)

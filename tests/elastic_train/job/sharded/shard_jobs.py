@@ -18,6 +18,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.leaves import Wire
 from elastic_train.tasks.task import ParameterGroup
 
 NUM_LANES, TERM = 7, 3
@@ -58,11 +59,11 @@ GROUPS = (
 Shards = Literal["none", "optimizer", "gradients", "parameters"]
 
 
-def build(shards: Shards, copies: int = 2, *, seed: int = 1) -> AppliedState:
+def build(shards: Shards, copies: int = 2, *, seed: int = 1, wire: Wire = "exact") -> AppliedState:
     """Return a state as a process begins with it; a newcomer has the same weights, by the seed."""
     torch.manual_seed(seed)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
-    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1)
+    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire)
     return build_state(Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel)
 
 
@@ -83,13 +84,18 @@ def compute(group: Group, state: AppliedState) -> Tensor:
     gradients.begin(lanes)
     for lane in lanes:
         with gradients.lane(lane):
-            torch.manual_seed(lane_seed(1, state.step, lane))
-            tokens = torch.randint(0, 301, (3, 4))
-            state.model(tokens).logsumexp(-1).square().sum().backward()
+            loss_of(state, lane).backward()
     gradients.serve()
     group.barrier()  # as the training loop gathers its tables here
     gradients.finish(3.0 * NUM_LANES)
     return state.measure()
+
+
+def loss_of(state: AppliedState, lane: int) -> Tensor:
+    """Return the loss of what is drawn for a lane of the next step."""
+    torch.manual_seed(lane_seed(1, state.step, lane))
+    tokens = torch.randint(0, 301, (3, 4))
+    return state.model(tokens).logsumexp(-1).square().sum()  # type: ignore[no-any-return]
 
 
 def facts_of(state: AppliedState, term: int = TERM) -> StepFacts:

@@ -9,13 +9,16 @@ from typing import Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from elastic_train.config.schema import Config
+from elastic_train.core.lanes import lane_additions
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.reseating import Brought, take_first_seats
 from elastic_train.job.sharded.elementwise import moments_of
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.holdings import num_elements
 from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import (
@@ -24,6 +27,7 @@ from tests.elastic_train.job.sharded.shard_jobs import (
     compute,
     facts_of,
     fingerprint,
+    loss_of,
     meet,
     replicated,
     shards_of,
@@ -38,12 +42,14 @@ def newcomers(size: int) -> list[Brought]:
     return [Brought(Place(0, 0), None, ("", str(number))) for number in range(size)]
 
 
-def ranks(rank: int, size: int, folder: str, shards: Literal["optimizer", "gradients", "parameters"]) -> None:
+def ranks(
+    rank: int, size: int, folder: str, shards: Literal["optimizer", "gradients", "parameters"], wire: Wire = "exact"
+) -> None:
     """Train with one to three copies; leave the weights after each step, and how much each rank holds."""
     torch.set_num_threads(1)
     group, found = meet(Path(folder), "world", rank, size), {}
     for copies in (1, 2, 3):
-        state, digests = build(shards, copies), []
+        state, digests = build(shards, copies, wire=wire), []
         take_first_seats(group, shards_of(state), newcomers(size))
         for step in range(STEPS):
             train(group, state, step + 1)
@@ -71,6 +77,45 @@ def test_weights_are_those_of_whole_state_and_moments_are_shared_out(tmp_path: P
         assert sum(moments for _, moments in held) == 2 * whole * num
         groups = [size * (number + 1) // num - size * number // num for number in range(num)]
         assert max(moments for _, moments in held) <= 2 * (whole / min(groups) + most)
+
+
+def rounded(until: int) -> list[str]:
+    """Return the weights after every step of one rank that adds up lanes' gradients, each rounded to bf16."""
+    state, group, found = build("none"), Group(0, 1, None, 60), []
+    state.shards.sum_of(group, NUM_LANES)
+    trained = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
+    while state.step < until:
+        sums: list[list[Tensor]] = []
+        for lane in range(NUM_LANES):
+            found_here = torch.autograd.grad(loss_of(state, lane), trained, allow_unused=True)
+            pairs = zip(trained, found_here, strict=True)
+            sums.append([torch.zeros_like(one) if got is None else got.bfloat16().float() for one, got in pairs])
+        for left, right in lane_additions(NUM_LANES):
+            sums[left] = [one + other for one, other in zip(sums[left], sums[right], strict=True)]
+        for parameter, total in zip(trained, sums[0], strict=True):
+            assert parameter.grad is not None, "the sum has bound it"
+            parameter.grad.copy_(total / (3.0 * NUM_LANES))
+        state.apply(facts_of(state), state.shards.norm_of(group.all_gather(state.measure())))
+        found.append(fingerprint(group, state))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "size"), [("gradients", 1), ("gradients", 3), ("parameters", 3), ("parameters", 4)])
+def test_gradients_that_are_sent_rounded_are_those_of_rounded_lanes(tmp_path: Path, shards: str, size: int) -> None:
+    """Whatever the world and the copies: each lane's gradient is rounded once, and sums are not."""
+    torch.set_num_threads(1)
+    expected = rounded(STEPS)
+    assert expected != replicated(STEPS)
+    run_ranks(ranks, size, str(tmp_path), shards, "bf16")
+    for rank in range(size):
+        held = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert [held[str(copies)][0] for copies in (1, 2, 3)] == [expected] * 3
+
+
+def test_sums_are_not_sent_rounded() -> None:
+    with pytest.raises(ValueError, match="set shards to gradients or parameters, or wire to exact"):
+        Config(data={"train": "rows"}, parallel={"shards": "optimizer", "wire": "bf16"})  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
