@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
@@ -25,6 +25,18 @@ app.command("elastic_train.cli.datasets:app", name="data")
 app.command("elastic_train.cli.checkpoints:app", name="ckpt")
 
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+
+
+@app.command
+def init(kind: Literal["text", "images"], folder: Path, *, data: str | None = None) -> int:
+    """Write a commented configuration and a task to change into FOLDER, and print the commands that train it.
+
+    Without --data it trains on a small dataset that needs no download: docstrings, or handwritten digits. --data: the
+    folder or URL of a dataset of your own, with `train` and perhaps `validation` in it, as `data import` writes it.
+    """
+    from elastic_train.cli.starters import write_starter
+
+    return print_text("\n".join(write_starter(kind, folder, data)))
 
 
 @app.command
