@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.format.weights_digest import checksum
-from elastic_train.core.majority import name_others
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
+from elastic_train.job.majority import name_others
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.task_source import source_of
