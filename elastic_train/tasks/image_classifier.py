@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -195,6 +196,17 @@ class ImageClassifier:
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         logits: Tensor = model(images) if self.source is None else model(pixel_values=images).logits
         return logits.float()
+
+    def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
+        """Write a folder that transformers' AutoModelForImageClassification loads, and how to prepare images for it.
+
+        Raises ConfigError for the package's own ResNet. There are no adapters that `is_merged` would concern.
+        """
+        found: Any = model
+        if self.source is None:
+            raise ConfigError("transformers does not know the package's own ResNet: use --to safetensors")
+        found.save_pretrained(folder)
+        self.normalisation.write(folder, self.size, self.augmentation.centre_share)
 
     def metrics(self) -> Mapping[str, Metric]:
         from torchmetrics.classification import MulticlassAccuracy

@@ -22,8 +22,6 @@ Box = tuple[float, float, float, float]
 Draws = npt.NDArray[np.float64]
 
 _RATIO = 4 / 3
-_CENTRE = 224 / 256
-"""Of a validation image, the share of the shorter side that models trained on resized crops are shown."""
 _MODES = {1: "L", 3: "RGB"}
 
 
@@ -35,9 +33,8 @@ def decode(content: bytes, channels: int) -> Image.Image:
 
 def view(image: Image.Image, size: int, how: Augmentation, draws: Draws | None) -> Pixels:
     """Return (channels, size, size) of an image: its centre, or the part that five draws in [0, 1) choose."""
-    is_resized = how.crop == "resized"
-    if draws is None or not is_resized:
-        box = centre(image.size, _CENTRE if is_resized else 1.0)
+    if draws is None or how.crop != "resized":
+        box = centre(image.size, how.centre_share)
     else:
         box = random_box(image.size, how.scale, draws[:4])
     pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box))

@@ -12,6 +12,8 @@ from elastic_train.system.wording import did_you_mean, nearest
 CROPS = ("resized", "shift", "centre")
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _GREY = ((0.5,), (0.5,))
+_CENTRE = 224 / 256
+_FILE = "preprocessor_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ class Augmentation:
     def mixes(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
 
+    @property
+    def centre_share(self) -> float:
+        """How much of an image's shorter side a validation sees: of models trained on resized crops, less than all."""
+        return _CENTRE if self.crop == "resized" else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Normalisation:
@@ -63,10 +70,25 @@ class Normalisation:
             raise ValueError(f"mean and std must be {channels} numbers each, std above 0, not {mean} and {std}")
         return chosen
 
+    def write(self, folder: Path, size: int, centre_share: float) -> None:
+        """Write beside a model of transformers how images are prepared for it, as a validation does it."""
+        prepared = {
+            "image_processor_type": "ConvNextImageProcessor",
+            "do_resize": True,
+            "size": {"shortest_edge": size},
+            "crop_pct": centre_share,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": self.mean,
+            "image_std": self.std,
+        }
+        (folder / _FILE).write_text(json.dumps(prepared, indent=2) + "\n")
+
 
 def _of_folder(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     try:
-        found = json.loads((folder / "preprocessor_config.json").read_text())
+        found = json.loads((folder / _FILE).read_text())
         return tuple(map(float, found["image_mean"])), tuple(map(float, found["image_std"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -208,17 +208,14 @@ def test_the_small_resnet_has_the_layers_it_is_named_after() -> None:
 def test_models_of_transformers_classify(tmp_path: Path, config: dict[str, Any]) -> None:
     """From a configuration, and from a folder; of a folder for other classes the head is drawn, and the body kept.
 
-    The folder's own normalisation is taken. Nothing imports torchvision.
+    What was exported has the same bits, and its normalisation is taken. Nothing imports torchvision.
     """
     manifest = described(tmp_path / "rows", labels=("cat", "dog", "eel"))
-    task = prepared(manifest, hf={"config": config})
+    task = prepared(manifest, hf={"config": config}, mean=[0.1] * 3, std=[0.2] * 3)
     model = task.build_model()
     assert task.loss(model, task.collate(ROWS, IDS, drawn())).predictions.shape == (4, 3)  # type: ignore[union-attr]
     assert model.config.id2label == {0: "cat", 1: "dog", 2: "eel"}
-    model.save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "preprocessor_config.json").write_text(
-        json.dumps({"image_mean": [0.1] * 3, "image_std": [0.2] * 3})
-    )
+    task.export(model, tmp_path / "model", is_merged=False)
     for path, labels in ((tmp_path / "same", ("cat", "dog", "eel")), (tmp_path / "other", ("a", "b", "c", "d"))):
         of_folder = prepared(described(path, labels=labels), hf={"path": str(tmp_path / "model")})
         assert of_folder.normalisation.mean == (0.1, 0.1, 0.1)
@@ -228,6 +225,10 @@ def test_models_of_transformers_classify(tmp_path: Path, config: dict[str, Any])
             name for name in is_same if name.startswith("classifier.")
         }
         assert all(is_same.values()) == (len(labels) == 3)
+    assert not [name for name in sys.modules if name.partition(".")[0] == "torchvision"]
+    own = prepared(manifest)
+    with pytest.raises(ConfigError, match=r"transformers does not know .*: use --to safetensors"):
+        own.export(own.build_model(), tmp_path / "own", is_merged=False)
 
 
 @pytest.mark.slow
