@@ -26,6 +26,7 @@ from elastic_train.system.progress_bar import Track
 BLOCK_BYTES = 16 << 20
 """Bytes of text that are parsed at once; no row may be longer."""
 ROWS_AT_ONCE = 1024
+_POINTER = b"version https://git-lfs"
 
 Types = Mapping[str, pa.DataType]
 Batches = Iterator[tuple[pa.RecordBatch, float]]
@@ -107,6 +108,9 @@ def _kind_of(path: Path) -> str:
 def _batches(path: Path, types: Types) -> Batches:
     try:
         with path.open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise ConfigError(f"{path}: is a pointer to a file of git LFS; fetch the file with `git lfs pull`")
+            file.seek(0)
             yield from _READERS[_kind_of(path)](file, path, types)
     except (OSError, pa.ArrowInvalid, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error

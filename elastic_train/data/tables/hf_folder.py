@@ -72,13 +72,17 @@ def _class_labels(path: Path, wanted: str | None) -> Labels | None:
 
 
 def _features_of(path: Path) -> Mapping[str, Any]:
-    if path.suffix == ".parquet":
-        metadata = pq.read_schema(path).metadata
-    elif path.suffix == ".arrow":
-        with path.open("rb") as file:
-            metadata = pa.ipc.open_stream(file).schema.metadata
-    else:
+    """Return the features of the dataset; none where a file has no metadata, or cannot be read, which reading says."""
+    try:
+        if path.suffix == ".parquet":
+            metadata = pq.read_schema(path).metadata
+        elif path.suffix == ".arrow":
+            with path.open("rb") as file:
+                metadata = pa.ipc.open_stream(file).schema.metadata
+        else:
+            return {}
+        found = json.loads((metadata or {}).get(b"huggingface", b"{}"))
+    except (OSError, ValueError):  # which Arrow's errors are
         return {}
-    found = json.loads((metadata or {}).get(b"huggingface", b"{}"))
     features = found.get("info", {}).get("features", {})
     return features if isinstance(features, dict) else {}

@@ -162,6 +162,7 @@ class Finisher:
     def _finished(self, chunk: Chunk) -> pa.RecordBatch:
         for name in (*self._options.numeric, *self._options.categorical):
             column_of(chunk, name, "--numeric, --categorical")
+        self._check_new_names(chunk)
         columns = {name: unwrap_images(chunk, name) for name in chunk.rows.schema.names}
         fields = {name: pa.field(name, column.type) for name, column in columns.items()}
         if self.tokenizer:
@@ -174,6 +175,17 @@ class Finisher:
             columns[COLUMN.name], fields[COLUMN.name] = column, COLUMN
         schema = pa.schema([fields[name] for name in columns])
         return pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
+
+    def _check_new_names(self, chunk: Chunk) -> None:
+        """Refuse rows that have a column of the name of one that is made."""
+        names = set(chunk.rows.schema.names)
+        if self.tokenizer and TOKENS.name in names:
+            raise ConfigError(f"{chunk.path}: has '{TOKENS.name}', which --tokenizer makes; leave out one of them")
+        if self._labels and self._labels.column != COLUMN.name and COLUMN.name in names:
+            raise ConfigError(
+                f"{chunk.path}: has '{COLUMN.name}' beside --label-key {self._labels.column}, which is stored under "
+                "that name; rename or remove the column"
+            )
 
     def _tokens(self, chunk: Chunk) -> pa.Array:
         assert self.tokenizer is not None, "asked for only with a tokenizer"

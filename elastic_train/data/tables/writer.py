@@ -9,15 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROWS_PER_GROUP = 512
-BYTES_PER_GROUP = 8 << 20
+BYTES_PER_GROUP = 2 << 20
+"""So few that eight row groups of each lane, which are shuffled together, fit into memory, also of images."""
 GROUPS_PER_FILE = 128
 
 
 class PartWriter:
     """Writes rows to part-00000.parquet, part-00001.parquet, ... of a folder, in the order in which they come.
 
-    A row group ends after `rows_per_group` rows or BYTES_PER_GROUP bytes, so that images, too, are read in pieces that
-    fit into memory many at a time.
+    A row group ends after `rows_per_group` rows or BYTES_PER_GROUP bytes.
     """
 
     def __init__(self, folder: Path, rows_per_group: int = ROWS_PER_GROUP) -> None:

@@ -101,6 +101,7 @@ BAD_ROWS: dict[str, tuple[list[dict[str, Any]], RowOptions, str]] = {
     "one label": ([{"label": "a"}] * 9, RowOptions(), "has one label, a; a classifier needs at least 2"),
     "another column": ([{"labels": "a"}], RowOptions(label_key="label"), "no column 'label'; did you mean 'labels'"),
     "no metadata": ([{"size": 1}], RowOptions(numeric=("sice",)), "no column 'sice'; did you mean 'size'"),
+    "two labels": ([{"label": 0, "kind": 1}], RowOptions(label_key="kind"), "has 'label' beside --label-key kind"),
     "too few": ([{"n": 1}], RowOptions(), "no row is left for validation: .*--validation-share"),
 }
 
@@ -112,6 +113,13 @@ def test_rows_that_cannot_be_imported_are_named(tmp_path: Path, case: str) -> No
     with pytest.raises(ConfigError, match=message):
         import_rows(tmp_path / "out", {"train": [path]}, "jsonl", options)
     assert not (tmp_path / "out").exists()
+
+
+def test_tokens_are_not_made_over_others(tmp_path: Path) -> None:
+    train_tokenizer(["a"], 300).save(str(tmp_path / "own.json"))
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a", "input_ids": [1]}])
+    with pytest.raises(ConfigError, match="has 'input_ids', which --tokenizer makes"):
+        import_rows(tmp_path / "out", {"train": [path]}, "jsonl", RowOptions(tokenizer=tmp_path / "own.json"))
 
 
 def test_row_groups_are_bounded_in_bytes(tmp_path: Path) -> None:
@@ -172,6 +180,14 @@ def test_rows_of_hugging_face_that_cannot_be_used_are_named(tmp_path: Path, rows
     write_split(tmp_path / "hf" / "train", rows, FEATURES)
     with pytest.raises(ConfigError, match=message):
         import_hf_folder(tmp_path / "out", tmp_path / "hf", RowOptions(share=0))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_pointer_to_a_large_file_is_named(tmp_path: Path, suffix: str) -> None:
+    """As a clone of a repository without its large files has them."""
+    (tmp_path / f"train{suffix}").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ConfigError, match=rf"train{suffix}: is a pointer to a file of git LFS.*git lfs pull"):
+        import_hf_folder(tmp_path / "out", tmp_path, RowOptions())
 
 
 def test_a_class_beyond_the_names_is_refused(tmp_path: Path) -> None:
