@@ -215,7 +215,7 @@ def rows_of(rows: Sequence[Row]) -> pa.RecordBatch:
 def written(folder: Path) -> tuple[CoverageSums, int]:
     """Read a packed part back; return the sums over the documents that begin in it, and how many tokens it has."""
     sums, num_tokens = CoverageSums(), 0
-    for rows in _read_back(folder):
+    for rows in read_back(folder):
         ids, offsets = (numbers_of(rows.column(name).flatten()) for name in ("document_ids", "document_offsets"))
         begins = np.diff(ids, prepend=-1) != 0
         begins[np.cumsum(numbers_of(pc.list_value_length(rows.column("document_ids"))))[:-1]] = True
@@ -224,6 +224,7 @@ def written(folder: Path) -> tuple[CoverageSums, int]:
     return sums, num_tokens
 
 
-def _read_back(folder: Path) -> Iterator[pa.RecordBatch]:
+def read_back(folder: Path) -> Iterator[pa.RecordBatch]:
+    """Yield what a packed part says of its documents, few rows at a time: a row is as long as they were made."""
     for path in sorted(folder.glob("*.parquet")):
-        yield from pq.ParquetFile(path).iter_batches(columns=list(SCHEMA.names[1:]))
+        yield from pq.ParquetFile(path).iter_batches(ROWS_PER_GROUP, columns=list(SCHEMA.names[1:]))

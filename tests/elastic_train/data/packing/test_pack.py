@@ -15,7 +15,8 @@ import pytest
 from elastic_train.data.corpora.tokenizer import train_tokenizer
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.packing.bins import BestFit
-from elastic_train.data.packing.pack import PackOptions, pack, written
+from elastic_train.data.packing.pack import PackOptions, pack, read_back, written
+from elastic_train.data.tables.writer import ROWS_PER_GROUP
 from elastic_train.errors import ConfigError
 from tests.conftest import write_rows
 
@@ -104,6 +105,14 @@ def test_what_is_written_is_read_back(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(AssertionError, match="a document is lost or repeated"):
         pack(tmp_path / "out", [tmp_path / "data"], PackOptions(64, share=0))
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_read_back_is_read_in_pieces(tmp_path: Path) -> None:
+    """The proof takes no more memory than packing did, however large the rows."""
+    pq.write_table(pa.table({"input_ids": pa.array([[1]] * 2000, pa.list_(pa.int32()))}), tmp_path / "a.parquet")
+    pack(tmp_path / "out", [tmp_path / "a.parquet"], PackOptions(1, share=0))
+    sizes = [rows.num_rows for rows in read_back(tmp_path / "out" / "train")]
+    assert sum(sizes) == 2000 and max(sizes) <= ROWS_PER_GROUP
 
 
 def test_the_sums_count_documents_not_pieces(tmp_path: Path) -> None:
