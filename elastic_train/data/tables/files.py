@@ -160,7 +160,7 @@ def _csv(file: BinaryIO, path: Path, types: Types) -> Batches:
     try:
         reader = arrow_csv.open_csv(
             file,
-            # With threads, messages have no row.
+            # With threads, some messages have no row.
             arrow_csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
             arrow_csv.ParseOptions(delimiter="\t" if _kind_of(path) == ".tsv" else ",", newlines_in_values=True),
             arrow_csv.ConvertOptions(column_types=dict(types)),

@@ -17,13 +17,13 @@ GROUPS_PER_FILE = 128
 class PartWriter:
     """Writes rows to part-00000.parquet, part-00001.parquet, ... of a folder, in the order in which they come.
 
-    A row group ends after `rows_per_group` rows or BYTES_PER_GROUP bytes.
+    A row group ends after `rows_per_group` rows or BYTES_PER_GROUP bytes, by the mean of the rows that come together.
     """
 
     def __init__(self, folder: Path, rows_per_group: int = ROWS_PER_GROUP) -> None:
         self._folder, self._rows_per_group = folder, rows_per_group
         self._waiting: list[pa.RecordBatch] = []
-        self._num_waiting, self._num_groups, self.num_rows = 0, 0, 0
+        self._num_waiting, self._num_bytes, self._num_groups, self.num_rows = 0, 0, 0, 0
         self._file: pq.ParquetWriter | None = None
 
     def __enter__(self) -> PartWriter:
@@ -38,17 +38,16 @@ class PartWriter:
 
     def write(self, rows: pa.RecordBatch) -> None:
         """Add rows; all must have the same schema."""
+        row_bytes = max(1, rows.nbytes // max(1, rows.num_rows))
         while rows.num_rows:
-            taken = rows.slice(0, min(rows.num_rows, self._rows_per_group - self._num_waiting))
+            room = max(1, (BYTES_PER_GROUP - self._num_bytes) // row_bytes)
+            taken = rows.slice(0, min(room, self._rows_per_group - self._num_waiting))
             rows = rows.slice(taken.num_rows)
             self._waiting.append(taken)
             self._num_waiting += taken.num_rows
-            if self._is_full():
+            self._num_bytes += taken.nbytes
+            if self._num_waiting >= self._rows_per_group or self._num_bytes + row_bytes > BYTES_PER_GROUP:
                 self._write_group()
-
-    def _is_full(self) -> bool:
-        num_bytes = sum(rows.nbytes for rows in self._waiting)
-        return self._num_waiting >= self._rows_per_group or num_bytes >= BYTES_PER_GROUP
 
     def _write_group(self) -> None:
         table = pa.Table.from_batches(self._waiting)
@@ -61,4 +60,4 @@ class PartWriter:
         self._file.write_table(table, row_group_size=len(table))
         self._num_groups += 1
         self.num_rows += len(table)
-        self._waiting, self._num_waiting = [], 0
+        self._waiting, self._num_waiting, self._num_bytes = [], 0, 0

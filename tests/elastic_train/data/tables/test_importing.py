@@ -122,13 +122,19 @@ def test_tokens_are_not_made_over_others(tmp_path: Path) -> None:
         import_rows(tmp_path / "out", {"train": [path]}, "jsonl", RowOptions(tokenizer=tmp_path / "own.json"))
 
 
-def test_row_groups_are_bounded_in_bytes(tmp_path: Path) -> None:
-    with PartWriter(tmp_path / "out", rows_per_group=10) as writer:
-        for _ in range(3):
-            writer.write(pa.RecordBatch.from_pydict({"image": [bytes(BYTES_PER_GROUP // 2)] * 3 + [b""] * 12}))
-    groups = pq.ParquetFile(tmp_path / "out" / "part-00000.parquet").metadata
-    assert sum(groups.row_group(number).num_rows for number in range(groups.num_row_groups)) == 45
-    assert max(groups.row_group(number).num_rows for number in range(groups.num_row_groups)) <= 10
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_row_groups_are_bounded_in_bytes_and_rows(tmp_path: Path, at_once: int) -> None:
+    """However many rows come together: photographs are few in a row group, and small rows as many as were asked for."""
+    large = [bytes([number]) * (BYTES_PER_GROUP // 4) for number in range(10)]
+    with PartWriter(tmp_path / "out", rows_per_group=6) as writer:
+        for rows in (large, [bytes([number]) for number in range(20)]):
+            for lo in range(0, len(rows), at_once):
+                writer.write(pa.RecordBatch.from_pydict({"image": rows[lo : lo + at_once]}))
+    file = pq.ParquetFile(tmp_path / "out" / "part-00000.parquet")
+    groups = [file.read_row_group(number).column("image").to_pylist() for number in range(file.num_row_groups)]
+    assert [row for group in groups for row in group] == large + [bytes([number]) for number in range(20)]
+    assert [len(group) for group in groups] == [3, 3, 3, 6, 6, 6, 3]  # offsets count, too
+    assert max(sum(map(len, group)) for group in groups) <= BYTES_PER_GROUP
 
 
 def write_split(folder: Path, rows: dict[str, Any], features: dict[str, Any], kind: str = "arrow") -> None:
@@ -221,7 +227,8 @@ def test_folders_of_images_are_classes(tmp_path: Path) -> None:
         (png(shade), shade % 3) for shade in range(30)
     )
     assert made.manifests[0].labels == ("cat", "dog", "eel")
-    assert [row["label"] for row in rows] != sorted(row["label"] for row in rows)
+    trained = [row["label"] for row in rows_in(tmp_path / "out" / "train")]
+    assert trained != sorted(trained)
     assert not import_images(tmp_path / "out", tmp_path / "images", share=0.2, seed=3).is_new
     write_images(tmp_path / "split" / "train", 6)
     write_images(tmp_path / "split" / "val", 3)
