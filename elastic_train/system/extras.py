@@ -16,6 +16,8 @@ _EXTRA_OF = {
     "jinja2": "chaos",
     "markupsafe": "chaos",
     "tokenizers": "corpora",
+    "transformers": "hf",
+    "peft": "hf",
     "s3fs": "s3",
     "aiobotocore": "s3",
     "botocore": "s3",
