@@ -18,12 +18,12 @@ from elastic_train.data.arrow.lists import lengths_of, pad_lists
 from elastic_train.data.arrow.numbers import whole
 from elastic_train.errors import DataError
 from elastic_train.tasks.task import Batch
+from elastic_train.tasks.vocabulary import Ids, check_range
 
 IGNORED = -100
 """The label of a token that is no target, as everywhere in the field."""
 _WIDTH_MULTIPLE = 8
 _PADDING = -1
-Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class TokenColumns:
             for name in self.names()
         }
         tokens = padded[self.tokens]
-        _check_ids(tokens, ids, self.tokens, vocabulary)
+        check_range(tokens, ids, self.tokens, vocabulary)
         is_real = np.arange(tokens.shape[1]) < np.minimum(lengths, max_tokens)[:, None]
         if self.attention:
             is_real &= padded[self.attention] != 0
         labels = padded[self.labels] if self.labels else tokens
         if self.labels:
-            _check_ids(np.where(labels == IGNORED, 0, labels), ids, self.labels, vocabulary)
+            check_range(np.where(labels == IGNORED, 0, labels), ids, self.labels, vocabulary)
         documents = self._documents(padded, is_real)
         is_target = is_real[:, 1:] & (labels[:, 1:] >= 0)
         if documents is not None:
@@ -105,12 +105,3 @@ def _positions(documents: Ids) -> Ids:
     begins = np.ones(documents.shape, dtype=bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-
-
-def _check_ids(values: Ids, ids: Ids, column: str, vocabulary: int) -> None:
-    if values.size and (values.min() < 0 or values.max() >= vocabulary):
-        row, place = np.argwhere((values < 0) | (values >= vocabulary))[0]
-        raise DataError(
-            f"sample {ids[row]} has {values[row, place]} in column '{column}', the model takes token ids from 0 to "
-            f"{vocabulary - 1}: make its vocabulary larger, or tokenise the text with its own tokenizer"
-        )

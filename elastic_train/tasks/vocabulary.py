@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import fsspec
+import numpy as np
+import numpy.typing as npt
 
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.value_ranges import first_outside
@@ -16,6 +18,7 @@ from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.sdk_errors import sdk_errors
 
 TOKENIZER = "tokenizer.json"
+Ids = npt.NDArray[np.int64]
 _INTEGER_LISTS = re.compile(r"(large_)?list<.*: u?int(8|16|32|64)( not null)?>")
 
 
@@ -49,6 +52,16 @@ def check_token_ids(manifest: Manifest, column: str, vocabulary: int) -> None:
 
 
 _REMEDY = "make the model's vocabulary larger, or tokenise the text with the model's own tokenizer"
+
+
+def check_range(values: Ids, ids: Ids, column: str, vocabulary: int) -> None:
+    """Refuse micro-batches, (rows, width), with ids that are not in [0, vocabulary); names a sample of `ids`."""
+    if values.size and (values.min() < 0 or values.max() >= vocabulary):
+        row, place = np.argwhere((values < 0) | (values >= vocabulary))[0]
+        raise DataError(
+            f"sample {ids[row]} has {values[row, place]} in column '{column}', the model takes token ids from 0 to "
+            f"{vocabulary - 1}: make its vocabulary larger, or tokenise the text with its own tokenizer"
+        )
 
 
 def check_tokenizer(manifest: Manifest, folder: Path) -> None:

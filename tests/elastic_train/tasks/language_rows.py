@@ -25,6 +25,15 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 1,
 }
+BERT = {
+    "model_type": "bert",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+}
 LLAMA = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,

@@ -14,7 +14,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape, llama_name
 from elastic_train.tasks.models.hugging_face import Source
-from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, counting_rows, described, lists, prepared
+from tests.elastic_train.tasks.language_rows import BERT, GPT2, LLAMA, counting_rows, described, lists, prepared
 
 pytestmark = pytest.mark.slow
 
@@ -99,8 +99,7 @@ def test_the_own_decoder_computes_what_llama_does() -> None:
         ({"config": {**GPT2, "n_positions": 16}}, r"max_tokens: 20, but the model \(GPT2Config\) has 16 positions"),
         ({"config": {**GPT2, "n_head": 3}}, "transformers cannot use it: .*divisible"),
         (
-            {"config": {"model_type": "bert", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1,
-                        "num_attention_heads": 2, "intermediate_size": 16}},
+            {"config": BERT},
             "BertLMHeadModel sees the tokens that it is to predict; set is_decoder",
         ),
     ],
