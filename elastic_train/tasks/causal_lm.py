@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.tasks.models.adapters import attach, check_base, leave_base_out, pretrained_groups
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape
 from elastic_train.tasks.models.hugging_face import Source, check_causal
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
@@ -35,6 +36,9 @@ class CausalLM:
     dropout, rope_base, norm_eps); its vocabulary is that of the data's tokenizer by default. `hf` is a model of
     transformers instead: {path: its local folder}, or {config: {model_type: llama, …}} to begin with drawn weights.
 
+    With `lora`, values of peft's LoraConfig such as {r: 8, target_modules: [q_proj, v_proj]}, adapters of a folder's
+    model are trained, and the model itself stays as it is.
+
     `labels` (which tokens are targets, others are -100), `attention_mask` and `document_ids` name columns of lists with
     a value for each token; those that have these names in the data are used without being asked for, and false turns
     one off. `z_loss` times the square of the logits' log-sum-exp is added to every target's loss (Chowdhery et al.
@@ -45,6 +49,7 @@ class CausalLM:
         self,
         model: Mapping[str, Any] | None = None,
         hf: Mapping[str, Any] | None = None,
+        lora: Mapping[str, Any] | None = None,
         max_tokens: int = 1024,
         tokens: str = "input_ids",
         labels: str | bool | None = None,
@@ -64,7 +69,8 @@ class CausalLM:
                 raise ValueError(f"model has no '{name}'{did_you_mean(nearest(name, _SIZES))}")
         self._sizes = {"vocabulary": 0, **(model or {})}
         DecoderShape(**{**self._sizes, "vocabulary": self._sizes["vocabulary"] or 1})  # refuses what does not fit
-        self.source = None if hf is None else Source.of(hf)
+        self.source, self.lora = None if hf is None else Source.of(hf), lora
+        check_base(self.source, lora)
         self.max_tokens, self.z_loss, self.decay_biases_and_norms = max_tokens, z_loss, decay_biases_and_norms
         self._tokens = tokens
         self._asked = {"labels": labels, "attention_mask": attention_mask, "document_ids": document_ids}
@@ -107,12 +113,13 @@ class CausalLM:
             return Decoder(DecoderShape(**{**self._sizes, "vocabulary": self.vocabulary}))
         model: nn.Module = self.source.build("AutoModelForCausalLM", self.config)
         check_causal(model)
+        if self.lora is not None:
+            model = attach(model, self.lora, "CAUSAL_LM")
+            leave_base_out(model)
         return model
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
-        if self.decay_biases_and_norms:
-            return ()
-        return [ParameterGroup([n for n, p in model.named_parameters() if p.ndim == 1], weight_decay=0.0)]
+        return pretrained_groups(model, decays_all=self.decay_biases_and_norms)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)

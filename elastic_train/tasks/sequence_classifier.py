@@ -13,6 +13,7 @@ from torch import nn
 
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.tasks.labelled_rows import LabelledRows
+from elastic_train.tasks.models.adapters import attach, check_base, leave_base_out, pretrained_groups
 from elastic_train.tasks.models.hugging_face import Source
 from elastic_train.tasks.models.metadata_head import WithMetadata
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
@@ -26,7 +27,9 @@ class SequenceClassifier:
     """Fine-tune a model of transformers to classify rows of up to `max_tokens` tokens, and metadata.
 
     `hf` is {path: a local folder}, whose head is drawn if it has none for these classes, or {config: {model_type:
-    bert, …}}. `label`, `numeric` and `categorical` name columns, by default those of the manifest; [] for none.
+    bert, …}}. With `lora`, values of peft's LoraConfig, adapters and the head are trained, and the rest stays as it is.
+
+    `label`, `numeric` and `categorical` name columns, by default those of the manifest; [] for none.
     `class_weights` is "balanced", which weighs each sample by the inverse share of its class in the training set, or a
     list with a weight for each class. With `decay_biases_and_norms=False` weight decay leaves out all parameters of one
     dimension.
@@ -35,6 +38,7 @@ class SequenceClassifier:
     def __init__(
         self,
         hf: Mapping[str, Any],
+        lora: Mapping[str, Any] | None = None,
         max_tokens: int = 512,
         class_weights: str | Sequence[float] | None = None,
         label: str | None = None,
@@ -46,7 +50,8 @@ class SequenceClassifier:
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-        self.source, self.max_tokens = Source.of(hf), max_tokens
+        self.source, self.lora, self.max_tokens = Source.of(hf), lora, max_tokens
+        check_base(self.source, lora)
         self.rows = LabelledRows(tokens, label, numeric, categorical, category_buckets, class_weights)
         self.decay_biases_and_norms = decay_biases_and_norms
 
@@ -73,17 +78,19 @@ class SequenceClassifier:
         return {self.rows.tokens: self.max_tokens}
 
     def build_model(self) -> nn.Module:
-        body: nn.Module = self.source.build("AutoModelForSequenceClassification", self.config, draws_head=True)
+        model: nn.Module = self.source.build("AutoModelForSequenceClassification", self.config, draws_head=True)
+        if self.lora is not None:
+            model = attach(model, self.lora, "SEQ_CLS")
         rows = self.rows
-        if not rows.numeric and not rows.categorical:
-            return body
-        sizes = (len(rows.numeric), len(rows.categorical), rows.category_buckets)
-        return WithMetadata(body, rows.num_classes, *sizes)
+        if rows.numeric or rows.categorical:
+            sizes = (len(rows.numeric), len(rows.categorical), rows.category_buckets)
+            model = WithMetadata(model, rows.num_classes, *sizes)
+        if self.lora is not None:
+            leave_base_out(model)
+        return model
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
-        if self.decay_biases_and_norms:
-            return ()
-        return [ParameterGroup([n for n, p in model.named_parameters() if p.ndim == 1], weight_decay=0.0)]
+        return pretrained_groups(model, decays_all=self.decay_biases_and_norms)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         batch = self.rows.collate(rows, ids, self.max_tokens)
