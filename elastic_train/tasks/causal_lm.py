@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +19,13 @@ from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.models.adapters import attach, check_base, leave_base_out, pretrained_groups
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source, check_causal
-from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
-from elastic_train.tasks.token_rows import TokenColumns
-from elastic_train.tasks.vocabulary import check_lists, check_same_tokens, check_token_ids, check_tokenizer
+from elastic_train.tasks.models.sampling import check_prompt, go_on
+from elastic_train.tasks.rows.token_rows import TokenColumns
+from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
+from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids, check_tokenizer
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, Sampling, Tokenizer
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -142,6 +146,23 @@ class CausalLM:
         from elastic_train.tasks.language_metrics import Perplexity, TokenAccuracy
 
         return {"perplexity": Perplexity(), "token_accuracy": TokenAccuracy()}
+
+    def tokenizer(self) -> Tokenizer | None:
+        return tokenizer_of(self._folder, self._known)
+
+    def continue_ids(self, model: nn.Module, ids: Sequence[int], sampling: Sampling) -> list[int]:
+        most = None if self.source is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        check_prompt(ids, self.vocabulary, most, sampling)
+        return go_on(model, ids, sampling)
+
+    def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
+        save_folder(model, folder, is_merged=is_merged)
+        write_tokenizer(self._folder, self._known, folder)
+
+    @property
+    def _folder(self) -> Path | None:
+        """The model's own folder."""
+        return None if self.source is None else self.source.path
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return logits for every token; shape (rows, width, vocabulary)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,12 +13,15 @@ import torch
 from torch import nn
 
 from elastic_train.data.dataset.manifest import Manifest
-from elastic_train.tasks.labelled_rows import LabelledRows
+from elastic_train.errors import ConfigError
 from elastic_train.tasks.models.adapters import attach, check_base, leave_base_out, pretrained_groups
+from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source
 from elastic_train.tasks.models.metadata_head import WithMetadata
+from elastic_train.tasks.rows.labelled_rows import LabelledRows
+from elastic_train.tasks.rows.tokenizing import write_tokenizer
+from elastic_train.tasks.rows.vocabulary import check_range, check_token_ids, check_tokenizer
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
-from elastic_train.tasks.vocabulary import check_range, check_token_ids, check_tokenizer
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -108,6 +112,15 @@ class SequenceClassifier:
         else:
             logits = model(**tokens).logits
         return self.rows.loss(logits.float(), batch["label"])
+
+    def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
+        if isinstance(model, WithMetadata):
+            raise ConfigError(
+                f"the model reads {', '.join([*self.rows.numeric, *self.rows.categorical])} beside the tokens, which "
+                "no model of transformers does: use --to safetensors, or train it with numeric: [] and categorical: []"
+            )
+        save_folder(model, folder, is_merged=is_merged)
+        write_tokenizer(self.source.path, self.rows.known, folder)
 
     def metrics(self) -> Mapping[str, Metric]:
         from elastic_train.tasks.classification_metrics import CalibrationError, classification_metrics

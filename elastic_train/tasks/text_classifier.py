@@ -16,8 +16,8 @@ from torch import nn
 
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
-from elastic_train.tasks.labelled_rows import LabelledRows
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
+from elastic_train.tasks.rows.labelled_rows import LabelledRows
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 
 if TYPE_CHECKING:

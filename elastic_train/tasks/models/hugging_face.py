@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers, from a local folder or a configuration, and folders of them.
+"""Models of Hugging Face's transformers, from a local folder or a configuration.
 
 Nothing is downloaded. Weights are fp32 unless a model's dtype is configured: autocast (`precision: bf16`) rounds what
 is computed, and not what is trained. Attention is torch's own (SDPA). Needs the extra `[hf]`.
@@ -7,7 +7,6 @@ is computed, and not what is trained. Attention is torch's own (SDPA). Needs the
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,17 +23,6 @@ if TYPE_CHECKING:
 
 _KEYS = ("path", "config", "dtype")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,22 +132,3 @@ def check_causal(model: PreTrainedModel) -> None:
             f"task.params.hf: {type(model).__name__} sees the tokens that it is to predict; set is_decoder: true in "
             "hf.config if the model has such a switch, or give a causal model"
         )
-
-
-def save_model(model: PreTrainedModel, folder: Path, tokenizer: Path | None) -> None:
-    """Write a folder that the auto classes load, to the last bit, with the files of the tokenizer at `tokenizer`.
-
-    That is a model's folder, or a tokenizer.json.
-    """
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    if tokenizer is None:
-        return
-    if tokenizer.is_file():
-        transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer)).save_pretrained(folder)
-        return
-    for name in _TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            shutil.copyfile(tokenizer / name, folder / name)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.rows.tokenizing import write_tokenizer
+from elastic_train.tasks.rows.vocabulary import check_tokenizer
 from tests.elastic_train.tasks.language_rows import VOCABULARY, described, lists, prepared
 
 TOKENS = lists([5, 6, 7, 8], [9, 10], [11], [], [12, 13, 14])
@@ -207,8 +209,6 @@ def tokenizer(folder: Path, vocabulary: dict[str, int], **others: object) -> str
 
 def test_data_of_another_tokenizer_than_the_models_is_refused(tmp_path: Path) -> None:
     """One that gives the tokens the same ids is not another, however it is written."""
-    from elastic_train.tasks.vocabulary import check_tokenizer
-
     rows = tmp_path / "rows"
     facts = {"tokenizer": "tokenizer.json", "vocabulary_size": 2}
     rows.mkdir()
@@ -221,3 +221,15 @@ def test_data_of_another_tokenizer_than_the_models_is_refused(tmp_path: Path) ->
     with pytest.raises(DataError, match=r"token 'b' has id 1, in .*other.* it has 2: .*tokenise it again"):
         check_tokenizer(manifest, tmp_path / "other")
     check_tokenizer(manifest, tmp_path)
+
+
+def test_a_models_own_tokenizer_goes_along(tmp_path: Path) -> None:
+    """All of its files, and not the data's."""
+    folder, target = tmp_path / "model", tmp_path / "target"
+    tokenizer(folder, {"a": 0})
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "config.json").write_text("{}")
+    target.mkdir()
+    write_tokenizer(folder, described(tmp_path / "rows", {"input_ids": TOKENS}, tokenizer="x.json"), target)
+    assert sorted(path.name for path in target.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert (target / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()

@@ -112,6 +112,34 @@ def test_the_head_knows_the_names_of_the_classes(tmp_path: Path) -> None:
     assert set(task.metrics()) == {"macro_f1", "auc", "calibration_error"}
 
 
+def test_a_classifier_is_exported_to_the_last_bit_unless_it_reads_metadata(tmp_path: Path) -> None:
+    """With adapters it is merged, which rounds."""
+    import transformers
+
+    task = prepared(tmp_path / "rows")
+    torch.manual_seed(1)
+    model, rows = task.build_model(), pa.table(COLUMNS)
+    (tmp_path / "whole").mkdir()
+    task.export(model, tmp_path / "whole", is_merged=False)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
+    assert logits_of(task, loaded, rows).equal(logits_of(task, model, rows))
+    adapted = SequenceClassifier(hf={"path": str(tmp_path / "whole")}, lora={"r": 2}, max_tokens=16)
+    adapted.prepare(task.rows.known)
+    model = adapted.build_model()
+    assert {name for name, p in model.named_parameters() if p.requires_grad and "classifier" in name}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * parameter.requires_grad)
+    expected = logits_of(adapted, model, rows)
+    (tmp_path / "merged").mkdir()
+    adapted.export(model, tmp_path / "merged", is_merged=True)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits_of(task, loaded, rows), expected, rtol=1e-4, atol=1e-5)
+    beside = prepared(tmp_path / "others", numeric=["size"])
+    with pytest.raises(ConfigError, match="reads size beside the tokens"):
+        beside.export(beside.build_model(), tmp_path / "none", is_merged=False)
+
+
 def test_the_calibration_error_is_that_of_its_definition() -> None:
     """By the parts of the data in any order, to the last bit."""
     torch.manual_seed(1)

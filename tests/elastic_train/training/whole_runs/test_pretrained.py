@@ -17,6 +17,8 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.state import AppliedState, Reached, build_state
 from elastic_train.system.failpoints import VARIABLE, arm
 from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.trained.exporting import export_folder
+from elastic_train.trained.opening import open_trained
 from tests.conftest import preloaded, start
 from tests.elastic_train.tasks.language_rows import BERT, LLAMA
 from tests.elastic_train.training.jobs import config, result, succeed
@@ -138,3 +140,25 @@ def test_a_classifier_has_one_hash_at_any_world_and_in_every_mode(tmp_path: Path
         found.append({key: result(folder)[key] for key in ("weights_sha256", "metrics")})
     assert found[0] == found[1]
     assert set(found[0]["metrics"]) >= {"macro_f1", "auc", "calibration_error"}  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_adapters_are_exported_beside_their_base_or_merged_with_it(
+    tmp_path: Path, alone: Path, base: Path, transformers: object, is_merged: bool
+) -> None:
+    """Alone to the last bit; merged, they round otherwise."""
+    trained = open_trained(str(alone / "run"))
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        expected = trained.model.eval()(input_ids=tokens).logits
+    export_folder(trained, tmp_path / "folder", is_merged=is_merged)
+    assert (tmp_path / "folder" / "adapter_config.json").exists() is not is_merged
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")  # type: ignore[attr-defined]
+    with torch.no_grad():
+        found = loaded.eval()(input_ids=tokens).logits
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base)(input_ids=tokens).logits  # type: ignore[attr-defined]
+    assert not torch.allclose(plain, expected)
+    if is_merged:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    else:
+        assert found.equal(expected)

@@ -19,8 +19,8 @@ from elastic_train.data.arrow.lists import pad_lists
 from elastic_train.data.arrow.numbers import numbers_of, whole
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
+from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens
 from elastic_train.tasks.task import Batch, LaneLoss
-from elastic_train.tasks.vocabulary import check_lists, check_same_tokens
 
 _WIDTH_MULTIPLE = 8
 _INTEGERS = re.compile(r"u?int(8|16|32|64)")

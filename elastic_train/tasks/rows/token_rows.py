@@ -17,8 +17,8 @@ import torch
 from elastic_train.data.arrow.lists import lengths_of, pad_lists
 from elastic_train.data.arrow.numbers import whole
 from elastic_train.errors import DataError
+from elastic_train.tasks.rows.vocabulary import Ids, check_range
 from elastic_train.tasks.task import Batch
-from elastic_train.tasks.vocabulary import Ids, check_range
 
 IGNORED = -100
 """The label of a token that is no target, as everywhere in the field."""
