@@ -20,7 +20,7 @@ from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.models.adapters import attach, check_base, leave_base_out, pretrained_groups
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape
 from elastic_train.tasks.models.folders import save_folder
-from elastic_train.tasks.models.hugging_face import Source, check_causal
+from elastic_train.tasks.models.hugging_face import Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.rows.token_rows import TokenColumns
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
@@ -115,8 +115,10 @@ class CausalLM:
     def build_model(self) -> nn.Module:
         if self.source is None:
             return Decoder(DecoderShape(**{**self._sizes, "vocabulary": self.vocabulary}))
-        model: nn.Module = self.source.build("AutoModelForCausalLM", self.config)
-        check_causal(model)
+        built = self.source.build("AutoModelForCausalLM", self.config)
+        check_positions(built, self.max_tokens)
+        check_causal(built)
+        model: nn.Module = built
         if self.lora is not None:
             model = attach(model, self.lora, "CAUSAL_LM")
             leave_base_out(model)

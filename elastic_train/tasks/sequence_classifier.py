@@ -16,7 +16,7 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.models.adapters import attach, check_base, leave_base_out, pretrained_groups
 from elastic_train.tasks.models.folders import save_folder
-from elastic_train.tasks.models.hugging_face import Source
+from elastic_train.tasks.models.hugging_face import Source, check_positions
 from elastic_train.tasks.models.metadata_head import WithMetadata
 from elastic_train.tasks.rows.labelled_rows import LabelledRows
 from elastic_train.tasks.rows.tokenizing import write_tokenizer
@@ -82,7 +82,9 @@ class SequenceClassifier:
         return {self.rows.tokens: self.max_tokens}
 
     def build_model(self) -> nn.Module:
-        model: nn.Module = self.source.build("AutoModelForSequenceClassification", self.config, draws_head=True)
+        body = self.source.build("AutoModelForSequenceClassification", self.config, draws_head=True)
+        check_positions(body, self.max_tokens)
+        model: nn.Module = body
         if self.lora is not None:
             model = attach(model, self.lora, "SEQ_CLS")
         rows = self.rows

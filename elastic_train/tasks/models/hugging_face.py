@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
@@ -80,8 +81,12 @@ class Source:
                 "set it lower, or give the model more by hf.config"
             )
 
-    def build(self, kind: str, config: PretrainedConfig, *, draws_head: bool = False) -> PreTrainedModel:
+    def build(
+        self, kind: str, config: PretrainedConfig, *, draws_head: bool = False, attention: str | None = "sdpa"
+    ) -> PreTrainedModel:
         """Build the model on the CPU by an auto class's name; with `draws_head` weights outside of its body are drawn.
+
+        `attention` is how it computes it; None for what transformers chooses, which fits models without any, too.
 
         Raises ConfigError where the folder cannot be read, or lacks other weights.
         """
@@ -89,7 +94,7 @@ class Source:
 
         transformers.utils.logging.disable_progress_bar()
         auto = getattr(transformers, kind)
-        options: dict[str, Any] = {"dtype": self.dtype, "attn_implementation": "sdpa"}
+        options: dict[str, Any] = {"dtype": self.dtype, "attn_implementation": attention}
         if self.path is None:
             model: PreTrainedModel = self._checked(lambda: auto.from_config(config, **options))
             return model
@@ -117,6 +122,19 @@ class Source:
         except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
             where = f"task.params.hf.path: {self.path}" if self.path else f"task.params.hf.config: {dict(self.config)}"
             raise ConfigError(f"{where}: transformers cannot use it: {str(error).strip()}") from error
+
+
+def check_positions(model: PreTrainedModel, max_tokens: int) -> None:
+    """Refuse rows that are too long for learned positions that begin after a padding's, as RoBERTa's do."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding) or module.padding_idx is None or "position" not in name:
+            continue
+        most = module.num_embeddings - module.padding_idx - 1
+        if max_tokens > most:
+            raise ConfigError(
+                f"task.params.max_tokens: {max_tokens}, but the model's positions begin at {module.padding_idx + 1}, "
+                f"so it takes {most}: set it lower"
+            )
 
 
 def check_causal(model: PreTrainedModel) -> None:

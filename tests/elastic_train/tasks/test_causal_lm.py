@@ -56,6 +56,14 @@ def test_no_target_is_in_another_document_or_masked(tmp_path: Path) -> None:
     assert len(targets_of(tmp_path / "c", columns, attention_mask=False)[0]) == 3
 
 
+def test_positions_begin_at_0_in_each_document(tmp_path: Path) -> None:
+    """A rotary decoder would not notice others."""
+    columns = {"input_ids": lists([5, 6, 7, 8, 9], [1, 2]), "document_ids": lists([3, 3, 7, 7, 7], [0, 1])}
+    task = prepared(described(tmp_path / "rows", columns))
+    positions = task.collate(pa.table(columns), np.arange(2))["positions"]
+    assert positions[0, :5].tolist() == [0, 1, 0, 1, 2] and positions[1, :2].tolist() == [0, 0]
+
+
 def test_documents_of_a_row_are_computed_as_if_each_were_alone(tmp_path: Path) -> None:
     """Neither attention nor positions show that others are beside one; nor do those on the left of a masked part."""
     packed = {"input_ids": lists([5, 6, 7, 8, 9, 1, 2]), "document_ids": lists([3, 3, 3, 7, 7, 8, 8])}

@@ -46,7 +46,7 @@ def logits_of(task: SequenceClassifier, model: torch.nn.Module, rows: pa.Table) 
 @pytest.mark.parametrize("config", [BERT, GPT2], ids=["bert", "gpt2"])
 def test_padding_does_not_show(tmp_path: Path, config: dict[str, Any]) -> None:
     """A row is classified as if it were alone, whichever others are in its micro-batch."""
-    task = prepared(tmp_path / "rows", hf={"config": config})
+    task = prepared(tmp_path / "rows", hf={"config": {**config, "initializer_range": 0.5}})
     torch.manual_seed(1)
     model, rows = task.build_model(), pa.table(COLUMNS)
     together = logits_of(task, model, rows)
@@ -102,6 +102,13 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         prepared(tmp_path / "rows", {**COLUMNS, **columns}, **params)
+
+
+def test_positions_that_begin_after_the_paddings_are_counted(tmp_path: Path) -> None:
+    hf = {"config": {**BERT, "model_type": "roberta", "max_position_embeddings": 34, "pad_token_id": 1}}
+    assert prepared(tmp_path / "fits", hf=hf, max_tokens=32).build_model()
+    with pytest.raises(ConfigError, match="positions begin at 2, so it takes 32"):
+        prepared(tmp_path / "too-long", hf=hf, max_tokens=33).build_model()
 
 
 def test_the_head_knows_the_names_of_the_classes(tmp_path: Path) -> None:

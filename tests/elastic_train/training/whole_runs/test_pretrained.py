@@ -123,6 +123,24 @@ def built(base: Path, shards: Literal["none", "parameters"]) -> AppliedState:
     return build_state(model, config, 10, "cpu", is_fp16=False, groups=groups, parallel=ParallelConfig(shards=shards))
 
 
+def test_adapters_alone_are_handed_over(base: Path) -> None:
+    """What a newcomer on the same base gets makes its model the giver's."""
+    torch.manual_seed(1)
+    giver = built(base, "none")
+    with torch.no_grad():
+        for parameter in giver.model.parameters():
+            parameter.add_(parameter.requires_grad * torch.randn_like(parameter))
+    taker = built(base, "none")
+    given = giver.shards.held()
+    assert not any("embed_tokens" in name for name in given["model"])  # type: ignore[attr-defined]
+    taker.restore(lambda held: held.update(given), Reached())
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        found = [state.model.eval()(input_ids=tokens).logits for state in (giver, taker)]
+    assert found[0].equal(found[1])
+    assert giver.shards.digest_alone() == taker.shards.digest_alone()
+
+
 def test_what_is_not_in_commits_cannot_be_held_in_shares_alone(base: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs all weights in commits, .* set it to gradients"):
         built(base, "parameters")
