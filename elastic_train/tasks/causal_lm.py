@@ -22,7 +22,7 @@ from elastic_train.tasks.models.decoder import Decoder, DecoderShape
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
-from elastic_train.tasks.rows.token_rows import TokenColumns
+from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids, check_tokenizer
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, Sampling, Tokenizer
@@ -131,18 +131,18 @@ class CausalLM:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
-        tokens, places, targets = batch["tokens"], batch["places"], batch["targets"]
-        logits = self._logits(model, batch)
-        rows, width = tokens.shape
-        is_dense = len(places) == rows * (width - 1)  # then nothing need be gathered
-        chosen = (logits[:, :-1].flatten(0, 1) if is_dense else logits.flatten(0, 1)[places]).float()
-        likelihoods = F.cross_entropy(chosen, targets, reduction="none")
+        places, targets = batch["places"], batch["targets"]
+        logits = self._logits(model, batch).flatten(0, 1).float()
+        if 2 * len(places) < len(logits):  # then a copy of theirs is small, and spares the loss of all others
+            logits, places = logits[places], torch.arange(len(places), device=places.device)
+        spread = targets.new_full((len(logits),), IGNORED).index_copy_(0, places, targets)
+        likelihoods = F.cross_entropy(logits, spread, ignore_index=IGNORED, reduction="none")[places]
         total = likelihoods.sum()
         if self.z_loss:
-            total = total + self.z_loss * chosen.logsumexp(-1).square().sum()
+            total = total + self.z_loss * logits.logsumexp(-1)[places].square().sum()
         if model.training:
             return LaneLoss(total, float(len(targets)))
-        return LaneLoss(total, float(len(targets)), likelihoods, chosen.argmax(-1) == targets)
+        return LaneLoss(total, float(len(targets)), likelihoods, logits.argmax(-1)[places] == targets)
 
     def metrics(self) -> Mapping[str, Metric]:
         from elastic_train.tasks.language_metrics import Perplexity, TokenAccuracy

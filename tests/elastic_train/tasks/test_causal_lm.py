@@ -79,23 +79,32 @@ def test_documents_of_a_row_are_computed_as_if_each_were_alone(tmp_path: Path) -
     torch.testing.assert_close(losses[0][2], losses[1][2], rtol=1e-5, atol=1e-6)
 
 
-def test_the_loss_is_the_sum_over_targets(tmp_path: Path) -> None:
-    """However many tokens each row has; z-loss comes on top."""
-    columns = {"input_ids": TOKENS}
+@pytest.mark.parametrize(
+    "rows", [TOKENS, lists([5, 6, 7, 8, 9, 10, 11], [9, 10, 11, 12, 13, 14, 15, 16], [1, 2, 3, 4, 5])]
+)
+def test_the_loss_is_the_sum_over_targets(tmp_path: Path, rows: pa.Array) -> None:
+    """However many tokens each row has, few targets or many; z-loss comes on top."""
+    columns = {"input_ids": rows}
     manifest = described(tmp_path / "rows", columns)
     task, penalised = prepared(manifest), prepared(manifest, z_loss=0.1)
     model = task.build_model()
-    batch = task.collate(pa.table(columns), np.arange(5))
+    batch = task.collate(pa.table(columns), np.arange(len(rows)))
     loss = task.loss(model, batch)
-    expected, penalty = 0.0, 0.0
-    for row in TOKENS.to_pylist():
+    expected, penalty, weight = 0.0, 0.0, 0
+    for row in rows.to_pylist():
         if len(row) > 1:
             logits = model(torch.tensor([row]))[0, :-1]
             expected += F.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum").item()
             penalty += 0.1 * logits.logsumexp(-1).square().sum().item()
-    assert loss.weight == 6.0
+            weight += len(row) - 1
+    assert loss.weight == weight
     assert loss.total.item() == pytest.approx(expected, rel=1e-5)
     assert penalised.loss(model, batch).total.item() == pytest.approx(expected + penalty, rel=1e-5)
+    judged = task.loss(model.eval(), batch)
+    assert judged.predictions is not None and judged.targets is not None
+    assert judged.predictions.sum().item() == pytest.approx(expected, rel=1e-5)
+    likeliest = model(batch["tokens"]).flatten(0, 1)[batch["places"]].argmax(-1)
+    assert judged.targets.equal(likeliest == batch["targets"])
 
 
 def test_rows_without_targets_weigh_nothing_and_train_nothing(tmp_path: Path) -> None:

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.config.schema import Config
+from elastic_train.config.sources import load_config
+from elastic_train.errors import ConfigError
+from elastic_train.job.plan import make_plan
 from elastic_train.system.failpoints import VARIABLE, arm
-from tests.conftest import start
+from tests.conftest import ROOT, start
 from tests.elastic_train.training.jobs import config, result, succeed
 
 pytestmark = pytest.mark.slow
@@ -34,6 +38,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> dict[str, obj
     folder = tmp_path_factory.mktemp("language")
     succeed(start([config(folder, rows, LANGUAGE)]))
     return result(folder)
+
+
+def test_the_example_is_a_configuration_of_this_task(rows: Path) -> None:
+    """With the model that it names; other data has to say how many token ids it has."""
+    given = load_config(ROOT / "configs" / "language.yaml", {"data.train": rows / "train", "data.validation": None})
+    with pytest.raises(ConfigError, match=r"task.params.model.vocabulary: .* say how many token ids it has"):
+        make_plan(given)
+    whole = {**given.model_dump(), "task": {"path": given.task.path, "params": {**given.task.params, "max_tokens": 64}}}
+    whole["task"]["params"]["model"]["vocabulary"] = 64
+    assert make_plan(Config.model_validate(whole)).total_steps == 200
 
 
 @pytest.mark.parametrize(("num_ranks", "how"), WORLDS)
