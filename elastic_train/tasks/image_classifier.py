@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -24,13 +23,13 @@ from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.images.options import Augmentation, Normalisation
 from elastic_train.tasks.models.hugging_face import Source
 from elastic_train.tasks.models.small_resnet import ResNetShape, SmallResNet
+from elastic_train.tasks.rows.classes import check_columns, check_label, check_same_classes, count_classes, label_of
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
 _SIZES = [each.name for each in fields(ResNetShape) if each.name != "num_classes"]
-_INTEGERS = re.compile(r"u?int(8|16|32|64)")
 _NUM_DRAWS = 5
 
 
@@ -87,17 +86,9 @@ class ImageClassifier:
     def prepare(self, manifest: Manifest) -> None:
         with needed_for("training on images"):
             import PIL  # noqa: F401 - refused here, not by a thread that collates
-        self._label = self._label or manifest.label_column
-        if self._label is None:
-            raise ConfigError(f"task.params.label: the manifest of {manifest.url} names no label column; give one")
-        _check_columns(manifest, self._image, self._label)
-        if not manifest.label_counts or manifest.label_column != self._label:
-            raise DataError(
-                f"{manifest.url}: no labels were counted in column '{self._label}'; build the manifest with "
-                f"label_column={self._label!r}"
-            )
-        self._known = manifest
-        self.num_classes = max(2, len(manifest.label_counts))
+        self._label = label_of(manifest, self._label)
+        self._check_columns(manifest)
+        self._known, self.num_classes = manifest, count_classes(manifest, self._label)
         if self.source is not None:
             self.config = self._checked_config(self.source, manifest)
 
@@ -116,19 +107,19 @@ class ImageClassifier:
         return config
 
     def check_held_out(self, manifest: Manifest) -> None:
-        assert self._label is not None, "prepare comes first"
-        _check_columns(manifest, self._image, self._label)
-        known, is_counted = self._known, manifest.label_column == self._label and manifest.label_counts is not None
-        if is_counted and len(manifest.label_counts or ()) > self.num_classes:
+        self._check_columns(manifest)
+        check_same_classes(self._known, manifest, str(self._label), self.num_classes)
+
+    def _check_columns(self, manifest: Manifest) -> None:
+        """Refuse a dataset that lacks a column, or has it in a type that cannot be used."""
+        image, label = self._image, str(self._label)
+        check_columns(manifest, image, label)
+        if manifest.columns[image] not in ("binary", "large_binary"):
             raise DataError(
-                f"{manifest.url}: has labels up to {len(manifest.label_counts or ()) - 1}, but {known.url} only "
-                f"{self.num_classes} classes; describe both with the same `labels`"
+                f"{manifest.url}: column '{image}' is {manifest.columns[image]}, not the bytes of encoded images; make "
+                "the dataset with `elastic-train data import images`"
             )
-        if is_counted and known.labels and manifest.labels and known.labels != manifest.labels:
-            raise DataError(
-                f"{manifest.url}: its labels differ from those of {known.url}, so what was learned there means "
-                "something else here; import both as one dataset, of which a part is kept for validation"
-            )
+        check_label(manifest, label)
 
     def columns(self) -> Sequence[str]:
         assert self._label is not None, "prepare comes first"
@@ -227,19 +218,3 @@ def mixed(images: Tensor, batch: Batch) -> Tensor:
     is_down, is_across = (places >= top) & (places < bottom), (places >= left) & (places < right)
     is_covered = (is_down[:, :, None] & is_across[:, None, :])[:, None]
     return torch.where(is_covered, others, blend * images + (1 - blend) * others)
-
-
-def _check_columns(manifest: Manifest, image: str, label: str) -> None:
-    """Refuse a dataset that lacks a column, or has it in a type that cannot be used."""
-    missing = [name for name in (image, label) if name not in manifest.columns]
-    if missing:
-        raise DataError(
-            f"{manifest.url}: no column {', '.join(map(repr, missing))}; it has {', '.join(manifest.columns)}"
-        )
-    if manifest.columns[image] not in ("binary", "large_binary"):
-        raise DataError(
-            f"{manifest.url}: column '{image}' is {manifest.columns[image]}, not the bytes of encoded images; make the "
-            "dataset with `elastic-train data import images`"
-        )
-    if not _INTEGERS.fullmatch(manifest.columns[label]):
-        raise DataError(f"{manifest.url}: label column '{label}' is {manifest.columns[label]}, not an integer")

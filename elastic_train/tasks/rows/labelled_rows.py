@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,11 +18,11 @@ from elastic_train.data.arrow.lists import pad_lists
 from elastic_train.data.arrow.numbers import numbers_of, whole
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
+from elastic_train.tasks.rows.classes import check_columns, check_label, check_same_classes, count_classes, label_of
 from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens
 from elastic_train.tasks.task import Batch, LaneLoss
 
 _WIDTH_MULTIPLE = 8
-_INTEGERS = re.compile(r"u?int(8|16|32|64)")
 Ids = npt.NDArray[np.int64]
 
 
@@ -60,22 +59,13 @@ class LabelledRows:
 
     def prepare(self, manifest: Manifest) -> None:
         """Take columns, classes and their weights from the training set; DataError or ConfigError if it is unfit."""
-        label = self._label or manifest.label_column
-        if label is None:
-            raise ConfigError(f"task.params.label: the manifest of {manifest.url} names no label column; give one")
-        self.label = label
+        self.label = label_of(manifest, self._label)
         self.numeric = list(manifest.numeric_columns if self._numeric is None else self._numeric)
         self.categorical = list(manifest.categorical_columns if self._categorical is None else self._categorical)
         self._check_columns(manifest)
-        if not manifest.label_counts or manifest.label_column != self.label:
-            raise DataError(
-                f"{manifest.url}: no labels were counted in column '{self.label}'; build the manifest with "
-                f"label_column={self.label!r}"
-            )
-        self.known = manifest
-        self.num_classes = max(2, len(manifest.label_counts))
+        self.known, self.num_classes = manifest, count_classes(manifest, self.label)
         if self._class_weights is not None:
-            self._weights = self._weights_for(manifest.label_counts)
+            self._weights = self._weights_for(manifest.label_counts or ())
 
     def _weights_for(self, label_counts: Sequence[int]) -> Tensor:
         """Return a weight for each class."""
@@ -95,18 +85,8 @@ class LabelledRows:
     def check_held_out(self, manifest: Manifest) -> None:
         """Refuse a validation set of other columns, classes or tokens than the training set's."""
         self._check_columns(manifest)
-        known, is_counted = self.known, manifest.label_column == self.label and manifest.label_counts is not None
-        if is_counted and len(manifest.label_counts or ()) > self.num_classes:
-            raise DataError(
-                f"{manifest.url}: has labels up to {len(manifest.label_counts or ()) - 1}, but {known.url} only "
-                f"{self.num_classes} classes; describe both with the same `labels`"
-            )
-        if is_counted and known.labels is not None and manifest.labels is not None and known.labels != manifest.labels:
-            raise DataError(
-                f"{manifest.url}: its labels differ from those of {known.url}, so what was learned there means "
-                "something else here; import both as one dataset, of which a part is kept for validation"
-            )
-        check_same_tokens(known, manifest)
+        check_same_classes(self.known, manifest, self.label, self.num_classes)
+        check_same_tokens(self.known, manifest)
 
     def names(self) -> Sequence[str]:
         """Name all columns."""
@@ -136,16 +116,9 @@ class LabelledRows:
 
     def _check_columns(self, manifest: Manifest) -> None:
         """Refuse a dataset that lacks a column or has it in a type that cannot be collated."""
-        missing = [name for name in self.names() if name not in manifest.columns]
-        if missing:
-            raise DataError(
-                f"{manifest.url}: no column {', '.join(map(repr, missing))}; it has {', '.join(manifest.columns)}"
-            )
+        check_columns(manifest, *self.names())
         check_lists(manifest, self.tokens)
-        if not _INTEGERS.fullmatch(manifest.columns[self.label]):
-            raise DataError(
-                f"{manifest.url}: label column '{self.label}' is {manifest.columns[self.label]}, not an integer"
-            )
+        check_label(manifest, self.label)
 
     def _check_whole(self, rows: pa.Table, ids: Ids) -> None:
         """Refuse a missing label, and a missing token among others; a row without tokens is an empty one."""
