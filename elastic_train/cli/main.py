@@ -28,11 +28,12 @@ Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 
 
 @app.command
-def init(kind: Literal["text", "images"], folder: Path, *, data: str | None = None) -> int:
+def init(kind: Literal["text", "lm", "images"], folder: Path, *, data: str | None = None) -> int:
     """Write a commented configuration and a task to change into FOLDER, and print the commands that train it.
 
-    Without --data it trains on a small dataset that needs no download: docstrings, or handwritten digits. --data: the
-    folder or URL of a dataset of your own, with `train` and perhaps `validation` in it, as `data import` writes it.
+    KIND is text (a classifier of texts), lm (a language model) or images. Without --data it trains on a small dataset
+    that needs no download: docstrings, or handwritten digits. --data: the folder or URL of a dataset of your own, with
+    `train` and perhaps `validation` in it, as `data import` writes it.
     """
     from elastic_train.cli.starters import write_starter
 

@@ -21,9 +21,9 @@ CONFIG, TASK = "config.yaml", "task.py"
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """What is trained, as files; `data` is the command that makes a small dataset for it at `data/`."""
+    """What is trained, as files; `data` are the commands that make a small dataset for it at `data/`."""
 
-    data: str
+    data: tuple[str, ...]
     params: str
     own_params: str
     more_data: str
@@ -37,7 +37,7 @@ class Starter:
         config = _CONFIG.format(
             folder=folder,
             validation=f"{folder}/validation" if has_validation else "null",
-            make=f"#   {self.data}\n" if data is None else "",
+            make="".join(f"#   {command}\n" for command in self.data) if data is None else "",
             params=self.params if data is None else self.own_params,
             more_data=self.more_data,
             rest=self.rest,
@@ -61,7 +61,7 @@ def write_starter(kind: str, folder: Path, data: str | None) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text)
-    return [f"cd {folder}", *([] if data else [starter.data]), f"PYTHONPATH=. elastic-train train {CONFIG}"]
+    return [f"cd {folder}", *(() if data else starter.data), f"PYTHONPATH=. elastic-train train {CONFIG}"]
 
 
 def _has_manifest(url: str) -> bool:
@@ -93,7 +93,7 @@ task:
 """
 
 _IMAGES = Starter(
-    data="elastic-train data import digits data",
+    data=("elastic-train data import digits data",),
     params="""\
     size: 8        # pixels of each side that the model sees
     channels: 1        # 1 is grey, 3 is colour
@@ -137,7 +137,7 @@ class Mine(ImageClassifier):
 )
 
 _TEXT = Starter(
-    data="elastic-train data import docstrings data --samples 2000",
+    data=("elastic-train data import docstrings data --samples 2000",),
     params="""\
     max_tokens: 64        # of a text; longer ones are cut, see data.too_long
     dim: 64
@@ -177,4 +177,41 @@ class Mine(TextClassifier):
 ''',
 )
 
-STARTERS: Mapping[str, Starter] = {"text": _TEXT, "images": _IMAGES}
+_LM = Starter(
+    data=(
+        "elastic-train data import docstrings texts --samples 2000",
+        "elastic-train data pack data texts --length 128",
+    ),
+    params="""\
+    max_tokens: 128        # of a row
+    model: {dim: 64, depth: 2, heads: 4}        # the package's decoder; or hf: {config: {model_type: gpt2, ...}}
+""",
+    own_params="""\
+    max_tokens: 1024        # of a row: as many as `elastic-train data pack --length` gave it
+    model: {dim: 512, depth: 8, heads: 8, kv_heads: 4}        # or hf: {path: a model's local folder}
+    # lora: {r: 8, target_modules: [q_proj, v_proj]}        # adapters of a folder's model
+""",
+    more_data="",
+    rest="""\
+optimizer: {lr: 3.0e-3, weight_decay: 0.1, warmup_steps: 10}
+validation: {every_steps: 50}
+epochs: 3
+""",
+    task='''\
+"""What is trained here: change what you like. `elastic_train.Task` has the methods that a class of your own needs."""
+
+from torch import nn
+
+from elastic_train.tasks.causal_lm import CausalLM
+
+
+class Mine(CausalLM):
+    """The package's language model, until a method is overridden."""
+
+    def build_model(self) -> nn.Module:
+        # It is called with tokens, positions and mask, and returns logits (rows, width, self.vocabulary).
+        return super().build_model()
+''',
+)
+
+STARTERS: Mapping[str, Starter] = {"text": _TEXT, "lm": _LM, "images": _IMAGES}

@@ -79,7 +79,19 @@ def test_a_text_starter_trains_on_data_of_ones_own(tmp_path: Path, capsys: pytes
     assert (tmp_path / "made" / "runs" / "first" / "result.json").exists()
 
 
-@pytest.mark.parametrize("kind", ["text", "images"])
+def test_a_language_model_starts_from_documents_that_are_packed(tmp_path: Path) -> None:
+    """As its own lines say it, but for fewer texts and steps."""
+    said = typed(f"elastic-train init lm {tmp_path / 'made'}", tmp_path)
+    _, imported, packed, train = said.splitlines()
+    write_rows(tmp_path / "made" / "texts" / "train", 60)
+    write_rows(tmp_path / "made" / "texts" / "validation", 20)
+    assert imported == "elastic-train data import docstrings texts --samples 2000"
+    typed(packed, tmp_path / "made")
+    typed(f"{train} --task.params.model.vocabulary 64 --max_steps 2", tmp_path / "made")
+    assert (tmp_path / "made" / "runs" / "first" / "result.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["text", "lm", "images"])
 def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     assert call(capsys, kind, tmp_path / "made").code == 0
     Config.model_validate(yaml.safe_load((tmp_path / "made" / "config.yaml").read_text()))
