@@ -59,7 +59,7 @@ def measure_clipping(dim: int, depth: int, num_tokens: int) -> dict[str, object]
     Everything is timed in turn, so that other work on the machine slows all of it alike; milliseconds.
     """
     task = TextClassifier(num_tokens, dim, depth, label="label", numeric=[], categorical=[], vocabulary=32768)
-    task.num_classes = 4
+    task.rows.num_classes = 4
     model = task.build_model()
     batch = {name: torch.zeros(8, 0) for name in ("numeric", "is_missing", "categories")}
     batch |= {"tokens": torch.randint(1, 32768, (8, num_tokens)), "lengths": torch.full((8,), num_tokens)}

@@ -182,10 +182,15 @@ def begin(command: list[str], log: Path | None = None, environ: dict[str, str] |
 @functools.cache
 def standby() -> Standby:
     """Return the process that has imported the trainer; one for all tests of a pytest process."""
+    return preloaded("tests.preload")
+
+
+def preloaded(module: str) -> Standby:
+    """Return a process that has imported a module."""
     with contextlib.chdir(ROOT):
         made = Standby(forks=False)
-        made.preload("tests.preload")
-    assert made.wait_until_ready(START_TIMEOUT_S), f"the trainer was not imported within {START_TIMEOUT_S:.0f} s"
+        made.preload(module)
+    assert made.wait_until_ready(START_TIMEOUT_S), f"{module} was not imported within {START_TIMEOUT_S:.0f} s"
     return made
 
 

@@ -1,87 +1,37 @@
 """`elastic-train data`: make, describe and verify datasets.
 
-`import` and `synth` write to a temporary folder and rename it when it is whole; run again with the same options, they
-leave a finished dataset as it is. DATA is a folder or fsspec URL with a manifest, or one with `train/` and
-`validation/` in it.
+`synth`, and what `imports.py` adds, write to a temporary folder and rename it when it is whole; run again with the same
+options, they leave a finished dataset as it is. DATA is a folder or fsspec URL with a manifest, or one with `train/`
+and `validation/` in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 import fsspec
-from cyclopts import App, Parameter
+from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elastic_train.cli.imports import app as imports
+from elastic_train.cli.imports import pack, report_written
 from elastic_train.cli.output import Json, print_json, print_text
 from elastic_train.data.corpora import origin, synthetic
-from elastic_train.data.corpora import text as corpora
-from elastic_train.data.corpora.text import Imported, Options
 from elastic_train.data.dataset import describe, row_lengths, verify
 from elastic_train.data.dataset.checksums import add_checksums
 from elastic_train.data.dataset.manifest import NAME, Manifest, load_manifest
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import shown
-from elastic_train.system.wording import counted
 
 app = App(name="data", help="Make, describe and verify datasets.")
-imports = App(
-    name="import", help="Make a dataset from text: OUT/train and OUT/validation, with a tokeniser trained on it."
-)
 app.command(imports)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Options of every import."""
-
-    samples: int = corpora.DEFAULTS.num_samples
-    "Samples to take, for `docstrings`; `text` takes every row."
-    seed: int = corpora.DEFAULTS.seed
-    "Decides which samples are taken, the split, and the row order."
-    vocabulary: int = corpora.DEFAULTS.vocabulary
-    "Size of the byte-level BPE tokeniser's vocabulary."
-    max_tokens: int = corpora.DEFAULTS.max_tokens
-    "Most tokens to keep of a text."
-    replace: bool = False
-    "Replace whatever is in OUT."
-
-    def options(self) -> Options:
-        if self.samples < 2 or self.vocabulary < 512 or self.max_tokens < 1 or self.seed < 0:
-            raise ConfigError(
-                "--samples must be at least 2, --vocabulary at least 512, --max-tokens at least 1, --seed at least 0"
-            )
-        return Options(self.samples, self.seed, self.vocabulary, self.max_tokens, self.replace)
-
-
-@imports.command(name="docstrings")
-def import_docstrings(out: Path, *, chosen: Chosen | None = None, site_packages: Path | None = None) -> int:
-    """Import the docstrings of the installed libraries; the label is the library. Nothing is downloaded or executed.
-
-    Parameters
-    ----------
-    site_packages
-        Folder to read the libraries from; default: the running interpreter's.
-    """
-    options = (chosen or Chosen()).options()
-    return _report(out, corpora.import_docstrings(out, options, site_packages=site_packages, track=shown))
-
-
-@imports.command(name="text")
-def import_text(
-    out: Path, files: list[Path], *, chosen: Chosen | None = None, text_key: str = "text", label_key: str = "label"
-) -> int:
-    """Import your own FILES: .jsonl or .csv with a text and a label in each row, or .txt named after the label."""
-    options = (chosen or Chosen()).options()
-    imported = corpora.import_text(out, files, options, text_key=text_key, label_key=label_key, track=shown)
-    return _report(out, imported)
+app.command(pack)
 
 
 @app.command
@@ -104,14 +54,14 @@ def synth(
 
     if "://" in out:
         _refuse_existing(out, replace=replace)
-        return _report_written(write(out))
+        return report_written(write(out))
     folder = Path(out)
     made_from = {"source": "synth", "rows": rows, "schema": schema, "seed": seed, "rows_per_group": rows_per_group}
     if origin.is_finished(folder, made_from, replace=replace):
         return print_text(f"{out} already exists, with the same {rows:,} rows, schema and seed; nothing to do")
     with origin.filled(folder, made_from) as partial:
         write(str(partial))
-    return _report_written(load_manifest(out))
+    return report_written(load_manifest(out))
 
 
 @app.command(name="lengths")
@@ -206,19 +156,3 @@ def _refuse_existing(url: str, *, replace: bool) -> None:
             if not replace:
                 raise ConfigError(f"{url} is not empty; choose another place, or add --replace")
             fs.rm(root, recursive=True)
-
-
-def _report(out: Path, imported: Imported) -> int:
-    if not imported.is_new:
-        return print_text(f"{out} already exists, made from the same sources and options; nothing to do")
-    for manifest in (imported.train, imported.validation):
-        _report_written(manifest)
-    return 0
-
-
-def _report_written(manifest: Manifest) -> int:
-    num_labels = len(manifest.label_counts or ())
-    return print_text(
-        f"{manifest.url}: {manifest.num_rows:,} rows in {counted(len(manifest.files), 'file')}, "
-        f"{counted(num_labels, 'label')}, digest {manifest.digest[:12]}"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
@@ -25,6 +25,19 @@ app.command("elastic_train.cli.datasets:app", name="data")
 app.command("elastic_train.cli.checkpoints:app", name="ckpt")
 
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+
+
+@app.command
+def init(kind: Literal["text", "lm", "images"], folder: Path, *, data: str | None = None) -> int:
+    """Write a commented configuration and a task to change into FOLDER, and print the commands that train it.
+
+    KIND is text (a classifier of texts), lm (a language model) or images. Without --data it trains on a small dataset
+    that needs no download: docstrings, or handwritten digits. --data: the folder or URL of a dataset of your own, with
+    `train` and perhaps `validation` in it, as `data import` writes it.
+    """
+    from elastic_train.cli.starters import write_starter
+
+    return print_text("\n".join(write_starter(kind, folder, data)))
 
 
 @app.command
@@ -128,6 +141,76 @@ def audit(
     from elastic_train.cli.audit import audit as audit_run
 
     return audit_run(run, data=data, is_forensic=forensic, is_json=json_)
+
+
+@app.command
+def export(
+    run: str,
+    target: Path | None = None,
+    *,
+    to: Literal["hf", "safetensors", "torch"] = "hf",
+    commit: str | None = None,
+    train: str | None = None,
+    merge: Flag = False,
+    json_: Json = False,
+) -> int:
+    """Write the model of RUN, as its newest commit has it, to TARGET (by default a name in RUN's folder).
+
+    --to hf (the default): a folder that transformers' AutoModel classes load, with the tokenizer; the package's own
+    decoder becomes a Llama, adapters a folder of peft, or with --merge a whole model. --to safetensors or torch: one
+    file of weights, of any task. --commit: a step, term-step or key. --train: where the training set is, if it has
+    moved.
+    """
+    from elastic_train.cli.models import export as export_model
+
+    return export_model(run, target, to=to, commit=commit, train=train, merge=merge, is_json=json_)
+
+
+@app.command
+def generate(
+    run: str,
+    *,
+    prompt: str | None = None,
+    ids: str | None = None,
+    tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+    commit: str | None = None,
+    train: str | None = None,
+    json_: Json = False,
+) -> int:
+    """Let the language model of RUN go on with a --prompt, and print both.
+
+    --ids 5,6,7 gives token ids in place of a text. --tokens: how many follow at most. --temperature 0 takes the
+    likeliest token each time; above 0 tokens are drawn from --seed, of the --top-k likeliest if that is given.
+    --commit: a step, term-step or key. --train: where the training set is, if it has moved.
+    """
+    from elastic_train.cli.models import generate as generate_text
+    from elastic_train.tasks.task import Sampling
+
+    sampling = Sampling(tokens, temperature, top_k, seed)
+    return generate_text(run, prompt, ids=ids, commit=commit, train=train, sampling=sampling, is_json=json_)
+
+
+@app.command
+def evaluate(
+    run: str,
+    *,
+    data: str,
+    commit: str | None = None,
+    train: str | None = None,
+    max_samples: int | None = None,
+    json_: Json = False,
+) -> int:
+    """Compute the loss and the metrics of RUN's model, of any task, over --data, a folder or URL with a manifest.
+
+    On the validation set of the run they are those of training, to the last bit. --max-samples: only the first ones.
+    --commit: a step, term-step or key. --train: where the training set is, if it has moved.
+    """
+    from elastic_train.cli.models import evaluate as evaluate_run
+
+    return evaluate_run(run, data, commit=commit, train=train, max_samples=max_samples, is_json=json_)
 
 
 @app.command

@@ -29,11 +29,14 @@ class SampleRandom:
 
     Every draw has a name, such as "crop". The same name gives the same numbers however often and in whatever order it
     is used; draws of different names are independent. So an augmentation that is added leaves the others as they were.
+
+    `is_training` is False where samples are read in file order, as for a validation, which augments nothing.
     """
 
     seed: int
     epoch: int
     ids: Int64s
+    is_training: bool = True
 
     def uniform(self, name: str, size: Size = ()) -> Float64s:
         """Return numbers in [0, 1), multiples of 2^-53; shape (len(ids), *size)."""

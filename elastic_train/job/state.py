@@ -21,6 +21,7 @@ from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
+from elastic_train.errors import ConfigError
 from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.parameter_groups import build_groups, describe_groups
 from elastic_train.job.sharded.dealt_state import DealtState
@@ -228,12 +229,25 @@ def build_state(
         "the parameters": describe_layout(layout),
         "the list of parameter groups": describe_groups(model, optimizer),
     }
+    if kind is GatheredState:
+        _check_state_is_whole(model)
     bucket_bytes = None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
     if parallel is None or kind is None:
         shards: StateShards = ReplicatedState(model, optimizer, scheduler, scaler, bucket_bytes)
     else:
         shards = kind(model, optimizer, scheduler, scaler, layout, parallel.copies, bucket_bytes, parallel.wire)
     return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
+
+
+def _check_state_is_whole(model: nn.Module) -> None:
+    """Refuse weights that a commit would not have: ranks that are lost may take the only copies of shares along."""
+    saved = set(model.state_dict())
+    others = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in saved]
+    if others:
+        raise ConfigError(
+            f"parallel.shards: parameters needs all weights in commits, and the model's state has no '{others[0]}' and "
+            f"{len(others) - 1} others, as where adapters are trained and their base is not saved: set it to gradients"
+        )
 
 
 def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:

@@ -27,8 +27,8 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import Assignment, contiguous
-from elastic_train.core.majority import name_others
 from elastic_train.errors import WeightsDifferError
+from elastic_train.job.majority import name_others
 from elastic_train.job.parameter_groups import regroup, set_rates
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_gradient_sum
 from elastic_train.parallel.group import Group

@@ -143,6 +143,49 @@ class Matching(Protocol):
         """Raise ConfigError or DataError if what was prepared cannot be judged by this set; called before training."""
 
 
+@runtime_checkable
+class Exporting(Protocol):
+    """A task whose model transformers can load."""
+
+    def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
+        """Write the model, on the CPU, to an empty folder as `from_pretrained` reads it, with its tokenizer.
+
+        With `is_merged` adapters are added to their base's weights. Raises ConfigError if it cannot be done.
+        """
+
+
+class Tokenizer(Protocol):
+    """Turns a text into token ids, and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, with those that the tokenizer puts before one."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen: the likeliest at temperature 0, else one of the `top_k` likeliest (0: of all), drawn by
+    torch's generator, which is at `seed`. At most `num_tokens`."""
+
+    num_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    seed: int = 0
+
+
+@runtime_checkable
+class Generating(Protocol):
+    """A task whose model goes on with a text."""
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer of the model, or of the training set; None if there is none."""
+
+    def continue_ids(self, model: nn.Module, ids: Sequence[int], sampling: Sampling) -> list[int]:
+        """Return the tokens that follow; fewer if the model ends the text. Raises ConfigError for ids that it lacks."""
+
+
 def load_task(config: TaskConfig) -> Task:
     """Import and build the configured task; raise ConfigError naming the path, the parameter, and the nearest one."""
     module_name, _, class_name = config.path.partition(":")
@@ -180,12 +223,16 @@ __all__ = [
     "OWN_VALUES",
     "Batch",
     "Counting",
+    "Exporting",
     "Finishing",
+    "Generating",
     "Grouping",
     "LaneLoss",
     "Limited",
     "Matching",
     "ParameterGroup",
+    "Sampling",
     "Task",
+    "Tokenizer",
     "load_task",
 ]

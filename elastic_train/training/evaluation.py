@@ -8,22 +8,38 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from elastic_train.core.lanes import contiguous
+from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import gather_tables, tree_sum
 from elastic_train.tasks.task import OWN_VALUES, Task
-from elastic_train.world.world import World
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+
+class Ranks(Protocol):
+    """Who evaluates: all ranks, and those that have a replica's part of the lanes; a `World` is one."""
+
+    @property
+    def group(self) -> Group:
+        """All ranks."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Who is who among them."""
+
+    @property
+    def replicas(self) -> Group:
+        """One rank of every replica."""
 
 
 @torch.no_grad()
@@ -32,7 +48,7 @@ def evaluate(
     model: nn.Module,
     steps: Iterable[Sequence[LaneBatch]],
     shards: StateShards,
-    world: World,
+    world: Ranks,
     num_lanes: int,
     device: torch.device,
 ) -> dict[str, float]:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import socket
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -23,8 +24,8 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.format.weights_digest import checksum
-from elastic_train.core.majority import name_others
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
+from elastic_train.job.majority import name_others
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.task_source import source_of
@@ -111,11 +112,12 @@ def _version(package: str) -> str:
 def kernels_of(device: torch.device) -> dict[str, str]:
     """Return what bits may depend on beside configuration, data and code: device, processor and libraries."""
     is_cuda = device.type == "cuda"
-    found = {
+    found: dict[str, str] = {
         "device": torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "numpy": _version("numpy"),
         "pyarrow": _version("pyarrow"),
+        **{name: _version(name) for name in ("transformers", "peft") if name in sys.modules},
     }
     return found if is_cuda else {**found, **_processor()}
 

@@ -1,14 +1,23 @@
-"""The tokeniser: byte-level BPE, trained on the training part alone and stored beside the data.
+"""Tokenisers: byte-level BPE, trained on the training part alone and stored beside the data, or a file of one's own.
 
-Id 0 is padding and never occurs in a text. The same texts in the same order give the same tokenizer.json.
+Of one that is trained here, id 0 is padding and never occurs in a text, and the same texts in the same order give the
+same tokenizer.json.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
+from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
+from elastic_train.system.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -48,6 +57,57 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[
     tokenizer.encode_special_tokens = True
     encodings = tokenizer.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=False)
     return [encoding.ids[:max_tokens] for encoding in encodings]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTokenizer:
+    """A tokenizer.json from elsewhere, byte for byte, and what it makes of texts."""
+
+    content: bytes
+    tokenizer: Tokenizer
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def vocabulary_size(self) -> int:
+        """One more than the largest id."""
+        return 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def id_of(self, token: str) -> int:
+        """Return a token's id; ConfigError, which names the nearest, if there is no such token."""
+        found = self.tokenizer.token_to_id(token)
+        if found is None:
+            meant = nearest(token, self.tokenizer.get_vocab(with_added_tokens=True))
+            raise ConfigError(f"the tokenizer has no token '{token}'{did_you_mean(meant)}")
+        return int(found)
+
+    def ids_of(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """Return the ids of whole texts, with what the tokenizer puts around a text, such as a token that begins it.
+
+        A text that spells a special token is text like any other.
+        """
+        encodings = self.tokenizer.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=True)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+
+def read_tokenizer(path: Path) -> GivenTokenizer:
+    """Read any tokenizer.json; padding and truncation that it asks for are left out. ConfigError if it is not one."""
+    with needed_for("a tokenizer"):
+        from tokenizers import Tokenizer
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    try:
+        tokenizer = Tokenizer.from_str(content.decode())
+    except Exception as error:
+        raise ConfigError(f"{path}: is not a tokenizer.json: {error}; name the file of that name of a model") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True
+    return GivenTokenizer(content, tokenizer)
 
 
 def _whole(text: str) -> str:

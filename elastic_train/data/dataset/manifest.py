@@ -87,14 +87,14 @@ class Manifest:
         return first_ids(self.group_rows)
 
     @cached_property
-    def _first_group(self) -> Int64s:
+    def first_group(self) -> Int64s:
         """The number of each file's first row group; shape (files,)."""
         return np.cumsum([0, *(len(file.row_groups) for file in self.files[:-1])], dtype=np.int64)
 
     def place_of_group(self, group: int) -> tuple[int, int]:
         """Return the number of the file that holds a row group, and the row group's own number within the file."""
-        number = group_of(self._first_group, group)
-        return number, group - int(self._first_group[number])
+        number = group_of(self.first_group, group)
+        return number, group - int(self.first_group[number])
 
     @cached_property
     def digest(self) -> str:

@@ -45,12 +45,22 @@ class TakenRows:
 class BatchBuilder:
     """Takes rows for a lane's steps, and makes micro-batches of them, by some rules; picklable if `collate` is.
 
-    `seed` is what the random numbers of `collate` follow from, together with epoch and sample id.
+    `seed` is what the random numbers of `collate` follow from, together with epoch and sample id; `is_training` is what
+    they say of the rows.
     """
 
-    def __init__(self, first_id: Int64s, micro_batch: int, collate: Collate, rules: SampleRules, *, seed: int) -> None:
+    def __init__(
+        self,
+        first_id: Int64s,
+        micro_batch: int,
+        collate: Collate,
+        rules: SampleRules,
+        *,
+        seed: int,
+        is_training: bool = True,
+    ) -> None:
         self._first_id, self._micro_batch, self._rules = first_id, micro_batch, rules
-        self._collate, self._seed = Collator(collate), seed
+        self._collate, self._seed = Collator(collate, is_training=is_training), seed
 
     def take(
         self,

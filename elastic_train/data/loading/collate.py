@@ -43,13 +43,14 @@ def takes_draw(collate: Collate) -> bool:
 
 
 class Collator:
-    """Calls a function of either kind; picklable if the function is."""
+    """Calls a function of either kind; picklable if the function is. Random numbers say whether rows are trained on."""
 
-    def __init__(self, collate: Collate) -> None:
-        self._collate, self._takes_draw = collate, takes_draw(collate)
+    def __init__(self, collate: Collate, *, is_training: bool = True) -> None:
+        self._collate, self._takes_draw, self._is_training = collate, takes_draw(collate), is_training
 
     def __call__(self, rows: pa.Table, ids: npt.NDArray[np.int64], seed: int, epoch: int) -> dict[str, Tensor]:
         """Turn rows into tensors; random numbers, if the function takes them, follow from seed, epoch and ids."""
         if self._takes_draw:
-            return cast(DrawingCollate, self._collate)(rows, ids, SampleRandom(seed, epoch, ids))
+            draw = SampleRandom(seed, epoch, ids, self._is_training)
+            return cast(DrawingCollate, self._collate)(rows, ids, draw)
         return cast(PlainCollate, self._collate)(rows, ids)

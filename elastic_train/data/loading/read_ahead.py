@@ -50,7 +50,9 @@ class ReadAhead:
         rules: SampleRules = AS_THEY_ARE,
     ) -> None:
         self._reader, self._order, self._rules = reader, order, rules
-        self._builder = BatchBuilder(reader.first_id, micro_batch, collate, rules, seed=order.seed)
+        self._builder = BatchBuilder(
+            reader.first_id, micro_batch, collate, rules, seed=order.seed, is_training=order.is_shuffled
+        )
         self._lanes, self._micro_batch, self._prefetch_bytes = lanes, micro_batch, prefetch_bytes
         self._is_pinned = torch.cuda.is_available()
         self._ids = {lane: _LaneIds(lane) for lane in lanes}

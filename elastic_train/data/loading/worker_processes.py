@@ -52,7 +52,9 @@ class LaneDataset:
 
     def __init__(self, reader: Reader, order: Order, collate: Collate, micro_batch: int, rules: SampleRules) -> None:
         self._reader, self._order, self._micro_batch = reader, order, micro_batch
-        self._builder = BatchBuilder(reader.first_id, micro_batch, collate, rules, seed=order.seed)
+        self._builder = BatchBuilder(
+            reader.first_id, micro_batch, collate, rules, seed=order.seed, is_training=order.is_shuffled
+        )
 
     def __getitem__(self, slice_: LaneSlice) -> LaneBatch:
         ids = self._order.epoch(slice_.epoch).ids(slice_.lane, slice_.lo, slice_.hi)

@@ -58,15 +58,13 @@ class Block(nn.Module):
 
 
 class Metadata(nn.Module):
-    """Embed numeric and categorical metadata columns into one vector."""
+    """Embed numeric and categorical metadata columns into one vector; row 0 of `buckets` is a missing category."""
 
-    def __init__(self, shape: EncoderShape) -> None:
+    def __init__(self, num_numeric: int, num_categorical: int, buckets: int, dim: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.randn(shape.num_numeric, shape.dim) * 0.02)
-        self.missing = nn.Parameter(torch.randn(shape.num_numeric, shape.dim) * 0.02)
-        self.categories = nn.ModuleList(
-            nn.Embedding(shape.category_buckets, shape.dim) for _ in range(shape.num_categorical)
-        )
+        self.scale = nn.Parameter(torch.randn(num_numeric, dim) * 0.02)
+        self.missing = nn.Parameter(torch.randn(num_numeric, dim) * 0.02)
+        self.categories = nn.ModuleList(nn.Embedding(buckets, dim) for _ in range(num_categorical))
 
     def forward(self, numeric: Tensor, is_missing: Tensor, categories: Tensor) -> Tensor:
         """Sum the columns' vectors: (batch, dim) from (batch, numeric), bool alike, and (batch, categorical)."""
@@ -83,7 +81,7 @@ class TextEncoder(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.dim)
         self.positions = nn.Parameter(torch.randn(shape.max_tokens, shape.dim) * 0.02)
-        self.metadata = Metadata(shape)
+        self.metadata = Metadata(shape.num_numeric, shape.num_categorical, shape.category_buckets, shape.dim)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
         self.norm = nn.LayerNorm(shape.dim)
         self.head = nn.Linear(shape.dim, shape.num_classes)

@@ -96,6 +96,23 @@ def test_synth_writes_to_a_url(call: Call) -> None:
     assert load_manifest(url).num_rows == 8
 
 
+def test_rows_are_imported_and_packed(tmp_path: Path, call: Call) -> None:
+    """As the documentation shows it; reports for scripts on standard output, alone."""
+    path, rows, out = write_texts(tmp_path / "a.jsonl"), tmp_path / "rows", tmp_path / "packed"
+    assert call("import", "text", tmp_path / "text", path, "--vocabulary", 512).code == 0
+    tokenizer = tmp_path / "text" / "train" / "tokenizer.json"
+    made = call("import", "jsonl", rows, path, "--tokenizer", tokenizer, "--types", "label=string")
+    assert (made.code, f"{rows}/validation: " in made.output) == (0, True), made.output
+    done = call("pack", out, path, "--length", 16, "--tokenizer", tokenizer, "--end", "<pad>", "--json")
+    _, _, printed = done.output.partition("[")
+    reports = json.loads("[" + printed.partition("\n]")[0] + "]")
+    assert [report["url"] for report in reports] == [str(out / "train"), str(out / "validation")]
+    assert all(report["length"] == 16 and 0 <= report["padding_share"] < 0.2 for report in reports)
+    again = call("pack", out, path, "--length", 16, "--tokenizer", tokenizer, "--end", "<pad>")
+    assert (again.code, "already exists" in again.output) == (0, True)
+    assert call("import", "digits", tmp_path / "digits").code == 0
+
+
 BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
     "an unknown corpus": (["import", "wikipedia", "OUT"], 2, "wikipedia"),
     "an unknown command": (["mine", "OUT"], 2, "mine"),
@@ -105,6 +122,17 @@ BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
     "a missing file": (["import", "text", "OUT", "none.csv"], 2, "none.csv: cannot be read"),
     "too few samples": (["import", "docstrings", "OUT", "--samples", "1"], 2, "--samples must be at least 2"),
     "no libraries": (["import", "docstrings", "OUT", "--site-packages", "FOLDER"], 65, "at least 2 are needed"),
+    "rows of another kind": (["import", "csv", "OUT", "a.jsonl"], 2, "a.jsonl: must be .csv or .tsv"),
+    "a share above 1": (
+        ["import", "images", "OUT", "FOLDER", "--validation-share", "1.5"],
+        2,
+        "--validation-share must",
+    ),
+    "no images": (["import", "images", "OUT", "FOLDER"], 2, "holds no images"),
+    "no dataset of Hugging Face": (["import", "hf-folder", "OUT", "FOLDER"], 2, "has no split 'train'"),
+    "a type that there is not": (["import", "csv", "OUT", "a.csv", "--types", "n=many"], 2, "write column=type"),
+    "rows of no tokens": (["pack", "OUT", "a.txt", "--length", "0"], 2, "--length and --open-rows must be at least 1"),
+    "nothing to pack": (["pack", "OUT", "FOLDER", "--length", "8"], 2, f"has no {NAME}; name a dataset"),
     "no rows": (["synth", "OUT", "--rows", "0"], 2, "rows is 0"),
     "rows of words": (["synth", "OUT", "--rows", "many"], 2, "many"),
     "a negative seed": (["synth", "OUT", "--seed", "-1"], 2, "seed must be at least 0"),

@@ -17,6 +17,9 @@ from elastic_train.core.order import Cursor, Order
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.sample_rules import AS_THEY_ARE
+from elastic_train.data.loading.worker_processes import LaneDataset, LaneSampler
 from elastic_train.job.sample_streams import Feed
 from tests.conftest import write_rows
 
@@ -31,7 +34,7 @@ class Drawing:
         return ["label"]
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> dict[str, Tensor]:
-        return {"noise": torch.from_numpy(draw.uniform("noise"))}
+        return {"noise": torch.from_numpy(draw.uniform("noise")), "is_training": torch.tensor(draw.is_training)}
 
 
 @pytest.fixture
@@ -77,3 +80,21 @@ def test_every_validation_draws_the_same(feed: tuple[Feed, Order]) -> None:
     for _ in range(2):
         steps = feed_.validation(range(NUM_LANES))
         assert steps is not None and drawn_in(steps) == expected(0, 0)
+
+
+def test_only_training_is_augmented(feed: tuple[Feed, Order]) -> None:
+    """What draws can ask whether its rows are trained on, or measured: also in a worker process."""
+    feed_, order = feed
+    for is_training, steps in (
+        (True, feed_.training(order, range(NUM_LANES), Cursor(), 2)),
+        (False, feed_.validation(range(NUM_LANES))),
+    ):
+        assert steps is not None
+        batches = [batch for step in steps for batch in step]
+        assert batches and all(batch.tensors["is_training"] == is_training for batch in batches if batch.tensors)
+    for is_training, of in ((True, order), (False, feed_._held_out_order)):
+        reader = Reader(feed_._manifest, ["label"])
+        dataset = LaneDataset(reader, of, Drawing().collate, MICRO_BATCH, AS_THEY_ARE)
+        sampler = LaneSampler(of, range(1), MICRO_BATCH, Cursor(), 1)
+        (batch,) = dataset.__getitems__(next(iter(sampler)))
+        assert batch.tensors["is_training"] == is_training

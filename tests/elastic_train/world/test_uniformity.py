@@ -12,8 +12,8 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.schema import Config
-from elastic_train.core.majority import name_others
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
+from elastic_train.job.majority import name_others
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.text_classifier import TextClassifier

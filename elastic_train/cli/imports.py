@@ -1,0 +1,267 @@
+"""`elastic-train data import` and `data pack`: make datasets of what is there: text, rows, images, documents.
+
+Each writes to a temporary folder and renames it when it is whole; run again with the same options and sources, it
+leaves a finished dataset as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from elastic_train.cli.output import Json, print_json, print_text
+from elastic_train.data.corpora import text as corpora
+from elastic_train.data.corpora.text import Options
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.packing import pack as packing
+from elastic_train.data.packing.pack import Packed, PackOptions
+from elastic_train.data.tables import digits, hf_folder, image_folder, importing
+from elastic_train.data.tables.files import parse_types
+from elastic_train.data.tables.importing import RowOptions, Written
+from elastic_train.data.tables.splitting import SHARE
+from elastic_train.errors import ConfigError
+from elastic_train.system.progress_bar import shown
+from elastic_train.system.wording import counted
+
+app = App(name="import", help="Make a dataset, OUT/train and OUT/validation, of text, rows or images.")
+
+Names = Annotated[tuple[str, ...], Parameter(consume_multiple=True)]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Options of imports of text."""
+
+    samples: int = corpora.DEFAULTS.num_samples
+    "Samples to take, for `docstrings`; `text` takes every row."
+    seed: int = corpora.DEFAULTS.seed
+    "Decides which samples are taken, the split, and the row order."
+    vocabulary: int = corpora.DEFAULTS.vocabulary
+    "Size of the byte-level BPE tokeniser's vocabulary."
+    max_tokens: int = corpora.DEFAULTS.max_tokens
+    "Most tokens to keep of a text."
+    replace: bool = False
+    "Replace whatever is in OUT."
+
+    def options(self) -> Options:
+        if self.samples < 2 or self.vocabulary < 512 or self.max_tokens < 1 or self.seed < 0:
+            raise ConfigError(
+                "--samples must be at least 2, --vocabulary at least 512, --max-tokens at least 1, --seed at least 0"
+            )
+        return Options(self.samples, self.seed, self.vocabulary, self.max_tokens, self.replace)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Options of imports that keep a share of the rows for validation."""
+
+    validation_share: float = SHARE
+    "Share of the rows to keep for validation, by their content; 0 for none. Ignored where the source has a split."
+    seed: int = 7
+    "Decides the split, and the order of images."
+    replace: bool = False
+    "Replace whatever is in OUT."
+
+    def checked(self) -> Split:
+        if not 0 <= self.validation_share < 1 or self.seed < 0:
+            raise ConfigError("--validation-share must be at least 0 and less than 1, --seed at least 0")
+        return self
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Options of imports of rows."""
+
+    label_key: str | None = None
+    "Column of labels: names, which are numbered by frequency, or whole numbers; default: 'label' if there is one."
+    text_key: str = "text"
+    "Column of text to tokenise, with --tokenizer."
+    tokenizer: Path | None = None
+    "Any tokenizer.json: the text column becomes `input_ids`, with the special tokens that the tokenizer adds."
+    max_tokens: int | None = None
+    "Most tokens to keep of a text; default: all."
+    numeric: Names = ()
+    "Columns of numbers that tasks take as metadata by default."
+    categorical: Names = ()
+    "Columns of categories that tasks take as metadata by default."
+    types: Names = ()
+    "Types of columns, such as score=float64, where the first rows do not show them."
+
+    def options(self, split: Split) -> RowOptions:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError("--max-tokens must be at least 1")
+        return RowOptions(
+            self.label_key,
+            self.text_key,
+            self.tokenizer,
+            self.max_tokens,
+            self.numeric,
+            self.categorical,
+            parse_types(self.types),
+            split.validation_share,
+            split.seed,
+            replace=split.replace,
+        )
+
+
+@app.command(name="docstrings")
+def import_docstrings(out: Path, *, chosen: Chosen | None = None, site_packages: Path | None = None) -> int:
+    """Import the docstrings of the installed libraries; the label is the library. Nothing is downloaded or executed.
+
+    Parameters
+    ----------
+    site_packages
+        Folder to read the libraries from; default: the running interpreter's.
+    """
+    options = (chosen or Chosen()).options()
+    imported = corpora.import_docstrings(out, options, site_packages=site_packages, track=shown)
+    return _report(out, (imported.train, imported.validation), is_new=imported.is_new)
+
+
+@app.command(name="text")
+def import_text(
+    out: Path, files: list[Path], *, chosen: Chosen | None = None, text_key: str = "text", label_key: str = "label"
+) -> int:
+    """Import your own FILES: .jsonl or .csv with a text and a label in each row, or .txt named after the label."""
+    options = (chosen or Chosen()).options()
+    imported = corpora.import_text(out, files, options, text_key=text_key, label_key=label_key, track=shown)
+    return _report(out, (imported.train, imported.validation), is_new=imported.is_new)
+
+
+@app.command(name="jsonl")
+def import_jsonl(out: Path, files: list[Path], *, columns: Columns | None = None, split: Split | None = None) -> int:
+    """Import rows of any fields from FILES of JSON lines (.jsonl, .json): one object a line, the same fields in all."""
+    return _import_rows(out, files, "jsonl", (".jsonl", ".json"), columns, split)
+
+
+@app.command(name="csv")
+def import_csv(out: Path, files: list[Path], *, columns: Columns | None = None, split: Split | None = None) -> int:
+    """Import rows from FILES with a header, .csv (with commas) or .tsv (with tabs), of any size, as a stream."""
+    return _import_rows(out, files, "csv", (".csv", ".tsv"), columns, split)
+
+
+@app.command(name="hf-folder")
+def import_hf_folder(out: Path, folder: Path, *, columns: Columns | None = None, split: Split | None = None) -> int:
+    """Import a dataset of Hugging Face from FOLDER: what `save_to_disk` wrote, or a clone of its repository.
+
+    Its splits `train` and `validation` are kept; without the second, a share of the first validates.
+    """
+    options = (columns or Columns()).options((split or Split()).checked())
+    return _report_new(out, hf_folder.import_hf_folder(out, folder, options, track=shown))
+
+
+@app.command(name="images")
+def import_images(out: Path, folder: Path, *, split: Split | None = None) -> int:
+    """Import images from FOLDER/<label>/<file>, or from FOLDER/train/<label>/<file> and FOLDER/validation/….
+
+    Every image is decoded once, and refused by name if that fails; what is stored are its bytes as they are.
+    """
+    chosen = (split or Split()).checked()
+    made = image_folder.import_images(
+        out, folder, share=chosen.validation_share, seed=chosen.seed, replace=chosen.replace, track=shown
+    )
+    return _report_new(out, made)
+
+
+@app.command(name="digits")
+def import_digits(out: Path, *, split: Split | None = None) -> int:
+    """Import scikit-learn's 1,797 handwritten digits, images of 8 x 8 pixels; nothing is downloaded."""
+    chosen = (split or Split()).checked()
+    made = digits.import_digits(out, share=chosen.validation_share, seed=chosen.seed, replace=chosen.replace)
+    return _report_new(out, made)
+
+
+def pack(
+    out: Path,
+    sources: list[Path],
+    *,
+    length: int,
+    tokenizer: Path | None = None,
+    column: str | None = None,
+    end: str | None = None,
+    split: Split | None = None,
+    open_rows: int = packing.OPEN_ROWS,
+    json_: Json = False,
+) -> int:
+    """Pack documents into rows of at most LENGTH tokens, each document once, and say how much room is wasted.
+
+    SOURCES are files (.jsonl, .csv, .parquet, .arrow with a document in each row; a .txt is one document) or datasets
+    of this project. Rows keep the boundaries of their documents. Memory is bounded, whatever the size.
+
+    Parameters
+    ----------
+    length
+        Most tokens of a row; a longer document is cut into whole rows and a rest.
+    tokenizer
+        Any tokenizer.json, for text; lists of token ids are packed as they are.
+    column
+        The column to pack; default: `input_ids`, or else `text`.
+    end
+        A token of the tokenizer, or a token id, to put after each document, such as '<|endoftext|>'.
+    open_rows
+        Rows that are open for further documents at once: more waste less and take more memory.
+    """
+    chosen = (split or Split()).checked()
+    if length < 1 or open_rows < 1:
+        raise ConfigError("--length and --open-rows must be at least 1")
+    options = PackOptions(
+        length, tokenizer, column, end, chosen.validation_share, chosen.seed, open_rows, chosen.replace
+    )
+    return _report_packed(out, packing.pack(out, sources, options, track=shown), is_json=json_)
+
+
+def _import_rows(
+    out: Path,
+    files: Sequence[Path],
+    source: str,
+    suffixes: Sequence[str],
+    columns: Columns | None,
+    split: Split | None,
+) -> int:
+    wrong = [path for path in files if path.suffix.lower() not in suffixes]
+    if wrong:
+        raise ConfigError(*(f"{path}: must be {' or '.join(suffixes)}" for path in wrong))
+    options = (columns or Columns()).options((split or Split()).checked())
+    return _report_new(out, importing.import_rows(out, {"train": files}, source, options, track=shown))
+
+
+def _report_packed(out: Path, packed: Packed, *, is_json: bool) -> int:
+    if is_json:
+        return print_json([asdict(report) for report in packed.reports])
+    if not packed.is_new:
+        return print_text(f"{out} already exists, packed from the same sources with the same options; nothing to do")
+    for report in packed.reports:
+        print_text(
+            f"{report.url}: {counted(report.documents, 'document')} ({report.empty_documents:,} empty, "
+            f"{report.cut_documents:,} cut) in {counted(report.rows, 'row')} of {report.length:,} tokens, "
+            f"{report.padding_share:.2%} of the room wasted, digest {report.digest[:12]}"
+        )
+    return 0
+
+
+def _report_new(out: Path, made: Written) -> int:
+    return _report(out, made.manifests, is_new=made.is_new)
+
+
+def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool) -> int:
+    if not is_new:
+        return print_text(f"{out} already exists, made from the same sources and options; nothing to do")
+    for manifest in manifests:
+        report_written(manifest)
+    return 0
+
+
+def report_written(manifest: Manifest) -> int:
+    """Print a line on a dataset that was made."""
+    num_labels = len(manifest.label_counts or ())
+    return print_text(
+        f"{manifest.url}: {manifest.num_rows:,} rows in {counted(len(manifest.files), 'file')}, "
+        f"{counted(num_labels, 'label')}, digest {manifest.digest[:12]}"
+    )

@@ -1,0 +1,83 @@
+"""`elastic-train export`, `generate` and `evaluate`: what a run's model is worth, outside of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from elastic_train.checkpoint.commits.export import export as export_file
+from elastic_train.checkpoint.commits.lookup import find, open_run
+from elastic_train.checkpoint.commits.pins_and_holds import holding
+from elastic_train.cli.output import print_json, print_text
+from elastic_train.errors import ConfigError
+from elastic_train.system.wording import counted, size
+from elastic_train.tasks.task import Sampling
+from elastic_train.trained.evaluating import evaluate_trained
+from elastic_train.trained.exporting import export_folder
+from elastic_train.trained.generating import complete
+from elastic_train.trained.opening import open_trained
+
+To = Literal["hf", "safetensors", "torch"]
+_NAMES = {"hf": "hf-{step}", "safetensors": "weights-{step}.safetensors", "torch": "weights-{step}.pt"}
+
+
+def export(
+    run: str, target: Path | None, *, to: To, commit: str | None, train: str | None, merge: bool, is_json: bool
+) -> int:
+    """Write a commit's model, and print where it is."""
+    if target is None and "://" in run:
+        raise ConfigError(f"{run}: name a TARGET, a place on this machine")
+    store = open_run(run)
+    record = find(store, commit)
+    place = target or Path(run) / _NAMES[to].format(step=record.step)
+    if to == "hf":
+        num_bytes = export_folder(open_trained(run, record.key, train=train), place, is_merged=merge)
+    else:
+        with holding(store, record.key):
+            export_file(store, record, place, to)
+        num_bytes = place.stat().st_size
+    if is_json:
+        return print_json({"commit": record.key, "step": record.step, "target": str(place), "bytes": num_bytes})
+    return print_text(f"{record.key} written to {place}, {size(num_bytes)}")
+
+
+def generate(
+    run: str,
+    prompt: str | None,
+    *,
+    ids: str | None,
+    commit: str | None,
+    train: str | None,
+    sampling: Sampling,
+    is_json: bool,
+) -> int:
+    """Print what a run's model makes of a prompt."""
+    if (prompt is None) == (ids is None):
+        raise ConfigError("give one of --prompt and --ids")
+    if sampling.num_tokens < 1 or not sampling.temperature >= 0 or sampling.top_k < 0:
+        raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
+    trained = open_trained(run, commit, train=train)
+    found, text = complete(trained, prompt if prompt is not None else _parse_ids(ids or ""), sampling)
+    if is_json:
+        return print_json({"commit": trained.record.key, "ids": found, "text": text})
+    return print_text(" ".join(map(str, found)) if text is None else f"{prompt or ''}{text}")
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise ConfigError(f"--ids '{text}': write token ids, such as 5,6,7") from error
+
+
+def evaluate(
+    run: str, data: str, *, commit: str | None, train: str | None, max_samples: int | None, is_json: bool
+) -> int:
+    """Print the loss and the metrics of a run's model over a dataset."""
+    trained = open_trained(run, commit, train=train, validation=data, max_samples=max_samples)
+    values = evaluate_trained(trained)
+    if is_json:
+        return print_json({"commit": trained.record.key, "step": trained.record.step, "data": data, "metrics": values})
+    num_samples = int(values.pop("samples"))
+    shown = "\n".join(f"{name} {value:.6g}" for name, value in values.items())
+    return print_text(f"{trained.record.key} over {counted(num_samples, 'sample')} of {data}\n{shown}")

@@ -1,0 +1,217 @@
+"""`elastic-train init`: a folder to start from, with a commented configuration and a task to change.
+
+A starter is text: the configuration, which trains as it is once the named data are there, and task.py beside it, whose
+class derives from a task of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+
+from elastic_train.data.dataset.manifest import NAME, load_manifest
+from elastic_train.data.parquet.sources import reaching
+from elastic_train.errors import ConfigError
+
+CONFIG, TASK = "config.yaml", "task.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """What is trained, as files; `data` are the commands that make a small dataset for it at `data/`."""
+
+    data: tuple[str, ...]
+    params: str
+    own_params: str
+    more_data: str
+    rest: str
+    task: str
+
+    def files(self, data: str | None) -> Mapping[str, str]:
+        """Return the files by name, for the small dataset or for one of the user's, a folder or URL."""
+        folder = data or "data"
+        has_validation = data is None or _has_manifest(f"{data}/validation")
+        config = _CONFIG.format(
+            folder=folder,
+            validation=f"{folder}/validation" if has_validation else "null",
+            make="".join(f"#   {command}\n" for command in self.data) if data is None else "",
+            params=self.params if data is None else self.own_params,
+            more_data=self.more_data,
+            rest=self.rest,
+        )
+        return {CONFIG: config, TASK: self.task}
+
+
+def write_starter(kind: str, folder: Path, data: str | None) -> list[str]:
+    """Write a starter's files, never over others; return the commands to go on with.
+
+    Raises ConfigError if one of the files is there, and DataError if there is no dataset at `data`.
+    """
+    starter = STARTERS[kind]
+    if data is not None:
+        data = data.rstrip("/") if "://" in data else str(Path(data).absolute())
+        load_manifest(f"{data}/train")
+    files = starter.files(data)
+    there = [str(folder / name) for name in files if (folder / name).exists()]
+    if there:
+        raise ConfigError(f"{', '.join(there)}: already there; choose another folder, or remove what is there")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return [f"cd {folder}", *(() if data else starter.data), f"PYTHONPATH=. elastic-train train {CONFIG}"]
+
+
+def _has_manifest(url: str) -> bool:
+    with reaching(url):
+        fs, root = fsspec.core.url_to_fs(url)
+        return bool(fs.exists(f"{root}/{NAME}"))
+
+
+_CONFIG = """\
+# What is trained, on what, and how. All keys with their defaults: elastic-train keys
+{make}#   PYTHONPATH=. elastic-train train config.yaml        # one process; the same line resumes
+#   PYTHONPATH=. elastic-train launch config.yaml --ranks 2        # two, with the same bits; kill one and see
+run:
+  dir: runs/first        # everything that a run writes
+  seed: 1        # of the order, the initial weights, dropout and augmentation
+task:
+  path: task:Mine        # the class in task.py
+  params:
+{params}data:
+  train: {folder}/train
+  validation: {validation}
+{more_data}batch:
+  global_batch: 64        # samples of a step, on however many ranks
+  micro_batch: 16        # samples of a lane: at most global_batch / micro_batch ranks can train
+{rest}checkpoint:
+  every_steps: 50        # what a fault costs at most, if all ranks are lost at once
+  keep_last: 3
+  # keep_best: max macro_f1        # also keep the best of the validations
+"""
+
+_IMAGES = Starter(
+    data=("elastic-train data import digits data",),
+    params="""\
+    size: 8        # pixels of each side that the model sees
+    channels: 1        # 1 is grey, 3 is colour
+    model: {width: 16, depth: 1}        # the package's ResNet-8; or hf: {config: {model_type: resnet, ...}}
+    crop: shift        # resized for photographs, shift for small images, centre for none
+    shift: 1
+    flip: false        # mirrored, few digits are digits
+    # mixup: 0.2
+    # cutmix: 1.0
+""",
+    own_params="""\
+    size: 64        # pixels of each side that the model sees
+    channels: 3        # 1 is grey, 3 is colour
+    model: {width: 32, depth: 3}        # the package's ResNet-20; or hf: {path: a model's local folder}
+    crop: resized        # resized for photographs, shift for small images, centre for none
+    flip: true
+    # mixup: 0.2
+    # cutmix: 1.0
+""",
+    more_data="",
+    rest="""\
+optimizer: {lr: 0.01, weight_decay: 0.05, warmup_steps: 10}
+validation: {every_steps: 50}
+epochs: 3
+""",
+    task='''\
+"""What is trained here: change what you like. `elastic_train.Task` has the methods that a class of your own needs."""
+
+from torch import nn
+
+from elastic_train.tasks.image_classifier import ImageClassifier
+
+
+class Mine(ImageClassifier):
+    """The package's image classifier, until a method is overridden."""
+
+    def build_model(self) -> nn.Module:
+        # Any module that maps images (batch, channels, size, size) to logits (batch, self.num_classes).
+        return super().build_model()
+''',
+)
+
+_TEXT = Starter(
+    data=("elastic-train data import docstrings data --samples 2000",),
+    params="""\
+    max_tokens: 64        # of a text; longer ones are cut, see data.too_long
+    dim: 64
+    depth: 2
+    heads: 4
+    dropout: 0.1
+    # class_weights: balanced        # for rare classes
+""",
+    own_params="""\
+    max_tokens: 256        # of a text; longer ones are cut, see data.too_long
+    dim: 128
+    depth: 2
+    heads: 4
+    dropout: 0.1
+    # class_weights: balanced        # for rare classes
+""",
+    more_data="  too_long: truncate        # texts of more tokens are cut, and counted; fail refuses them\n",
+    rest="""\
+optimizer: {lr: 2.0e-3, warmup_steps: 10}
+validation: {every_steps: 50}
+epochs: 3
+""",
+    task='''\
+"""What is trained here: change what you like. `elastic_train.Task` has the methods that a class of your own needs."""
+
+from torch import nn
+
+from elastic_train.tasks.text_classifier import TextClassifier
+
+
+class Mine(TextClassifier):
+    """The package's text classifier, until a method is overridden."""
+
+    def build_model(self) -> nn.Module:
+        # It is called with tokens, lengths, numeric, is_missing and categories, and returns logits (batch, classes).
+        return super().build_model()
+''',
+)
+
+_LM = Starter(
+    data=(
+        "elastic-train data import docstrings texts --samples 2000",
+        "elastic-train data pack data texts --length 128",
+    ),
+    params="""\
+    max_tokens: 128        # of a row
+    model: {dim: 64, depth: 2, heads: 4}        # the package's decoder; or hf: {config: {model_type: gpt2, ...}}
+""",
+    own_params="""\
+    max_tokens: 1024        # of a row: as many as `elastic-train data pack --length` gave it
+    model: {dim: 512, depth: 8, heads: 8, kv_heads: 4}        # or hf: {path: a model's local folder}
+    # lora: {r: 8, target_modules: [q_proj, v_proj]}        # adapters of a folder's model
+""",
+    more_data="",
+    rest="""\
+optimizer: {lr: 3.0e-3, weight_decay: 0.1, warmup_steps: 10}
+validation: {every_steps: 50}
+epochs: 3
+""",
+    task='''\
+"""What is trained here: change what you like. `elastic_train.Task` has the methods that a class of your own needs."""
+
+from torch import nn
+
+from elastic_train.tasks.causal_lm import CausalLM
+
+
+class Mine(CausalLM):
+    """The package's language model, until a method is overridden."""
+
+    def build_model(self) -> nn.Module:
+        # It is called with tokens, positions and mask, and returns logits (rows, width, self.vocabulary).
+        return super().build_model()
+''',
+)
+
+STARTERS: Mapping[str, Starter] = {"text": _TEXT, "lm": _LM, "images": _IMAGES}

@@ -1,0 +1,71 @@
+"""Values outside of a range, found by the statistics in the files' footers: rows are read only where there are some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_train.data.arrow.lists import lengths_of
+from elastic_train.data.arrow.numbers import numbers_of, whole
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.dataset.row_groups import RowGroups
+from elastic_train.data.parquet.footer_index import load_footers
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A value outside of a range: in which sample, and in which row of which row group of a file."""
+
+    value: int
+    sample: int
+    row: int
+    row_group: int
+    file: str
+
+    def __str__(self) -> str:
+        return f"sample {self.sample} ({self.file}, row group {self.row_group}, row {self.row})"
+
+
+def first_outside(manifest: Manifest, column: str, lo: int, hi: int) -> Outlier | None:
+    """Return the first value of a column of integers, or of lists of them, that is not in [lo, hi); None for none.
+
+    Row groups whose footers have no statistics are passed over, as are datasets whose footers are not kept.
+    """
+    footers = load_footers(manifest.url)
+    if footers is None or len(footers) != len(manifest.files):
+        return None
+    for number, entry in enumerate(manifest.files):
+        footer = footers[number]
+        for within, num_rows in enumerate(entry.row_groups):
+            if not _may_be_outside(footer.metadata_of(within, num_rows).row_group(0), column, lo, hi):
+                continue
+            group = int(manifest.first_group[number]) + within
+            found = _outside(RowGroups(manifest, [column]).decode(group).column(0), lo, hi)
+            if found is not None:
+                value, row = found
+                return Outlier(value, int(manifest.group_first_id[group]) + row, row, within, entry.path)
+    return None
+
+
+def _may_be_outside(group: pq.RowGroupMetaData, column: str, lo: int, hi: int) -> bool:
+    for place in range(group.num_columns):
+        found = group.column(place)
+        if f"{found.path_in_schema}.".startswith(f"{column}.") and (known := found.statistics) is not None:
+            return bool(known.has_min_max and (known.min < lo or known.max >= hi))
+    return False
+
+
+def _outside(column: pa.ChunkedArray, lo: int, hi: int) -> tuple[int, int] | None:
+    """Return the first value outside of [lo, hi), and its row."""
+    array = whole(column)
+    is_list = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
+    values = numbers_of(array.flatten() if is_list else array, missing=lo)
+    places = np.flatnonzero((values < lo) | (values >= hi))
+    if not len(places):
+        return None
+    first = int(places[0])
+    row = int(np.searchsorted(np.cumsum(lengths_of(column)), first, side="right")) if is_list else first
+    return int(values[first]), row

@@ -1,0 +1,231 @@
+"""Files of rows, read in chunks with Arrow's own readers: JSON lines, CSV, Parquet, Arrow, and plain text.
+
+Memory stays bounded by a chunk, whatever a file's size. All files have the columns and types of the first; a row that
+does not parse, or has another type, is an error that names file, row and remedy. Rows are counted from 1 and are lines
+in JSON lines and in CSV without line breaks in values, where the header is row 1.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pyarrow.json as arrow_json
+import pyarrow.parquet as pq
+
+from elastic_train.errors import ConfigError
+from elastic_train.system.progress_bar import Track
+
+BLOCK_BYTES = 16 << 20
+"""Bytes of text that are parsed at once; no row may be longer."""
+ROWS_AT_ONCE = 1024
+_POINTER = b"version https://git-lfs"
+
+Types = Mapping[str, pa.DataType]
+Batches = Iterator[tuple[pa.RecordBatch, float]]
+"""Rows, and the share of the file that is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive rows of a file, the first of them number `first`, from 0; `done` is the share of all bytes read."""
+
+    path: Path
+    first: int
+    rows: pa.RecordBatch
+    done: float
+
+    def place_of(self, row: int) -> str:
+        """Name a row of this chunk, counted from 0, in a message."""
+        return f"{self.path}: row {self.first + row + (2 if _kind_of(self.path) in _WITH_HEADER else 1)}"
+
+
+def read_files(paths: Sequence[Path], types: Types | None = None) -> Iterator[Chunk]:
+    """Yield the rows of files, one after the other; `types` of columns take the place of guessed ones.
+
+    Raises ConfigError, which names file and row, at the first that cannot be read.
+    """
+    sizes = [_size_of(path) for path in paths]
+    known, total, before = dict(types or {}), sum(sizes) or 1, 0
+    for path, size in zip(paths, sizes, strict=True):
+        first = 0
+        for rows, share in _batches(path, known):
+            if not first:
+                known |= {field.name: field.type for field in rows.schema if field.name not in known}
+            yield Chunk(path, first, rows, (before + share * size) / total)
+            first += rows.num_rows
+        if not first:
+            raise ConfigError(f"{path}: holds no rows")
+        before += size
+
+
+def shown_chunks(chunks: Iterator[Chunk], what: str, track: Track) -> Iterator[Chunk]:
+    """Pass chunks on, and show the per cent of all bytes that is read."""
+    percents, num_shown = iter(track(range(100), f"{what}, per cent", 100)), 0
+    for chunk in chunks:
+        yield chunk
+        while num_shown < int(chunk.done * 100):
+            next(percents, None)
+            num_shown += 1
+    for _ in percents:
+        pass
+
+
+def parse_types(texts: Sequence[str]) -> Types:
+    """Read `name=type` as given on a command line; types have Arrow's names, such as string, int64, float64."""
+    types = {}
+    for text in texts:
+        name, _, kind = text.partition("=")
+        try:
+            types[name] = pa.type_for_alias(kind)
+        except ValueError as error:
+            raise ConfigError(
+                f"--types {text}: write column=type, with a type such as string, int64, float64, bool"
+            ) from error
+    return types
+
+
+def _size_of(path: Path) -> int:
+    if _kind_of(path) not in _READERS:
+        raise ConfigError(f"{path}: must be one of {', '.join(_READERS)}")
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _kind_of(path: Path) -> str:
+    return path.suffix.lower()
+
+
+def _batches(path: Path, types: Types) -> Batches:
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise ConfigError(f"{path}: is a pointer to a file of git LFS; fetch the file with `git lfs pull`")
+            file.seek(0)
+            yield from _READERS[_kind_of(path)](file, path, types)
+    except (OSError, pa.ArrowInvalid, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _json_lines(file: BinaryIO, path: Path, types: Types) -> Batches:
+    num_rows, schema, size = 0, pa.schema(list(types.items())), max(1, path.stat().st_size)
+    try:
+        reader = arrow_json.open_json(
+            file, arrow_json.ReadOptions(block_size=BLOCK_BYTES), _json_options(schema, may_infer=True)
+        )
+        schema = reader.schema
+        for rows in reader:
+            rows.validate(full=True)
+            yield rows, _share(file, size)
+            num_rows += rows.num_rows
+    except pa.ArrowInvalid as error:
+        raise _wrong_line(path, num_rows, schema, error) from error
+
+
+def _json_options(schema: pa.Schema, *, may_infer: bool = False) -> arrow_json.ParseOptions:
+    return arrow_json.ParseOptions(
+        explicit_schema=schema, unexpected_field_behavior="infer" if may_infer or not len(schema) else "error"
+    )
+
+
+def _wrong_line(path: Path, first: int, schema: pa.Schema, error: pa.ArrowInvalid) -> ConfigError:
+    """Find the line at which the reader stopped: the first, after `first` rows, that it does not take by itself."""
+    with path.open("rb") as file:
+        lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+        for number, line in itertools.islice(lines, first, None):
+            if len(line) > BLOCK_BYTES:
+                return ConfigError(f"{path}: row {number} has more than {BLOCK_BYTES >> 20} MiB; write shorter rows")
+            try:
+                arrow_json.read_json(io.BytesIO(line), parse_options=_json_options(schema)).validate(full=True)
+            except pa.ArrowInvalid as wrong:
+                return ConfigError(f"{path}: row {number}: {_without_row(wrong)}; {_JSON_REMEDY}")
+    return ConfigError(f"{path}: {error}; {_JSON_REMEDY}")
+
+
+def _without_row(error: pa.ArrowInvalid) -> str:
+    return re.sub(r" in row \d+", "", str(error))
+
+
+def _csv(file: BinaryIO, path: Path, types: Types) -> Batches:
+    size = max(1, path.stat().st_size)
+    try:
+        reader = arrow_csv.open_csv(
+            file,
+            # With threads, some messages have no row.
+            arrow_csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
+            arrow_csv.ParseOptions(delimiter="\t" if _kind_of(path) == ".tsv" else ",", newlines_in_values=True),
+            arrow_csv.ConvertOptions(column_types=dict(types)),
+        )
+        for rows in reader:
+            yield rows, _share(file, size)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(f"{path}: {str(error).replace('Row #', 'row ')}; {_CSV_REMEDY}") from error
+
+
+def _share(file: BinaryIO, size: int) -> float:
+    return 1.0 if file.closed else min(1.0, file.tell() / size)
+
+
+def _parquet(file: BinaryIO, path: Path, types: Types) -> Batches:
+    parquet, num_rows = pq.ParquetFile(file), 0
+    for rows in parquet.iter_batches(ROWS_AT_ONCE):
+        num_rows += rows.num_rows
+        yield _cast(rows, path, types), num_rows / parquet.metadata.num_rows
+
+
+def _arrow(file: BinaryIO, path: Path, types: Types) -> Batches:
+    """Read the streams that Hugging Face's datasets write, and Arrow files."""
+    size = max(1, path.stat().st_size)
+    try:
+        for rows in pa.ipc.open_stream(file):
+            yield _cast(rows, path, types), _share(file, size)
+    except pa.ArrowInvalid:
+        file.seek(0)
+        arrow = pa.ipc.open_file(file)
+        for number in range(arrow.num_record_batches):
+            yield _cast(arrow.get_batch(number), path, types), (number + 1) / arrow.num_record_batches
+
+
+def _cast(rows: pa.RecordBatch, path: Path, types: Types) -> pa.RecordBatch:
+    """Give columns the types asked for, or those of the first file."""
+    for name in types:
+        if name not in rows.schema.names:
+            raise ConfigError(f"{path}: no column '{name}'; it has {', '.join(rows.schema.names)}")
+    fields = [field.with_type(types.get(field.name, field.type)) for field in rows.schema]
+    try:
+        return rows.cast(pa.schema(fields, rows.schema.metadata))
+    except pa.ArrowInvalid as error:
+        raise ConfigError(f"{path}: {error}; give the column another type with --types") from error
+
+
+def _text(file: BinaryIO, path: Path, types: Types) -> Batches:
+    yield pa.RecordBatch.from_pydict({"text": [file.read().decode("utf-8-sig")]}), 1.0
+
+
+_READERS: Mapping[str, Callable[[BinaryIO, Path, Types], Batches]] = {
+    ".jsonl": _json_lines,
+    ".json": _json_lines,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".txt": _text,
+}
+_WITH_HEADER = (".csv", ".tsv")
+_JSON_REMEDY = (
+    "write one JSON object a line, all with the same fields and types, or name a column's type with --types, such as "
+    "--types score=float64"
+)
+_CSV_REMEDY = (
+    "correct the row (a value with a comma, a quote or a line break stands in quotes), or name a column's type with "
+    "--types, such as --types code=string"
+)

@@ -1,0 +1,88 @@
+"""Folders of Hugging Face's datasets: what `save_to_disk` writes, or a clone of a repository of data files.
+
+Splits are read from the folder's own index, or from the files' names. `train` is trained on, `validation` validates;
+`test` stays where it is. Names of classes and images are understood by the features in the files' metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_train.data.tables.importing import Parts, RowOptions, Written, import_rows
+from elastic_train.data.tables.labels import USUAL, Labels
+from elastic_train.data.tables.splitting import TRAIN, VALIDATION
+from elastic_train.errors import ConfigError
+from elastic_train.system.progress_bar import Track, silent
+
+_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
+_SPLITS = {
+    TRAIN: re.compile(r"(^|[^a-z])train([^a-z]|$)"),
+    VALIDATION: re.compile(r"(^|[^a-z])(validation|valid|val|dev)([^a-z]|$)"),
+    "test": re.compile(r"(^|[^a-z])test([^a-z]|$)"),
+}
+
+
+def import_hf_folder(out: Path, folder: Path, options: RowOptions, track: Track = silent) -> Written:
+    """Make a dataset of a folder; ConfigError if it has no rows to train on."""
+    parts = {name: paths for name, paths in splits_of(folder).items() if name in (TRAIN, VALIDATION)}
+    if not parts.get(TRAIN):
+        raise ConfigError(
+            f"{folder}: has no split 'train', and no {', '.join(_SUFFIXES)} file; name a folder that save_to_disk "
+            "wrote, or a clone of a dataset's repository (its large files fetched, not pointers to them)"
+        )
+    return import_rows(out, parts, "hf-folder", options, _class_labels(parts[TRAIN][0], options.label_key), track)
+
+
+def splits_of(folder: Path) -> Parts:
+    """Return the data files of each split, in the order of their names; files that name no split are for training."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is not a folder")
+    files = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and _is_rows(path, folder))
+    found: dict[str, list[Path]] = {}
+    for path in files:
+        name = str(path.relative_to(folder)).lower()
+        split = next((split for split, pattern in _SPLITS.items() if pattern.search(name)), None)
+        found.setdefault(split or TRAIN, []).append(path)
+    kinds = {path.suffix for path in found.get(TRAIN, [])}
+    if len(kinds) > 1:
+        raise ConfigError(f"{folder}: holds files of several formats ({', '.join(sorted(kinds))}); remove all but one")
+    return found
+
+
+def _is_rows(path: Path, folder: Path) -> bool:
+    """Say whether a file holds rows: not an index, a cache, or of a hidden folder."""
+    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    is_index = path.name in ("dataset_info.json", "dataset_dict.json", "state.json", "dataset_infos.json")
+    return path.is_file() and not is_hidden and not is_index and not path.name.startswith("cache-")
+
+
+def _class_labels(path: Path, wanted: str | None) -> Labels | None:
+    """Return the names of the label's classes, if the features of a file have any."""
+    features = _features_of(path)
+    column = wanted or USUAL
+    names = features.get(column, {}).get("names") if isinstance(features.get(column), dict) else None
+    return Labels(column, tuple(names)) if isinstance(names, Sequence) and names else None
+
+
+def _features_of(path: Path) -> Mapping[str, Any]:
+    """Return the features of the dataset; none where a file has no metadata, or cannot be read, which reading says."""
+    try:
+        if path.suffix == ".parquet":
+            metadata = pq.read_schema(path).metadata
+        elif path.suffix == ".arrow":
+            with path.open("rb") as file:
+                metadata = pa.ipc.open_stream(file).schema.metadata
+        else:
+            return {}
+        found = json.loads((metadata or {}).get(b"huggingface", b"{}"))
+    except (OSError, ValueError):  # which Arrow's errors are
+        return {}
+    features = found.get("info", {}).get("features", {})
+    return features if isinstance(features, dict) else {}

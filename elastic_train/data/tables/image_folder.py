@@ -1,0 +1,88 @@
+"""Folders of images: DIR/<label>/<image>, or DIR/train/<label>/<image> beside DIR/validation or DIR/val.
+
+Files are put in an order that the seed draws, so that every row group is a mix of labels, and keep their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from elastic_train.data.corpora import origin
+from elastic_train.data.tables.files import Chunk, shown_chunks
+from elastic_train.data.tables.images import COLUMN, check_image
+from elastic_train.data.tables.importing import Table, Written, contents_of, load_parts, write_table
+from elastic_train.data.tables.labels import COLUMN as LABEL
+from elastic_train.data.tables.splitting import TRAIN, VALIDATION
+from elastic_train.errors import ConfigError
+from elastic_train.system.progress_bar import Track, silent
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+SCHEMA = pa.schema([COLUMN, LABEL])
+_VALIDATION_NAMES = ("validation", "valid", "val")
+_AT_ONCE = 64
+
+
+def import_images(
+    out: Path, folder: Path, *, share: float, seed: int, replace: bool = False, track: Track = silent
+) -> Written:
+    """Make a dataset of a folder of images, whose bytes are kept; ConfigError names an image that does not decode."""
+    files = {name: _files_of(part) for name, part in _parts_of(folder).items()}
+    labels = sorted({path.parent.name for paths in files.values() for path in paths})
+    if len(labels) < 2:
+        raise ConfigError(
+            f"{folder}: has {len(labels)} folders with images; put the images of each class in a folder of its name"
+        )
+    for name, paths in files.items():
+        files[name] = [paths[place] for place in np.random.default_rng([seed, len(paths)]).permutation(len(paths))]
+    made_from = {
+        "source": "images",
+        "validation_share": share,
+        "seed": seed,
+        "content": [[path.parent.name, *found] for each in files.values() for path, found in _digests(each)],
+        "pyarrow": pa.__version__,
+    }
+    if origin.is_finished(out, made_from, replace=replace):
+        return load_parts(out)
+    chunks = {name: shown_chunks(_chunks(paths, labels), f"decoding {name}", track) for name, paths in files.items()}
+    facts = {"label_column": LABEL.name, "labels": tuple(labels)}
+    return write_table(out, Table(chunks, facts, COLUMN.name), made_from, share, seed)
+
+
+def _parts_of(folder: Path) -> Mapping[str, Path]:
+    held_out = next((folder / name for name in _VALIDATION_NAMES if (folder / name).is_dir()), None)
+    if not (folder / TRAIN).is_dir():
+        return {TRAIN: folder}
+    return {TRAIN: folder / TRAIN} | ({VALIDATION: held_out} if held_out else {})
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Return the images of a part, in the order of their names; other files in folders of images are refused."""
+    files = sorted(path for path in folder.glob("*/*") if path.is_file() and not path.name.startswith("."))
+    for path in files:
+        if path.suffix.lower() not in SUFFIXES:
+            raise ConfigError(f"{path}: is none of {', '.join(SUFFIXES)}; remove it, or convert it")
+    if not files:
+        raise ConfigError(
+            f"{folder}: holds no images; put those of each class in a folder of its name, such as cat/1.png"
+        )
+    return files
+
+
+def _digests(paths: Sequence[Path]) -> Iterator[tuple[Path, list[object]]]:
+    yield from zip(paths, contents_of(paths), strict=True)
+
+
+def _chunks(paths: Sequence[Path], labels: Sequence[str]) -> Iterator[Chunk]:
+    number_of = {label: number for number, label in enumerate(labels)}
+    for first in range(0, len(paths), _AT_ONCE):
+        some = paths[first : first + _AT_ONCE]
+        images = [path.read_bytes() for path in some]
+        for path, image in zip(some, images, strict=True):
+            check_image(image, str(path))
+        columns = [pa.array(images, COLUMN.type), pa.array([number_of[path.parent.name] for path in some], LABEL.type)]
+        rows = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+        yield Chunk(some[0], first, rows, (first + len(some)) / len(paths))

@@ -1,0 +1,244 @@
+"""From rows of any origin to a dataset: labels numbered, text tokenised, images unwrapped, rows split and written.
+
+Rows keep their order. They stream: no more than a chunk of them, and of each part a row group, is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import blake3
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from elastic_train.data.corpora import origin
+from elastic_train.data.corpora import tokenizer as tokenise
+from elastic_train.data.corpora.tokenizer import GivenTokenizer, read_tokenizer
+from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
+from elastic_train.data.tables.files import Chunk, Types, read_files, shown_chunks
+from elastic_train.data.tables.images import unwrap_images
+from elastic_train.data.tables.labels import COLUMN, Labels, column_of, survey
+from elastic_train.data.tables.splitting import SHARE, TRAIN, VALIDATION, part_of
+from elastic_train.data.tables.writer import ROWS_PER_GROUP, PartWriter
+from elastic_train.errors import ConfigError
+from elastic_train.system.progress_bar import Track, silent
+
+TOKENS = pa.field("input_ids", pa.list_(pa.int32()), nullable=False)
+
+Chunks = Callable[[], Iterator[Chunk]]
+Parts = Mapping[str, Sequence[Path]]
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """Options of imports of rows: names of columns, the tokenizer of the text, and the share kept for validation."""
+
+    label_key: str | None = None
+    text_key: str = "text"
+    tokenizer: Path | None = None
+    max_tokens: int | None = None
+    numeric: tuple[str, ...] = ()
+    categorical: tuple[str, ...] = ()
+    types: Types = field(default_factory=dict)
+    share: float = SHARE
+    seed: int = 7
+    rows_per_group: int = ROWS_PER_GROUP
+    replace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The parts of a dataset; `is_new` is False where it was there already."""
+
+    manifests: tuple[Manifest, ...]
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Finished rows on their way into a dataset, and what its manifests say of them.
+
+    `chunks` are of each part that is given. Rows are split by the content of the column `key`, or of all columns where
+    there is none of that name.
+    """
+
+    chunks: Mapping[str, Iterator[Chunk]]
+    facts: Mapping[str, object]
+    key: str
+    tokenizer: bytes | None = None
+
+
+def import_rows(
+    out: Path, parts: Parts, source: str, options: RowOptions, named: Labels | None = None, track: Track = silent
+) -> Written:
+    """Make a dataset of files; of a single part, a share validates. `named` are labels that are known."""
+    paths = [path for of_part in parts.values() for path in of_part]
+    if not paths:
+        raise ConfigError("name at least one file to import")
+    made_from = {"source": source, **_origin_of(options), "content": contents_of(paths)}
+    if origin.is_finished(out, made_from, replace=options.replace):
+        return load_parts(out)
+    chunks_of = {name: _reader(of_part, options.types) for name, of_part in parts.items()}
+    labels = named or survey((chunk for chunks in chunks_of.values() for chunk in chunks()), options.label_key)
+    finish = Finisher(labels, options)
+    table = Table(
+        {name: finish.all(shown_chunks(read(), f"writing {name}", track)) for name, read in chunks_of.items()},
+        finish.facts,
+        finish.key,
+        finish.tokenizer.content if finish.tokenizer else None,
+    )
+    return write_table(out, table, made_from, options.share, options.seed, options.rows_per_group)
+
+
+def write_table(
+    out: Path, table: Table, made_from: origin.Origin, share: float, seed: int, rows_per_group: int = ROWS_PER_GROUP
+) -> Written:
+    """Write the parts of a table with their manifests; the folder appears when it is whole."""
+    with origin.filled(out, made_from) as folder:
+        names = (TRAIN, VALIDATION) if set(table.chunks) == {TRAIN} and share > 0 else tuple(table.chunks)
+        with ExitStack() as stack:
+            writers = {name: stack.enter_context(PartWriter(folder / name, rows_per_group)) for name in names}
+            for part, chunks in table.chunks.items():
+                for chunk in chunks:
+                    is_split = len(names) > len(table.chunks)
+                    pieces = _split(chunk.rows, table.key, share, seed) if is_split else {part: chunk.rows}
+                    for name, rows in pieces.items():
+                        writers[name].write(rows)
+        for name in names:
+            _describe(folder / name, table, writers[name].num_rows)
+    return replace(load_parts(out), is_new=True)
+
+
+def load_parts(out: Path) -> Written:
+    """Load the parts of a dataset that is there."""
+    names = [name for name in (TRAIN, VALIDATION) if (out / name).is_dir()]
+    return Written(tuple(load_manifest(str(out / name)) for name in names), is_new=False)
+
+
+def contents_of(paths: Sequence[Path]) -> list[list[object]]:
+    """Return what tells files from others: name and digest of each."""
+    found: list[list[object]] = []
+    for path in paths:
+        try:
+            found.append([path.name, blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).hexdigest()])
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from error
+    return found
+
+
+class Finisher:
+    """Turns rows as they were read into rows as they are trained on."""
+
+    def __init__(self, labels: Labels | None, options: RowOptions) -> None:
+        self._labels, self._options = labels, options
+        self.tokenizer: GivenTokenizer | None = read_tokenizer(options.tokenizer) if options.tokenizer else None
+        self.key = TOKENS.name if self.tokenizer else options.text_key
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What the manifest says that the rows do not show."""
+        facts: dict[str, object] = {
+            "numeric_columns": self._options.numeric,
+            "categorical_columns": self._options.categorical,
+        }
+        if self._labels:
+            facts |= {"label_column": COLUMN.name, "labels": self._labels.names}
+        if self.tokenizer:
+            facts |= {
+                "tokenizer": tokenise.FILE_NAME,
+                "tokenizer_sha256": self.tokenizer.sha256,
+                "vocabulary_size": self.tokenizer.vocabulary_size,
+            }
+        return facts
+
+    def all(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Finish chunk after chunk; ConfigError names the row that cannot be."""
+        for chunk in chunks:
+            yield replace(chunk, rows=self._finished(chunk))
+
+    def _finished(self, chunk: Chunk) -> pa.RecordBatch:
+        for name in (*self._options.numeric, *self._options.categorical):
+            column_of(chunk, name, "--numeric, --categorical")
+        self._check_new_names(chunk)
+        columns = {name: unwrap_images(chunk, name) for name in chunk.rows.schema.names}
+        fields = {name: pa.field(name, column.type) for name, column in columns.items()}
+        if self.tokenizer:
+            columns = {TOKENS.name: self._tokens(chunk), **columns}
+            fields[TOKENS.name] = TOKENS
+            del columns[self._options.text_key]
+        if self._labels:
+            column = self._labels.codes(chunk)
+            columns.pop(self._labels.column)
+            columns[COLUMN.name], fields[COLUMN.name] = column, COLUMN
+        schema = pa.schema([fields[name] for name in columns])
+        return pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
+
+    def _check_new_names(self, chunk: Chunk) -> None:
+        """Refuse rows that have a column of the name of one that is made."""
+        names = set(chunk.rows.schema.names)
+        if self.tokenizer and TOKENS.name in names:
+            raise ConfigError(f"{chunk.path}: has '{TOKENS.name}', which --tokenizer makes; leave out one of them")
+        if self._labels and self._labels.column != COLUMN.name and COLUMN.name in names:
+            raise ConfigError(
+                f"{chunk.path}: has '{COLUMN.name}' beside --label-key {self._labels.column}, which is stored under "
+                "that name; rename or remove the column"
+            )
+
+    def _tokens(self, chunk: Chunk) -> pa.Array:
+        assert self.tokenizer is not None, "asked for only with a tokenizer"
+        texts = texts_of(chunk, self._options.text_key)
+        ids = self.tokenizer.ids_of(texts)
+        return pa.array([row[: self._options.max_tokens] for row in ids], TOKENS.type)
+
+
+def texts_of(chunk: Chunk, name: str) -> list[str]:
+    """Return a column of text; ConfigError names the first row without any."""
+    column = column_of(chunk, name, "--text-key")
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        raise ConfigError(f"{chunk.path}: column '{name}' is {column.type}, not text; read it as --types {name}=string")
+    if (row := pc.index(pc.is_null(column), True).as_py()) >= 0:
+        raise ConfigError(f"{chunk.place_of(row)}: has no text under '{name}'; give the row one, or leave it out")
+    texts: list[str] = column.to_pylist()
+    return texts
+
+
+def _reader(paths: Sequence[Path], types: Types) -> Chunks:
+    return lambda: read_files(paths, types)
+
+
+def _origin_of(options: RowOptions) -> dict[str, object]:
+    """Name all options that the bytes of a dataset depend on."""
+    return {
+        "label_key": options.label_key,
+        "text_key": options.text_key,
+        "tokenizer": contents_of([options.tokenizer])[0][1] if options.tokenizer else None,
+        "max_tokens": options.max_tokens,
+        "numeric": list(options.numeric),
+        "categorical": list(options.categorical),
+        "types": {name: str(kind) for name, kind in options.types.items()},
+        "validation_share": options.share,
+        "seed": options.seed,
+        "rows_per_group": options.rows_per_group,
+        "pyarrow": pa.__version__,
+    }
+
+
+def _split(rows: pa.RecordBatch, key: str, share: float, seed: int) -> Mapping[str, pa.RecordBatch]:
+    contents = rows.column(key).to_pylist() if key in rows.schema.names else rows.to_pylist()
+    raw = [value if isinstance(value, bytes) else repr(value).encode() for value in contents]
+    is_held_out = pa.array([part_of(value, share, seed) == VALIDATION for value in raw], pa.bool_())
+    return {TRAIN: rows.filter(pc.invert(is_held_out)), VALIDATION: rows.filter(is_held_out)}
+
+
+def _describe(folder: Path, table: Table, num_rows: int) -> None:
+    """Write a part's manifest, and its tokenizer."""
+    if not num_rows:
+        raise ConfigError(
+            f"no row is left for {folder.name}: give more rows, or another --validation-share (0 for no validation set)"
+        )
+    if table.tokenizer is not None:
+        (folder / tokenise.FILE_NAME).write_bytes(table.tokenizer)
+    build_manifest(str(folder), **table.facts)  # type: ignore[arg-type]

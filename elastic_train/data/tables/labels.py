@@ -1,0 +1,81 @@
+"""Labels of rows from elsewhere: names become numbers, the most frequent first; numbers stay as they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from elastic_train.data.tables.files import Chunk
+from elastic_train.errors import ConfigError
+from elastic_train.system.wording import did_you_mean, nearest
+
+USUAL = "label"
+COLUMN = pa.field("label", pa.int32(), nullable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The label column, and the names of its classes; None where rows have numbers without names."""
+
+    column: str
+    names: tuple[str, ...] | None = None
+
+    def codes(self, chunk: Chunk) -> pa.Array:
+        """Return the classes of the rows, int32; ConfigError names a row without one."""
+        column = labels_of(chunk, self.column)
+        if self.names is None or pa.types.is_integer(column.type):
+            return column.cast(pa.int32())
+        return pc.index_in(column, pa.array(self.names, pa.string()))
+
+
+def survey(chunks: Iterable[Chunk], wanted: str | None) -> Labels | None:
+    """Read all rows once, and number their labels; None if there is no label column and none was asked for."""
+    column, counts, is_named = wanted, Counter[str](), False
+    for chunk in chunks:
+        if column is None and USUAL not in chunk.rows.schema.names:
+            continue
+        column = column or USUAL
+        labels = labels_of(chunk, column)
+        if is_named := not pa.types.is_integer(labels.type):
+            counts.update({pair["values"]: pair["counts"] for pair in pc.value_counts(labels).to_pylist()})
+    if column is None:
+        return None
+    by_count = sorted(counts, key=lambda name: (-counts[name], name))
+    if is_named and len(by_count) < 2:
+        raise ConfigError(f"column '{column}' has one label, {by_count[0]}; a classifier needs at least 2")
+    return Labels(column, tuple(by_count) if is_named else None)
+
+
+def labels_of(chunk: Chunk, column: str) -> pa.Array:
+    """Return the labels of the rows: names, or numbers from 0; ConfigError names the first row that has neither."""
+    found = column_of(chunk, column, "--label-key")
+    if pa.types.is_boolean(found.type):
+        found = found.cast(pa.int32())
+    is_number = pa.types.is_integer(found.type)
+    if not is_number and not pa.types.is_string(found.type) and not pa.types.is_large_string(found.type):
+        raise ConfigError(
+            f"{chunk.path}: label column '{column}' is {found.type}: a class is a whole number or a name; choose "
+            f"another column with --label-key, or read it as text with --types {column}=string"
+        )
+    is_wrong = pc.or_kleene(
+        pc.is_null(found), pc.less(found, 0) if is_number else pc.equal(pc.utf8_trim(found, " "), "")
+    )
+    if (row := pc.index(is_wrong.fill_null(True), True).as_py()) >= 0:
+        raise ConfigError(
+            f"{chunk.place_of(row)}: has no label: '{column}' is {found[row].as_py()!r}; give the row one, or leave it "
+            "out"
+        )
+    return found if is_number else found.cast(pa.string())
+
+
+def column_of(chunk: Chunk, name: str, option: str) -> pa.Array:
+    """Return a column; ConfigError names those that there are, and the option to choose one with."""
+    names = chunk.rows.schema.names
+    if name not in names:
+        meant = did_you_mean(nearest(name, names))
+        raise ConfigError(f"{chunk.path}: no column '{name}'{meant or ';'} it has {', '.join(names)} ({option})")
+    return chunk.rows.column(name)

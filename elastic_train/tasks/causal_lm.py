@@ -1,0 +1,192 @@
+"""Language models that predict the next token: pre-training, and fine-tuning on all or some of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.errors import ConfigError
+from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.tasks.models.adapters import attach, check_base, leave_base_out, pretrained_groups
+from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.models.folders import save_folder
+from elastic_train.tasks.models.hugging_face import Source, check_causal, check_positions
+from elastic_train.tasks.models.sampling import check_prompt, go_on
+from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns
+from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
+from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids, check_tokenizer
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, Sampling, Tokenizer
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+_SIZES = [each.name for each in fields(DecoderShape)]
+
+
+class CausalLM:
+    """Train a decoder to predict the next token of rows of up to `max_tokens` tokens.
+
+    `model` gives the sizes of the package's own decoder (dim, depth, heads, kv_heads, hidden, vocabulary, tied,
+    dropout, rope_base, norm_eps); its vocabulary is that of the data's tokenizer by default. `hf` is a model of
+    transformers instead: {path: its local folder}, or {config: {model_type: llama, …}} to begin with drawn weights.
+
+    With `lora`, values of peft's LoraConfig such as {r: 8, target_modules: [q_proj, v_proj]}, adapters of a folder's
+    model are trained, and the model itself stays as it is.
+
+    `labels` (which tokens are targets, others are -100), `attention_mask` and `document_ids` name columns of lists with
+    a value for each token; those that have these names in the data are used without being asked for, and false turns
+    one off. `z_loss` times the square of the logits' log-sum-exp is added to every target's loss (Chowdhery et al.
+    2022, section 5). With `decay_biases_and_norms=False` weight decay leaves out all parameters of one dimension.
+    """
+
+    def __init__(
+        self,
+        model: Mapping[str, Any] | None = None,
+        hf: Mapping[str, Any] | None = None,
+        lora: Mapping[str, Any] | None = None,
+        max_tokens: int = 1024,
+        tokens: str = "input_ids",
+        labels: str | bool | None = None,
+        attention_mask: str | bool | None = None,
+        document_ids: str | bool | None = None,
+        z_loss: float = 0.0,
+        decay_biases_and_norms: bool = False,
+    ) -> None:
+        if model is not None and hf is not None:
+            raise ValueError("give model, the sizes of a decoder, or hf, a model of transformers, not both")
+        if max_tokens < 2:
+            raise ValueError(f"max_tokens must be at least 2, to predict a token from one before it, not {max_tokens}")
+        if not z_loss >= 0:
+            raise ValueError(f"z_loss must be at least 0, not {z_loss}")
+        for name in model or {}:
+            if name not in _SIZES:
+                raise ValueError(f"model has no '{name}'{did_you_mean(nearest(name, _SIZES))}")
+        self._sizes = {"vocabulary": 0, **(model or {})}
+        DecoderShape(**{**self._sizes, "vocabulary": self._sizes["vocabulary"] or 1})  # refuses what does not fit
+        self.source, self.lora = None if hf is None else Source.of(hf), lora
+        check_base(self.source, lora)
+        self.max_tokens, self.z_loss, self.decay_biases_and_norms = max_tokens, z_loss, decay_biases_and_norms
+        self._tokens = tokens
+        self._asked = {"labels": labels, "attention_mask": attention_mask, "document_ids": document_ids}
+
+    def prepare(self, manifest: Manifest) -> None:
+        self._known = manifest
+        chosen = {name: _column(manifest, name, asked) for name, asked in self._asked.items()}
+        self.rows = TokenColumns(self._tokens, chosen["labels"], chosen["attention_mask"], chosen["document_ids"])
+        check_lists(manifest, *self.rows.names())
+        if self.source is None:
+            self.vocabulary = self._sizes["vocabulary"] or manifest.vocabulary_size or 0
+            if not self.vocabulary:
+                raise ConfigError(
+                    f"task.params.model.vocabulary: {manifest.url} has no tokenizer; say how many token ids it has"
+                )
+        else:
+            self._prepare_source(self.source, manifest)
+        check_token_ids(manifest, self._tokens, self.vocabulary)
+
+    def _prepare_source(self, source: Source, manifest: Manifest) -> None:
+        self.config = source.load_config()
+        self.vocabulary = self.config.get_text_config().vocab_size
+        source.check_length(self.config, self.max_tokens)
+        if source.path is not None:
+            check_tokenizer(manifest, source.path)
+
+    def check_held_out(self, manifest: Manifest) -> None:
+        check_lists(manifest, *self.rows.names())
+        check_same_tokens(self._known, manifest)
+        check_token_ids(manifest, self._tokens, self.vocabulary)
+
+    def columns(self) -> Sequence[str]:
+        return list(self.rows.names())
+
+    def longest(self) -> Mapping[str, int]:
+        return dict.fromkeys(self.rows.names(), self.max_tokens)
+
+    def build_model(self) -> nn.Module:
+        if self.source is None:
+            return Decoder(DecoderShape(**{**self._sizes, "vocabulary": self.vocabulary}))
+        built = self.source.build("AutoModelForCausalLM", self.config)
+        check_positions(built, self.max_tokens)
+        check_causal(built)
+        model: nn.Module = built
+        if self.lora is not None:
+            model = attach(model, self.lora, "CAUSAL_LM")
+            leave_base_out(model)
+        return model
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
+        return pretrained_groups(model, decays_all=self.decay_biases_and_norms)
+
+    def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
+        return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        places, targets = batch["places"], batch["targets"]
+        logits = self._logits(model, batch).flatten(0, 1).float()
+        if 2 * len(places) < len(logits):  # then a copy of theirs is small, and spares the loss of all others
+            logits, places = logits[places], torch.arange(len(places), device=places.device)
+        spread = targets.new_full((len(logits),), IGNORED).index_copy_(0, places, targets)
+        likelihoods = F.cross_entropy(logits, spread, ignore_index=IGNORED, reduction="none")[places]
+        total = likelihoods.sum()
+        if self.z_loss:
+            total = total + self.z_loss * logits.logsumexp(-1)[places].square().sum()
+        if model.training:
+            return LaneLoss(total, float(len(targets)))
+        return LaneLoss(total, float(len(targets)), likelihoods, logits.argmax(-1)[places] == targets)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        from elastic_train.tasks.language_metrics import Perplexity, TokenAccuracy
+
+        return {"perplexity": Perplexity(), "token_accuracy": TokenAccuracy()}
+
+    def tokenizer(self) -> Tokenizer | None:
+        return tokenizer_of(self._folder, self._known)
+
+    def continue_ids(self, model: nn.Module, ids: Sequence[int], sampling: Sampling) -> list[int]:
+        most = None if self.source is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        check_prompt(ids, self.vocabulary, most, sampling)
+        return go_on(model, ids, sampling)
+
+    def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
+        save_folder(model, folder, is_merged=is_merged)
+        write_tokenizer(self._folder, self._known, folder)
+
+    @property
+    def _folder(self) -> Path | None:
+        """The model's own folder."""
+        return None if self.source is None else self.source.path
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return logits for every token; shape (rows, width, vocabulary)."""
+        positions, documents = batch.get("positions"), batch.get("documents")
+        mask = None if documents is None else causal_within(documents)
+        if self.source is None:
+            return model(batch["tokens"], positions, mask)  # type: ignore[no-any-return]
+        given = {"position_ids": positions, "attention_mask": mask} if mask is not None else {}
+        return model(input_ids=batch["tokens"], use_cache=False, **given).logits  # type: ignore[no-any-return]
+
+
+def causal_within(documents: Tensor) -> Tensor:
+    """Return which tokens each token sees: those of its document up to itself; (rows, 1, width, width) of bool."""
+    width = documents.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool, device=documents.device).tril()
+    return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
+
+
+def _column(manifest: Manifest, name: str, asked: str | bool | None) -> str | None:
+    """Return the column that is asked for, else the one of the name itself if the data has it."""
+    if asked is False:
+        return None
+    if isinstance(asked, str):
+        return asked
+    return name if asked or name in manifest.columns else None

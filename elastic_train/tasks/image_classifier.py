@@ -1,0 +1,220 @@
+"""Image classification over Parquet rows of encoded images, by a small ResNet or a model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastic_train.core.sample_random import SampleRandom
+from elastic_train.data.arrow.numbers import numbers_of
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.errors import ConfigError, DataError
+from elastic_train.system.extras import needed_for
+from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.tasks.images.options import Augmentation, Normalisation
+from elastic_train.tasks.models.hugging_face import Source
+from elastic_train.tasks.models.small_resnet import ResNetShape, SmallResNet
+from elastic_train.tasks.rows.classes import check_columns, check_label, check_same_classes, count_classes, label_of
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+_SIZES = [each.name for each in fields(ResNetShape) if each.name != "num_classes"]
+_NUM_DRAWS = 5
+
+
+class ImageClassifier:
+    """Classify images into the classes of the label column; the model sees `size` x `size` pixels.
+
+    `model` gives the sizes of the package's own ResNet (channels, width, depth). `hf` is a model of transformers
+    instead: {path: its local folder}, or {config: {model_type: resnet, …}} to begin with drawn weights; of a folder
+    for other classes, the head is drawn. `channels` is 3 for colour and 1 for grey.
+
+    Training images are cut (`crop`: resized, shift or centre; `scale`, `shift`), flipped, and mixed (`mixup`, `cutmix`)
+    by the samples' own random numbers; validation sees the centre. `mean` and `std` normalise pixels in [0, 1]; by
+    default they are those that the model's folder names, or ImageNet's. With `decay_biases_and_norms=False` weight
+    decay leaves out all parameters of one dimension.
+    """
+
+    def __init__(
+        self,
+        size: int = 32,
+        channels: int = 3,
+        model: Mapping[str, Any] | None = None,
+        hf: Mapping[str, Any] | None = None,
+        image: str = "image",
+        label: str | None = None,
+        crop: str = "resized",
+        scale: Sequence[float] = (0.08, 1.0),
+        shift: int = 4,
+        flip: bool = True,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        label_smoothing: float = 0.0,
+        decay_biases_and_norms: bool = False,
+    ) -> None:
+        if model is not None and hf is not None:
+            raise ValueError("give model, the sizes of a small ResNet, or hf, a model of transformers, not both")
+        if size < 1 or channels not in (1, 3):
+            raise ValueError(f"size must be at least 1 and channels 1 or 3, not {size} and {channels}")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be at least 0 and less than 1, not {label_smoothing}")
+        for name in model or {}:
+            if name not in _SIZES:
+                raise ValueError(f"model has no '{name}'{did_you_mean(nearest(name, _SIZES))}")
+        self._sizes = {"channels": channels, **(model or {})}
+        ResNetShape(num_classes=2, **self._sizes)  # refuses what does not fit
+        self.source = None if hf is None else Source.of(hf)
+        self.size, self.channels, self.label_smoothing = size, channels, label_smoothing
+        self.augmentation = Augmentation(crop, (scale[0], scale[-1]), shift, flip, mixup, cutmix)
+        self.normalisation = Normalisation.of(channels, mean, std, self.source.path if self.source else None)
+        self.decay_biases_and_norms = decay_biases_and_norms
+        self._image, self._label = image, label
+
+    def prepare(self, manifest: Manifest) -> None:
+        with needed_for("training on images"):
+            import PIL  # noqa: F401 - refused here, not by a thread that collates
+        self._label = label_of(manifest, self._label)
+        self._check_columns(manifest)
+        self._known, self.num_classes = manifest, count_classes(manifest, self._label)
+        if self.source is not None:
+            self.config = self._checked_config(self.source, manifest)
+
+    def _checked_config(self, source: Source, manifest: Manifest) -> Any:
+        """Return the model's configuration with these classes; refuse one for images of another kind."""
+        names = manifest.labels if manifest.labels and len(manifest.labels) == self.num_classes else None
+        named = dict(enumerate(names or map(str, range(self.num_classes))))
+        config = source.load_config(id2label=named, label2id={name: number for number, name in named.items()})
+        for key, mine, what in (("num_channels", self.channels, "channels"), ("image_size", self.size, "size")):
+            theirs = getattr(config, key, mine)
+            if theirs not in (mine, [mine, mine], (mine, mine)):
+                raise ConfigError(
+                    f"task.params.{what}: {mine}, but the model ({type(config).__name__}) has {key} {theirs}: set "
+                    f"{what} to that, or {key} in hf.config to this"
+                )
+        return config
+
+    def check_held_out(self, manifest: Manifest) -> None:
+        self._check_columns(manifest)
+        check_same_classes(self._known, manifest, str(self._label), self.num_classes)
+
+    def _check_columns(self, manifest: Manifest) -> None:
+        """Refuse a dataset that lacks a column, or has it in a type that cannot be used."""
+        image, label = self._image, str(self._label)
+        check_columns(manifest, image, label)
+        if manifest.columns[image] not in ("binary", "large_binary"):
+            raise DataError(
+                f"{manifest.url}: column '{image}' is {manifest.columns[image]}, not the bytes of encoded images; make "
+                "the dataset with `elastic-train data import images`"
+            )
+        check_label(manifest, label)
+
+    def columns(self) -> Sequence[str]:
+        assert self._label is not None, "prepare comes first"
+        return [self._image, self._label]
+
+    def build_model(self) -> nn.Module:
+        if self.source is None:
+            return SmallResNet(ResNetShape(num_classes=self.num_classes, **self._sizes))
+        built: nn.Module = self.source.build(
+            "AutoModelForImageClassification", self.config, draws_head=True, attention=None
+        )
+        return built
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
+        if self.decay_biases_and_norms:
+            return ()
+        return [ParameterGroup([n for n, p in model.named_parameters() if p.ndim == 1], weight_decay=0.0)]
+
+    def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> Batch:
+        from elastic_train.tasks.images.augmentation import draw_mixing
+
+        label = rows.column(str(self._label))
+        if label.null_count:
+            raise DataError(f"column '{self._label}': a value is missing in one of the rows around sample {ids[0]}")
+        batch = {"pixels": self._pixels(rows, draw), "label": numbers_of(label).astype(np.int64)}
+        if draw.is_training and self.augmentation.mixes:
+            mixing = draw_mixing(draw, self.size, self.augmentation)
+            batch |= {"blend": mixing.blend, "box": mixing.box, "share": mixing.share}
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    def _pixels(self, rows: pa.Table, draw: SampleRandom) -> npt.NDArray[np.uint8]:
+        """Return (rows, channels, size, size); DataError names a sample that does not decode."""
+        from elastic_train.tasks.images.augmentation import decode, view
+
+        draws = draw.uniform("view", _NUM_DRAWS) if draw.is_training else [None] * len(draw.ids)
+        pixels = np.empty((len(draw.ids), self.channels, self.size, self.size), dtype=np.uint8)
+        for at, content in enumerate(rows.column(self._image).to_pylist()):
+            try:
+                pixels[at] = view(decode(content or b"", self.channels), self.size, self.augmentation, draws[at])
+            except (OSError, ValueError, SyntaxError) as error:
+                raise DataError(
+                    f"sample {draw.ids[at]}: its image in column '{self._image}' cannot be decoded ({error}); make the "
+                    "dataset again with `elastic-train data import images`, which names such files"
+                ) from error
+        return pixels
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        images, label = self._normalised(batch["pixels"]), batch["label"]
+        is_mixed = model.training and "share" in batch
+        logits = self._logits(model, mixed(images, batch) if is_mixed else images)
+        smoothing = self.label_smoothing if model.training else 0.0
+        losses = F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)
+        if is_mixed:
+            other = F.cross_entropy(logits, label.roll(-1), reduction="none", label_smoothing=smoothing)
+            losses = batch["share"] * losses + (1 - batch["share"]) * other
+        return LaneLoss(losses.sum(), float(len(label)), logits.detach().softmax(dim=-1), label)
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        mean, std = (
+            torch.tensor(each, device=pixels.device)[:, None, None] * 255
+            for each in (self.normalisation.mean, self.normalisation.std)
+        )
+        return (pixels.float() - mean) / std
+
+    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+        logits: Tensor = model(images) if self.source is None else model(pixel_values=images).logits
+        return logits.float()
+
+    def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
+        """Write a folder that transformers' AutoModelForImageClassification loads, and how to prepare images for it.
+
+        Raises ConfigError for the package's own ResNet. There are no adapters that `is_merged` would concern.
+        """
+        found: Any = model
+        if self.source is None:
+            raise ConfigError("transformers does not know the package's own ResNet: use --to safetensors")
+        found.save_pretrained(folder)
+        self.normalisation.write(folder, self.size, self.augmentation.centre_share)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        from torchmetrics.classification import MulticlassAccuracy
+
+        from elastic_train.tasks.classification_metrics import classification_metrics
+
+        return {
+            "accuracy": MulticlassAccuracy(self.num_classes, average="micro"),
+            **classification_metrics(self.num_classes),
+        }
+
+
+def mixed(images: Tensor, batch: Batch) -> Tensor:
+    """Mix each image with the next one of the micro-batch, the last with the first; the shape of `images`."""
+    others, size = images.roll(-1, dims=0), images.shape[-1]
+    blend, places = batch["blend"][:, None, None, None], torch.arange(size, device=images.device)
+    top, left, bottom, right = batch["box"].T[:, :, None]
+    is_down, is_across = (places >= top) & (places < bottom), (places >= left) & (places < right)
+    is_covered = (is_down[:, :, None] & is_across[:, None, :])[:, None]
+    return torch.where(is_covered, others, blend * images + (1 - blend) * others)

@@ -1,0 +1,1 @@
+"""Images on their way into a model: how they are cut, flipped, mixed and normalised."""

@@ -1,0 +1,52 @@
+"""Validation metrics of language models; their states are integers, so that they add up exactly over any world.
+
+A separate module because torchmetrics takes over a second to import.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+_UNIT = 1 << 20
+"""A token's negative log-likelihood is counted in parts of this: 1e12 tokens of 8 nats each fit 64 bits."""
+
+
+class TokenMetric(Metric):
+    """Is fed with each target's negative log-likelihood, and whether it is the most likely token; both (targets,)."""
+
+    higher_is_better: bool | None = None
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "count"):
+            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def compute(self) -> Tensor:
+        return self.total.double() / self.count.clamp(min=1)
+
+
+class Perplexity(TokenMetric):
+    """The exponential of the mean negative log-likelihood, without what a loss adds to it."""
+
+    higher_is_better = False
+
+    def update(self, likelihoods: Tensor, is_first: Tensor) -> None:
+        self.total += (likelihoods.double() * _UNIT).round().to(torch.int64).sum()
+        self.count += len(likelihoods)
+
+    def compute(self) -> Tensor:
+        return (super().compute() / _UNIT).exp()
+
+
+class TokenAccuracy(TokenMetric):
+    """The share of targets that are the most likely token."""
+
+    higher_is_better = True
+
+    def update(self, likelihoods: Tensor, is_first: Tensor) -> None:
+        self.total += is_first.sum()
+        self.count += len(is_first)

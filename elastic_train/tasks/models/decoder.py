@@ -1,0 +1,173 @@
+"""A decoder-only transformer, the one that most open language models are: what Llama computes, by other names.
+
+Pre-norm blocks (Xiong et al. 2020) with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021, by halves
+as in GPT-NeoX), grouped queries (Ainslie et al. 2023) and SwiGLU (Shazeer 2020); no biases. Weights can go to
+transformers' LlamaForCausalLM and back by their names (`llama_name`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_WIDTH_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Sizes of a decoder; `kv_heads` are as many as `heads` and `hidden`, the width of an MLP, is 8/3 of `dim` by
+    default."""
+
+    vocabulary: int
+    dim: int = 256
+    depth: int = 4
+    heads: int = 4
+    kv_heads: int = 0
+    hidden: int = 0
+    tied: bool = True
+    dropout: float = 0.0
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name, default in (
+            ("kv_heads", self.heads),
+            ("hidden", -(-8 * self.dim // (3 * _WIDTH_MULTIPLE)) * _WIDTH_MULTIPLE),
+        ):
+            object.__setattr__(self, name, getattr(self, name) or default)
+        for name in ("vocabulary", "dim", "depth", "heads", "kv_heads", "hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.dim % (2 * self.heads):
+            raise ValueError(f"dim {self.dim} is not an even multiple of heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1, not {self.dropout}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+
+class Attention(nn.Module):
+    """Causal attention of `heads` queries, of which groups share a key and a value."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.head_dim, self.is_grouped = shape.head_dim, shape.kv_heads != shape.heads
+        self.q = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.k = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
+        self.v = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
+        self.o = nn.Linear(shape.dim, shape.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """Map x (batch, tokens, dim) to the same shape; mask (batch, 1, tokens, tokens) is true where one attends."""
+        query, key = _rotate(self._heads(self.q(x)), cos, sin), _rotate(self._heads(self.k(x)), cos, sin)
+        attended = F.scaled_dot_product_attention(
+            query, key, self._heads(self.v(x)), attn_mask=mask, is_causal=mask is None, enable_gqa=self.is_grouped
+        )
+        return self.o(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Return (batch, heads, tokens, head_dim)."""
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """SwiGLU: one projection gates another."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each after a norm and inside a residual."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.norm_attention = nn.RMSNorm(shape.dim, shape.norm_eps)
+        self.attention = Attention(shape)
+        self.norm_mlp = nn.RMSNorm(shape.dim, shape.norm_eps)
+        self.mlp = MLP(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm_attention(x), cos, sin, mask))
+        return x + self.dropout(self.mlp(self.norm_mlp(x)))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Predict each next token; logits of shape (batch, tokens, vocabulary)."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocabulary, shape.dim)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
+        self.norm = nn.RMSNorm(shape.dim, shape.norm_eps)
+        self.head = nn.Linear(shape.dim, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.embed.weight
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:  # what adds to the residual is smaller in deeper models (Radford et al. 2019)
+                is_added = name.endswith(("attention.o.weight", "mlp.down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * shape.depth) if is_added else 1.0))
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """tokens (batch, width) int64; positions alike, by default 0, 1, …; mask as in `Attention`, by default causal.
+
+        A causal mask hides what is padded on the right from all that is not.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        cos, sin = rotations(positions, self.shape)
+        x = self.dropout(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x, cos, sin, mask)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def rotations(positions: Tensor, shape: DecoderShape) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of every position's angles, in fp32; shape (rows, 1, tokens, head_dim)."""
+    halves = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32)
+    frequencies = 1.0 / shape.rope_base ** (halves / shape.head_dim)
+    angles = positions[:, None, :, None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    lower, upper = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-upper, lower), dim=-1) * sin.to(x.dtype)
+
+
+_LLAMA = (
+    (re.compile(r"^embed\."), "model.embed_tokens."),
+    (re.compile(r"^norm\."), "model.norm."),
+    (re.compile(r"^head\."), "lm_head."),
+    (re.compile(r"^blocks\."), "model.layers."),
+    (re.compile(r"\.norm_attention\."), ".input_layernorm."),
+    (re.compile(r"\.norm_mlp\."), ".post_attention_layernorm."),
+    (re.compile(r"\.attention\.(\w)\."), r".self_attn.\1_proj."),
+    (re.compile(r"\.mlp\.(\w+)\."), r".mlp.\1_proj."),
+)
+
+
+def llama_name(name: str) -> str:
+    """Return what transformers' LlamaForCausalLM calls a parameter of the decoder."""
+    for pattern, replacement in _LLAMA:
+        name = pattern.sub(replacement, name)
+    return name

@@ -1,0 +1,152 @@
+"""Models of Hugging Face's transformers, from a local folder or a configuration.
+
+Nothing is downloaded. Weights are fp32 unless a model's dtype is configured: autocast (`precision: bf16`) rounds what
+is computed, and not what is trained. Attention is torch's own (SDPA). Needs the extra `[hf]`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from elastic_train.errors import ConfigError
+from elastic_train.system.extras import needed_for
+from elastic_train.system.wording import did_you_mean, nearest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_KEYS = ("path", "config", "dtype")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model's folder, with its weights, or a configuration alone, whose weights are drawn; `config` replaces values
+    of the folder's."""
+
+    path: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Source:
+        """Check the key `hf` of a task's params; raises ValueError."""
+        for name in values:
+            if name not in _KEYS:
+                raise ValueError(f"hf has no '{name}'{did_you_mean(nearest(name, _KEYS))}")
+        path, config, dtype = values.get("path"), values.get("config") or {}, values.get("dtype", "float32")
+        if dtype not in _DTYPES:
+            raise ValueError(f"hf.dtype must be {' or '.join(_DTYPES)}, not {dtype!r}")
+        if path is None and "model_type" not in config:
+            raise ValueError("hf needs a path, or a config with a model_type, such as {model_type: gpt2, n_layer: 6}")
+        folder = None if path is None else Path(os.path.expanduser(path))  # noqa: PTH111 - as other paths are read
+        return cls(folder, config, _DTYPES[dtype])
+
+    def load_config(self, **others: Any) -> PretrainedConfig:
+        """Return the model's configuration; `others` replace values of it, too. Raises ConfigError."""
+        with needed_for("a model of Hugging Face"):
+            from transformers import AutoConfig
+        changes = {**self.config, **others}
+        if self.path is None:
+            config = self._checked(lambda: AutoConfig.for_model(**changes))
+        elif (self.path / "config.json").is_file():
+            path = str(self.path)
+            config = self._checked(lambda: AutoConfig.from_pretrained(path, local_files_only=True, **changes))
+        else:
+            raise ConfigError(f"task.params.hf.path: {self.path} has no config.json; give a model's local folder")
+        known = {*type(config)().to_dict(), *config.attribute_map}
+        if unknown := [name for name in self.config if name not in known]:
+            kind = type(config).__name__
+            raise ConfigError(
+                *(
+                    f"task.params.hf.config: {kind} has no '{name}'{did_you_mean(nearest(name, known))}"
+                    for name in unknown
+                )
+            )
+        return config
+
+    def check_length(self, config: PretrainedConfig, max_tokens: int) -> None:
+        """Refuse rows of more tokens than the model has positions; ConfigError."""
+        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and max_tokens > most:
+            raise ConfigError(
+                f"task.params.max_tokens: {max_tokens}, but the model ({type(config).__name__}) has {most} positions: "
+                "set it lower, or give the model more by hf.config"
+            )
+
+    def build(
+        self, kind: str, config: PretrainedConfig, *, draws_head: bool = False, attention: str | None = "sdpa"
+    ) -> PreTrainedModel:
+        """Build the model on the CPU by an auto class's name; with `draws_head` weights outside of its body are drawn.
+
+        `attention` is how it computes it; None for what transformers chooses, which fits models without any, too.
+
+        Raises ConfigError where the folder cannot be read, or lacks other weights.
+        """
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        auto = getattr(transformers, kind)
+        options: dict[str, Any] = {"dtype": self.dtype, "attn_implementation": attention}
+        if self.path is None:
+            model: PreTrainedModel = self._checked(lambda: auto.from_config(config, **options))
+            return model
+        path = str(self.path)
+        options |= {"config": config, "local_files_only": True, "output_loading_info": True}
+        options["ignore_mismatched_sizes"] = True  # to name them here
+        model, found = self._checked(lambda: auto.from_pretrained(path, **options))
+        body = f"{model.base_model_prefix}."
+        lacks = sorted(
+            name
+            for name in (*found["missing_keys"], *(wrong[0] for wrong in found["mismatched_keys"]))
+            if not draws_head or (name.startswith(body) and ".pooler." not in name)
+        )
+        if lacks:
+            raise ConfigError(
+                f"task.params.hf.path: {self.path} lacks {len(lacks)} of the weights of a {type(model).__name__}, or "
+                f"has them in other shapes, first '{lacks[0]}': give the folder of a whole model, or a "
+                "config that fits its weights"
+            )
+        return model
+
+    def _checked(self, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+            where = f"task.params.hf.path: {self.path}" if self.path else f"task.params.hf.config: {dict(self.config)}"
+            raise ConfigError(f"{where}: transformers cannot use it: {str(error).strip()}") from error
+
+
+def check_positions(model: PreTrainedModel, max_tokens: int) -> None:
+    """Refuse rows that are too long for learned positions that begin after a padding's, as RoBERTa's do."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding) or module.padding_idx is None or "position" not in name:
+            continue
+        most = module.num_embeddings - module.padding_idx - 1
+        if max_tokens > most:
+            raise ConfigError(
+                f"task.params.max_tokens: {max_tokens}, but the model's positions begin at {module.padding_idx + 1}, "
+                f"so it takes {most}: set it lower"
+            )
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Refuse a model whose prediction for a token depends on the tokens after it: it would learn to copy them."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        pair = torch.tensor([[0, 0], [0, 1]]) % model.config.get_text_config().vocab_size
+        first, second = model(input_ids=pair, use_cache=False).logits[:, 0]
+    model.train(was_training)
+    if not first.equal(second):
+        raise ConfigError(
+            f"task.params.hf: {type(model).__name__} sees the tokens that it is to predict; set is_decoder: true in "
+            "hf.config if the model has such a switch, or give a causal model"
+        )

@@ -1,0 +1,29 @@
+"""A classifier of transformers beside metadata columns: their logits are added."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from elastic_train.tasks.models.text_encoder import Metadata
+
+_DIM = 32
+
+
+class WithMetadata(nn.Module):
+    """`body` reads the tokens, a small perceptron the metadata; logits of shape (batch, num_classes).
+
+    The perceptron's last layer begins with zeros, so that training begins with what the body predicts.
+    """
+
+    def __init__(self, body: nn.Module, num_classes: int, num_numeric: int, num_categorical: int, buckets: int) -> None:
+        super().__init__()
+        self.body = body
+        self.metadata = Metadata(num_numeric, num_categorical, buckets, _DIM)
+        self.head = nn.Sequential(nn.Linear(_DIM, _DIM), nn.GELU(), nn.Linear(_DIM, num_classes))
+        nn.init.zeros_(self.head[2].weight)  # type: ignore[arg-type]
+        nn.init.zeros_(self.head[2].bias)  # type: ignore[arg-type]
+
+    def forward(self, numeric: Tensor, is_missing: Tensor, categories: Tensor, **tokens: Tensor) -> Tensor:
+        """Metadata as in `Metadata`; `tokens` are what the body takes."""
+        logits: Tensor = self.body(**tokens).logits
+        return logits + self.head(self.metadata(numeric, is_missing, categories))  # type: ignore[no-any-return]

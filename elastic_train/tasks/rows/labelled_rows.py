@@ -1,0 +1,162 @@
+"""Rows of tokens with a class and metadata: which columns they are in, their tensors, and a weighted loss."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elastic_train.data.arrow.lists import pad_lists
+from elastic_train.data.arrow.numbers import numbers_of, whole
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.errors import ConfigError, DataError
+from elastic_train.tasks.rows.classes import check_columns, check_label, check_same_classes, count_classes, label_of
+from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens
+from elastic_train.tasks.task import Batch, LaneLoss
+
+_WIDTH_MULTIPLE = 8
+Ids = npt.NDArray[np.int64]
+
+
+class LabelledRows:
+    """Token ids, the class to predict, and metadata columns, which may have missing values.
+
+    `label`, `numeric` and `categorical` are those of the manifest by default. `class_weights` is "balanced", which
+    weighs each sample by the inverse share of its class in the training set, or a weight for each class.
+    """
+
+    def __init__(
+        self,
+        tokens: str,
+        label: str | None,
+        numeric: Sequence[str] | None,
+        categorical: Sequence[str] | None,
+        category_buckets: int,
+        class_weights: str | Sequence[float] | None,
+    ) -> None:
+        if category_buckets < 2:
+            raise ValueError(f"category_buckets must be at least 2, not {category_buckets}")
+        is_named = isinstance(class_weights, str) or not isinstance(class_weights, Sequence)
+        if class_weights not in (None, "balanced") and is_named:
+            raise ValueError(f"class_weights must be null, balanced, or a weight for each class, not {class_weights!r}")
+        self.tokens, self.category_buckets = tokens, category_buckets
+        self.label, self.numeric, self.categorical, self.num_classes = (
+            "",
+            list(numeric or ()),
+            list(categorical or ()),
+            2,
+        )
+        self._label, self._numeric, self._categorical = label, numeric, categorical
+        self._class_weights, self._weights = class_weights, None if class_weights is None else torch.empty(0)
+
+    def prepare(self, manifest: Manifest) -> None:
+        """Take columns, classes and their weights from the training set; DataError or ConfigError if it is unfit."""
+        self.label = label_of(manifest, self._label)
+        self.numeric = list(manifest.numeric_columns if self._numeric is None else self._numeric)
+        self.categorical = list(manifest.categorical_columns if self._categorical is None else self._categorical)
+        self._check_columns(manifest)
+        self.known, self.num_classes = manifest, count_classes(manifest, self.label)
+        if self._class_weights is not None:
+            self._weights = self._weights_for(manifest.label_counts or ())
+
+    def _weights_for(self, label_counts: Sequence[int]) -> Tensor:
+        """Return a weight for each class."""
+        if not isinstance(self._class_weights, str):
+            weights = torch.tensor(list(self._class_weights or ()), dtype=torch.float32)
+            if len(weights) != self.num_classes or not (weights >= 0).all() or not weights.any():
+                raise ConfigError(
+                    f"task.params.class_weights: give {self.num_classes} numbers of at least 0, one for each class of "
+                    f"'{self.label}', not {self._class_weights}"
+                )
+            return weights
+        counts = torch.zeros(self.num_classes)
+        counts[: len(label_counts)] = torch.tensor(label_counts, dtype=torch.float32)
+        counts.clamp_(min=1)
+        return counts.sum() / (len(counts) * counts)
+
+    def check_held_out(self, manifest: Manifest) -> None:
+        """Refuse a validation set of other columns, classes or tokens than the training set's."""
+        self._check_columns(manifest)
+        check_same_classes(self.known, manifest, self.label, self.num_classes)
+        check_same_tokens(self.known, manifest)
+
+    def names(self) -> Sequence[str]:
+        """Name all columns."""
+        return [self.tokens, self.label, *self.numeric, *self.categorical]
+
+    def collate(self, rows: pa.Table, ids: Ids, max_tokens: int) -> Batch:
+        """Return `tokens` (rows, width), padded with 0, `lengths` (rows,) >= 1, metadata, and `label` (rows,)."""
+        self._check_whole(rows, ids)
+        tokens, lengths = pad_lists(rows.column(self.tokens), max_width=max_tokens, multiple=_WIDTH_MULTIPLE)
+        numeric, is_missing = _numeric(rows, self.numeric)
+        label = numbers_of(rows.column(self.label)).astype(np.int64)
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "lengths": torch.from_numpy(np.maximum(lengths, 1)),
+            "numeric": torch.from_numpy(numeric),
+            "is_missing": torch.from_numpy(is_missing),
+            "categories": torch.from_numpy(_categories(rows, self.categorical, self.category_buckets)),
+            "label": torch.from_numpy(label),
+        }
+
+    def loss(self, logits: Tensor, label: Tensor) -> LaneLoss:
+        """Return the weighted sum over rows; its predictions are probabilities, (rows, classes)."""
+        weights = None if self._weights is None else self._weights.to(label.device)
+        total = F.cross_entropy(logits, label, weight=weights, reduction="sum")
+        weight = float(len(label)) if weights is None else float(weights[label].sum())
+        return LaneLoss(total, weight, logits.detach().softmax(dim=-1), label)
+
+    def _check_columns(self, manifest: Manifest) -> None:
+        """Refuse a dataset that lacks a column or has it in a type that cannot be collated."""
+        check_columns(manifest, *self.names())
+        check_lists(manifest, self.tokens)
+        check_label(manifest, self.label)
+
+    def _check_whole(self, rows: pa.Table, ids: Ids) -> None:
+        """Refuse a missing label, and a missing token among others; a row without tokens is an empty one."""
+        for name, column in (
+            (self.tokens, whole(rows.column(self.tokens)).values),
+            (self.label, rows.column(self.label)),
+        ):
+            if column.null_count:
+                raise DataError(
+                    f"column '{name}': a value is missing in one of the rows around sample {ids[0]}; write the data "
+                    "again without missing tokens and labels"
+                )
+
+
+def _numeric(rows: pa.Table, names: Sequence[str]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    """Return (rows, columns) log-compressed values, 0 where missing, and where they are missing.
+
+    What is not finite counts as missing: one such value would spoil all weights.
+    """
+    values = np.zeros((len(rows), len(names)), dtype=np.float64)
+    for place, name in enumerate(names):
+        values[:, place] = numbers_of(rows.column(name).cast(pa.float64(), safe=False), missing=math.nan)
+    is_missing = ~np.isfinite(values)
+    values[is_missing] = 0.0
+    return (np.sign(values) * np.log1p(np.abs(values))).astype(np.float32), is_missing
+
+
+def _categories(rows: pa.Table, names: Sequence[str], buckets: int) -> npt.NDArray[np.int64]:
+    """Return (rows, columns) bucket numbers; bucket 0 is a missing value."""
+    codes = np.zeros((len(rows), len(names)), dtype=np.int64)
+    for place, name in enumerate(names):
+        encoded = rows.column(name).combine_chunks().dictionary_encode()
+        table = np.array([_bucket(str(value), buckets) for value in encoded.dictionary.to_pylist()] + [0])
+        codes[:, place] = table[numbers_of(encoded.indices, missing=len(table) - 1)]
+    return codes
+
+
+@lru_cache(maxsize=65536)
+def _bucket(value: str, buckets: int) -> int:
+    """Return a value's bucket in [1, buckets): a frozen hash, so that no vocabulary has to be stored."""
+    return 1 + zlib.crc32(value.encode()) % (buckets - 1)

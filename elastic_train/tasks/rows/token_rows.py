@@ -1,0 +1,107 @@
+"""Rows of tokens as tensors for a language model: padded late, with the places that are to be predicted.
+
+Targets are the next tokens, of the same document, that are not masked. Only their places go to the loss, so how many
+there are is known before a device has computed anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from elastic_train.data.arrow.lists import lengths_of, pad_lists
+from elastic_train.data.arrow.numbers import whole
+from elastic_train.errors import DataError
+from elastic_train.tasks.rows.vocabulary import Ids, check_range
+from elastic_train.tasks.task import Batch
+
+IGNORED = -100
+"""The label of a token that is no target, as everywhere in the field."""
+_WIDTH_MULTIPLE = 8
+_PADDING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """Columns of integer lists, one value a token; all but `tokens` may be None.
+
+    `labels` are the tokens to predict, or IGNORED. `attention` is 0 for tokens that are neither read nor predicted.
+    `documents` numbers the documents of a packed row: none sees another, and the positions of each begin at 0.
+    """
+
+    tokens: str
+    labels: str | None = None
+    attention: str | None = None
+    documents: str | None = None
+
+    def names(self) -> Iterator[str]:
+        """Yield the columns that there are."""
+        yield from filter(None, (self.tokens, self.labels, self.attention, self.documents))
+
+    def collate(self, rows: pa.Table, ids: Ids, max_tokens: int, vocabulary: int) -> Batch:
+        """Return `tokens` (rows, width), `places` (targets,) in their flat form, and `targets` (targets,).
+
+        With documents, or a mask in a row's midst, also `positions` and `documents`, of the tokens' shape.
+        Raises DataError, which names a sample, for missing values, lists of other lengths, and ids that are not in
+        [0, vocabulary).
+        """
+        lengths = self._check(rows, ids)
+        padded = {
+            name: pad_lists(rows.column(name), max_width=max_tokens, multiple=_WIDTH_MULTIPLE)[0]
+            for name in self.names()
+        }
+        tokens = padded[self.tokens]
+        check_range(tokens, ids, self.tokens, vocabulary)
+        is_real = np.arange(tokens.shape[1]) < np.minimum(lengths, max_tokens)[:, None]
+        if self.attention:
+            is_real &= padded[self.attention] != 0
+        labels = padded[self.labels] if self.labels else tokens
+        if self.labels:
+            check_range(np.where(labels == IGNORED, 0, labels), ids, self.labels, vocabulary)
+        documents = self._documents(padded, is_real)
+        is_target = is_real[:, 1:] & (labels[:, 1:] >= 0)
+        if documents is not None:
+            is_target &= documents[:, 1:] == documents[:, :-1]
+        row, place = np.nonzero(is_target)
+        batch = {"tokens": tokens, "places": row * tokens.shape[1] + place, "targets": labels[row, place + 1]}
+        if documents is not None:
+            batch |= {"documents": documents, "positions": _positions(documents)}
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    def _check(self, rows: pa.Table, ids: Ids) -> Ids:
+        """Return how many tokens each row has."""
+        lengths = lengths_of(rows.column(self.tokens))
+        for name in self.names():
+            if whole(rows.column(name)).flatten().null_count:
+                raise DataError(
+                    f"column '{name}': a value is missing in one of the rows around sample {ids[0]}; write the data "
+                    "again without missing values"
+                )
+            others = lengths_of(rows.column(name))
+            if (others != lengths).any():
+                row = int(np.flatnonzero(others != lengths)[0])
+                raise DataError(
+                    f"sample {ids[row]} has {others[row]} values in column '{name}', but {lengths[row]} in "
+                    f"'{self.tokens}': give one for each token"
+                )
+        return lengths
+
+    def _documents(self, padded: dict[str, Ids], is_real: npt.NDArray[np.bool_]) -> Ids | None:
+        """Return the document of every token, _PADDING for none; None where a causal mask hides all that is to be."""
+        if self.documents:
+            return np.where(is_real, padded[self.documents], _PADDING)
+        is_prefix = not (is_real[:, 1:] & ~is_real[:, :-1]).any()
+        return None if is_prefix else np.where(is_real, 0, _PADDING)
+
+
+def _positions(documents: Ids) -> Ids:
+    """Return how many tokens of its document come before each token."""
+    places = np.arange(documents.shape[1])
+    begins = np.ones(documents.shape, dtype=bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)

@@ -1,0 +1,95 @@
+"""The tokenizer that goes with a model: that of its folder, else that of the data it was trained on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.errors import ConfigError, DataError
+from elastic_train.system.extras import needed_for
+from elastic_train.system.sdk_errors import sdk_errors
+from elastic_train.tasks.task import Tokenizer
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderTokenizer:
+    """A tokenizer of transformers, with the special tokens that it puts before a text."""
+
+    tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+@dataclass(frozen=True, slots=True)
+class DataTokenizer:
+    """The tokenizer.json beside a dataset, without special tokens, as the dataset's rows were made."""
+
+    tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids)))
+
+
+def tokenizer_of(folder: Path | None, manifest: Manifest) -> Tokenizer | None:
+    """Return the tokenizer of a model's folder, else the dataset's; None if neither has one."""
+    if folder is not None and any((folder / name).is_file() for name in _FILES):
+        with needed_for("a tokenizer of transformers"):
+            from transformers import AutoTokenizer
+        try:
+            return FolderTokenizer(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder}: its tokenizer cannot be read: {error}") from error
+    if manifest.tokenizer is None:
+        return None
+    with needed_for("a dataset's tokenizer"):
+        import tokenizers
+    return DataTokenizer(tokenizers.Tokenizer.from_str(_content(manifest).decode()))
+
+
+def write_tokenizer(folder: Path | None, manifest: Manifest, target: Path) -> None:
+    """Put the tokenizer of a model's folder, else the dataset's, into a folder from which AutoTokenizer reads it."""
+    files = [folder / name for name in _FILES if (folder / name).is_file()] if folder is not None else []
+    for file in files:
+        shutil.copyfile(file, target / file.name)
+    if files or manifest.tokenizer is None:
+        return
+    import tokenizers
+    import transformers
+
+    found = tokenizers.Tokenizer.from_str(_content(manifest).decode())
+    transformers.PreTrainedTokenizerFast(tokenizer_object=found).save_pretrained(target)
+
+
+def _content(manifest: Manifest) -> bytes:
+    where = f"{manifest.url.rstrip('/')}/{manifest.tokenizer}"
+    try:
+        with fsspec.open(where, "rb") as file:
+            content: bytes = file.read()
+    except sdk_errors(OSError) as error:
+        raise DataError(f"{where}: cannot be read: {error}") from error
+    return content

@@ -1,0 +1,138 @@
+"""Classification of token sequences by a pre-trained model of transformers, with metadata columns beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch import nn
+
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.errors import ConfigError
+from elastic_train.tasks.models.adapters import attach, check_base, leave_base_out, pretrained_groups
+from elastic_train.tasks.models.folders import save_folder
+from elastic_train.tasks.models.hugging_face import Source, check_positions
+from elastic_train.tasks.models.metadata_head import WithMetadata
+from elastic_train.tasks.rows.labelled_rows import LabelledRows
+from elastic_train.tasks.rows.tokenizing import write_tokenizer
+from elastic_train.tasks.rows.vocabulary import check_range, check_token_ids, check_tokenizer
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+class SequenceClassifier:
+    """Fine-tune a model of transformers to classify rows of up to `max_tokens` tokens, and metadata.
+
+    `hf` is {path: a local folder}, whose head is drawn if it has none for these classes, or {config: {model_type:
+    bert, …}}. With `lora`, values of peft's LoraConfig, adapters and the head are trained, and the rest stays as it is.
+
+    `label`, `numeric` and `categorical` name columns, by default those of the manifest; [] for none.
+    `class_weights` is "balanced", which weighs each sample by the inverse share of its class in the training set, or a
+    list with a weight for each class. With `decay_biases_and_norms=False` weight decay leaves out all parameters of one
+    dimension.
+    """
+
+    def __init__(
+        self,
+        hf: Mapping[str, Any],
+        lora: Mapping[str, Any] | None = None,
+        max_tokens: int = 512,
+        class_weights: str | Sequence[float] | None = None,
+        label: str | None = None,
+        tokens: str = "input_ids",
+        numeric: Sequence[str] | None = None,
+        categorical: Sequence[str] | None = None,
+        category_buckets: int = 64,
+        decay_biases_and_norms: bool = False,
+    ) -> None:
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+        self.source, self.lora, self.max_tokens = Source.of(hf), lora, max_tokens
+        check_base(self.source, lora)
+        self.rows = LabelledRows(tokens, label, numeric, categorical, category_buckets, class_weights)
+        self.decay_biases_and_norms = decay_biases_and_norms
+
+    def prepare(self, manifest: Manifest) -> None:
+        self.rows.prepare(manifest)
+        names = manifest.labels or [str(number) for number in range(self.rows.num_classes)]
+        config = self.config = self.source.load_config(num_labels=self.rows.num_classes)
+        config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
+        self.source.check_length(config, self.max_tokens)
+        if self.source.path is not None:
+            check_tokenizer(manifest, self.source.path)
+        self.vocabulary = config.get_text_config().vocab_size
+        check_token_ids(manifest, self.rows.tokens, self.vocabulary)
+        config.pad_token_id = self.padding = _padding_of(config)
+
+    def check_held_out(self, manifest: Manifest) -> None:
+        self.rows.check_held_out(manifest)
+        check_token_ids(manifest, self.rows.tokens, self.vocabulary)
+
+    def columns(self) -> Sequence[str]:
+        return self.rows.names()
+
+    def longest(self) -> Mapping[str, int]:
+        return {self.rows.tokens: self.max_tokens}
+
+    def build_model(self) -> nn.Module:
+        body = self.source.build("AutoModelForSequenceClassification", self.config, draws_head=True)
+        check_positions(body, self.max_tokens)
+        model: nn.Module = body
+        if self.lora is not None:
+            model = attach(model, self.lora, "SEQ_CLS")
+        rows = self.rows
+        if rows.numeric or rows.categorical:
+            sizes = (len(rows.numeric), len(rows.categorical), rows.category_buckets)
+            model = WithMetadata(model, rows.num_classes, *sizes)
+        if self.lora is not None:
+            leave_base_out(model)
+        return model
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
+        return pretrained_groups(model, decays_all=self.decay_biases_and_norms)
+
+    def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
+        batch = self.rows.collate(rows, ids, self.max_tokens)
+        tokens, lengths = batch.pop("tokens"), batch.pop("lengths")
+        check_range(tokens.numpy(), ids, self.rows.tokens, self.vocabulary)
+        is_real = torch.arange(tokens.shape[1]) < lengths[:, None]
+        batch["input_ids"] = tokens.masked_fill(~is_real, self.padding)
+        batch["attention_mask"] = is_real.long()
+        return batch
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        tokens = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        if isinstance(model, WithMetadata):
+            logits = model(batch["numeric"], batch["is_missing"], batch["categories"], **tokens)
+        else:
+            logits = model(**tokens).logits
+        return self.rows.loss(logits.float(), batch["label"])
+
+    def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
+        if isinstance(model, WithMetadata):
+            raise ConfigError(
+                f"the model reads {', '.join([*self.rows.numeric, *self.rows.categorical])} beside the tokens, which "
+                "no model of transformers does: use --to safetensors, or train it with numeric: [] and categorical: []"
+            )
+        save_folder(model, folder, is_merged=is_merged)
+        write_tokenizer(self.source.path, self.rows.known, folder)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        from elastic_train.tasks.classification_metrics import CalibrationError, classification_metrics
+
+        return {**classification_metrics(self.rows.num_classes), "calibration_error": CalibrationError()}
+
+
+def _padding_of(config: Any) -> int:
+    """Return the id that fills rows up: a decoder finds a row's last token by it."""
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    ends = config.eos_token_id
+    return int(ends[0] if isinstance(ends, list) else ends or 0)

@@ -1,0 +1,118 @@
+"""`elastic-train init`: what it writes trains at once, and is never written over something else."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from elastic_train.cli.main import main
+from elastic_train.config.schema import Config
+from elastic_train.data.tables.digits import import_digits
+from tests.conftest import ROOT, Finished, run_source, write_rows
+from tests.test_docs import code_of
+
+pytestmark = pytest.mark.slow
+
+COMMAND = """
+import sys
+sys.path.insert(0, ".")
+from elastic_train.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> Finished:
+    with pytest.raises(SystemExit) as ended:
+        main(["init", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return Finished(int(ended.value.code or 0), out + err)
+
+
+def typed(line: str, cwd: Path) -> str:
+    """Run a line of `elastic-train` in a folder, as it stands; return what it says."""
+    words = shlex.split(line.removeprefix("PYTHONPATH=. "), comments=True)
+    assert words[0] == "elastic-train"
+    done = run_source(COMMAND, *words[1:], cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_first_section_of_the_tutorial_on_images_trains(tmp_path: Path) -> None:
+    """From `init` to the exported weights, all but the launch; more than nine of ten digits are recognised."""
+    section = (ROOT / "docs" / "images.md").read_text().partition("## 1.")[2].partition("## 2.")[0]
+    lines = [line for line in code_of(section) if "elastic-train " in line and " launch " not in line]
+    assert [line.removeprefix("PYTHONPATH=. ").split()[1] for line in lines] == [
+        "init",
+        "data",
+        "train",
+        "compare",
+        "audit",
+        "ckpt",
+    ]
+    folder = tmp_path
+    for line in lines:
+        said = typed(line.replace("runs/two", "runs/first"), folder)
+        if " init " in line:
+            assert said.splitlines()[0] == "cd digits"
+            folder = tmp_path / "digits"
+    ended = json.loads((folder / "runs" / "first" / "result.json").read_text())
+    assert ended["metrics"]["accuracy"] > 0.9
+    assert (folder / "digits.safetensors").stat().st_size > 100_000
+
+
+def test_a_text_starter_trains_on_data_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The configuration names the dataset by its whole path; without a validation set it says so."""
+    write_rows(tmp_path / "rows" / "train", 60)
+    done = call(capsys, "text", tmp_path / "made", "--data", tmp_path / "rows")
+    assert (done.code, done.output.splitlines()) == (
+        0,
+        [f"cd {tmp_path / 'made'}", "PYTHONPATH=. elastic-train train config.yaml"],
+    )
+    tree = yaml.safe_load((tmp_path / "made" / "config.yaml").read_text())
+    assert Config.model_validate(tree).data.train == str(tmp_path / "rows" / "train")
+    assert tree["data"]["validation"] is None
+    typed("elastic-train train config.yaml --task.params.vocabulary 64 --max_steps 2", tmp_path / "made")
+    assert (tmp_path / "made" / "runs" / "first" / "result.json").exists()
+
+
+def test_a_language_model_starts_from_documents_that_are_packed(tmp_path: Path) -> None:
+    """As its own lines say it, but for fewer texts and steps."""
+    said = typed(f"elastic-train init lm {tmp_path / 'made'}", tmp_path)
+    _, imported, packed, train = said.splitlines()
+    write_rows(tmp_path / "made" / "texts" / "train", 60)
+    write_rows(tmp_path / "made" / "texts" / "validation", 20)
+    assert imported == "elastic-train data import docstrings texts --samples 2000"
+    typed(packed, tmp_path / "made")
+    typed(f"{train} --task.params.model.vocabulary 64 --max_steps 2", tmp_path / "made")
+    assert (tmp_path / "made" / "runs" / "first" / "result.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["text", "lm", "images"])
+def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    assert call(capsys, kind, tmp_path / "made").code == 0
+    Config.model_validate(yaml.safe_load((tmp_path / "made" / "config.yaml").read_text()))
+    (tmp_path / "made" / "task.py").write_text("mine")
+    done = call(capsys, kind, tmp_path / "made")
+    assert (done.code, "config.yaml, " in done.output, "already there" in done.output) == (2, True, True)
+    assert (tmp_path / "made" / "task.py").read_text() == "mine"
+
+
+def test_what_cannot_be_begun_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = call(capsys, "images", tmp_path / "made", "--data", tmp_path)
+    assert (done.code, f"{tmp_path}/train: no manifest.json there" in done.output) == (65, True)
+    assert not (tmp_path / "made").exists()
+    assert call(capsys, "sounds", tmp_path / "made").code == 2
+
+
+def test_images_of_ones_own_are_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import_digits(tmp_path / "rows", share=0.1, seed=7)
+    assert call(capsys, "images", tmp_path / "made", "--data", tmp_path / "rows").code == 0
+    tree = yaml.safe_load((tmp_path / "made" / "config.yaml").read_text())
+    assert (tree["task"]["params"]["channels"], tree["data"]["validation"]) == (
+        3,
+        str(tmp_path / "rows" / "validation"),
+    )

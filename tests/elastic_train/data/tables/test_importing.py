@@ -1,0 +1,272 @@
+"""Imports of rows, folders of Hugging Face's datasets, and images: what becomes of them, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from elastic_train.data.corpora.tokenizer import train_tokenizer
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.tables.digits import import_digits
+from elastic_train.data.tables.hf_folder import import_hf_folder, splits_of
+from elastic_train.data.tables.image_folder import import_images
+from elastic_train.data.tables.importing import RowOptions, import_rows
+from elastic_train.data.tables.writer import BYTES_PER_GROUP, PartWriter
+from elastic_train.errors import ConfigError, DataError
+
+PARTS = ("train", "validation")
+KINDS = ("b", "a", "a", "c", "a", "b")
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def some_rows(num_rows: int) -> list[dict[str, Any]]:
+    return [
+        {"text": f"a text, number {row % 70}", "label": KINDS[row % 6], "size": row if row % 3 else None, "kind": "x"}
+        for row in range(num_rows)
+    ]
+
+
+def png(shade: int, size: int = 5) -> bytes:
+    content = io.BytesIO()
+    Image.new("L", (size, size), shade).save(content, "png")
+    return content.getvalue()
+
+
+def test_rows_become_a_dataset_of_two_parts(tmp_path: Path) -> None:
+    """Every row is in one of them, in order; equal texts are in the same one; labels are numbered by frequency."""
+    rows = some_rows(100)
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    options = RowOptions(numeric=("size",), categorical=("kind",))
+    made = import_rows(tmp_path / "out", {"train": [path]}, "jsonl", options)
+    train, validation = (rows_in(tmp_path / "out" / part) for part in PARTS)
+    names = made.manifests[0].labels or ()
+    assert names == made.manifests[1].labels == ("a", "b", "c")
+    assert Counter(
+        json.dumps({**row, "label": names[row["label"]]}, sort_keys=True) for row in train + validation
+    ) == Counter(json.dumps(row, sort_keys=True) for row in rows)
+    assert not {row["text"] for row in train} & {row["text"] for row in validation}
+    assert [rows.index({**row, "label": names[row["label"]]}) for row in train[:40]] == sorted(
+        rows.index({**row, "label": names[row["label"]]}) for row in train[:40]
+    )
+    assert made.manifests[0].numeric_columns == ("size",)
+    assert made.manifests[0].categorical_columns == ("kind",)
+    assert not import_rows(tmp_path / "out", {"train": [path]}, "jsonl", options).is_new
+
+
+def test_text_becomes_tokens_of_any_tokenizer(tmp_path: Path) -> None:
+    made = train_tokenizer(["a text, number"], 300)
+    made.save(str(tmp_path / "own.json"))
+    path = write_lines(tmp_path / "a.jsonl", some_rows(60))
+    options = RowOptions(tokenizer=tmp_path / "own.json", max_tokens=6, share=0)
+    manifest = import_rows(tmp_path / "out", {"train": [path]}, "jsonl", options).manifests[0]
+    rows = rows_in(tmp_path / "out" / "train")
+    assert {tuple(row) for row in rows} == {("input_ids", "size", "kind", "label")}
+    assert {made.decode(row["input_ids"]) for row in rows} == {
+        made.decode(made.encode(row["text"]).ids[:6]) for row in some_rows(60)
+    }
+    assert (tmp_path / "out" / "train" / "tokenizer.json").read_bytes() == (tmp_path / "own.json").read_bytes()
+    assert (manifest.vocabulary_size, manifest.label_counts is not None) == (made.get_vocab_size(), True)
+
+
+def test_numbers_stay_labels_and_rows_may_have_none(tmp_path: Path) -> None:
+    numbered = write_lines(tmp_path / "a.jsonl", [{"n": row, "label": row % 3} for row in range(50)])
+    bare = write_lines(tmp_path / "b.jsonl", [{"n": row} for row in range(50)])
+    made = import_rows(tmp_path / "numbered", {"train": [numbered]}, "jsonl", RowOptions(share=0))
+    assert made.manifests[0].labels is None and made.manifests[0].label_counts == (17, 17, 16)
+    (manifest,) = import_rows(tmp_path / "bare", {"train": [bare]}, "jsonl", RowOptions(share=0)).manifests
+    assert (manifest.label_column, manifest.num_rows, manifest.url) == (None, 50, str(tmp_path / "bare" / "train"))
+
+
+BAD_ROWS: dict[str, tuple[list[dict[str, Any]], RowOptions, str]] = {
+    "no label": ([{"label": "a"}, {"label": None}], RowOptions(), r"a\.jsonl: row 2: has no label: 'label' is None"),
+    "a blank label": ([{"label": "a"}, {"label": " "}], RowOptions(), r"row 2: has no label: 'label' is ' '"),
+    "a negative label": ([{"label": 1}, {"label": -1}], RowOptions(), "row 2: has no label: 'label' is -1"),
+    "a fraction": ([{"label": 0.5}], RowOptions(), "label column 'label' is double: .*--types label=string"),
+    "one label": ([{"label": "a"}] * 9, RowOptions(), "has one label, a; a classifier needs at least 2"),
+    "another column": ([{"labels": "a"}], RowOptions(label_key="label"), "no column 'label'; did you mean 'labels'"),
+    "no metadata": ([{"size": 1}], RowOptions(numeric=("sice",)), "no column 'sice'; did you mean 'size'"),
+    "two labels": ([{"label": 0, "kind": 1}], RowOptions(label_key="kind"), "has 'label' beside --label-key kind"),
+    "too few": ([{"n": 1}], RowOptions(), "no row is left for validation: .*--validation-share"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_rows_that_cannot_be_imported_are_named(tmp_path: Path, case: str) -> None:
+    rows, options, message = BAD_ROWS[case]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ConfigError, match=message):
+        import_rows(tmp_path / "out", {"train": [path]}, "jsonl", options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokens_are_not_made_over_others(tmp_path: Path) -> None:
+    train_tokenizer(["a"], 300).save(str(tmp_path / "own.json"))
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a", "input_ids": [1]}])
+    with pytest.raises(ConfigError, match="has 'input_ids', which --tokenizer makes"):
+        import_rows(tmp_path / "out", {"train": [path]}, "jsonl", RowOptions(tokenizer=tmp_path / "own.json"))
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_row_groups_are_bounded_in_bytes_and_rows(tmp_path: Path, at_once: int) -> None:
+    """However many rows come together: photographs are few in a row group, and small rows as many as were asked for."""
+    large = [bytes([number]) * (BYTES_PER_GROUP // 4) for number in range(10)]
+    with PartWriter(tmp_path / "out", rows_per_group=6) as writer:
+        for rows in (large, [bytes([number]) for number in range(20)]):
+            for lo in range(0, len(rows), at_once):
+                writer.write(pa.RecordBatch.from_pydict({"image": rows[lo : lo + at_once]}))
+    file = pq.ParquetFile(tmp_path / "out" / "part-00000.parquet")
+    groups = [file.read_row_group(number).column("image").to_pylist() for number in range(file.num_row_groups)]
+    assert [row for group in groups for row in group] == large + [bytes([number]) for number in range(20)]
+    assert [len(group) for group in groups] == [3, 3, 3, 6, 6, 6, 3]  # offsets count, too
+    assert max(sum(map(len, group)) for group in groups) <= BYTES_PER_GROUP
+
+
+def write_split(folder: Path, rows: dict[str, Any], features: dict[str, Any], kind: str = "arrow") -> None:
+    """Write a split as Hugging Face's datasets do it."""
+    schema = pa.table(rows).schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.table(rows, schema=schema)
+    if kind == "parquet":
+        pq.write_table(table, folder / f"{folder.name}-00000-of-00001.parquet")
+        return
+    with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", schema) as stream:
+        stream.write_table(table)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "cache-1.arrow").write_text("left over")
+
+
+FEATURES = {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}, "image": {"_type": "Image"}}
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_a_folder_of_hugging_face_keeps_splits_classes_and_images(tmp_path: Path, kind: str) -> None:
+    for split, labels in (("train", [1, 0, 1]), ("validation", [0, 0]), ("test", [-1])):
+        images = [{"bytes": png(shade), "path": f"{shade}.png"} for shade in range(len(labels))]
+        write_split(tmp_path / "hf" / split, {"image": images, "label": labels}, FEATURES, kind)
+    made = import_hf_folder(tmp_path / "out", tmp_path / "hf", RowOptions())
+    assert [manifest.num_rows for manifest in made.manifests] == [3, 2]
+    assert {manifest.labels for manifest in made.manifests} == {("cat", "dog")}
+    assert rows_in(tmp_path / "out" / "train") == [
+        {"image": png(shade), "label": label} for shade, label in enumerate([1, 0, 1])
+    ]
+
+
+def test_a_folder_without_splits_is_split(tmp_path: Path) -> None:
+    write_lines(tmp_path / "data.jsonl", some_rows(60))
+    assert splits_of(tmp_path) == {"train": [tmp_path / "data.jsonl"]}
+    made = import_hf_folder(tmp_path / "out", tmp_path, RowOptions())
+    assert sum(manifest.num_rows for manifest in made.manifests) == 60 and len(made.manifests) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"image": [{"bytes": b"no image", "path": "a"}], "label": [0]}, "row 1: is not an image that can be decoded"),
+        ({"image": [{"bytes": None, "path": "a"}], "label": [0]}, "row 1: holds no image"),
+        ({"image": [{"bytes": png(1), "path": "a"}], "label": [-1]}, "row 1: has no label: 'label' is -1"),
+    ],
+)
+def test_rows_of_hugging_face_that_cannot_be_used_are_named(tmp_path: Path, rows: dict[str, Any], message: str) -> None:
+    write_split(tmp_path / "hf" / "train", rows, FEATURES)
+    with pytest.raises(ConfigError, match=message):
+        import_hf_folder(tmp_path / "out", tmp_path / "hf", RowOptions(share=0))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_pointer_to_a_large_file_is_named(tmp_path: Path, suffix: str) -> None:
+    """As a clone of a repository without its large files has them."""
+    (tmp_path / f"train{suffix}").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ConfigError, match=rf"train{suffix}: is a pointer to a file of git LFS.*git lfs pull"):
+        import_hf_folder(tmp_path / "out", tmp_path, RowOptions())
+
+
+def test_a_class_beyond_the_names_is_refused(tmp_path: Path) -> None:
+    write_split(tmp_path / "hf" / "train", {"label": [0, 1, 2]}, FEATURES)
+    with pytest.raises(DataError, match="holds label 2, but only 2 labels are named"):
+        import_hf_folder(tmp_path / "out", tmp_path / "hf", RowOptions(share=0))
+
+
+def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no split 'train'"):
+        import_hf_folder(tmp_path / "out", tmp_path, RowOptions())
+    write_lines(tmp_path / "a.jsonl", some_rows(3))
+    (tmp_path / "b.csv").write_text("text\na\n")
+    with pytest.raises(ConfigError, match="files of several formats"):
+        import_hf_folder(tmp_path / "out", tmp_path, RowOptions())
+
+
+def write_images(folder: Path, num_images: int = 30) -> None:
+    for shade in range(num_images):
+        path = folder / ("cat", "dog", "eel")[shade % 3] / f"{shade}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(shade))
+
+
+def test_folders_of_images_are_classes(tmp_path: Path) -> None:
+    """Bytes stay as they are, labels are the folders' names, and rows are mixed."""
+    write_images(tmp_path / "images")
+    made = import_images(tmp_path / "out", tmp_path / "images", share=0.2, seed=3)
+    rows = [row for part in PARTS for row in rows_in(tmp_path / "out" / part)]
+    assert sorted((row["image"], row["label"]) for row in rows) == sorted(
+        (png(shade), shade % 3) for shade in range(30)
+    )
+    assert made.manifests[0].labels == ("cat", "dog", "eel")
+    trained = [row["label"] for row in rows_in(tmp_path / "out" / "train")]
+    assert trained != sorted(trained)
+    assert not import_images(tmp_path / "out", tmp_path / "images", share=0.2, seed=3).is_new
+    write_images(tmp_path / "split" / "train", 6)
+    write_images(tmp_path / "split" / "val", 3)
+    made = import_images(tmp_path / "both", tmp_path / "split", share=0.2, seed=3)
+    assert [manifest.num_rows for manifest in made.manifests] == [6, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("cat/x.png", b"GIF?", r"cat/x\.png: is not an image that can be decoded"),
+        ("cat/x.png", png(1, 50)[:-30], r"cat/x\.png: is not an image that can be decoded"),
+        ("cat/x.png", b"", r"cat/x\.png: holds no image"),
+        ("cat/notes.txt", b"", r"cat/notes\.txt: is none of \.png"),
+    ],
+    ids=["no image", "cut short", "empty", "another file"],
+)
+def test_an_image_that_does_not_decode_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    write_images(tmp_path / "images")
+    (tmp_path / "images" / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        import_images(tmp_path / "out", tmp_path / "images", share=0.2, seed=3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_images_without_classes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no images; put those of each class"):
+        import_images(tmp_path / "out", tmp_path, share=0.2, seed=3)
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.png").write_bytes(png(1))
+    with pytest.raises(ConfigError, match="has 1 folders with images"):
+        import_images(tmp_path / "out", tmp_path, share=0.2, seed=3)
+
+
+def test_the_digits_are_all_there(tmp_path: Path) -> None:
+    made = import_digits(tmp_path / "out", share=0.1, seed=7)
+    assert sum(manifest.num_rows for manifest in made.manifests) == 1797
+    assert len(load_manifest(made.manifests[0].url).label_counts or ()) == 10
+    row = rows_in(tmp_path / "out" / "train")[0]
+    assert Image.open(io.BytesIO(row["image"])).size == (8, 8)
+    assert not import_digits(tmp_path / "out", share=0.1, seed=7).is_new

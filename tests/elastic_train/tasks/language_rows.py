@@ -1,0 +1,75 @@
+"""Rows of tokens for language models, and small models of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_train.data.dataset.manifest import Manifest, build_manifest
+from elastic_train.tasks.causal_lm import CausalLM
+
+VOCABULARY = 40
+MODEL = {"vocabulary": VOCABULARY, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 24}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": VOCABULARY,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+BERT = {
+    "model_type": "bert",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+def lists(*rows: list[int]) -> pa.Array:
+    return pa.array(rows, pa.list_(pa.int32()))
+
+
+def described(folder: Path, columns: Mapping[str, pa.Array], **facts: Any) -> Manifest:
+    """Write columns as a dataset of row groups of two rows."""
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table(dict(columns)), folder / "a.parquet", row_group_size=2)
+    return build_manifest(str(folder), **facts)
+
+
+def counting_rows(num_rows: int, longest: int = 20, seed: int = 0) -> pa.Array:
+    """Return rows that count up from somewhere, by one or two: what a small model learns at once."""
+    rng = np.random.default_rng(seed)
+    lengths, starts, steps = rng.integers(2, longest + 1, num_rows), rng.integers(0, VOCABULARY, num_rows), [1, 2]
+    return lists(
+        *((start + rng.choice(steps) * np.arange(n)) % VOCABULARY for n, start in zip(lengths, starts, strict=True))
+    )
+
+
+def prepared(manifest: Manifest, **params: Any) -> CausalLM:
+    """Return a task with a small decoder, unless `params` name another model."""
+    task = CausalLM(**({} if "hf" in params else {"model": MODEL}), **{"max_tokens": 20, **params})
+    task.prepare(manifest)
+    return task

@@ -1,0 +1,77 @@
+"""A language model in whole runs: one hash at any world size, in every mode, and through a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_train.config.schema import Config
+from elastic_train.config.sources import load_config
+from elastic_train.errors import ConfigError
+from elastic_train.job.plan import make_plan
+from elastic_train.system.failpoints import VARIABLE, arm
+from tests.conftest import ROOT, start
+from tests.elastic_train.training.jobs import config, result, succeed
+
+pytestmark = pytest.mark.slow
+
+MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "dropout": 0.1}
+LANGUAGE: dict[str, object] = {
+    "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": MODEL, "max_tokens": 16}},
+    "batch": {"global_batch": 24, "micro_batch": 6},
+    "optimizer": {"lr": 0.01, "warmup_steps": 3},
+    "epochs": 1,
+    "validation": {"every_steps": 10},
+    "checkpoint": {"every_steps": 4, "keep_last": 3},
+}
+WORLDS: list[tuple[int, list[str]]] = [
+    (2, ["--parallel.recompute", "units"]),
+    (3, ["--parallel.shards", "parameters", "--parallel.bucket_mb", "0.01"]),
+    (4, ["--parallel.shards", "gradients", "--parallel.recompute", "selective"]),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> dict[str, object]:
+    """The result of one process."""
+    folder = tmp_path_factory.mktemp("language")
+    succeed(start([config(folder, rows, LANGUAGE)]))
+    return result(folder)
+
+
+def test_the_example_is_a_configuration_of_this_task(rows: Path) -> None:
+    """With the model that it names; other data has to say how many token ids it has."""
+    given = load_config(ROOT / "configs" / "language.yaml", {"data.train": rows / "train", "data.validation": None})
+    with pytest.raises(ConfigError, match=r"task.params.model.vocabulary: .* say how many token ids it has"):
+        make_plan(given)
+    whole = {**given.model_dump(), "task": {"path": given.task.path, "params": {**given.task.params, "max_tokens": 64}}}
+    whole["task"]["params"]["model"]["vocabulary"] = 64
+    assert make_plan(Config.model_validate(whole)).total_steps == 200
+
+
+@pytest.mark.parametrize(("num_ranks", "how"), WORLDS)
+def test_any_world_and_mode_gives_the_same_bits(
+    tmp_path: Path, rows: Path, alone: dict[str, object], num_ranks: int, how: list[str]
+) -> None:
+    """Rows have as many targets as they have: weights, and the metrics of the validation."""
+    succeed(start([config(tmp_path, rows, LANGUAGE), *how], num_ranks=num_ranks))
+    found = result(tmp_path)
+    assert {key: found[key] for key in ("weights_sha256", "metrics")} == {
+        key: alone[key] for key in ("weights_sha256", "metrics")
+    }
+    assert set(found["metrics"]) == {"loss", "samples", "perplexity", "token_accuracy"}  # type: ignore[call-overload]
+
+
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
+    tmp_path: Path, rows: Path, alone: dict[str, object]
+) -> None:
+    """Killed at step 10, and resumed from step 8 by another number of ranks."""
+    points = tmp_path / "points"
+    points.mkdir()
+    arm(points, "validate", "kill")
+    path = config(tmp_path, rows, LANGUAGE)
+    assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
+    done = succeed(start([path], num_ranks=3))
+    assert "resumed from commits/" in done.output
+    assert result(tmp_path)["weights_sha256"] == alone["weights_sha256"]
