@@ -3,8 +3,8 @@
 Shares are whole numbers; a turn is as many places of a lane as they add up to, and each source has its share of every
 turn, spread as evenly as whole places allow: the k-th place of a source with share a stands at (k + 1/2) / a of the
 turn (the order of Webster's apportionment; Balinski and Young: Fair representation, 1982). Lanes begin at different
-points of their turns, so that every step, too, has about the shares. Each source keeps an order of its own, with its
-own epochs, that the others do not touch.
+points of their turns, so that every step, too, has about the shares. Each source keeps its own order and its own
+epochs, which the others do not touch.
 
 A lane's places [lo, hi) take from each source a run of places of the source's lane, so every source is read in its own
 order, and the cursor stays the whole state: what comes before a place is counted, never stored. Nothing depends on the

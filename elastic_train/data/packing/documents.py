@@ -62,7 +62,7 @@ class Documents:
         if self._tokenizer is None:
             raise ConfigError(f"column '{name}' is text: name a tokenizer.json with --tokenizer")
         texts = texts_of(chunk, name)
-        filled = [text for text in texts if text]  # what a tokenizer puts around a text is no document
+        filled = [text for text in texts if text]  # what a tokenizer puts around a text is not a document
         made = iter(self._tokenizer.ids_of(filled))
         yield from (next(made) if text else np.zeros(0, dtype=np.int32) for text in texts)
 
