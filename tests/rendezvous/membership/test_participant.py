@@ -1,75 +1,22 @@
-"""Nodes over a store: registering, sealing, losing a member, blame, the end; in memory, without waiting for a clock."""
+"""Nodes over a store: registering, sealing, losing a member, blame, limits, the end; in memory, without a clock."""
 
 from __future__ import annotations
 
-import shutil
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
-from rendezvous.errors import LimitsDifferError, StoreRefusedError, StoreUnavailableError
-from rendezvous.etcd.data_loss import DataLossDetector
+from rendezvous import MemoryStore, TooFewNodesError
+from rendezvous.errors import LimitsDifferError
 from rendezvous.identity import Answer
 from rendezvous.membership import known_agents, participant
 from rendezvous.membership.dead_agents import is_looking
 from rendezvous.membership.decisions import Policy
-from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
-from rendezvous.membership.records import Keys, World
-from rendezvous.membership.store import (
-    Entry,
-    Guards,
-    Lease,
-    Put,
-    Snapshot,
-    Writes,
-)
+from rendezvous.membership.records import World
+from tests.rendezvous.membership.participants import TTL_S, crash, enter, make_node, pair, store_world
 from tests.rendezvous.rendezvous_sides import eventually
-
-TTL_S = 3.0
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as threads:
-        yield threads
-
-
-def make_node(
-    store: MemoryStore | EtcdStore, *, most: int = 2, least: int = 1, last_call_s: float = 5.0
-) -> Participant:
-    return Participant(store, "job", Policy(least, most, last_call_s), Place("host", "127.0.0.1", 1), ttl_s=TTL_S)
-
-
-def enter(node: Participant, timeout_s: float = 10.0) -> World | None:
-    node.join(timeout_s)
-    return node.next_world(lambda seal: ("127.0.0.1", 1), timeout_s)
-
-
-def pair(store: MemoryStore, pool: ThreadPoolExecutor) -> tuple[Participant, Participant]:
-    """Two nodes in their first world, the leader first."""
-    nodes = [make_node(store), make_node(store)]
-    worlds = list(pool.map(enter, nodes))
-    assert worlds[0] == worlds[1] and worlds[0] is not None and worlds[0].cause == "start"
-    first, second = sorted(nodes, key=lambda node: worlds[0].rank_of(node.id) or 0)
-    return first, second
-
-
-def crash(store: MemoryStore, node: Participant) -> None:
-    """End a node as SIGKILL does: nothing is revoked, and its lease runs out."""
-    node._left.set()
-    assert node._own.lease is not None
-    node._own.lease.abandon()
-    store.advance(TTL_S)
 
 
 def test_nodes_started_together_make_one_world(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
@@ -77,11 +24,6 @@ def test_nodes_started_together_make_one_world(store: MemoryStore, pool: ThreadP
     first, second = pair(store, pool)
     assert first.num_waiting() == second.num_waiting() == 0
     assert [seat.member for seat in store_world(first).seats] == [first.id, second.id]
-
-
-def store_world(node: Participant) -> World:
-    assert node.world is not None
-    return node.world
 
 
 def test_a_lost_lease_ends_the_world(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
@@ -173,23 +115,6 @@ def test_nodes_without_patience_that_finish_together_close_the_job(
     assert enter(make_node(store)) is None
 
 
-def test_a_finished_member_waits_for_an_etcd_that_is_away(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the workers have done is done: nothing is raised, and the job is closed when etcd is back."""
-    node, swap, refused = make_node(store, last_call_s=0.0), store.swap, list[Writes]()
-    enter(node)
-
-    def away(writes: Writes, guards: Guards) -> int | None:
-        refused.append(writes)
-        if len(refused) < 3:
-            raise StoreUnavailableError("no etcd answers")
-        return swap(writes, guards)
-
-    monkeypatch.setattr(store, "swap", away)
-    node.finish(10.0)
-    assert len(refused) > 3
-    eventually(lambda: node.view.closed is not None, "the job is closed")
-
-
 def test_a_closed_run_id_can_be_used_again(store: MemoryStore) -> None:
     """The mark of a finished job expires, and terms continue from where they were."""
     node = make_node(store, last_call_s=0.0)
@@ -222,99 +147,11 @@ def test_an_expelled_node_joins_as_a_new_one(store: MemoryStore, pool: ThreadPoo
     assert enter(first) == back.result(10) and second.id != old
 
 
-def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
-    store: MemoryStore, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It registers again as soon as etcd grants a lease again."""
-    node, granted, refused = make_node(store, least=2), store.lease, threading.Event()
-
-    def refuse(ttl_s: float, *, renew: bool = True) -> Lease:
-        refused.set()
-        raise StoreUnavailableError("no leader")
-
-    waiting = pool.submit(enter, node)
-    eventually(lambda: node._own.lease is not None and node.view.member(node.id) is not None, "its registration")
-    old = node.id
-    monkeypatch.setattr(store, "lease", refuse)
-    assert node._own.lease is not None
-    node._own.lease.abandon()
-    store.advance(TTL_S)
-    assert refused.wait(10)
-    monkeypatch.setattr(store, "lease", granted)
-    other = pool.submit(enter, make_node(store, least=2))
-    assert waiting.result(10) == other.result(10) and node.id != old
-
-
-def test_a_node_frozen_while_it_registers_registers_again(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Etcd refuses a record on a lease that ended before its first use; that ends nobody."""
-    node, swap, tries = make_node(store, most=1), store.swap, []
-
-    def refuse_first(writes: Writes, guards: Guards) -> int | None:
-        tries.append(writes)
-        if len(tries) == 1:
-            raise StoreRefusedError("requested lease not found")
-        return swap(writes, guards)
-
-    monkeypatch.setattr(store, "swap", refuse_first)
-    assert enter(node) is not None and len(node.view.members) == 1
-
-
 @pytest.mark.slow
 def test_too_few_nodes_is_an_error(store: MemoryStore) -> None:
     """Below the minimum a node gives up after its time, and says how many came."""
     with pytest.raises(TooFewNodesError, match="1 of at least 2 nodes"):
         enter(make_node(store, most=3, least=2), timeout_s=2.0)
-
-
-@pytest.mark.slow
-def test_an_outage_of_etcd_does_not_end_a_world() -> None:
-    """While etcd is away, and after it is back, the members of a world stay in it, and a new round is possible."""
-    with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
-        nodes = [make_node(EtcdStore(etcd_options(server.endpoint))) for _ in range(2)]
-        list(pool.map(enter, nodes))
-        server.kill()
-        threading.Event().wait(TTL_S + 1)
-        assert [node.num_waiting() for node in nodes] == [0, 0]
-        server.start()
-        joins = list(pool.map(enter, nodes))
-        assert joins[0] == joins[1] and joins[0] is not None and joins[0].cause == "restart"
-        for node in nodes:
-            node.leave()
-
-
-@pytest.mark.slow
-def test_members_rejoin_an_etcd_that_lost_its_data() -> None:
-    """Its revisions begin at 1 again: the members notice, register once or twice each, and form the next world."""
-    with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
-        stores = [EtcdStore(etcd_options(server.endpoint)) for _ in range(2)]
-        nodes = [make_node(store) for store in stores]
-        list(pool.map(enter, nodes))
-        for number in range(50):
-            stores[0].swap({f"/elsewhere/{number}": Put("")}, {})
-        server.kill()
-        shutil.rmtree(server.data_dir / "member")
-        server.start()
-        eventually(lambda: all(node.num_waiting() for node in nodes), "the loss")
-        joins = list(pool.map(enter, nodes))
-        assert joins[0] == joins[1] and joins[0] is not None and len(joins[0].seats) == 2
-        eventually(lambda: all(len(node.view.members) == 2 for node in nodes), "those that were registered twice")
-        assert stores[0].get("/").revision < 20
-        for node in nodes:
-            node.leave()
-
-
-def test_a_snapshot_from_before_a_data_loss_is_not_shown_after_it() -> None:
-    """An answer of the etcd that was may arrive late, and has the higher revision."""
-    seen, lives = LatestView(Keys("job"), Snapshot(70, {})), DataLossDetector()
-    assert lives.heard(lives.ask(), 70) == 0
-    late, other = lives.ask(), lives.ask()
-    assert lives.heard(lives.ask(), 3) == 1
-    seen.show(Snapshot(3, {}, life=1))
-    seen.show(Snapshot(80, {"/elsewhere": Entry("late", 80, 80)}, life=lives.heard(late, 80)))
-    assert seen.now().snapshot == Snapshot(3, {}, life=1)
-    seen.show(Snapshot(4, {}, life=lives.heard(other, 4)))  # asked in the old life, answered in the new one
-    assert seen.now().snapshot == Snapshot(4, {}, life=1)
-    assert lives.heard(lives.ask(), 5) == 1 and lives.heard(lives.ask(), 4) == 2
 
 
 @pytest.mark.slow

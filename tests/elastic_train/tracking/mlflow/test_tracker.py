@@ -28,7 +28,7 @@ from elastic_train.tracking.metric_log import (
 )
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import RunFolder
-from tests.elastic_train.tracking.jobs import CONFIG, DOWN, EXPERIMENT, run_of, start, steps, values, wait_until
+from tests.elastic_train.tracking.mlflow.jobs import CONFIG, DOWN, EXPERIMENT, run_of, start, steps, values, wait_until
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

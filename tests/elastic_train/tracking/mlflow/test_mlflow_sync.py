@@ -11,7 +11,7 @@ import pytest
 from elastic_train.cli import main
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.tracking.mlflow_sync import sync
-from tests.elastic_train.tracking.jobs import DOWN, run_of, start, steps
+from tests.elastic_train.tracking.mlflow.jobs import DOWN, run_of, start, steps
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

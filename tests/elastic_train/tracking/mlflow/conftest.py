@@ -1,4 +1,4 @@
-"""A real MLflow database for all tests of tracking, and a sender that looks often."""
+"""A real MLflow database for all tests of what MLflow is sent, and a sender that looks often."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from elastic_train.tracking.mlflow_run import (
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import Link, RunFolder
 from tests.conftest import run_source
-from tests.elastic_train.tracking.jobs import DOWN, EXPERIMENT, run_of, start, steps, wait_until
+from tests.elastic_train.tracking.mlflow.jobs import DOWN, EXPERIMENT, run_of, start, steps, wait_until
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -1,0 +1,46 @@
+"""Nodes over a store, as tests make them: alone, in pairs, and dead without a word."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from rendezvous import EtcdStore, MemoryStore
+from rendezvous.membership.decisions import Policy
+from rendezvous.membership.own_record import Place
+from rendezvous.membership.participant import Participant
+from rendezvous.membership.records import World
+
+TTL_S = 3.0
+
+
+def make_node(
+    store: MemoryStore | EtcdStore, *, most: int = 2, least: int = 1, last_call_s: float = 5.0
+) -> Participant:
+    return Participant(store, "job", Policy(least, most, last_call_s), Place("host", "127.0.0.1", 1), ttl_s=TTL_S)
+
+
+def enter(node: Participant, timeout_s: float = 10.0) -> World | None:
+    node.join(timeout_s)
+    return node.next_world(lambda seal: ("127.0.0.1", 1), timeout_s)
+
+
+def pair(store: MemoryStore, pool: ThreadPoolExecutor) -> tuple[Participant, Participant]:
+    """Two nodes in their first world, the leader first."""
+    nodes = [make_node(store), make_node(store)]
+    worlds = list(pool.map(enter, nodes))
+    assert worlds[0] == worlds[1] and worlds[0] is not None and worlds[0].cause == "start"
+    first, second = sorted(nodes, key=lambda node: worlds[0].rank_of(node.id) or 0)
+    return first, second
+
+
+def crash(store: MemoryStore, node: Participant) -> None:
+    """End a node as SIGKILL does: nothing is revoked, and its lease runs out."""
+    node._left.set()
+    assert node._own.lease is not None
+    node._own.lease.abandon()
+    store.advance(TTL_S)
+
+
+def store_world(node: Participant) -> World:
+    assert node.world is not None
+    return node.world
