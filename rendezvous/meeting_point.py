@@ -41,9 +41,13 @@ class Meeting:
         """Start the TCPStore of a world that this member is about to seal; return the address for all of its seats.
 
         There is one per term, because the first try to seal it may have succeeded although its answer was lost.
+        Raises OSError where none can be started here: no port is free, or no file can be opened.
         """
         if self._hosted is None or self._hosted_for != seal.term:
-            self._hosted = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            try:
+                self._hosted = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            except DistError as error:
+                raise OSError(str(error)) from error
             self._hosted_for = seal.term
         return self._address, self._hosted.port
 

@@ -54,6 +54,8 @@ CLOSED_S = 300.0
 
 LEASE_MARGIN_S = 2.0
 """How much longer than a lease a dead member may be seen."""
+STEP_BACK_S = 0.5
+"""How long a member that cannot host a world leaves it to others before it tries again."""
 
 _log = logging.getLogger("rendezvous")
 
@@ -140,7 +142,8 @@ class Participant:
     ) -> World | None:
         """Wait for a world with this member in it, sealing it if this member leads; None if the job is done.
 
-        `host` starts the store of a world that is about to be sealed and returns its address. Raises TooFewNodesError
+        `host` starts the store of a world that is about to be sealed and returns its address; where it raises OSError
+        another member is to lead. Raises TooFewNodesError
         after `timeout_s`, StoppedWaiting when `is_stopped()`, NewerVersionError if a newer version has written what
         this one cannot read, and LimitsDifferError if members that were there before have another --nnodes; a member
         for which there is no room waits without end.
@@ -332,10 +335,23 @@ class Participant:
             self._latest.wait(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
 
     def _seal(self, decision: Seal, host: Callable[[Seal], tuple[str, int]], snapshot: Snapshot) -> None:
-        address, port = host(decision)
+        try:
+            address, port = host(decision)
+        except OSError as error:
+            _log.warning("this member cannot host a world's store, so it does not lead if there are others: %s", error)
+            self._step_back(snapshot)
+            return
         world = World(decision.term, decision.seats, decision.cause, address, port, time.time())
         if not self._try(decisions.seal(snapshot, self.keys, world)):
             self._latest.wait(snapshot, 0.2)
+
+    def _step_back(self, snapshot: Snapshot) -> None:
+        """Be the last of the members, and leave the others a moment; the only one leads all the same."""
+        try:
+            self._own.update(decisions.leaving_world, is_renamed=True)
+        except StoreUnavailableError as error:
+            self._outage.waits(error)
+        self._latest.wait(snapshot, STEP_BACK_S)
 
     def _bury(self, snapshot: Snapshot) -> bool:
         """Remove the late members whose agent is gone; return whether any was."""

@@ -9,6 +9,7 @@ Those that differ are read once more, in case only memory or the way from the st
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -31,12 +32,13 @@ from elastic_train.data.parquet.files import (
 from elastic_train.data.parquet.footer import Footer, cut_footer
 from elastic_train.data.parquet.footer_index import Footers, load_footers
 from elastic_train.data.parquet.sources import Fetched, LocalSource, open_source
-from elastic_train.errors import DataError, UnreadableError
+from elastic_train.errors import DataError, StorageError, UnreadableError
 
 _TAIL_BYTES = 64 << 10
 _LOADING = threading.Lock()
 MAX_DECODERS = 8
 _LOG = logging.getLogger(__name__)
+_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def num_decoders() -> int:
@@ -75,7 +77,10 @@ class RowGroups:
         return not isinstance(self._source, LocalSource)
 
     def decode(self, group: int) -> pa.Table:
-        """Return the rows of a row group; UnreadableError names the file, a plain DataError one that changed."""
+        """Return the rows of a row group; UnreadableError names the file, a plain DataError one that changed.
+
+        Raises StorageError where no file can be opened, which says nothing of this one.
+        """
         number, within = self._manifest.place_of_group(group)
         entry = self._manifest.files[number]
         try:
@@ -83,6 +88,11 @@ class RowGroups:
         except FileNotFoundError as error:
             raise UnreadableError(f"{self._path(entry)}: cannot be opened: {error}") from error
         except (pa.ArrowInvalid, OSError) as error:
+            if isinstance(error, OSError) and error.errno in _NO_MORE_FILES:
+                raise StorageError(
+                    f"{self._path(entry)}: cannot be opened ({error.strerror}): the data may be whole, but this "
+                    "process can open no file at all; raise its limit of open files (ulimit -Hn)"
+                ) from error
             raise UnreadableError(
                 f"{self._path(entry)}: row group {within} cannot be read ({error}); "
                 "check with `elastic-train data verify`, and restore the file if it is damaged"

@@ -11,7 +11,7 @@ from rendezvous.errors import LimitsDifferError
 from rendezvous.identity import Answer
 from rendezvous.membership import known_agents, participant
 from rendezvous.membership.dead_agents import is_looking
-from rendezvous.membership.decisions import Policy
+from rendezvous.membership.decisions import Policy, Seal
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import World
@@ -65,6 +65,38 @@ def test_a_leader_can_step_back(store: MemoryStore, pool: ThreadPoolExecutor) ->
     assert first.id != old_id and first._own.lease is lease and first.view.member(old_id) is None
     first.leave()
     assert store.get(first.keys.members).entries.keys() == {first.keys.member(second.id)}
+
+
+def test_a_member_that_cannot_host_a_world_lets_another_lead(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """One without a port or a file left keeps its lease, and is in the world that the other seals."""
+    nodes = [make_node(store), make_node(store)]
+
+    def refuse(seal: Seal) -> tuple[str, int]:
+        raise OSError("Too many open files")
+
+    nodes[0].join(10.0)
+    eventually(lambda: len(nodes[1].view.members) == 1, "the first")
+    nodes[1].join(10.0)
+    waiting = pool.submit(nodes[0].next_world, refuse, 10.0)
+    world = nodes[1].next_world(lambda seal: ("127.0.0.1", 1), 10.0)
+    assert world is not None and world == waiting.result(10)
+    assert [seat.member for seat in world.seats] == [node.id for node in reversed(nodes)]
+
+
+def test_the_only_member_hosts_its_world_as_soon_as_it_can(store: MemoryStore) -> None:
+    """Nobody else could; it is not ended by what may pass."""
+    node, tries = make_node(store, last_call_s=0.0), list[Seal]()
+
+    def host(seal: Seal) -> tuple[str, int]:
+        tries.append(seal)
+        if len(tries) < 3:
+            raise OSError("Too many open files")
+        return "127.0.0.1", 1
+
+    node.join(10.0)
+    world = node.next_world(host, 10.0)
+    assert world is not None and len(tries) == 3
+    node.leave()
 
 
 def test_a_lost_node_is_free_for_the_survivor(store: MemoryStore, pool: ThreadPoolExecutor) -> None:

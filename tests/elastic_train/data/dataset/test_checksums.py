@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +30,7 @@ from elastic_train.data.loading.reader import Reader
 from elastic_train.data.parquet.chunks import Chunk, all_chunks, chunks_of, digest
 from elastic_train.data.parquet.footer_index import NAME as FOOTERS
 from elastic_train.data.parquet.sources import Fetched, LocalSource, Range, RemoteSource
-from elastic_train.errors import DataError, UnreadableError
+from elastic_train.errors import DataError, StorageError, UnreadableError
 from tests.conftest import write_rows
 
 COLUMNS = ["input_ids", "label"]
@@ -123,6 +125,23 @@ def test_a_flip_on_the_way_is_read_again(
         assert Reader(load_manifest(url), COLUMNS).read(np.arange(20))[0].equals(expected)
     assert opened.calls == [False, True, False], "the first row group twice, the second once"
     assert "row group 0 differed from its checksums, and was whole when it was read again" in caplog.text
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_a_process_without_room_for_a_file_does_not_take_data_for_damaged(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other process would fail there, so it is no reason to end with 65, after which no node comes back."""
+    rows = Reader(load_manifest(str(write_rows(tmp_path / "rows", 20, num_files=1))), COLUMNS)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalSource, "open", refuse)
+        with pytest.raises(StorageError, match=r"cannot be opened .*: the data may be whole"):
+            rows.read(np.arange(20))
+    assert len(rows.read(np.arange(20))[1]) == 20
 
 
 def test_a_dataset_without_checksums_is_read_and_can_be_given_them(
