@@ -19,7 +19,7 @@ from chaos.real.job import Job
 from chaos.real.launch import launch
 from chaos.scenario.model import Nodes, Scenario
 from chaos.scenario.schedule import Due
-from chaos.services.network_namespace import Cable
+from chaos.services.network.namespace import Cable
 from chaos.services.surroundings import Surroundings, folders
 from rendezvous.etcd.server import EtcdServer
 

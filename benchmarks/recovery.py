@@ -48,7 +48,7 @@ from benchmarks.live import LEAVE, repeat, run_job
 from chaos.judge.evidence.recovery_cost import recoveries
 from chaos.judge.invariants.whole_run import given_up
 from chaos.scenario.schedule import Due
-from chaos.services.network_namespace import NoNamespacesError, cable
+from chaos.services.network.namespace import NoNamespacesError, cable
 from rendezvous.etcd.server import EtcdServer
 
 FROZEN_S = 6.0

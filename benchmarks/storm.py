@@ -16,7 +16,7 @@ from benchmarks.live import repeat, run_job
 from chaos.judge.evidence.run_files import whole
 from chaos.judge.invariants.whole_run import check_kept
 from chaos.scenario.schedule import Due
-from chaos.services.network_namespace import NoNamespacesError, cable
+from chaos.services.network.namespace import NoNamespacesError, cable
 
 LEAVE_AFTER_S = 20.0
 

@@ -36,6 +36,7 @@ from chaos.real.runs import (
     make_data,
     run_once,
     run_soak,
+    spoilt_lanes,
     undoable,
     unslowed,
 )
@@ -256,9 +257,10 @@ def execute(
     for name in names:
         say(f"training {'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
         started = time.monotonic()
+        faults, own = due, changes
         if name == REFERENCE:
             copy_holes(folder)
-        faults, own = (due, changes) if name == FAULTED else ([], [*changes, *unslowed(config)])
+            faults, own = [], [*changes, *unslowed(config, spoilt_lanes(config, folder))]
         run_once(scenario, config, folder / name, faults, seed, own, total_steps, replay, is_quiet)
         say(f"done in {time.monotonic() - started:.0f} s")
     return examine(folder)

@@ -78,6 +78,8 @@ def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
         findings.append(find("copies", partial(rollbacks.copies, run)))
     if bounded.is_put_to_the_test(run):
         findings.append(find("bounded", partial(bounded.bounded, run)))
+    if progress.is_without_updates(run):
+        findings.append(find("updates", partial(progress.updates, run)))
     if no_harm.is_put_to_the_test(run):
         findings.append(find("no-harm", partial(no_harm.no_harm, run)))
     if run.metrics is not None:

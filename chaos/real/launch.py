@@ -24,12 +24,13 @@ def launch(
     nodes, around = scenario.nodes, around or Surroundings()
     assert scenario.config is not None, "the command line has asked"
     environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    conf = {"ttl": f"{nodes.lease_ttl_s:g}", "recovery": nodes.recovery, **around.tls}
     described, begin = [], begin_fork if nodes.forked else begin_program
     for number in range(nodes.count):
         command = [
             *(sys.executable, "-m", "torch.distributed.run", *around.flags(number, nodes.count)),
             *("--rdzv_backend=etcd", f"--rdzv_endpoint={around.endpoint(number) or endpoint}", f"--rdzv_id={run_id}"),
-            f"--rdzv_conf=ttl={nodes.lease_ttl_s:g},recovery={nodes.recovery}",
+            f"--rdzv_conf={','.join(f'{key}={value}' for key, value in conf.items())}",
             *(f"--nnodes={nodes.min}:{nodes.count}", f"--nproc-per-node={nodes.ranks}"),
             f"--max-restarts={nodes.max_restarts}",
             *("-m", "elastic_train", scenario.config, *overrides),

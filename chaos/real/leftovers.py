@@ -12,7 +12,7 @@ from chaos.scenario.kinds import ALIENS
 from chaos.services.surroundings import Surroundings
 from rendezvous.errors import RendezvousError
 from rendezvous.etcd.connection import Connection, list_prefix
-from rendezvous.etcd.options import etcd_options
+from rendezvous.etcd.options import EtcdOptions
 from rendezvous.membership.records import Keys
 
 _DRAFT = re.compile(r".*\.unfinished|\..+\.\d+")
@@ -32,15 +32,15 @@ class Left:
 
 def look(folder: Path, pids: Collection[int], around: Surroundings, ttl_s: float) -> Left:
     """Look for all of it; waits as long as a lease may last, if a member is still there."""
-    leases = None if around.etcd is None else leased(around.etcd.endpoint, around.run_id, ttl_s)
+    leases = None if around.etcd is None else leased(around.etcd.options, around.run_id, ttl_s)
     return Left(leases, drafts(folder), shared_memory(pids))
 
 
-def leased(endpoint: str, run_id: str, ttl_s: float) -> list[str] | None:
+def leased(options: EtcdOptions, run_id: str, ttl_s: float) -> list[str] | None:
     """Return the job's member keys that outlive their leases; None if etcd does not say."""
     deadline = time.monotonic() + ttl_s + _MARGIN_S
     try:
-        connection = Connection(etcd_options(endpoint))
+        connection = Connection(options)
         try:
             while keys := sorted(
                 k for k in list_prefix(connection, Keys(run_id).members, _ASK_S).entries if not k.endswith(ALIENS)

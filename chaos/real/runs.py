@@ -6,6 +6,7 @@ Shows progress, and leaves histories and commits in the run's folder, from which
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from chaos.errors import RunError, ScenarioError
 from chaos.judge.evidence.copies import in_words
-from chaos.judge.evidence.run_files import MANIFEST
+from chaos.judge.evidence.run_files import MANIFEST, collect, part, whole
 from chaos.judge.verdict import (
     FAULTED,
     REFERENCE,
@@ -122,18 +123,41 @@ def run_soak(
     one = scenario.nodes.model_copy(update={"count": 1})
     plain = scenario.model_copy(update={"nodes": one, "soak": None, "tracker": False})
     steps = f"--max_steps={verdict.run.result['step']}"
-    quick = [*changes, *unslowed(config), "--parallel.shards=none", steps]  # whole, so that no cut shows in its bits
+    quick = [
+        *changes,
+        *unslowed(config, spoilt_lanes(config, folder)),
+        "--parallel.shards=none",
+        steps,
+    ]  # whole, so that no cut shows in its bits
     copy_holes(folder)
     run_once(plain, config, folder / REFERENCE, [], seed, quick, int(str(verdict.run.result["step"])), replay, is_quiet)
     return examine(folder)
 
 
-def unslowed(config: Config) -> list[str]:
-    """Return what takes the waits out of a task that has them, and leaves its other parameters as they are."""
-    if "lane_ms" not in config.task.params:
+def unslowed(config: Config, spoilt: Sequence[tuple[int, int]] = ()) -> list[str]:
+    """Return what takes the waits out of a task that has them, and the losses out of some lanes.
+
+    Its other parameters are left as they are.
+    """
+    params = config.task.params
+    changed = ({"lane_ms": 0} if "lane_ms" in params else {}) | ({"spoilt": [*map(list, spoilt)]} if spoilt else {})
+    if not changed:
         return []
-    params = yaml.safe_dump({**config.task.params, "lane_ms": 0}, default_flow_style=True)
-    return [f"--task.params={params.strip()}"]
+    text = yaml.safe_dump({**params, **changed}, default_flow_style=True, width=math.inf)
+    return [f"--task.params={text.strip()}"]
+
+
+def spoilt_lanes(config: Config, folder: Path) -> list[tuple[int, int]]:
+    """Return a sample, with its epoch, of each lane without which the run with faults had to leave an update out."""
+    result = json.loads((folder / FAULTED / "result.json").read_text())
+    left_out = {step + 1 for lo, hi in result.get("skipped_steps", ()) for step in range(lo, hi)}
+    spoilt, per_epoch = dict[int, tuple[int, int]](), steps_per_epoch(config) if left_out else 0
+    for line in collect(folder / FAULTED).of("nonfinite") if left_out else ():
+        samples = [ranges[0][0] for ranges in part(line, "samples").values() if isinstance(ranges, list) and ranges]
+        if line["step"] in left_out and samples:
+            step = whole(line, "step")
+            spoilt[step] = (step - 1) // per_epoch, samples[0]
+    return [spoilt[step] for step in sorted(spoilt)]
 
 
 def clear(folder: Path) -> None:
@@ -141,7 +165,7 @@ def clear(folder: Path) -> None:
     for name in (VERDICT, REPORT):
         (folder / name).unlink(missing_ok=True)
     for name in (FAULTED, REFERENCE):
-        for disk in (folder / name / part for part in FREEZING):
+        for disk in (folder / name / mounted for mounted in FREEZING):
             if os.path.ismount(disk):  # a run that was killed has left it, maybe frozen
                 subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=False, capture_output=True)
                 subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -12,7 +12,7 @@ from typing import Literal
 
 Aim = Literal["worker", "node", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
-Need = Literal["s3", "tracker", "own_data", "freezing_disk"]
+Need = Literal["s3", "tracker", "own_data", "freezing_disk", "tls"]
 """What a scenario has to bring along, by the name that its file has for it."""
 Passage = Literal["proxy", "cable", "relay"]
 """What a real run puts in the way of a node's traffic, so that it can be spoilt: a proxy before etcd, a cable of the
@@ -43,6 +43,9 @@ class Kind:
     """There are more nodes than places while it lasts: in the next world any of them may have that of a member."""
     leaves_alive: bool = False
     """It ends a world, but no process: a node comes, or a member is counted as lost."""
+    is_drawn: bool = True
+    """Whether a soak draws it; else it needs a job to itself, since other faults may hide what it did, or make it
+    right."""
 
 
 _ALL = (
@@ -69,6 +72,12 @@ _ALL = (
     Kind(
         "start_twin", "the same job is launched a second time under the same run id, then killed", "node", crowds=True
     ),
+    Kind(
+        "twin_dir",
+        "another job, with a run id of its own, is started in the job's folder",
+        "node",
+        is_drawn=False,
+    ),
     Kind("kill_rack", "kill_node for several nodes", "node", ends_world=True, local=False),
     Kind("flap_node", "a node is lost and comes back, again and again", "node", ends_world=True, local=False),
     Kind("scale_down", "half of the nodes leave, and come back much later", "node", ends_world=True, local=False),
@@ -84,6 +93,16 @@ _ALL = (
     Kind("freeze_standby", "SIGSTOP to a node's standby process, SIGCONT after for_s", "node", sim=False),
     Kind("kill_standby", "SIGKILL to a node's standby process, on which no worker depends", "node", "never", sim=False),
     Kind("slow_worker", "one worker gets a fraction of its CPU time", "worker"),
+    Kind("cap_fds", "a worker may open no more files and connections than it has open", "worker", sim=False),
+    Kind(
+        "flip_memory",
+        "a bit of a weight flips in the memory of one worker",
+        "worker",
+        "never",
+        ends_world=True,
+        is_drawn=False,
+    ),
+    Kind("nan_loss", "the loss of one worker's next lane is not a number", "worker", "never", is_drawn=False),
     Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node", through="proxy", cuts_off=True),
     Kind("lose_requests", "a node's requests do not reach etcd", "node", through="proxy", cuts_off=True),
     Kind("lose_answers", "etcd's answers do not reach a node", "node", through="proxy", cuts_off=True),
@@ -117,6 +136,14 @@ _ALL = (
     Kind("lose_etcd_data", "all members of etcd are down, and come back without their data", "etcd"),
     Kind("etcd_refuses", "etcd answers and refuses: an alarm (NOSPACE, CORRUPT), or it lets nobody in", "etcd"),
     Kind("alien_record", "a record that nobody can read is written below the job's prefix", "etcd", "never"),
+    Kind(
+        "rotate_cert",
+        "etcd's certificates and its clients' are renewed by another authority, and etcd starts again with them",
+        "etcd",
+        "never",
+        sim=False,
+        needs="tls",
+    ),
     Kind(
         "lose_lease",
         "etcd ends the lease of a worker that renewed it in time",
@@ -192,12 +219,16 @@ ALIENS = tuple(f"/{key}" for key, _ in ALIEN_RECORDS if key.startswith("members/
 """How the keys of members end that nobody in the job has written, so that nobody in it deletes them."""
 SPARES_OTHERS = (
     *("private_storage", "other_limits", "other_code", "wrong_address", "hosts_file"),
-    *("start_node", "start_twin", "alien_record", "skew_clocks", "freeze_standby", "kill_standby"),
+    *("start_node", "start_twin", "twin_dir", "alien_record", "skew_clocks", "freeze_standby", "kill_standby"),
 )
 """One node is wrong, or one more comes: nothing that the others need is gone, so it may cost them next to nothing.
 
 What ends, freezes, slows or cuts off a member is no such kind: it takes away what that computed, and others may only
 know when its lease ends. Nor is what befalls etcd, storage or data, which all use."""
+BY_TASKS = ("flip_memory", "nan_loss")
+"""What a task of `chaos.tasks` does by itself, in the process that it is to hit: from outside nobody could."""
+IN_PLAIN = (*(kind.name for kind in _ALL if kind.aim == "etcd" and not kind.needs), "lose_lease")
+"""What the executor does to etcd, or asks of it, in plain text."""
 ON_DISK = ("full", "eio")
 """At the failpoint `sync` alone, where an operating system would report them."""
 
@@ -247,6 +278,11 @@ def parts(kind: object) -> bool:
     """Say whether a kind keeps a node and the others from each other, of which nobody can tell who is to leave."""
     known = _known(kind)
     return known is not None and known.parts
+
+
+def spoils_losses(kind: object) -> bool:
+    """Say whether a kind makes losses that are not numbers: the updates of their steps are left out."""
+    return kind == "nan_loss"
 
 
 def is_of_etcd(kind: object) -> bool:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from chaos.errors import ScenarioError
-from chaos.scenario.kinds import KINDS, LOCAL, ON_DISK
+from chaos.scenario.kinds import IN_PLAIN, KINDS, LOCAL, ON_DISK
 from elastic_train.system.failpoints import POINTS
 from elastic_train.system.wording import did_you_mean, nearest
 
@@ -178,6 +178,8 @@ class Scenario(_Section):
     """Log to an MLflow server of this machine, with its own database, which can be taken down."""
     freezing_disk: bool = False
     """Whether commits' files and metrics are on a file system of their own, which can be frozen (needs root)."""
+    tls: bool = False
+    """Whether etcd speaks TLS, and knows its clients by their certificates, which can be renewed under the job."""
     own_data: bool = False
     """Train on a copy of the training set, of which row groups can be damaged; what cannot be read is a hole."""
     rows: PositiveInt | None = None
@@ -231,6 +233,11 @@ def load(path: Path) -> Scenario:
         for number, fault in enumerate(faults)
         if fault is not None and (needs := KINDS[fault.kind].needs) and not tree.get(needs)
     ]
+    problems += [
+        f"'faults.{number}': {fault.kind} is done to an etcd in plain text: leave out tls, or this fault"
+        for number, fault in enumerate(faults)
+        if fault is not None and fault.kind in IN_PLAIN and tree.get("tls")
+    ]
     if scenario is not None and scenario.soak is not None:
         problems += _undrawable(scenario, scenario.soak)
     if problems or scenario is None:
@@ -240,6 +247,9 @@ def load(path: Path) -> Scenario:
 
 def _undrawable(scenario: Scenario, soak: Soak) -> Iterator[str]:
     """Yield every kind that a soak names and cannot draw from."""
+    for kind in soak.kinds or LOCAL if scenario.tls else ():
+        if kind in IN_PLAIN:
+            yield f"'soak.kinds': {kind} is done to an etcd in plain text: leave out tls, or this kind"
     for kind in soak.kinds or ():
         needs = KINDS[kind].needs
         if needs == "s3":

@@ -46,10 +46,14 @@ _WITH_THE_JOB = ("flip_bit", "truncate_file", "delete_file")
 
 
 def kinds_of(scenario: Scenario, missing: Mapping[str, str]) -> list[str]:
-    """Return the kinds that a soak draws from; `start_node` comes by itself, where a node is to come back."""
+    """Return the kinds that a soak draws from; `start_node` comes by itself, where a node is to come back.
+
+    Those that need a job to themselves are left out, unless the scenario names them.
+    """
     assert scenario.soak is not None, "only called for a soak"
     brought = {None, *(need for need in get_args(Need) if getattr(scenario, need))}
-    able = [kind for kind in scenario.soak.kinds or LOCAL if KINDS[kind].needs in brought and kind not in missing]
+    wanted = scenario.soak.kinds or [kind for kind in LOCAL if KINDS[kind].is_drawn]
+    able = [kind for kind in wanted if KINDS[kind].needs in brought and kind not in missing]
     return [kind for kind in able if kind != "start_node"]
 
 

@@ -1,4 +1,7 @@
-"""An authority that issues certificates to etcd and its clients on this machine, short-lived ones, too."""
+"""An authority that issues certificates to etcd and its clients on this machine, short-lived ones, too.
+
+Its files are replaced one by one under the names that they had, as by those who renew certificates in a cluster.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,26 @@ class Authority:
     """Its files are in one folder; issuing for a name again replaces the files of that name."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._key = folder, ec.generate_private_key(ec.SECP256R1())
+        self._folder = folder
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")])
         self._ends: dict[str, datetime.datetime] = {}
+        self._begin()
+
+    @property
+    def certificate(self) -> bytes:
+        """The authority's own certificate, as it is now."""
+        return (self._folder / "ca_cert").read_bytes()
+
+    def replace(self) -> None:
+        """Let another authority take this one's place, and issue all names again; what the first signed is void."""
+        self._begin()
+        for name in self._ends:
+            self.issue(name)
+
+    def _begin(self) -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
         made = self._sign(self._name, self._key, A_DAY_S, is_authority=True)
-        (folder / "ca_cert").write_bytes(made.public_bytes(Encoding.PEM))
+        self._write("ca_cert", made.public_bytes(Encoding.PEM))
 
     def issue(self, name: str, seconds: float = A_DAY_S) -> dict[str, str]:
         """Write a key and a certificate that is valid for so long; return the paths, by the names of the options."""
@@ -35,10 +53,13 @@ class Authority:
         private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         texts = {f"{name}.key": private, f"{name}.cert": made.public_bytes(Encoding.PEM)}
         for file, text in texts.items():
-            (self._folder / f"{file}.new").write_bytes(text)
-            (self._folder / f"{file}.new").rename(self._folder / file)
+            self._write(file, text)
         paths = {"ca_cert": "ca_cert", "cert": f"{name}.cert", "key": f"{name}.key"}
         return {option: str(self._folder / file) for option, file in paths.items()}
+
+    def _write(self, file: str, text: bytes) -> None:
+        (self._folder / f"{file}.new").write_bytes(text)
+        (self._folder / f"{file}.new").rename(self._folder / file)
 
     def wait_for_the_end(self, name: str) -> None:
         """Return once the newest certificate of a name has expired."""

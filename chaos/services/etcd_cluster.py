@@ -16,7 +16,9 @@ import grpc  # type: ignore[import-untyped]
 import pyetcd
 
 from chaos.errors import RunError
+from chaos.services.authority import Authority
 from rendezvous import EtcdServer
+from rendezvous.etcd.options import EtcdOptions, etcd_options
 from rendezvous.etcd.server import free_ports
 from rendezvous.process_table import is_alive
 
@@ -25,22 +27,32 @@ _SHARED, _ROOM_BYTES, _PREFIX = Path("/dev/shm"), 2 << 30, "elastic-etcd-"
 
 
 class EtcdCluster:
-    """`with EtcdCluster() as cluster: … cluster.endpoint`, which names all members."""
+    """`with EtcdCluster() as cluster: … cluster.endpoint`, which names all members.
 
-    def __init__(self, num_members: int = 3, host: str = "127.0.0.1") -> None:
+    With an authority it speaks TLS, and lets in whom that has signed; `tls` are a client's files, by etcd's options.
+    """
+
+    def __init__(self, num_members: int = 3, host: str = "127.0.0.1", authority: Authority | None = None) -> None:
         names = ("one", "two", "three")[:num_members]
         ports = dict(zip(names, free_ports(len(names)), strict=True))
         self._folder = tempfile.TemporaryDirectory(
             prefix=f"{_PREFIX}{os.getpid()}-", dir=_memory(), ignore_cleanup_errors=True
         )
+        self.authority, self.tls = authority, authority.issue("client") if authority else {}
+        own = authority.issue("etcd") if authority else None
         self.members = [
-            EtcdServer(name=name, peer_ports=ports, host=host, data_dir=Path(self._folder.name) / name)
+            EtcdServer(name=name, peer_ports=ports, host=host, data_dir=Path(self._folder.name) / name, tls=own)
             for name in names
         ]
 
     @property
     def endpoint(self) -> str:
         return ",".join(member.endpoint for member in self.members)
+
+    @property
+    def options(self) -> EtcdOptions:
+        """How a process of this machine reaches it."""
+        return etcd_options(self.endpoint, self.tls)
 
     def start(self) -> None:
         """Start all members, or all again on the same data, and return once they answer."""

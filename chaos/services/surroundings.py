@@ -12,13 +12,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.scenario.kinds import CABLED, KINDS, PROXIED, RELAYED
+from chaos.scenario.kinds import BY_TASKS, CABLED, KINDS, PROXIED, RELAYED
 from chaos.scenario.model import Scenario
+from chaos.services.authority import Authority
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.etcd_proxy import Proxies, Way
 from chaos.services.freezing_disk import FreezingDisk, freezing_disk
 from chaos.services.mlflow_server import TrackerServer
-from chaos.services.network_namespace import Cable, NoNamespacesError, cable
+from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 from chaos.services.private_dataset import OwnData
 from chaos.services.s3_server import S3
 from chaos.services.store_mount import NoMountError, StoreMount, mounted
@@ -57,6 +58,11 @@ class Surroundings:
             return self.proxies.endpoint(node, host)
         return self.etcd.endpoint.replace("127.0.0.1", host) if self.etcd is not None else None
 
+    @property
+    def tls(self) -> dict[str, str]:
+        """The files by which nodes know etcd, and etcd knows them; none where it speaks plain text."""
+        return self.etcd.tls if self.etcd is not None else {}
+
     def flags(self, node: int, count: int) -> list[str]:
         """Return the options that place a node's torchrun."""
         return [f"--local-addr={self.cable.address('nodes')}"] if self.cable and node != count - 1 else []
@@ -88,7 +94,7 @@ def surroundings(
     """Make what the nodes, who read `train`, need for these kinds of fault, and take it away again."""
     count, members = scenario.nodes.count, scenario.etcd_members
     with contextlib.ExitStack() as undo:
-        has_points = any(KINDS[kind].aim == "point" for kind in kinds)
+        has_points = any(KINDS[kind].aim == "point" or kind in BY_TASKS for kind in kinds)
         around = Surroundings(run_id, points=folders(folder, count) if has_points else [])
         if set(CABLED) & set(kinds):
             try:
@@ -124,13 +130,19 @@ def surroundings(
             assert train is not None, "a script brings data of its own"
             around.data = OwnData(train, folder / "dataset")
         host = "0.0.0.0" if around.cable else "127.0.0.1"
-        around.etcd = undo.enter_context(EtcdCluster(members, host="127.0.0.1" if set(PROXIED) & set(kinds) else host))
+        listening = "127.0.0.1" if set(PROXIED) & set(kinds) else host
+        around.etcd = undo.enter_context(EtcdCluster(members, listening, _authority(folder) if scenario.tls else None))
         if set(PROXIED) & set(kinds):
             targets = [member.endpoint for member in around.etcd.members]
             around.proxies = Proxies(host, targets, [Way() for _ in range(count)])
             around.proxies.start()
             undo.callback(around.proxies.close)
         yield around
+
+
+def _authority(folder: Path) -> Authority:
+    (folder / "certificates").mkdir()
+    return Authority(folder / "certificates")
 
 
 def _ways(undo: contextlib.ExitStack, folder: Path, count: int) -> dict[int, StoreMount]:

@@ -24,6 +24,7 @@ MARK = "ELASTIC_CHAOS_NODE"
 LONGEST_MARK = 64
 _LAUNCHED = ("TORCHELASTIC_", "PET_", "MASTER_", "GROUP_", "ROLE_", "ELASTIC_RENDEZVOUS")
 _RANKED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
+_RUN_ID = "--rdzv_id="
 _GRACE_S = 45.0
 _MOST_SCANS, _SCAN_EVERY_S = 200, 0.01
 """A process that was killed is found until the kernel is through with it."""
@@ -61,6 +62,17 @@ class Node:
         """Return another node that is launched alike."""
         environ = {name: value for name, value in self._environ.items() if name != MARK}
         return Node(self.number, self.command, self._log.with_name(f"{self._log.stem}-twin.log"), environ, self._begin)
+
+    def of_another_job(self) -> Node:
+        """Return another node that is launched alike, under a run id that nobody else has."""
+        other, run_id = self.twin(), f"other-{uuid.uuid4().hex[:8]}"
+        other.command = [f"{_RUN_ID}{run_id}" if part.startswith(_RUN_ID) else part for part in other.command]
+        return other
+
+    @property
+    def run_id(self) -> str:
+        """The run id that its command names; empty if it names none."""
+        return next((part.removeprefix(_RUN_ID) for part in self.command if part.startswith(_RUN_ID)), "")
 
     @property
     def agent(self) -> int | None:

@@ -84,7 +84,8 @@ def missing_times(holes: Sequence[Hole], epochs: range, rows: int) -> npt.NDArra
 def coverage_counts(run: Evidence) -> tuple[int, int]:
     """Return how often samples were applied in an epoch, at least and most, where no hole is: by witness or lineage."""
     shape = shape_of(run)
-    if run.witness is not None and shape.is_at_epoch_end and run.witness.size == shape.rows:
+    is_counted = run.witness is not None and not result_of(run).get("skipped_steps")
+    if is_counted and run.witness is not None and shape.is_at_epoch_end and run.witness.size == shape.rows:
         counts = run.witness + missing_times(holes_of(result_of(run)), shape.finished_epochs, shape.rows)
         return int(counts.min()) // shape.num_epochs, -(-int(counts.max()) // shape.num_epochs)
     places = counts_of(run)

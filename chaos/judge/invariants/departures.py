@@ -33,7 +33,14 @@ from chaos.scenario.kinds import (
 
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 _TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
-_TURNED_AWAY = {"private_storage": 2, "other_limits": 2, "other_code": 2, "readonly_dir": 2, "bad_row_group": 65}
+_TURNED_AWAY = {
+    "private_storage": 2,
+    "other_limits": 2,
+    "other_code": 2,
+    "twin_dir": 2,
+    "readonly_dir": 2,
+    "bad_row_group": 65,
+}
 """With which code a node ends by itself while something is wrong with it that it cannot mend."""
 MOST_WORLDS_LEAVING = 3
 """How many worlds of the same processes a process that was asked to leave may explain: it leaves with the next step of

@@ -41,6 +41,7 @@ from chaos.judge.evidence.run_files import (
     part,
     whole,
 )
+from chaos.judge.evidence.skipped_steps import num_not_applied, skipped_steps
 from chaos.judge.findings import Unknown, Violated
 
 _MASK = (1 << 64) - 1
@@ -251,15 +252,18 @@ def witness(run: Evidence) -> str:
     holes = holes_of(result_of(run))
     counts = run.witness + missing_times(holes, shape.finished_epochs, shape.rows)
     in_last = missing_times(holes, range(least, most), shape.rows)
-    wrong = np.flatnonzero((counts < least) | (counts + in_last > most))
+    num_skipped = len(skipped_steps(result_of(run)))  # each holds a sample at most once
+    wrong = np.flatnonzero((counts < least - num_skipped) | (counts + in_last > most))
     if wrong.size:
         sample = int(wrong[0])
         times = f"{int(run.witness[sample])} times in {most} epochs"
         raise Violated(f"sample {sample} was applied {times}; {wrong.size} of {run.witness.size} samples are wrong")
-    left_out = total_left_out(lineage_of(run)) if holes else 0
+    left_out = (total_left_out(lineage_of(run)) if holes else 0) + num_not_applied(run)
     total, expected = int(run.witness.sum()), shape.samples_before(shape.total_steps)
     if total + left_out != expected:
         raise Violated(f"the witness counted {total} samples in all and {left_out} were left out of {expected}")
+    if num_skipped:
+        return f"{total} samples, and those of {num_skipped} steps without an update"
     if holes:
         return f"{run.witness.size} weights, each as often as the {len(holes)} listed holes leave"
     return f"{run.witness.size} weights, each exactly {most}" if most == least else f"{total} samples, none twice"
@@ -277,11 +281,12 @@ def same_weights(run: Evidence, reference: Evidence) -> str:
 def same_weights_at_commits(run: Evidence, reference: Evidence) -> str:
     """Every commit has the weights that the run without faults had at its step, wherever both made one.
 
-    Where samples were left out, a branch that was given up may have begun to leave them out at another step: then only
-    the lineage's commits are compared.
+    Where samples, or updates, were left out, a branch that was given up may have left out others: then only the
+    lineage's commits are compared.
     """
     _check_reference(run, reference)
-    lineage = {(applied.term, applied.step) for applied in lineage_of(run)} if holes_of(result_of(run)) else None
+    is_partial = bool(holes_of(result_of(run))) or run.has("nonfinite")
+    lineage = {(applied.term, applied.step) for applied in lineage_of(run)} if is_partial else None
     expected = {step: weights for _, step, weights in _committed_weights(reference)}
     compared = set[tuple[int, int]]()
     for term, step, weights in _committed_weights(run):

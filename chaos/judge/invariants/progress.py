@@ -1,4 +1,4 @@
-"""Invariant of giving up: a process that gets nowhere ends with a code that says so, and no other one does.
+"""Invariants of getting on: every step updates the weights, and a process that gets nowhere ends with a code for it.
 
 A process may take part in world after world of which none applies a step: they do not form, or break at once. After
 `give_up_after_worlds` of them, once they have gone on for `give_up_after_s`, it has to end with 93, after which nobody
@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from chaos.judge.evidence.run_files import Evidence, number, once, whole
+from chaos.judge.evidence.applied import lineage_of, result_of
+from chaos.judge.evidence.run_files import Evidence, number, once, scenario_field, whole
+from chaos.judge.evidence.skipped_steps import is_finite, skipped_steps
 from chaos.judge.findings import Unknown, Violated
+from chaos.scenario.kinds import spoils_losses
 
 NO_PROGRESS = 93
 _WORLDS, _SECONDS = 20, 1800.0
@@ -33,6 +36,28 @@ def progress(run: Evidence) -> str:
         if line["code"] == NO_PROGRESS and not _has_reason(run, limits):
             raise Violated(f"node {line['node']} ended with {NO_PROGRESS}, but worlds had got on: at most {_most(run)}")
     return f"at most {_most(run)}"
+
+
+def updates(run: Evidence) -> str:
+    """Only steps whose numbers were not finite are without an update, and only as many as faults made so."""
+    skipped, given = skipped_steps(result_of(run)), sum(spoils_losses(fault["kind"]) for fault in run.of("fault"))
+    told = {whole(line, "step") for line in run.of("nonfinite")}
+    for applied in lineage_of(run):
+        is_skipped, is_sound = applied.step in skipped, is_finite(run, applied)
+        if is_skipped and is_sound:
+            raise Violated(f"step {applied.step} has no update, although its loss and its gradient were finite")
+        if is_skipped and applied.step not in told:
+            raise Violated(f"step {applied.step} has no update, and no history says which samples did that")
+        if not is_skipped and not is_sound and not scenario_field(run, "nonfinite"):
+            raise Violated(f"step {applied.step} was applied with a loss, or a gradient, that is not finite")
+    if len(skipped) > given and not scenario_field(run, "nonfinite"):
+        raise Violated(f"{len(skipped)} steps have no update, and {given} faults took a loss away")
+    return f"{len(skipped)} of {whole(result_of(run), 'step')} steps without an update, whose losses were no numbers"
+
+
+def is_without_updates(run: Evidence) -> bool:
+    """Say whether the law of updates is put to the test: a loss or a gradient was not finite, or is said to."""
+    return bool((run.result or {}).get("skipped_steps")) or run.has("nonfinite")
 
 
 def _limits(run: Evidence) -> tuple[int, float] | None:

@@ -12,6 +12,7 @@ from chaos.real.acts import (
     storage,
     tracker,
     training_set,
+    workers,
 )
 from chaos.real.acts.job_view import Act
 from chaos.real.acts.outcome import Struck, Undo
@@ -23,6 +24,7 @@ ACTS: dict[str, Act] = {
     **storage.ACTS,
     **tracker.ACTS,
     **training_set.ACTS,
+    **workers.ACTS,
 }
 
 __all__ = ["ACTS", "Act", "Struck", "Undo"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
+import ssl
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ from rendezvous.process_table import is_alive, is_stopped
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due
+    from chaos.services.etcd_cluster import EtcdCluster
 
 _CALL_S, _ANSWER_S = 2.0, 0.3
 _MARK = b"/elastic-chaos/was-here"
@@ -87,6 +90,39 @@ def etcd_refuses(job: JobView, fault: Due) -> Struck | None:
     name = "NOSPACE" if alarm == NOSPACE else "CORRUPT"
     pids = [member.pid for member in members if member.pid is not None]
     return Struck(pids, [], None, clear, {"alarm": name}, look)
+
+
+def rotate_cert(job: JobView, fault: Due) -> Struck | None:
+    """Let another authority issue all certificates, and etcd start again with them; the old ones are worth nothing.
+
+    Those who use etcd find new files where the old ones were; nobody says so to them.
+    """
+    etcd = job.around.etcd
+    assert etcd is not None and etcd.authority is not None, "the scenario has it, since the kind needs it"
+    before = etcd.authority.certificate
+    etcd.authority.replace()
+    pids = [member.pid for member in etcd.members if member.pid is not None]
+    etcd.kill()
+    etcd.start()
+    return Struck(pids, effect=lambda: _has_changed_sides(etcd, before))
+
+
+def _has_changed_sides(etcd: EtcdCluster, before: bytes) -> str | None:
+    """See that the certificate that etcd shows is not the old authority's any more, and is the new one's."""
+    address, _, port = etcd.members[0].endpoint.rpartition(":")
+    assert etcd.authority is not None, "it has been replaced"
+    try:
+        for authority in (etcd.authority.certificate, before):
+            context = ssl.create_default_context(cadata=authority.decode())
+            context.load_cert_chain(etcd.tls["cert"], etcd.tls["key"])
+            with socket.create_connection((address, int(port)), _CALL_S) as plain:
+                context.wrap_socket(plain, server_hostname=address).close()
+    except ssl.SSLCertVerificationError as error:
+        is_known = authority != before  # the new one does not know it either: nothing is proven
+        return None if is_known else f"who trusts the authority from before alone is refused: {error.verify_message}"
+    except OSError:
+        return None
+    return None
 
 
 def alien_record(job: JobView, fault: Due) -> Struck | None:
@@ -215,5 +251,6 @@ ACTS: dict[str, Act] = {
         lose_lease,
         etcd_refuses,
         alien_record,
+        rotate_cert,
     )
 }

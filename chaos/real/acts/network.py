@@ -11,7 +11,7 @@ from chaos.real.acts.effects import Effect, counted, unreachable, while_last
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
-from chaos.services.network_namespace import Cable
+from chaos.services.network.namespace import Cable
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due

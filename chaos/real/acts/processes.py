@@ -22,6 +22,8 @@ _STOPPED_S, _RUNS_S = 0.15, 0.05
 """A slowed worker gets a quarter of its time, and is never stopped for long enough to be taken for frozen."""
 _COMING_S = 30.0
 """A twin is not killed before it has come to etcd, unless that takes longer."""
+_LOOKING_S = 60.0
+"""Another job takes a quarter of a minute to find out whether one is at work in its folder, and some time to start."""
 
 
 def kill_worker(job: JobView, fault: Due) -> Struck | None:
@@ -169,6 +171,28 @@ def start_twin(job: JobView, fault: Due) -> Struck | None:
     return Struck(twin.start(), [], undo=kill, effect=came)
 
 
+def twin_dir(job: JobView, fault: Due) -> Struck | None:
+    """Launch the job's command under another run id: another job, which finds this one in its folder.
+
+    It has been there when it has ended by itself, or has claimed a term; it is not killed before, for a minute.
+    """
+    nodes = targets(job, fault)
+    if not nodes:
+        return None
+    other, until = nodes[0].of_another_job(), time.monotonic() + _LOOKING_S
+
+    def came() -> str | None:
+        if other.code is not None:
+            return f"the other job has ended with code {other.code}"
+        claims = [path.name for path in (job.folder / "terms").glob("*.json") if other.run_id in path.read_text()]
+        return f"the other job has claimed {claims[0]}" if claims else None
+
+    def kill() -> list[int] | None:
+        return other.kill() if came() or time.monotonic() > until else None
+
+    return Struck(other.start(), [], undo=kill, effect=came)
+
+
 ACTS: dict[str, Act] = {
     act.__name__: act
     for act in (
@@ -184,5 +208,6 @@ ACTS: dict[str, Act] = {
         kill_standby,
         slow_worker,
         start_twin,
+        twin_dir,
     )
 }

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.errors import ChaosError
-from chaos.services.packet_relay import Relay
+from chaos.services.network.packet_relay import Relay
 from rendezvous.process_table import is_alive, pids
 
 _NOWHERE = "02:00:00:00:00:01"

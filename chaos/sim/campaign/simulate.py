@@ -19,6 +19,7 @@ from typing import get_args
 
 from chaos.judge.checker import judge
 from chaos.judge.evidence.run_files import Evidence
+from chaos.judge.evidence.skipped_steps import skipped_steps
 from chaos.judge.findings import Finding
 from chaos.sim.campaign.swarm import (
     LONE_S,
@@ -26,6 +27,7 @@ from chaos.sim.campaign.swarm import (
     draw_agent,
     draw_bad_data,
     draw_lone,
+    draw_no_numbers,
     draw_of_etcd,
     draw_outages,
     draw_skews,
@@ -56,6 +58,8 @@ AGENTS = 1 / 32
 """In how many live runs a node's agent freezes, and its workers do not."""
 LEAST_STEP_S = 4.0
 """How long one rank takes for a step, at least, in those that last for minutes."""
+WITHOUT_NUMBERS = 1 / 16
+"""In how many runs some losses are not numbers."""
 ALONE = 1 / 10
 """In how many runs of several nodes nothing happens but that one node is wrong, in a job of some minutes."""
 NEEDS_A_LOSS = ("faults", "rpo", "rto")
@@ -143,6 +147,9 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     agents = random.Random(f"{seed}/agents")
     if shape.recovery == "live" and agents.random() < AGENTS:
         faults = in_order([*faults, draw_agent(agents, shape)])
+    numbers = random.Random(f"{seed}/numbers")
+    if numbers.random() < WITHOUT_NUMBERS:
+        faults = in_order([*faults, *draw_no_numbers(numbers, shape)])
     alone = random.Random(f"{seed}/alone")
     if shape.nodes > 1 and alone.random() < ALONE:
         return _case_of_one(seed, shape, alone)
@@ -170,7 +177,7 @@ def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
     try:
         with _rare_collection():
             run = job.run()
-            findings = judge(run, reference_of(_same_job(case.shape), holes_of(run)))
+            findings = judge(run, reference_of(_same_job(case.shape), holes_of(run), skipped_in(run)))
     except Exception as error:  # noqa: BLE001 - whatever breaks in the product's code is this run's finding
         run, findings = None, [Finding("crash", "false", f"{type(error).__name__}: {error}")]
     return Outcome(
@@ -223,12 +230,17 @@ def holes_of(run: Evidence) -> str:
     return json.dumps(holes) if holes else ""
 
 
+def skipped_in(run: Evidence) -> tuple[int, ...]:
+    """Return the steps, counted from 0, whose updates a run says that it left out: the judge asks it why."""
+    return tuple(sorted(step - 1 for step in skipped_steps(run.result or {})))
+
+
 @lru_cache(256)
-def reference_of(shape: Shape, holes: str = "") -> Evidence:
+def reference_of(shape: Shape, holes: str = "", nonfinite: tuple[int, ...] = ()) -> Evidence:
     """Return the run of a job on one rank, without faults: one that knows of holes from the beginning, if there were
-    any."""
-    if not holes:
-        return Job(shape, 0, (), first_pid=1_000_000).run()
-    job = Job(replace(shape, unreadable="quarantine"), 0, (), first_pid=1_000_000)
-    job.around.storage.put(f"{FOLDER}{0:08d}-{0:012d}-0.json", holes.encode())
+    any, and whose losses are numbers in all steps but those of `nonfinite`."""
+    shape = replace(shape, unreadable="quarantine") if holes else shape
+    job = Job(shape, 0, (), first_pid=1_000_000, nonfinite=nonfinite)
+    if holes:
+        job.around.storage.put(f"{FOLDER}{0:08d}-{0:012d}-0.json", holes.encode())
     return job.run()

@@ -26,8 +26,15 @@ MOST_HUNG_S = 500.0
 """If a process hung for longer the others would give up. Its own watchdog, which has no thread here, ends it sooner."""
 DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
 OF_ETCD = ("etcd_refuses", "alien_record")
-LONE = ("private_storage", "other_limits", "other_code", "wrong_address", "start_twin", "alien_record")
-"""Kinds that are drawn one at a time, too, in a job of minutes: what each costs the others is then its price alone."""
+LONE = (
+    *("private_storage", "other_limits", "other_code", "wrong_address", "start_twin", "alien_record"),
+    *("twin_dir", "flip_memory"),
+)
+"""Kinds that are drawn one at a time, too, in a job of minutes: what each costs the others is then its price alone.
+
+`twin_dir` and `flip_memory` are drawn in no other way: a job without a sign of life may be taken over by another one,
+and a rank whose memory is wrong is known by those that it differs from, if none of them ends before.
+"""
 APART = (
     "bad_row_group",
     "freeze_agent",
@@ -36,6 +43,7 @@ APART = (
     "other_limits",
     "other_code",
     "wrong_address",
+    *("twin_dir", "flip_memory", "nan_loss"),
     *OF_ETCD,
 )
 """Kinds that are drawn by themselves, from streams of their own, or in cases of their own alone."""
@@ -117,8 +125,30 @@ def draw_agent(draws: random.Random, shape: Shape) -> SimFault:
 def draw_lone(draws: random.Random, shape: Shape) -> SimFault:
     """Draw one fault of one bad node; it lasts for at least as long as its price is counted."""
     at_s, for_s = shape.warm_s + draws.uniform(10.0, 30.0), draws.uniform(20.0, 2 * LONE_S)
-    node = draws.randrange(shape.nodes)
-    return SimFault(draws.choice(LONE), round(at_s, 3), node=node, rank=0, other=0, for_s=round(for_s, 3))
+    node, kind = draws.randrange(shape.nodes), draws.choice(LONE)
+    if kind == "flip_memory":
+        return _draw_flip(draws, shape, node)
+    return SimFault(kind, round(at_s, 3), node=node, rank=0, other=0, for_s=round(for_s, 3))
+
+
+def _draw_flip(draws: random.Random, shape: Shape, node: int) -> SimFault:
+    """Draw a flipped bit between two commits.
+
+    What flips from a comparison until the commit has been copied, within a step, is in that commit, and not found.
+    """
+    commit = draws.randrange(max(1, shape.total_steps // shape.commit_every - 1)) * shape.commit_every
+    at_s = draws.uniform(0.0, 0.3) * shape.step_s
+    bit, rank = draws.randrange(32), draws.randrange(shape.ranks)
+    return SimFault("flip_memory", round(at_s, 3), node=node, rank=rank, other=bit, step=commit + 1)
+
+
+def draw_no_numbers(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
+    """Draw losses that are not numbers."""
+    moments = [draws.uniform(shape.warm_s, shape.span_s) for _ in range(draws.randint(1, 3))]
+    return tuple(
+        SimFault("nan_loss", round(at_s, 3), node=draws.randrange(shape.nodes), rank=draws.randrange(shape.ranks))
+        for at_s in moments
+    )
 
 
 def in_order(faults: list[SimFault]) -> tuple[SimFault, ...]:

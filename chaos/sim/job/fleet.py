@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from chaos.sim.job.fault import SimFault
-from chaos.sim.job.host import Host
-from chaos.sim.job.live_node import Node
+from chaos.sim.job.host import Host, Worker
+from chaos.sim.job.live_node import RUN_ID, Node
 from chaos.sim.job.restart_node import RestartNode
 from chaos.sim.job.run_record import named
 from chaos.sim.machine.kernel import Process
+
+OTHER_RUN_ID = "other"
+"""Of the job that is started in the folder of the one that is simulated."""
 
 
 class Fleet:
@@ -48,6 +51,10 @@ class Fleet:
     def all_workers(self) -> list[Process]:
         return [process for node in self.nodes for process in node.live_workers()]
 
+    def worker_of(self, process: Process) -> Worker:
+        """Return what is known of a worker beside its process."""
+        return self._host.workers[process]
+
     # What is done to nodes.
 
     def freeze(self, processes: list[Process], for_s: float) -> None:
@@ -70,10 +77,16 @@ class Fleet:
         """Start as many nodes again, under the same run id, and kill them after a while."""
         first = self.shape.nodes
         self.nodes += [self._make_node(number) for number in range(len(self.nodes), 2 * first)]
-        for number in range(first, 2 * first):
-            self.start_node(number)
-            self.kernel.after(for_s, lambda number=number: self._end_guest(self.nodes[number]))  # type: ignore[misc]
-        self.keep_busy(for_s)
+        self._visit(self.nodes[first : 2 * first], "start_twin", for_s)
+
+    def start_other_job(self, for_s: float) -> list[Process]:
+        """Start as many nodes with a run id of their own, kill them after a while, and return their agents."""
+        first = max(len(self.nodes), 2 * self.shape.nodes)  # below are those of twins
+        self.nodes += [self._make_node(number) for number in range(len(self.nodes), first)]
+        others = [self._make_node(first + place, OTHER_RUN_ID) for place in range(self.shape.nodes)]
+        self.nodes += others
+        self._visit(others, "twin_dir", for_s)
+        return [agent for node in others for agent in node.live_agent()]
 
     def start_again(self, number: int) -> None:
         """Undo what has ended a node."""
@@ -90,8 +103,14 @@ class Fleet:
         """Take something to last so long from now."""
         self.busy_until = max(self.busy_until, self.kernel.now + for_s)
 
-    def _end_guest(self, node: Node) -> None:
-        self.record.write("chaos", "undo", kind="start_twin", **named(node.live_workers()))
+    def _visit(self, guests: list[Node], kind: str, for_s: float) -> None:
+        for guest in guests:
+            self.start_node(guest.number)
+            self.kernel.after(for_s, lambda guest=guest: self._end_guest(guest, kind))  # type: ignore[misc]
+        self.keep_busy(for_s)
+
+    def _end_guest(self, node: Node, kind: str) -> None:
+        self.record.write("chaos", "undo", kind=kind, node=node.number, **named(node.live_workers()))
         node.kill()
 
     def _start_after(self, number: int, for_s: float) -> None:
@@ -100,5 +119,5 @@ class Fleet:
         node.away_until = max(node.away_until, self.kernel.now + for_s)
         self.keep_busy(for_s)
 
-    def _make_node(self, number: int) -> Node:
-        return (RestartNode if self.restarts else Node)(self._host, number)
+    def _make_node(self, number: int, run_id: str = RUN_ID) -> Node:
+        return (RestartNode if self.restarts else Node)(self._host, number, run_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from chaos.sim.job.run_record import RunRecord
@@ -9,7 +10,9 @@ from chaos.sim.job.shape import make_plan
 from chaos.sim.job.surroundings import Surroundings
 from chaos.sim.machine.kernel import Process
 from chaos.sim.machine.stdlib import host_of
+from chaos.sim.modelled.training import ModelledState
 from elastic_train.checkpoint.saving.abandonment import LEAST_S
+from elastic_train.job.state import AppliedState
 from elastic_train.system.preemption import LeaveRequest
 from rendezvous.context import LiveContext
 
@@ -35,15 +38,20 @@ class Worker:
     """None in `restart` mode, in which the environment says all."""
     local_rank: int
     leave: SimLeaveRequest
+    state: ModelledState | AppliedState | None = None
+    """What it trains, once it has built it and as long as it lives."""
+    is_loss_spoilt: bool = False
+    """Whether the loss of its next lane is not a number."""
 
 
 class Host:
     """The product's side of a simulated job; a question is answered for the process that asks it."""
 
-    def __init__(self, around: Surroundings, record: RunRecord) -> None:
-        self.around, self.record = around, record
+    def __init__(self, around: Surroundings, record: RunRecord, nonfinite: Collection[int] = ()) -> None:
+        """`nonfinite` are steps, counted from 0, of which no loss is a number."""
+        self.around, self.record, self._nonfinite = around, record, nonfinite
         self.kernel, self.shape = around.kernel, around.shape
-        self.plan = make_plan(around.shape, around.data, record.take_witness)
+        self.plan = make_plan(around.shape, around.data, record.take_witness, self._take_state)
         self.pace = around.draws("pace")
         self.workers: dict[Process, Worker] = {}
         self._environs: dict[Process, dict[str, str]] = {}
@@ -68,6 +76,19 @@ class Host:
             stopped_s = process.stopped_s
             self.kernel.sleep(left_s)
             left_s = max(process.stopped_s - stopped_s, process.hangs_until - self.kernel.now)
+
+    def takes_loss_away(self, step: int) -> bool:
+        """Say whether the loss of a lane of this step is to be none, once for each time that it was spoilt."""
+        worker = self.workers[self.kernel.process]
+        is_spoilt, worker.is_loss_spoilt = worker.is_loss_spoilt, False
+        return is_spoilt or step in self._nonfinite
+
+    def _take_state(self, state: ModelledState | AppliedState) -> None:
+        """Know a worker's state as long as it lives."""
+        process = self.kernel.process
+        worker = self.workers[process]
+        worker.state = state
+        process.at_death["state"] = lambda: setattr(worker, "state", None)
 
     def copy(self) -> None:
         """Take the time of a save's copy: often less than a step's, now and then more; only a slow one is given up."""

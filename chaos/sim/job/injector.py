@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from chaos.scenario.kinds import befalls_all, cuts_off
@@ -13,6 +14,11 @@ from chaos.sim.machine.kernel import Killed, Process
 
 TIMES = {"scale_down": 5.0, "start_twin": 5.0}
 """What lasts so many times as long as its fault says."""
+WHOSE: Mapping[str, Callable[[Fleet, list[Process]], list[int]]] = {
+    "slow_etcd": lambda fleet, hit: [node.number for node in fleet.nodes],  # here for all of them
+    "twin_dir": lambda fleet, hit: [agent.node for agent in hit],
+}
+"""Which nodes a fault befalls, by its kind, where that is not the one that it was drawn for."""
 
 
 class Injector:
@@ -82,8 +88,8 @@ class Injector:
         # What befalls all, or the way to etcd, has happened although no worker was there to notice.
         if hit or damaged or befalls_all(fault.kind) or cuts_off(fault.kind):
             more: dict[str, Any] = {"commit": damaged[0]} if damaged else {}
-            if fault.kind == "slow_etcd":
-                more["nodes"] = [node.number for node in fleet.nodes]  # here for all of them
+            if fault.kind in WHOSE:
+                more["nodes"] = WHOSE[fault.kind](fleet, hit)
             self._note(fault, hit, fleet.node(fault), for_s, **more)
 
     def _note(self, fault: SimFault, hit: list[Process], node: int, for_s: float, **more: Any) -> None:

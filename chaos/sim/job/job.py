@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from chaos.judge.evidence.run_files import Evidence
 from chaos.scenario.kinds import ALIENS
@@ -38,11 +38,13 @@ class Job:
         *,
         bug: Mapping[str, object] | None = None,
         first_pid: int = 1000,
+        nonfinite: Collection[int] = (),
     ) -> None:
+        """`nonfinite` are steps, counted from 0, of which no loss is a number, whatever faults come."""
         spoils_data = any(fault.kind == "bad_row_group" for fault in faults)
         self.around = Surroundings(shape, seed, may_spoil_data=spoils_data, first_pid=first_pid)
         self.record = RunRecord(self.around.kernel)
-        self._host = Host(self.around, self.record)
+        self._host = Host(self.around, self.record, nonfinite)
         self._fleet = Fleet(self._host)
         self.injector = Injector(self._fleet, faults)
         self._bug = bug or {}

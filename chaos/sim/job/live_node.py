@@ -33,8 +33,8 @@ LOOK_S = 0.1
 class Node:
     """A machine, up or not."""
 
-    def __init__(self, host: Host, number: int) -> None:
-        self.number = number
+    def __init__(self, host: Host, number: int, run_id: str = RUN_ID) -> None:
+        self.number, self.run_id = number, run_id
         self.agent: Process | None = None
         self.workers: dict[int, Process] = {}
         self.away_until = self.down_for_s = 0.0
@@ -97,7 +97,7 @@ class Node:
         node = f"{host_of(self.number)}-{agent.pid}-{agent.born:.6f}"
         context = LiveContext(
             endpoints=("etcd",),
-            run_id=RUN_ID,
+            run_id=self.run_id,
             node=node,
             host=host_of(self.number),
             address=host_of(self.number),
@@ -108,7 +108,9 @@ class Node:
             last_call_s=2.0,
             timeout_s=900.0,
         )
-        undertaker = SimpleNamespace(_keys=Keys(RUN_ID), _etcd=EtcdClient(host.around.etcd, agent), node=context.node)
+        undertaker = SimpleNamespace(
+            _keys=Keys(self.run_id), _etcd=EtcdClient(host.around.etcd, agent), node=context.node
+        )
         for local_rank in range(shape.ranks):
             self._start_worker(context, local_rank)
         self._watcher = self._kernel.current

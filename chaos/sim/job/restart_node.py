@@ -71,8 +71,8 @@ class RestartNode(Node):
     what torchrun does then.
     """
 
-    def __init__(self, host: Host, number: int) -> None:
-        super().__init__(host, number)
+    def __init__(self, host: Host, number: int, run_id: str = RUN_ID) -> None:
+        super().__init__(host, number, run_id)
         self._main: Process | None = None
         self._generation: Generation | None = None
 
@@ -134,7 +134,7 @@ class RestartNode(Node):
     def _make_handler(self) -> EtcdRendezvousHandler:
         shape, conf, address = self._host.shape, Conf(), host_of(self.number)
         conf.ttl_s = shape.ttl_s
-        params = RendezvousParameters(BACKEND, "etcd", RUN_ID, shape.min_nodes, shape.nodes, local_addr=address)
+        params = RendezvousParameters(BACKEND, "etcd", self.run_id, shape.min_nodes, shape.nodes, local_addr=address)
         return EtcdRendezvousHandler(params, conf)
 
     def _kill_workers(self) -> None:

@@ -11,9 +11,11 @@ import torch
 
 from chaos.sim.machine.tracker import URI
 from chaos.sim.modelled.plan import ModelledManifest, ModelledPlan, ModelledTask
+from chaos.sim.modelled.training import ModelledState
 from chaos.sim.modelled.training_data import Dataset, ModelledFeed, order_of
 from elastic_train.config.schema import Config
 from elastic_train.core.arrays import Int64s
+from elastic_train.job.state import AppliedState
 
 Recovery = Literal["live", "restart"]
 Shards = Literal["optimizer", "gradients", "parameters"]
@@ -91,8 +93,16 @@ class Shape:
         return self.warm_s + 3.0 + self.total_steps * self.lane_s * -(-self.lanes // ranks)
 
 
-def make_plan(shape: Shape, data: Dataset, take_witness: Callable[[Int64s], None]) -> ModelledPlan:
-    """Return what `elastic_train.job.plan.make_plan` would; `take_witness` gets the counts of a job that is done."""
+def make_plan(
+    shape: Shape,
+    data: Dataset,
+    take_witness: Callable[[Int64s], None],
+    take_state: Callable[[ModelledState | AppliedState], None],
+) -> ModelledPlan:
+    """Return what `elastic_train.job.plan.make_plan` would; `take_witness` gets the counts of a job that is done.
+
+    `take_state` gets what every process builds.
+    """
     tiny: dict[str, object] = {}
     if shape.copies:
         shards = "none" if shape.is_whole else shape.shards
@@ -120,5 +130,6 @@ def make_plan(shape: Shape, data: Dataset, take_witness: Callable[[Int64s], None
         feed=ModelledFeed(data, quarantines=shape.unreadable == "quarantine"),
         total_steps=shape.total_steps,
         device=torch.device("cpu"),
+        take_state=take_state,
         is_tiny=shape.copies > 0,
     )

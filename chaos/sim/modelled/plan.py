@@ -81,6 +81,8 @@ class ModelledPlan:
     feed: ModelledFeed
     total_steps: int
     device: torch.device
+    take_state: Callable[[ModelledState | AppliedState], None]
+    """Gets every state that is built, on behalf of the process that builds it."""
     is_tiny: bool = False
     """Whether a real, tiny model is trained, by the product's own state, in place of a modelled one."""
 
@@ -97,6 +99,11 @@ class ModelledPlan:
         return Retention.of(last=self.config.checkpoint.keep_last)
 
     def build_state(self) -> ModelledState | AppliedState:
+        state = self._make_state()
+        self.take_state(state)
+        return state
+
+    def _make_state(self) -> ModelledState | AppliedState:
         if self.is_tiny:
             return build_tiny_state(self.config, self.manifest.num_rows, self.total_steps)
         return ModelledState(Weights(np.zeros(self.manifest.num_rows, np.int64)))

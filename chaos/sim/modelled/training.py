@@ -7,6 +7,7 @@ witness's counts, one for every sample. Equal hashes at the end are equal weight
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,12 +110,13 @@ class ModelledState:
         return _NO_NORM
 
     def apply(self, facts: StepFacts, norm: torch.Tensor) -> None:
-        weights = self.model
+        weights, is_finite = self.model, math.isfinite(facts.loss)
         assert weights.gradient is not None, "a step has a gradient"
-        weights.counts += weights.gradient.counts
-        weights.digest = derive(weights.digest, weights.gradient.digest, self.step, weights.gradient.bits)
+        if is_finite:
+            weights.counts += weights.gradient.counts
+            weights.digest = derive(weights.digest, weights.gradient.digest, self.step, weights.gradient.bits)
         weights.gradient = None
-        self.reached = self.reached.advance(facts)
+        self.reached = self.reached.advance(facts, is_finite=is_finite, is_skipped=not is_finite)
 
     @property
     def shards(self) -> ModelledState:

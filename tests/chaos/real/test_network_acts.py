@@ -11,7 +11,7 @@ import pytest
 from chaos.real.acts.effects import Effect
 from chaos.real.acts.network import ACTS
 from chaos.scenario.schedule import Due
-from chaos.services.network_namespace import Cable, NoNamespacesError, cable
+from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
 

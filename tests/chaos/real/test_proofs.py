@@ -20,7 +20,7 @@ from chaos.real.acts.outcome import Struck
 from chaos.scenario.schedule import Due
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.freezing_disk import FreezingDisk
-from chaos.services.network_namespace import Cable, NoNamespacesError, cable
+from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 from chaos.services.store_mount import StoreMount, mounted
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from chaos.judge.checker import judge
 from chaos.judge.evidence.applied import pids_of
 from chaos.judge.evidence.run_files import collect, items, number
 from chaos.planted.catalogue import PLANTED
-from chaos.services.network_namespace import NoNamespacesError, cable
+from chaos.services.network.namespace import NoNamespacesError, cable
 
 pytestmark = pytest.mark.slow
 

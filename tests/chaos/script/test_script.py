@@ -32,7 +32,7 @@ from chaos.scenario.model import Fault, Nodes, Scenario
 from chaos.script import run as scripts
 from chaos.script.nodes import check, nodes_of, uses_etcd
 from chaos.script.watch import worker_of
-from chaos.services.network_namespace import Cable
+from chaos.services.network.namespace import Cable
 from chaos.services.surroundings import Surroundings
 from tests.chaos import fake_torchrun
 from tests.conftest import ROOT

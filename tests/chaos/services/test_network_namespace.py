@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from chaos.services.network_namespace import Cable, NoNamespacesError, cable
+from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]  # one cable, and one that was left, at a time
 

@@ -12,12 +12,9 @@ import pytest
 
 from chaos.cli import main
 from chaos.errors import ScenarioError
-from chaos.judge.checker import judge
 from chaos.judge.evidence.run_files import Evidence
-from chaos.judge.findings import Unknown, Violated
-from chaos.judge.invariants.departures import deaths
+from chaos.judge.findings import Violated
 from chaos.judge.invariants.one_lineage import lineage
-from chaos.judge.invariants.progress import progress
 from chaos.sim.campaign import cases
 from chaos.sim.campaign.planted import catalogue
 from chaos.sim.campaign.planted.catalogue import PLANTED
@@ -29,12 +26,11 @@ from chaos.sim.campaign.simulate import (
     digest_of,
     simulate,
 )
-from chaos.sim.campaign.swarm import LONE
 from chaos.sim.job.fault import AT_POINTS, POINTS, SimFault
 from chaos.sim.job.job import Job
 from chaos.sim.job.kinds import KINDS
-from chaos.sim.job.shape import Recovery, Shape, Shards
-from chaos.sim.machine.kernel import EPOCH_S, Kernel, Timeless
+from chaos.sim.job.shape import Shape, Shards
+from chaos.sim.machine.kernel import Kernel, Timeless
 from elastic_train.errors import ElasticTrainError
 from elastic_train.shards.holdings import grains_in, runs_of
 from elastic_train.shards.owners import owned_by_some
@@ -84,103 +80,6 @@ def test_a_fault_left_out_is_another_history() -> None:
     assert all(finding.truth == "true" for finding in faulted.findings), faulted.findings
 
 
-def test_two_nodes_that_only_a_third_reaches_do_not_stop_the_job() -> None:
-    """Both reach etcd, so no lease ends; a waiting member probes the other, and worlds form without the pair."""
-    run = Job(Shape(), 1, (SimFault("cut_link", at_s=6.0, node=0, other=1, for_s=1000.0),)).run()
-    assert run.result is not None and run.result["status"] == "done"
-    (ended,) = {line["t"] for process in run.processes for line in process if line["op"] == "end" and line["rank"] == 0}
-    assert isinstance(ended, float) and ended < EPOCH_S + 100.0
-
-
-@pytest.mark.parametrize("kind", ["refuse_address", "same_address"])
-def test_a_node_that_comes_back_at_a_wrong_address_stops_nobody(kind: str) -> None:
-    """The others ask who is there before they make room for it: their one world after its loss lasts to the end."""
-    away = SimFault("kill_node", at_s=8.0, node=2, for_s=6.0)
-    run = Job(Shape(epochs=30), 1, (away, SimFault(kind, at_s=8.5, node=2, for_s=1000.0))).run()
-    assert run.result is not None and run.result["status"] == "done"
-    assert {(line["term"], line["world"]) for process in run.processes for line in process if line["op"] == "form"} == {
-        (1, 3),
-        (2, 2),
-    }
-
-
-@pytest.mark.parametrize("kind", ["refuse_address", "same_address"])
-def test_a_node_that_is_refused_in_the_middle_costs_one_world(kind: str) -> None:
-    """It lives, so its refusal is not death for long: the others continue without it, and take it in again later."""
-    run = Job(Shape(epochs=30), 1, (SimFault(kind, at_s=10.0, node=2, for_s=12.0),)).run()
-    assert run.result is not None and run.result["status"] == "done"
-    forms = {line["term"]: line["world"] for process in run.processes for line in process if line["op"] == "form"}
-    assert list(forms.values()) == [3, 2, 3]
-
-
-@pytest.mark.parametrize("kind", ["refuse_address", "same_address"])
-@pytest.mark.parametrize("node", [0, 1])
-def test_of_two_nodes_that_refuse_each_other_either_may_leave(kind: str, node: int) -> None:
-    """The fault names one of them, and neither can tell whose address it is that is wrong."""
-    fault = SimFault(kind, at_s=15.0, node=node, for_s=20.0)
-    run = Job(Shape(nodes=2, epochs=30), 1, (fault,)).run()
-    assert [line["world"] for line in run.of("form") if line["rank"] == 0][:2] == [2, 1], "one has left"
-    assert deaths(run).endswith("each explained by a fault")
-
-
-def test_the_departure_of_a_third_node_from_two_that_refuse_each_other_is_not_explained() -> None:
-    """Of three nodes, the one at whose address nobody is has to leave."""
-    run = Job(Shape(epochs=30), 1, (SimFault("refuse_address", at_s=10.0, node=2, for_s=1000.0),)).run()
-    (fault,) = run.of("fault")
-    fault.update(pids=[], node=1)
-    with pytest.raises(Unknown, match="left between terms 1 and 2"):
-        deaths(run)
-
-
-@pytest.mark.parametrize("node", range(3))
-def test_a_node_that_cannot_write_costs_one_world_and_a_few_commits(node: int) -> None:
-    """Whether it leads or not: it steps back, and all others commit as before. Without that nobody can any more."""
-    faults = (SimFault("readonly_dir", at_s=10.0, node=node, for_s=1000.0),)
-    run = Job(Shape(epochs=30), 1, faults).run()
-    assert run.result is not None and run.result["status"] == "done"
-    assert [(line["term"], line["world"]) for line in run.of("form") if line["rank"] == 0] == [(1, 3), (2, 3)]
-    assert [line["step"] for line in run.of("commit")][-20:] == list(range(55, 155, 5))
-    assert len(run.of("unwritable")) == 1
-    never = {"elastic_train.training.commits:Commits.is_unable": lambda commits: False}
-    before = Job(Shape(epochs=30), 1, faults, bug=never).run()
-    assert [(line["term"], line["world"]) for line in before.of("form") if line["rank"] == 0] != [(1, 3), (2, 3)]
-
-
-def test_nodes_that_fail_to_write_by_accident_come_back() -> None:
-    """In `restart` mode, too, where the process ends over it; two of four nodes were lost for good here."""
-    shape = Shape(nodes=4, lanes=5, rows=(17, 50, 9, 31, 2), epochs=4, commit_every=2, lane_s=0.3, recovery="restart")
-    outcomes = []
-    for seed in range(8):
-        case = Case(seed, shape, (SimFault("storage_errors", at_s=7.0, node=2, for_s=12.0),))
-        run = Job(case.shape, case.seed, case.faults).run()
-        assert {line["node"]: line["code"] for line in run.of("exit")} == dict.fromkeys(range(4), 0)
-        outcomes.append(simulate(case))
-    assert all(outcome.violations == () for outcome in outcomes)
-    assert any("tries again if its launcher" in error for outcome in outcomes for error in outcome.errors)
-
-
-@pytest.mark.parametrize("gap_s", [0.02, 0.1, 0.19])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_nodes_that_are_asked_to_leave_one_after_another_leave_together(gap_s: float, seed: int) -> None:
-    """One commit of all, and no world of those that are left, in which some of them would find out next."""
-    asked = tuple(SimFault("stop_node", at_s=10.0 + gap_s * node, node=node, for_s=10.0) for node in range(3))
-    run = Job(Shape(epochs=30), seed, asked).run()
-    assert run.result is not None and run.result["status"] == "done"
-    assert [(line["term"], line["world"]) for line in run.of("form") if line["rank"] == 0] == [(1, 3), (2, 3)]
-    left = [line for line in run.of("end") if line["term"] == 1]
-    assert [line["status"] for line in left] == ["preempted"] * 3
-    last = max(line["step"] for line in run.of("commit") if line["term"] == 1)
-    assert {line["step"] for line in left} == {last}
-
-
-def test_every_process_of_a_flapping_node_that_leaves_is_explained() -> None:
-    """The node's second and third processes are not the one that the fault's line names."""
-    run = Job(Shape(epochs=20), 1, (SimFault("flap_node", at_s=8.0, node=1, for_s=8.0),)).run()
-    named = [line["pids"] for line in run.of("undo") if line["kind"] == "flap_node"]
-    assert len(named) == 2 and all(named)
-    assert deaths(run).endswith("each explained by a fault")
-
-
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
     """Each bug is found within a bounded number of seeds; without it the same faults break nothing."""
@@ -198,43 +97,6 @@ def test_training_itself_ends_where_samples_were_not_applied_once_each(name: str
     outcome = simulate(found.case, watched)
     assert any("were not applied once each" in error for error in outcome.errors)
     assert not any("were not applied once each" in error for error in found.errors)
-
-
-@pytest.mark.parametrize("kind", LONE)
-def test_one_bad_node_costs_the_others_next_to_nothing(kind: str) -> None:
-    """The law is put to the test by each kind, and holds; so does everything else."""
-    shape = Shape(epochs=30, lane_s=0.5)
-    outcome = simulate(Case(1, shape, (SimFault(kind, at_s=20.0, node=2, for_s=100.0),)))
-    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
-    (why,) = [finding.why for finding in outcome.findings if finding.invariant == "no-harm"]
-    assert why.startswith("1 times a node was wrong or joined")
-
-
-def test_a_node_of_another_version_ends_with_2_and_says_why() -> None:
-    """It is let into no world for longer than it takes to compare; with the others' version it comes back."""
-    shape = Shape(epochs=30, lane_s=0.5)
-    run = Job(shape, 1, (SimFault("other_code", at_s=20.0, node=2, for_s=100.0),)).run()
-    (turned_away,) = [line for line in run.of("exit") if line["code"] != 0]
-    assert (turned_away["node"], turned_away["code"]) == (2, 2)
-    sizes = [line["world"] for line in run.of("form") if line["rank"] == 0]
-    assert sizes[0] == sizes[-1] == 3 and sizes.count(2) == 2
-
-
-def test_worlds_that_do_not_form_for_minutes_do_not_end_the_job() -> None:
-    """Hundreds of them; the network heals, and the job ends well."""
-    outcome = simulate(Case(1, Shape(), (SimFault("block_ports", at_s=5.5, for_s=900.0),)))
-    assert outcome.violations == ()
-
-
-def test_worlds_that_never_form_end_every_node_with_93() -> None:
-    """After half an hour, and with a reason; a product that tries for ever is caught by `progress`."""
-    blocked = SimFault("block_ports", at_s=5.5, for_s=3600.0)
-    run = Job(Shape(), 1, (blocked,)).run()
-    assert [line["code"] for line in run.of("exit")] == [93, 93, 93]
-    assert progress(run).endswith("worlds in a row without a step of a process")
-    tireless = {"elastic_train.world.standstill:Standstill.note": lambda self, why: None}
-    with pytest.raises(Violated, match=r"worlds in a row without a step, for .* and did not end with 93"):
-        progress(Job(Shape(), 1, (blocked,), bug=tireless).run())
 
 
 def test_a_run_in_which_a_worker_dies_by_itself_is_not_valid() -> None:
@@ -353,84 +215,6 @@ def test_the_history_is_the_evidence_that_real_runs_leave() -> None:
     assert digest_of(run) == digest_of(Job(Shape(), 1, ()).run())
 
 
-def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
-    """A hole begins after a commit, every process dies, all can be read again: the replay leaves out the same samples.
-
-    The bits are those of a run that knew of the hole from the beginning.
-    """
-    shape = Shape(unreadable="quarantine")
-    bad = SimFault("bad_row_group", at_s=6.0, node=-1, other=2, for_s=3.0)
-    case = Case(1, shape, (bad, SimFault("kill_job", step=8, for_s=3.0)))
-    run = Job(shape, case.seed, case.faults).run()
-    assert run.result is not None and [hole["since"] for hole in run.result["holes"]] == [6]  # type: ignore[attr-defined]
-    assert [line["step"] for line in run.of("restore") if line["rank"] == 0] == [0, 5]
-    findings = simulate(case).findings
-    assert all(finding.truth == "true" for finding in findings), findings
-    (why,) = [finding.why for finding in findings if finding.invariant == "coverage"]
-    assert "but for 54 in 1 holes that are listed" in why
-
-
-@pytest.mark.parametrize("recovery", ["live", "restart"])
-@pytest.mark.parametrize("more", [None, 1, 2], ids=["alone", "its worker dies", "another's worker dies"])
-@pytest.mark.parametrize("for_s", [2.0, 15.0])
-def test_a_frozen_agent_stops_nobody(recovery: Recovery, more: int | None, for_s: float) -> None:
-    """In live mode, alone, it does not even cost a world; a worker of its own that dies meanwhile comes back later."""
-    faults = [SimFault("freeze_agent", at_s=10.0, node=1, for_s=for_s)]
-    faults += [] if more is None else [SimFault("kill_worker", at_s=11.0, node=more)]
-    case = Case(1, Shape(epochs=8, recovery=recovery), tuple(faults))
-    outcome = simulate(case)
-    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
-    run = Job(case.shape, case.seed, case.faults).run()
-    assert recovery == "restart" or more is not None or {line["term"] for line in run.of("form")} == {1}
-
-
-@pytest.mark.parametrize("recovery", ["live", "restart"])
-@pytest.mark.parametrize("node", [0, 1])
-def test_the_bad_copy_of_one_node_costs_that_node_and_no_sample(recovery: Recovery, node: int) -> None:
-    """Also with quarantine, and whether it leads or not: it ends with 65, and comes back when its copy is restored."""
-    shape = Shape(unreadable="quarantine", epochs=6, recovery=recovery)
-    case = Case(1, shape, (SimFault("bad_row_group", at_s=6.0, node=node, other=2),))
-    run = Job(shape, case.seed, case.faults).run()
-    assert run.result is not None and run.result["status"] == "done" and run.result["holes"] == []
-    assert next((line["node"], line["code"]) for line in run.of("exit")) == (node, 65)
-    worlds = [line["world"] for line in run.of("form") if line["rank"] == 0]
-    assert worlds == [3, 2, 3] or (recovery, worlds) == ("restart", [3, 3])
-    outcome = simulate(case)
-    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
-    assert any("this node's copy or disk is at fault" in error for error in outcome.errors)
-
-
-def test_what_all_can_read_again_when_they_look_is_no_hole() -> None:
-    """An outage that is over when the ranks look again, past what they hold, costs a repeated step."""
-    shape = Shape(unreadable="quarantine", epochs=6)
-    for at_s in (6.0, 6.3, 6.6):
-        run = Job(shape, 1, (SimFault("bad_row_group", at_s=at_s, node=-1, other=2, for_s=0.05),)).run()
-        assert run.result is not None and (run.result["status"], run.result["holes"]) == ("done", [])
-
-
-def test_without_quarantine_an_unreadable_row_group_ends_the_job() -> None:
-    """Without quarantine every node ends with 65, and is not started again; the judge says that the job did not end."""
-    run = Job(Shape(), 1, (SimFault("bad_row_group", at_s=6.0, node=-1, other=1),)).run()
-    assert [line["code"] for line in run.of("exit")] == [65, 65, 65]
-    (finished,) = [finding for finding in judge(run) if finding.invariant == "finished"]
-    assert finished.truth == "false"
-
-
-@pytest.mark.parametrize(("recovery", "for_s"), [("live", 4.0), ("restart", 4.0), ("live", 60.0)])
-def test_a_tracker_has_every_value_once_after_an_outage(recovery: Recovery, for_s: float) -> None:
-    """Back before the job's end or long after it: each value of each step is there once, and is the final one.
-
-    What came back after the end was sent by the product's `sync`.
-    """
-    shape = Shape(tracked=True, recovery=recovery)
-    away = SimFault("tracker_outage", at_s=5.5, for_s=for_s)
-    outcome = simulate(Case(1, shape, (away, SimFault("kill_worker", step=8, node=2))))
-    assert outcome.num_faults == {"tracker_outage": 1, "kill_worker": 1}
-    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
-    (why,) = [finding.why for finding in outcome.findings if finding.invariant == "tracking"]
-    assert "15 losses are those applied" in why and "once each" in why
-
-
 def test_as_many_nodes_as_asked_for() -> None:
     """A job of 128 nodes loses some and ends well; etcd takes no more guards of one transaction than it would."""
     faults = (SimFault("lose_node", at_s=6.0, node=3, for_s=4.0), SimFault("kill_node", at_s=6.5, node=7, for_s=3.0))
@@ -448,13 +232,3 @@ def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> No
     assert (fields["seeds"], fields["valid"], fields["replay"]) == (3, 3, None)
     assert {"faults", "virtual_hours", "digest", "runs_per_s", "faults_by_kind"} <= set(fields)
     assert set(fields["never_came"]).isdisjoint(fields["faults_by_kind"]) and "kill@data" in fields["never_came"]
-
-
-def test_a_store_without_conditional_creates_is_refused_by_all() -> None:
-    """No step is committed there: every node ends with 2, before two worlds could publish under one name."""
-    job = Job(Shape(nodes=3), 0, ())
-    job.around.storage.is_unconditional = True
-    run = job.run()
-    assert {line["code"] for line in run.of("exit")} == {2}
-    assert run.commits == []
-    assert any("ignores that a key is to be created only" in error for error in job.record.errors)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chaos.services.etcd_cluster import EtcdCluster
-from chaos.services.network_namespace import Cable, NoNamespacesError, cable
+from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import begin
 from tests.elastic_train.training.live.test_live import eventually, history, until_whole, write_config

@@ -15,6 +15,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
+from chaos.services.authority import Authority
 from chaos.services.etcd_admin import CORRUPT, NOSPACE, clear_alarms, raise_alarm
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.errors import StoppedWaiting, StoreBlockedError, StoreDeniedError, StoreUnavailableError
@@ -24,7 +25,6 @@ from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Keys, World
 from rendezvous.membership.store import Put
-from tests.rendezvous.etcd.certificates import Authority
 from tests.rendezvous.rendezvous_sides import eventually
 
 pytestmark = pytest.mark.slow

@@ -14,6 +14,7 @@ import grpc
 import pyetcd
 import pytest
 
+from chaos.services.authority import Authority
 from chaos.services.etcd_cluster import EtcdCluster, frozen
 from rendezvous import (
     EtcdServer,
@@ -27,7 +28,6 @@ from rendezvous.etcd import watch as mirror
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.store import EtcdLease
 from rendezvous.membership.store import Put
-from tests.rendezvous.etcd.certificates import Authority
 
 pytestmark = pytest.mark.slow
 

@@ -126,6 +126,28 @@ PLANTED = (
         replace(SHAPE, epochs=30, lane_s=0.5),
     ),
     SimBug(
+        "claims-from-the-living",
+        "a job claims a term in a folder in which another one is at work, and both fence each other off",
+        lambda: {"elastic_train.world.claims:Rivals.check": lambda self, newest: None},
+        ("no-harm",),
+        faults.another_job,
+        replace(SHAPE, epochs=30, lane_s=0.5),
+    ),
+    SimBug(
+        "compares-nothing",
+        "ranks do not compare their weights before they commit them",
+        lambda: {"elastic_train.training.commits:check_same_weights": lambda group, weights, step: None},
+        ("hash", "weights"),
+        faults.flipped,
+    ),
+    SimBug(
+        "asks-no-loss",
+        "a step is applied whatever its loss is",
+        lambda: {"elastic_train.training.loop:StepFacts": bugs.facts_of_a_sound_step},
+        ("updates",),
+        faults.losses_gone,
+    ),
+    SimBug(
         "gives-up-at-once",
         "worlds that do not form end the job however short a time they did not",
         lambda: {"elastic_train.world.forming:Standstill": bugs.impatient},

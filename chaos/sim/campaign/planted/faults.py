@@ -61,6 +61,23 @@ def alone_with_other_code(draws: random.Random) -> tuple[SimFault, ...]:
     return (SimFault("other_code", at_s=draws.uniform(20.0, 30.0), node=draws.randrange(3), for_s=100.0),)
 
 
+def another_job(draws: random.Random) -> tuple[SimFault, ...]:
+    """Another job is started in the folder, and nothing else happens."""
+    return (SimFault("twin_dir", at_s=draws.uniform(20.0, 30.0), for_s=100.0),)
+
+
+def flipped(draws: random.Random) -> tuple[SimFault, ...]:
+    """A bit of one rank's weights flips between two commits."""
+    return (
+        SimFault("flip_memory", node=draws.randrange(3), other=draws.randrange(32), step=3 * draws.randint(1, 4) + 1),
+    )
+
+
+def losses_gone(draws: random.Random) -> tuple[SimFault, ...]:
+    """Losses of some steps are not numbers."""
+    return tuple(SimFault("nan_loss", at_s=draws.uniform(6, 14), node=draws.randrange(3)) for _ in range(2))
+
+
 def blocked(draws: random.Random) -> tuple[SimFault, ...]:
     """No world forms for some minutes."""
     return (SimFault("block_ports", at_s=draws.uniform(6.0, 8.0), for_s=draws.uniform(60.0, 900.0)),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 
 from chaos.sim.job.host import Host
@@ -51,7 +52,8 @@ def tensors(host: Host) -> Iterable[Replacement]:
         assert isinstance(sums, training.SampleCounts)
         sums.add(batch.ids)
         coverage = coverage_of_lane(batch.ids)
-        loss = float(coverage.sum_a % 65521 + session.state.step)
+        step = session.state.step
+        loss = math.nan if host.takes_loss_away(step) else float(coverage.sum_a % 65521 + step)
         return LaneSums(loss, float(coverage.count))
 
     def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:

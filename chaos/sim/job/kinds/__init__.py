@@ -13,6 +13,7 @@ from chaos.sim.job.kinds import (
     data,
     etcd,
     machines,
+    memory,
     network,
     storage,
     tracker,
@@ -20,6 +21,9 @@ from chaos.sim.job.kinds import (
 from chaos.sim.machine.kernel import Process
 
 KINDS: Mapping[str, Callable[[Fleet, SimFault], list[Process]]] = {
-    **{act.__name__: act for act in (*machines.ACTS, *network.ACTS, *etcd.ACTS, *data.ACTS, *tracker.ACTS)},
+    **{
+        act.__name__: act
+        for act in (*machines.ACTS, *network.ACTS, *etcd.ACTS, *data.ACTS, *memory.ACTS, *tracker.ACTS)
+    },
     **storage.ACTS,
 }

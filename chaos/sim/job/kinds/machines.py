@@ -146,6 +146,11 @@ def start_twin(fleet: Fleet, fault: SimFault) -> list[Process]:
     return fleet.all_workers()
 
 
+def twin_dir(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """Somebody starts another job, with a run id of its own, in the job's folder; it does not belong there."""
+    return [] if fleet.restarts else fleet.start_other_job(fault.for_s)
+
+
 def freeze_worker(fleet: Fleet, fault: SimFault) -> list[Process]:
     hit = fleet.worker(fault)
     fleet.freeze(hit, fault.for_s)
@@ -214,5 +219,15 @@ ACTS = (
         flap_node,
         scale_down,
     ),
-    *(freeze_worker, freeze_node, freeze_agent, hang_worker, slow_worker, jump_clock, skew_clocks, start_twin),
+    *(
+        freeze_worker,
+        freeze_node,
+        freeze_agent,
+        hang_worker,
+        slow_worker,
+        jump_clock,
+        skew_clocks,
+        start_twin,
+        twin_dir,
+    ),
 )

@@ -1,0 +1,90 @@
+"""Faults inside one worker, of which nobody tells it: wrong numbers, a flipped bit, no room for one more open file.
+
+What a worker computes cannot be reached from outside. So a task of `chaos.tasks` looks for a file that is named after
+the fault in the failpoints of its node, and does what that asks for; the first process that finds it renames it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chaos.real.acts.job_view import Act, JobView
+from chaos.real.acts.outcome import Struck
+from chaos.real.acts.targets import targets
+from chaos.tasks.orders import done_by, give
+
+if TYPE_CHECKING:
+    from chaos.scenario.schedule import Due
+
+
+def nan_loss(job: JobView, fault: Due) -> Struck | None:
+    """Have the next lane of a node give a loss that is not a number."""
+    return _by_a_task(job, fault, [])
+
+
+def flip_memory(job: JobView, fault: Due) -> Struck | None:
+    """Have a process of a node flip a bit of its weights, if others hold the same ones; all of them end over it."""
+    members = [*job.followed.pids.values()]
+    return _by_a_task(job, fault, members) if len(members) > 1 else None
+
+
+def _by_a_task(job: JobView, fault: Due, pids: list[int]) -> Struck | None:
+    nodes = targets(job, fault)[:1]
+    if not nodes or not give(job.around.points[nodes[0].number], fault.kind):
+        return None
+    folder, kind = job.around.points[nodes[0].number], fault.kind
+    return Struck(pids, nodes, effect=lambda: done_by(folder, kind))
+
+
+def cap_fds(job: JobView, fault: Due) -> Struck | None:
+    """Let a worker open no file and no connection more than it has: all numbers below its limit are in use."""
+    nodes = targets(job, fault)
+    own = {pid for node in nodes for pid in node.pids()}
+    victims = [pid for _, pid in sorted(job.followed.pids.items()) if pid in own][-1:]
+    before = {pid: limits for pid in victims if (limits := _cap(pid)) is not None}
+
+    def lift() -> list[int]:
+        for pid, limits in before.items():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        return [*before]
+
+    return (
+        Struck([*before], nodes, undo=lift, effect=lambda: next(filter(None, map(_full, before)), None))
+        if before
+        else None
+    )
+
+
+def _cap(pid: int) -> tuple[int, int] | None:
+    """Set a process's limit to its lowest free number; return the limits before, None if it has ended.
+
+    The soft limit, since not even root may raise a hard one again everywhere; the process could raise it by itself.
+    """
+    try:
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        most = _lowest_free(pid)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, hard))
+    except (ProcessLookupError, FileNotFoundError):
+        return None
+    return soft, hard
+
+
+def _full(pid: int) -> str | None:
+    """See that the kernel gives a process no further number: it has all that are below its limit."""
+    try:
+        limit, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        return f"process {pid} has all {limit} files open that it may" if _lowest_free(pid) >= limit else None
+    except (ProcessLookupError, FileNotFoundError):
+        return None
+
+
+def _lowest_free(pid: int) -> int:
+    used = {int(link.name) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    return min(set(range(len(used) + 1)) - used)
+
+
+ACTS: dict[str, Act] = {act.__name__: act for act in (nan_loss, flip_memory, cap_fds)}

@@ -1,0 +1,1 @@
+"""A network namespace for a node, its cable, and what relays its packets."""

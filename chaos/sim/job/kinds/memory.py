@@ -1,0 +1,46 @@
+"""Faults of what a worker computes with: a bit of a weight flips, a loss is not a number; it does not notice."""
+
+from __future__ import annotations
+
+import torch
+
+from chaos.sim.job.fault import SimFault
+from chaos.sim.job.fleet import Fleet
+from chaos.sim.machine.kernel import Process
+from chaos.sim.modelled.training import ModelledState
+from elastic_train.job.state import AppliedState
+
+
+def flip_memory(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A bit of a weight flips on one worker; before the next commit the others find that, and all of them end.
+
+    It needs others that hold the weight as it does. What has one holder is what that says it is, and where weights are
+    in shards, too, a rank may hold them for the time of a step alone.
+    """
+    if fleet.shape.copies == 1 or (fleet.shape.copies and fleet.shape.shards == "parameters"):
+        return []
+    everybody = fleet.all_workers()
+    states = [fleet.worker_of(process).state for process in fleet.worker(fault)]
+    if len(everybody) < 2 or not states or states[0] is None:
+        return []
+    _flip(states[0], fault.other)
+    return everybody
+
+
+def _flip(state: ModelledState | AppliedState, bit: int) -> None:
+    if isinstance(state, ModelledState):
+        state.model.words[0] ^= 1 << bit % 32
+        return
+    weights = next(state.model.parameters()).data.view(torch.int32)
+    weights.view(-1)[bit % weights.numel()] ^= 1
+
+
+def nan_loss(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """The loss of one worker's next lane is not a number, as after a kernel that has gone wrong once."""
+    hit = fleet.worker(fault)
+    for process in hit:
+        fleet.worker_of(process).is_loss_spoilt = True
+    return hit
+
+
+ACTS = (flip_memory, nan_loss)
