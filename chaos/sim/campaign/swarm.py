@@ -22,8 +22,6 @@ LONGER = {"hang_worker": 4.0, "sever_link": 10.0, "stale_listing": 4.0}
 """Kinds that are to last until others notice."""
 LONE_S = 120.0
 """How long the price of one bad node is counted."""
-MOST_HUNG_S = 500.0
-"""If a process hung for longer the others would give up. Its own watchdog, which has no thread here, ends it sooner."""
 DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
 OF_ETCD = ("etcd_refuses", "alien_record")
 LONE = (
@@ -69,7 +67,7 @@ def draw(draws: random.Random, shape: Shape, most: int) -> tuple[SimFault, ...]:
 def draw_at_rate(draws: random.Random, shape: Shape, per_hour: float) -> tuple[SimFault, ...]:
     """Draw the faults of a long run: so many an hour, from its first step to about its last, at random moments."""
     chosen = [
-        *draws.sample([*COMMON, *OF_ETCD, *AT_PLACES], draws.randint(4, 16)),
+        *draws.sample([*COMMON, *OF_ETCD, "nan_loss", *AT_PLACES], draws.randint(4, 16)),
         *draws.sample(DAMAGE, draws.randint(0, 2)),
     ]
     now_s, faults = shape.warm_s, list[SimFault]()
@@ -158,8 +156,6 @@ def in_order(faults: list[SimFault]) -> tuple[SimFault, ...]:
 def _fault(draws: random.Random, shape: Shape, name: str, at_s: float, nth: int = 0) -> SimFault:
     kind, _, point = name.partition("@")
     for_s = round(draws.choice((0.2, 0.6, 1.5, 4.0)) * shape.ttl_s * draws.uniform(0.5, 1.5) * LONGER.get(kind, 1.0), 3)
-    if kind == "hang_worker":
-        for_s = min(for_s, MOST_HUNG_S)
     if point:
         return SimFault(kind, round(at_s, 3), point=point, nth=nth, for_s=for_s)
     node, rank = draws.choice([-1, *range(shape.nodes)]), draws.randrange(shape.ranks)

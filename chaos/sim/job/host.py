@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chaos.sim.job.run_record import RunRecord
 from chaos.sim.job.shape import make_plan
 from chaos.sim.job.surroundings import Surroundings
-from chaos.sim.machine.kernel import Process
+from chaos.sim.machine.kernel import Killed, Process
 from chaos.sim.machine.stdlib import host_of
 from chaos.sim.modelled.training import ModelledState
 from elastic_train.checkpoint.saving.abandonment import LEAST_S
@@ -76,6 +76,13 @@ class Host:
             stopped_s = process.stopped_s
             self.kernel.sleep(left_s)
             left_s = max(process.stopped_s - stopped_s, process.hangs_until - self.kernel.now)
+
+    def end(self, code: int) -> None:
+        """End the process that asks with a code, as `os._exit` does."""
+        process = self.kernel.process
+        process.code = code
+        self.kernel.kill(process)
+        raise Killed
 
     def takes_loss_away(self, step: int) -> bool:
         """Say whether the loss of a lane of this step is to be none, once for each time that it was spoilt."""

@@ -46,7 +46,7 @@ class SimGroup(Group):
     ) -> None:
         self.rank, self.size = rank, size
         self._is_broken, self._timeout_s, self._look_s = is_broken, timeout_s, look_s
-        self._num_calls = 0
+        self._resting, self._num_calls = resting, 0
         if size == 1:
             return
         assert store is not None, "a world of several ranks meets at a store"
@@ -158,6 +158,11 @@ class SimGroup(Group):
         It looks again when something comes, a peer is lost, or its process hears of a change of membership; and else
         every `look_s`, as reach is asked for by how long has been waited.
         """
+        if not has_come():
+            with self._resting():
+                self._wait_at_rest(has_come, peer)
+
+    def _wait_at_rest(self, has_come: Callable[[], bool], peer: int | None) -> None:
         kernel, hub = self._kernel, self._hub
         started, task, process = kernel.now, kernel.current, kernel.process
         hub.waiting[self.rank] = process.listening = task

@@ -46,6 +46,17 @@ class SteadyTime(Time):
         return EPOCH_S + self._kernel.now + (self._kernel.skews.get(process.node, 0.0) if process else 0.0)
 
 
+class SeldomTime(Time):
+    """The time of what looks every second: it looks every few here, which makes it later, and not otherwise."""
+
+    def __init__(self, kernel: Kernel, least_s: float) -> None:
+        super().__init__(kernel)
+        self._least_s = least_s
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(max(seconds, self._least_s))
+
+
 class Lock:
     """A lock that its holder may take again; waiting tasks are parked."""
 

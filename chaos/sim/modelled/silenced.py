@@ -1,9 +1,6 @@
-"""What a simulated process has no use for, and does nothing: a display, a watchdog, a compaction."""
+"""What a simulated process has no use for, and does nothing: a display, a compaction."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 
 
 class Silent:
@@ -20,27 +17,3 @@ class Uncompacted:
 
     def __init__(self, *_: object) -> None: ...
     def close(self) -> None: ...
-
-
-class Unwatched:
-    """A watchdog that never bites: hangs are freezes here, and leases find those."""
-
-    def __init__(self, limit_s: float | None = None) -> None: ...
-    def beat(self) -> None: ...
-    def warm_up(self) -> None: ...
-
-    def enter(self) -> None: ...
-    def await_first(self) -> None: ...
-    def leave(self) -> None: ...
-    def moved(self) -> None: ...
-    def rest(self) -> None: ...
-    def close(self) -> None: ...
-
-    def beating(self, items: Iterable[object]) -> Iterable[object]:
-        return items
-
-    def resting(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def copying(self) -> AbstractContextManager[None]:
-        return nullcontext()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from chaos.judge.checker import judge
@@ -68,6 +70,22 @@ def test_the_departure_of_a_third_node_from_two_that_refuse_each_other_is_not_ex
     fault.update(pids=[], node=1)
     with pytest.raises(Unknown, match="left between terms 1 and 2"):
         deaths(run)
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_process_that_hangs_is_ended_by_its_own_watchdog(recovery: Recovery) -> None:
+    """After a third of a minute, by the product's own code; without that the others wait until it hangs no more."""
+    case = Case(
+        1, Shape(epochs=30, recovery=recovery, peer_timeout_s=300.0), (SimFault("hang_worker", 15.0, for_s=200.0),)
+    )
+    outcome = simulate(case)
+    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
+    sleepless = {"elastic_train.system.watchdog:Watchdog.look": lambda watchdog: None}
+    steps = [
+        max(b["t"] - a["t"] for a, b in pairwise(Job(case.shape, 1, case.faults, bug=bug).run().of("step")))
+        for bug in ({}, sleepless)
+    ]
+    assert 20.0 < steps[0] < 40.0 and steps[1] > 190.0
 
 
 @pytest.mark.parametrize("node", range(3))

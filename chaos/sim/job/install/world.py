@@ -14,13 +14,15 @@ from chaos.sim.machine.meeting import MeetingStore
 from chaos.sim.machine.object_store import StorageClient
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.machine.tracker import TrackedRun, Tracking
-from chaos.sim.modelled.silenced import Silent, Uncompacted, Unwatched
+from chaos.sim.modelled.silenced import Silent, Uncompacted
 from elastic_train.checkpoint.interval.young_daly import Faults
 from rendezvous.context import RendezvousContext
 from rendezvous.membership.fence import EtcdFence
 from rendezvous.membership.reachability import SELDOM_S
 from rendezvous.membership.records import read_view
 
+WATCHED_EVERY_S = 5.0
+"""How often a process's own watchdog looks: a quarter of the shortest time that a process may hang."""
 NUM_VIEWS = 256
 """Snapshots on their way to a process, of a thousand nodes that all write at once."""
 
@@ -69,7 +71,6 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     yield from within(
         "elastic_train.training.supervisor",
         os=Launcher(host),
-        Watchdog=Unwatched,
         make_repeatable=nothing,
         make_plan=lambda _: host.plan,
         UnformedWorlds=functools.partial(SimUnformedWorlds, host),
@@ -78,6 +79,17 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     yield from within("elastic_train.training.supervisor", warm_up=lambda plan, state: None)
     yield from within(
         "elastic_train.training.supervisor", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None))
+    )
+    yield from within(
+        "elastic_train.system.watchdog",
+        time=stdlib.SeldomTime(around.kernel, WATCHED_EVERY_S * around.shape.look_s),
+        faulthandler=SimpleNamespace(
+            dump_traceback=lambda **_: None,
+            dump_traceback_later=lambda *_, **__: None,  # its second watcher is for a lock that nobody holds here
+            cancel_dump_traceback_later=nothing,
+        ),
+        os=SimpleNamespace(_exit=host.end),
+        sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None, flush=nothing)),
     )
     yield from within("elastic_train.training.result", write_atomically=host.record.take_file)
     yield from within("elastic_train.system.failpoints", _folder="simulated", _look=lambda _, name: reach(name))
