@@ -1,12 +1,14 @@
 """Bugs planted in the product itself, in the processes that train: what a real run of real nodes has to be judged by.
 
-Each is invisible on one rank, so that the run without faults, on one, is what the product should have computed. None
-is visible to a model that counts, whose sums are whole numbers and whose optimizer has no memory.
+Each is invisible on one rank without faults, so that the run without faults, on one, is what the product should have
+computed. The first three are not visible to a model that counts, whose sums are whole numbers and whose optimizer has
+no memory either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,12 +17,13 @@ from chaos.tasks.paced_classifier import PacedClassifier
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.core import lanes
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.job.state import AppliedState, Reached
+from elastic_train.job.state import AppliedState, Reached, StepFacts
 from elastic_train.parallel import exchange
 from elastic_train.parallel.point_to_point import PointToPoint
-from elastic_train.training import step
+from elastic_train.training import commits, step
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
+from rendezvous.etcd import connection
 
 
 class BuggyClassifier(PacedClassifier):
@@ -80,8 +83,32 @@ def moments_not_handed_over() -> None:
     AppliedState.restore = restore_weights  # type: ignore[method-assign, assignment]
 
 
+def compares_nothing() -> None:
+    """Ranks take one another's weights for the same, whatever they are."""
+    vars(commits)["check_same_weights"] = lambda group, weights, step: None
+
+
+def applies_no_number() -> None:
+    """A step is applied although its loss is not a number, and so are all weights then."""
+    apply = AppliedState.apply
+
+    def apply_all_the_same(state: AppliedState, facts: StepFacts, norm: Tensor) -> None:
+        state.config = state.config.model_copy(update={"on_nonfinite": "keep"})
+        apply(state, facts, norm)
+
+    AppliedState.apply = apply_all_the_same  # type: ignore[method-assign, assignment]
+
+
+def reads_certificates_once() -> None:
+    """A process knows etcd by the certificates that it began with, for as long as it lives."""
+    vars(connection)["_read_certificates"] = lru_cache(connection._read_certificates)
+
+
 BUGS: dict[str, Callable[[], None]] = {
     "wrong-tree": wrong_tree,
     "rank-seeded-dropout": rank_seeded_dropout,
     "moments-not-handed-over": moments_not_handed_over,
+    "compares-nothing": compares_nothing,
+    "applies-no-number": applies_no_number,
+    "reads-certificates-once": reads_certificates_once,
 }

@@ -24,6 +24,7 @@ from chaos.judge.evidence.run_files import (
     Line,
     items,
     number,
+    once,
     whole,
 )
 from chaos.judge.findings import Violated
@@ -102,8 +103,8 @@ def _shown(digests: set[str | None]) -> str:
 def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bool:
     """Say whether a commit's parent is one that no history records and that retention has deleted.
 
-    Retention deletes the oldest first, so none older is left: than the parent that its record names, or the commit that
-    the term restored, if that is it.
+    Retention deletes the oldest first, so none older is left, but for pinned ones: than the parent that its record
+    names, or the commit that the term restored, if that is it.
     """
     place, made_at = _place(str(commit["key"])), _made_at(run)
     at = made_at[str(commit["key"])]
@@ -112,8 +113,17 @@ def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bo
         place = _place(str(restored))
     elif named := next((c.fields.get("parent_key") for c in run.commits if c.fields and c.key == commit["key"]), None):
         place = _place(str(named))
-    is_oldest = not any(_place(record.key) < place and made_at.get(record.key, at) < at for record in run.commits)
+    left = {record.key for record in run.commits} - _pinned(run)
+    is_oldest = not any(_place(key) < place and made_at.get(key, at) < at for key in left)
     return str(commit["parent"]) not in published and is_oldest
+
+
+@once
+def _pinned(run: Evidence) -> set[str]:
+    """Return the commits that were the newest ones when a step was not finite: retention leaves those alone."""
+    steps = [(whole(line, "term"), whole(line, "step")) for line in run.of("nonfinite")]
+    before = [[record.key for record in run.commits if _place(record.key) <= step] for step in steps]
+    return {max(keys, key=_place) for keys in before if keys}
 
 
 def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:

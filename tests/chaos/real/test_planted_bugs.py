@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from chaos.cli import main
+from chaos.judge.verdict import examine
 from chaos.scenario.model import FOLDER
 from chaos.tasks.planted_bugs import BUGS, BuggyClassifier
 
@@ -48,6 +49,36 @@ def test_a_bug_in_the_product_turns_the_soak_red(tmp_path: Path, rows: Path, pla
     truths = soaked(tmp_path, rows, task, count)
     assert truths["hash"] == "false", truths
     assert {truths[name] for name in ("coverage", "sums", "lineage", "agreement")} == {"true"}, truths
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("plant", "invariant", "fields"),
+    [
+        ("compares-nothing", "hash", {"faults": [{"kind": "flip_memory", "node": 1, "at_step": 30}]}),
+        ("applies-no-number", "finished", {"faults": [{"kind": "nan_loss", "node": 1, "at_step": 30}]}),
+        ("reads-certificates-once", "finished", {"faults": [{"kind": "rotate_cert", "at_step": 30}], "tls": True}),
+        (None, None, {"faults": [{"kind": "flip_memory", "node": 1, "at_step": 30}]}),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, dict) else "",
+)
+def test_a_bug_that_a_kind_of_fault_is_to_find(
+    tmp_path: Path, rows: Path, plant: str | None, invariant: str | None, fields: dict[str, object]
+) -> None:
+    """Nobody compares, updates by what is no number are used, certificates are read once: one fault shows each."""
+    task: dict[str, object] = {"path": "chaos.tasks.paced_classifier:PacedClassifier", "params": columns({**PARAMS})}
+    if plant is not None:
+        task = {"path": "chaos.tasks.planted_bugs:BuggyClassifier", "params": columns({**PARAMS, "plant": plant})}
+    tree = yaml.safe_load((FOLDER / "wrong-numbers.yaml").read_text())
+    config = yaml.safe_load(Path(tree["config"]).read_text())
+    config |= {"task": task, "data": {"train": str(rows / "train"), "too_long": "truncate"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "validation": {"every_steps": None}}))
+    tree |= {"config": str(tmp_path / "config.yaml"), "set": {"max_steps": 150}, "timeout_s": 60, **fields}
+    (tmp_path / "scenario.yaml").write_text(yaml.safe_dump({**tree, "nodes": {**tree["nodes"], "count": 2}}))
+    with pytest.raises(SystemExit) as left:
+        main(["run", str(tmp_path / "scenario.yaml"), "--seed", "3", "--out", str(tmp_path / "run"), "--json"])
+    truths = {finding.invariant: finding.truth for finding in examine(tmp_path / "run").findings}
+    assert (left.value.code == 0) == (invariant is None) and truths.get(str(invariant), "false") == "false", truths
 
 
 @pytest.mark.long
