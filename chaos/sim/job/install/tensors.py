@@ -59,9 +59,8 @@ def tensors(host: Host) -> Iterable[Replacement]:
     def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
         return sum((coverage_of_lane(batch.ids) for batch in lanes), CoverageSums())
 
-    yield from within(
-        "elastic_train.training.open_session", sum_of_gradients=gradient_sum, differing_kernels=lambda *_: []
-    )
+    yield from within("elastic_train.training.open_session", sum_of_gradients=gradient_sum)
+    yield from within("elastic_train.world.uniformity", kernels_of=lambda device: {"device": device.type})
     yield from within(
         "elastic_train.training.step", _run_lane=run_lane, _coverage_of=coverage_of, fold=memory_of(step_sums.fold)
     )
