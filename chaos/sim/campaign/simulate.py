@@ -163,8 +163,13 @@ def in_shards(shape: Shape, draws: random.Random) -> Shape:
 
 
 def _case_of_one(seed: int, shape: Shape, draws: random.Random) -> Case:
-    """Return the case of a job that is long enough, and may do without the node that is wrong."""
-    shape = replace(shape, recovery="live", min_nodes=1, lane_s=max(shape.lane_s, LEAST_STEP_S / shape.lanes))
+    """Return the case of a job that is long enough, and may do without the node that is wrong.
+
+    So no share of its state has one holder: with that all would begin again, and who is wrong may be who is first then.
+    """
+    copies = max(2, shape.copies) if shape.copies else 0
+    lane_s = max(shape.lane_s, LEAST_STEP_S / shape.lanes)
+    shape = replace(shape, recovery="live", min_nodes=1, copies=copies, lane_s=lane_s)
     step_s = shape.lane_s * -(-shape.lanes // (shape.nodes * shape.ranks))
     steps = round((30.0 + draws.uniform(0.5, 1.5) * LONE_S) / step_s)
     shape = replace(shape, epochs=max(1, round(shape.epochs * steps / shape.total_steps)))
