@@ -59,7 +59,7 @@ def test_a_bug_in_the_product_turns_the_soak_red(tmp_path: Path, rows: Path, pla
         ("applies-no-number", "finished", {"faults": [{"kind": "nan_loss", "node": 1, "at_step": 30}]}),
         (
             "reads-certificates-once",
-            "finished",
+            "liveness",
             {
                 "faults": [{"kind": "rotate_cert", "at_step": 20}, {"kind": "kill_worker", "node": 1, "after_s": 0.5}],
                 "tls": True,
