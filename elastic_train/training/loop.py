@@ -24,6 +24,10 @@ LEAVING_QUIET_S, MOST_LOOKS = 0.2, 6
 is looked for."""
 
 
+HEARD_S = 0.1
+"""How long it takes until all ranks have the result of a collective that one of them has."""
+
+
 class Outcome(enum.Enum):
     """How a loop ended; the value is what histories and results call it.
 
@@ -125,7 +129,10 @@ def _departure(session: Session) -> Outcome:
             break
     if all(leaving):
         return Outcome.PREEMPTED
-    return Outcome.LEFT if leaving[session.world.group.rank] else Outcome.REGROUP
+    if leaving[session.world.group.rank]:
+        return Outcome.LEFT
+    time.sleep(HEARD_S)  # to those that leave, a peer that is gone already is a lost one, and costs them another world
+    return Outcome.REGROUP
 
 
 def _is_time_to_commit(session: Session, sums: StepSums) -> bool:
