@@ -56,8 +56,13 @@ def updates(run: Evidence) -> str:
 
 
 def is_without_updates(run: Evidence) -> bool:
-    """Say whether the law of updates is put to the test: a loss or a gradient was not finite, or is said to."""
-    return bool((run.result or {}).get("skipped_steps")) or run.has("nonfinite")
+    """Say whether the law of updates is put to the test: by a fault, or a loss or a gradient that was not finite."""
+    if (run.result or {}).get("skipped_steps") or run.has("nonfinite"):
+        return True
+    try:
+        return any(spoils_losses(fault["kind"]) for fault in run.of("fault"))
+    except (KeyError, TypeError):
+        return False  # evidence that lacks so much is unknown to all other invariants
 
 
 def _limits(run: Evidence) -> tuple[int, float] | None:

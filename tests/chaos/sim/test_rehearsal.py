@@ -95,7 +95,8 @@ def test_data_and_tracker_break_in_a_scenario_too() -> None:
 def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> None:
     """All that comes with the package for real nodes has a case, whose steps the job has, except for those listed."""
     refused = {"hangs": "hang is not simulated", "frozen-disk": "freeze_fs is not simulated"}
-    refused["flipped-data"] = "flip_data is not simulated"
+    refused |= {"flipped-data": "flip_data is not simulated", "no-more-files": "cap_fds is not simulated"}
+    refused["renewed-certificates"] = "rotate_cert is not simulated"
     refused |= dict.fromkeys(("soak", "soak-witness"), "a soak lists no faults to simulate")
     if path.stem in refused:
         with pytest.raises(ScenarioError, match=refused[path.stem]):

@@ -123,7 +123,7 @@ PLANTED = (
         lambda: {"elastic_train.training.open_session:check_alike": bugs.crash_if_different},
         ("no-harm",),
         faults.alone_with_other_code,
-        replace(SHAPE, epochs=30, lane_s=0.5),
+        replace(SHAPE, epochs=75, lane_s=0.2),
     ),
     SimBug(
         "claims-from-the-living",
