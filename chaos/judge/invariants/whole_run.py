@@ -126,8 +126,9 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
     lost with their holders, what those had applied goes with them.
     """
     pids, restored = pids_of(run), restored_at(run)
-    # A world that broke before its state was agreed on has no restore, and applied nothing.
-    for before, after in pairwise(term for term in formed_at(run) if term in restored):
+    # A world that broke before its state was agreed on has no restore, and applied nothing. Terms are in the order in
+    # which etcd sealed them: who was frozen meanwhile writes of its world after a later one has been formed without it.
+    for before, after in pairwise(sorted(term for term in formed_at(run) if term in restored)):
         if after in losses_of(run):
             continue  # `copies` says whether it may have been
         for pid in pids[before] & pids[after]:

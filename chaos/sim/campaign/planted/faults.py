@@ -139,7 +139,7 @@ def wakes(draws: random.Random) -> tuple[SimFault, ...]:
 def gives_up_its_branch(draws: random.Random) -> tuple[SimFault, ...]:
     """A worker freezes ahead of the newest commit, the other dies, and its successor commits before the first wakes."""
     full = SimFault("storage_full", at_s=draws.uniform(4.3, 4.7), for_s=2.3)
-    frozen = SimFault("freeze_worker", at_s=draws.uniform(6.6, 7.2), node=1, for_s=7.4)
+    frozen = SimFault("freeze_worker", at_s=draws.uniform(6.6, 7.2), node=1, for_s=7.0)
     return full, frozen, SimFault("kill_worker", at_s=draws.uniform(6.6, 7.3), node=0)
 
 
