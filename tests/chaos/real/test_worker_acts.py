@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,14 @@ from tests.conftest import write_rows
 
 pytestmark = pytest.mark.slow
 
-OPENS = "import sys; sys.stdin.readline(); open('/dev/null'); print('opened')"
+OPENS = "import sys; print('begun', flush=True); sys.stdin.readline(); open('/dev/null'); print('opened')"
+
+
+def begin_to_open() -> subprocess.Popen[bytes]:
+    """Start a process that opens a file once it is given a line; it has imported all that it needs."""
+    process = subprocess.Popen([sys.executable, "-c", OPENS], stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+    return process
 
 
 def job(*nodes: object, pids: dict[int, int] | None = None, **around: object) -> JobView:
@@ -46,8 +54,7 @@ def test_a_worker_without_room_for_a_file_can_open_none(monkeypatch: pytest.Monk
     """Not one, until the fault is over; a process that may open files proves nothing."""
     if not bites:
         monkeypatch.setattr(workers, "_cap", lambda pid: workers.resource.prlimit(pid, workers.resource.RLIMIT_NOFILE))
-    command = [sys.executable, "-c", f"{OPENS.replace('open(', 'None if 0 else open(')}"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with begin_to_open() as process:
         done = workers.cap_fds(job(node(process), pids={0: process.pid}), Due("cap_fds", 0, None, 0.0, for_s=1.0))
         assert done is not None and (done.proof() is not None) == bites
         said, why = process.communicate(b"\n")
@@ -55,7 +62,7 @@ def test_a_worker_without_room_for_a_file_can_open_none(monkeypatch: pytest.Monk
 
 
 def test_the_limit_is_what_it_was_when_the_fault_is_over() -> None:
-    with subprocess.Popen([sys.executable, "-c", OPENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with begin_to_open() as process:
         before = workers.resource.prlimit(process.pid, workers.resource.RLIMIT_NOFILE)
         done = workers.cap_fds(job(node(process), pids={0: process.pid}), Due("cap_fds", 0, None, 0.0, for_s=1.0))
         assert done is not None
