@@ -54,6 +54,7 @@ from rendezvous.etcd.server import EtcdServer
 FROZEN_S = 6.0
 QUIET_S, CUT_EVERY_S = 20.0, 30.0
 STOCK_TIMEOUT_S = 180.0
+PARTS = ("stock", "restart", "live", "cut", "split")
 NAMES = (
     "stock_c10d_s",
     "restart_s",
@@ -82,6 +83,12 @@ class Figures:
         return {**shown, **self.facts}
 
 
+def _parts(given: str) -> list[str]:
+    if unknown := sorted(set(given.split(",")) - {*PARTS}):
+        raise argparse.ArgumentTypeError(f"no part '{unknown[0]}': there are {', '.join(PARTS)}")
+    return given.split(",")
+
+
 def main() -> None:
     """Run what is asked for; print a table and one JSON line."""
     arguments = argparse.ArgumentParser(
@@ -90,7 +97,7 @@ def main() -> None:
     arguments.add_argument("--json", action="store_true", help="print the last line only")
     arguments.add_argument("--faults", type=int, default=5, help="faults of each kind")
     arguments.add_argument(
-        "--only", default="stock,restart,live,cut,split", help="parts to run: stock,restart,live,cut,split"
+        "--only", type=_parts, default=",".join(PARTS), help=f"parts to run, with commas between: {', '.join(PARTS)}"
     )
     arguments.add_argument("--storm", type=int, default=0, help="also go through so many faults in quick succession")
     arguments.add_argument("--seed", type=int, default=1, help="draws the storm")
@@ -101,7 +108,7 @@ def main() -> None:
     figures = Figures()
     os.environ["OMP_NUM_THREADS"] = "1"
     with folder_for(chosen.keep) as folder:
-        parts = chosen.only.split(",")
+        parts = chosen.only
         if "stock" in parts:
             flags = ["--rdzv_backend=c10d"]
             figures.seconds["stock_c10d_s"] = [
