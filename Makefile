@@ -12,7 +12,7 @@ OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
-.PHONY: setup demo test test-fast test-long sim soak check docs format bench clean
+.PHONY: setup demo test test-fast test-long gpu sim soak check docs format bench clean
 
 setup: .venv/.installed
 
@@ -50,6 +50,13 @@ test-fast: setup
 test-long: test
 	@echo "test-long: what takes minutes, one at a time"
 	@$(PYTEST) -m long
+
+# Jobs of several ranks share the first device; NCCL gets one for each rank where there are as many.
+gpu: setup
+	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	{ echo "gpu: torch finds no GPU on this machine: nothing was tested, and nothing has passed"; exit 1; }
+	@echo "gpu: jobs, faults and NCCL on this machine's devices"
+	@ELASTIC_TRAIN_GPU_TESTS=cuda $(PYTEST) tests/gpu
 
 sim: setup
 	@echo "sim: five hundred jobs in virtual time, each with its faults, and a verdict on each"

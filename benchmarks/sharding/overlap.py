@@ -10,13 +10,12 @@ import statistics
 import threading
 import time
 
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.sharding.jobs import SMALL, Job, Mode
 from benchmarks.sharding.ranks import Effort, Meeting, run
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.point_to_point import PointToPoint
+from elastic_train.parallel.point_to_point import PointToPoint, Work
 
 WIRE_BYTES_PER_S = 0.25e9
 BUCKETS_MB = (0.5, 1.0, 2.0, 5.0, 25.0)
@@ -39,7 +38,7 @@ class Wire:
 class OnWire:
     """A send that has not ended before it has left the wire."""
 
-    def __init__(self, work: dist.Work, leaves_at: float) -> None:
+    def __init__(self, work: Work, leaves_at: float) -> None:
         self._work, self._leaves_at = work, leaves_at
 
     def wait(self) -> None:
@@ -59,7 +58,7 @@ def put_on_wire() -> None:
         all_reduce(self, tensor)
         time.sleep(max(0.0, leaves_at - time.perf_counter()))
 
-    PointToPoint.send, Group.all_reduce = send_on_wire, all_reduce_on_wire  # type: ignore[assignment, method-assign]
+    PointToPoint.send, Group.all_reduce = send_on_wire, all_reduce_on_wire  # type: ignore[method-assign]
 
 
 def wait_ratio(effort: Effort) -> dict[str, object]:

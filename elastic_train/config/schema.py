@@ -214,6 +214,9 @@ class ParallelConfig(_Section):
     wire: Literal["exact", "bf16"] = "exact"
     """Gradients as ranks send them to one another: exact, or each lane's rounded to bf16, half the bytes; they are
     added in fp32 all the same, and no world shows in the bits. bf16 needs shards: gradients or parameters."""
+    transport: Literal["auto", "gloo"] = "auto"
+    """What carries tensors between ranks' GPUs: auto is NCCL, which needs a GPU for each rank; gloo goes through host
+    memory, also where ranks share a GPU. Between CPUs it is always gloo."""
     domain: str | None = None
     """What may fail together with this node and others, such as a rack's name; copies go to different ones."""
 

@@ -24,7 +24,7 @@ from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.state import AppliedState, build_state
-from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.task import OWN_VALUES, Grouping, Task, load_task
 
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
@@ -204,6 +204,12 @@ def pick_device(config: Config) -> torch.device:
         raise ConfigError("device: cuda is asked for, but this node has no GPU that torch can use")
     if not has_gpu or config.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= num_gpus and config.parallel.transport == "auto":
+        raise ConfigError(
+            f"worker {rank} of this node finds {counted(num_gpus, 'GPU')}, and NCCL needs one for each: start no more "
+            f"workers than GPUs (--nproc-per-node {num_gpus}), or set parallel.transport to gloo, and they share"
+        )
+    device = torch.device("cuda", rank % num_gpus)
     torch.cuda.set_device(device)
     return device

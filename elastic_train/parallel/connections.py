@@ -1,4 +1,4 @@
-"""The TCP connections that gloo opens, which give the only way to end a collective whose peer is frozen.
+"""The TCP connections of gloo: where it listens, and what ends a collective whose peer is frozen.
 
 gloo's `abort()` unblocks nothing, and a group's destructor waits for its collectives, so a world that was given up kept
 its threads, its connections and a gradient's worth of memory until its timeout, and a peer that froze again and again
@@ -10,8 +10,15 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from elastic_train.errors import ConfigError
 
 _FDS = "/proc/self/fd"
+_INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 class Connections:
@@ -63,3 +70,23 @@ def _shut_down(fd: int) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass  # it listens, or is closed already
+
+
+def gloo_options(timeout: timedelta, address: str | None) -> Any:
+    """Return options that bind an address, unless the user has chosen interfaces; raises ConfigError if it cannot.
+
+    By itself gloo binds what the machine's name resolves to: on Debian, 127.0.1.1.
+    """
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs name another class
+    options._timeout = timeout
+    gloo, names = dist.ProcessGroupGloo, os.environ.get(_INTERFACES)
+    try:
+        if names:
+            options._devices = [gloo.create_device(interface=name) for name in names.split(",")]
+        else:
+            options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+    except RuntimeError as error:
+        where = f"{_INTERFACES}={names}" if names else address or "what this machine's name means"
+        raise ConfigError(f"gloo cannot listen at {where}: {str(error).splitlines()[0]}") from error
+    options._threads = 2 * len(options._devices)  # as gloo's own default
+    return options

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.buckets import check_once
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import FlatGradient, Leaves, Spare, Units, Wire, forget_gradients
+from elastic_train.parallel.point_to_point import Work
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.chunks import group_sums, sum_chunks
 from elastic_train.shards.deal import Counter, deal_lanes
@@ -39,8 +39,8 @@ from elastic_train.system.huge_pages import on_huge_pages
 class _Flight:
     """An exchange under way: what it awaits, the leaves that it sends of, and by lane what it adds, by flat vector."""
 
-    arriving: list[dist.Work]
-    leaving: list[dist.Work]
+    arriving: list[Work]
+    leaving: list[Work]
     leaves: list[tuple[FlatGradient, Tensor]]
     chunks: Mapping[int, Mapping[int, Tensor]]
 

@@ -45,7 +45,7 @@ def exchange(
     """
     if group.size == 2 and isinstance(group, Group) and is_balanced(layout):
         group.all_reduce(flat)  # one addition for each element, and it commutes: any order gives the same sum
-    elif group.size & (group.size - 1) == 0 and is_balanced(layout) and not flat.is_cuda:
+    elif group.size & (group.size - 1) == 0 and is_balanced(layout) and not group.is_on_device(flat):
         halve_and_double(flat, group, scratch)
     else:
         finish_in_chunks(flat, mine, layout, group, num_lanes, scratch)

@@ -200,7 +200,8 @@ class TreeSum(ABC):
 
         On a GPU nothing is: the exchange would need streams, and NCCL's order of calls another group.
         """
-        if bucket_bytes is not None and self._replicas.size > 1 and not any(flat.is_cuda for flat in self._flats):
+        is_on_device = any(flat.is_cuda or self._replicas.is_on_device(flat) for flat in self._flats)
+        if bucket_bytes is not None and self._replicas.size > 1 and not is_on_device:
             buckets = cut_buckets(placed, self._flats, bucket_bytes)
             self._beside = Beside(buckets, self._replicas, self._finish_bucket)
 

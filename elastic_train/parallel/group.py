@@ -1,8 +1,8 @@
 """The ranks that train together, and the few collectives that they use.
 
-A `Group` owns its process groups (gloo for host memory, NCCL for GPUs) and never touches torch.distributed's global
-default group, so that a world can be abandoned and another formed in the same process. All waits go through one
-function; every failure of a collective is a PeerLostError. A world of one needs no process group.
+A `Group` owns its process groups (gloo for host memory, beside it one for a device) and never touches
+torch.distributed's global default group, so that a world can be abandoned and another formed in the same process. All
+waits go through one function; every failure of a collective is a PeerLostError. A world of one needs no process group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from elastic_train.errors import ConfigError, PeerLostError
-from elastic_train.parallel.connections import Connections
-from elastic_train.parallel.point_to_point import OWN_ERRORS, Backend, PointToPoint
+from elastic_train.errors import ConfigError, HungError, PeerLostError
+from elastic_train.parallel.connections import Connections, gloo_options
+from elastic_train.parallel.devices.device import Device
+from elastic_train.parallel.devices.device_group import ABORT_S, DeviceGroup, OnDevice
+from elastic_train.parallel.devices.through_host import ThroughHost
+from elastic_train.parallel.point_to_point import OWN_ERRORS, Backend, PointToPoint, Work
 from rendezvous.open_files import make_room_for
 from rendezvous.waiting import Bystander, Call, GivenUp
 
 T = TypeVar("T")
-
-
-_INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 class Group(PointToPoint):
@@ -47,7 +47,7 @@ class Group(PointToPoint):
         size: int,
         store: Store | None,
         timeout_s: float,
-        device: torch.device | None = None,
+        device: Device | None = None,
         *,
         address: str | None = None,
         is_broken: Callable[[float], bool] | None = None,
@@ -57,7 +57,8 @@ class Group(PointToPoint):
         self._resting = resting
         self._is_broken = is_broken
         self._host: Backend | None = None
-        self._device: Backend | None = None
+        self._device: DeviceGroup | None = None
+        self._holds = device.holds if device is not None else _is_elsewhere
         self._bystander = Bystander(f"group of rank {rank}") if is_broken is not None and size > 1 else None
         self._connections: Connections | None = None
         self._is_stuck = False
@@ -72,28 +73,58 @@ class Group(PointToPoint):
             self.abandon()
             raise
 
-    def _connect(self, store: Store, timeout: timedelta, device: torch.device | None, address: str | None) -> None:
+    def _connect(self, store: Store, timeout: timedelta, device: Device | None, address: str | None) -> None:
         rank, size = self.rank, self.size
-        gloo, connections = _gloo_options(timeout, address), Connections()
+        gloo, connections = gloo_options(timeout, address), Connections()
         self._host = self._guard(
             lambda: cast(Backend, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo))
         )
         connections.note()
         self._connections = connections
-        if device is not None and device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._device = self._guard(
-                lambda: cast(Backend, dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
-            )
+        if device is not None and device.connect is not None:
+            self._device = DeviceGroup(device, PrefixStore("device", store), rank, size, timeout, _Guard(self))
+            self._device.connect()
 
-    def wait(self, works: Iterable[dist.Work]) -> None:
-        """Return when all works are done; every wait of this package is here.
+    def is_on_device(self, tensor: Tensor) -> bool:
+        return self._device is not None and self._holds(tensor)
+
+    def begin_exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> tuple[list[Work], list[Work]]:
+        if self._device is None or not any(self._holds(tensor) for _, tensor in (*sends, *receives)):
+            return super().begin_exchange(sends, receives)
+        self.num_bytes += sum(tensor.nbytes for _, tensor in (*sends, *receives))
+        return [self._device.begin_exchange(sends, receives, self._tag)], []
+
+    def begin(self, operation: Callable[[Backend], Work], tensor: Tensor) -> Work:
+        if self._device is None or not self._holds(tensor):
+            return super().begin(operation, tensor)
+        self.num_bytes += tensor.nbytes
+        return self._device.begin(operation)
+
+    def send(self, rank: int, tensor: Tensor) -> Work:
+        if self.is_on_device(tensor):
+            return self.begin_exchange([(rank, tensor)], [])[0][0]
+        return super().send(rank, tensor)
+
+    def receive(self, rank: int, tensor: Tensor) -> Work:
+        if self.is_on_device(tensor):
+            return self.begin_exchange([], [(rank, tensor)])[0][0]
+        return super().receive(rank, tensor)
+
+    def wait(self, works: Iterable[Work]) -> None:
+        """Return when all works are done, those of a device by the device; every wait of this package is here.
 
         On gloo, `is_completed()` of a send or a receive turns true only in here, and a wait that times out closes all
         connections: to stay responsive, wait on another thread; do not poll, do not wait a little.
         """
-        pending = list(works)
+        pending, on_device = list[Work](), list[OnDevice]()
+        for work in works:
+            on_device.append(work) if isinstance(work, OnDevice) else pending.append(work)
+        if self._device is not None and on_device:
+            self._device.finish(on_device)
+        if not pending:
+            return
 
         def finish() -> None:
             while pending:
@@ -179,9 +210,10 @@ class Group(PointToPoint):
         """Give the group up at once, although a call may be stuck in it; the process must end by `os._exit`.
 
         The group is dropped by the thread that is stuck in it, once that is free: on gloo soon, because the connections
-        are shut down.
+        are shut down. What a device does for the group is ended; raises HungError if the device is not free then, and
+        the process is of no more use.
         """
-        groups = [group for group in (self._host, self._device) if group is not None]
+        groups, device = [group for group in (self._host, self._device) if group is not None], self._device
         self._host = self._device = None
         if self._bystander is not None:
             self._bystander.leave(groups.clear)
@@ -193,13 +225,17 @@ class Group(PointToPoint):
         if is_stuck and self._connections is not None:
             self._connections.shut_down()
         self._connections = None
+        if device is not None and not device.abort():
+            raise HungError(
+                f"rank {self.rank} of {self.size}: an exchange was ended, and {ABORT_S:.0f} s later its device still "
+                "does not answer: this process ends, so that another can take its place"
+            )
 
     def backend(self, tensor: Tensor) -> Backend:
-        group = self._device if tensor.is_cuda else self._host
-        assert group is not None, f"no process group for tensors on {tensor.device}"
-        return group
+        assert self._host is not None, "the group was given up"
+        return ThroughHost(self._host) if self._holds(tensor) else self._host
 
-    def _run(self, collective: Callable[[Backend], dist.Work], tensor: Tensor) -> None:
+    def _run(self, collective: Callable[[Backend], Work], tensor: Tensor) -> None:
         self.wait([self.begin(collective, tensor)])
 
     def _guard(self, call: Callable[[], T]) -> T:
@@ -224,30 +260,28 @@ class Group(PointToPoint):
             raise self.lost(str(error)) from error
 
 
-def _gloo_options(timeout: timedelta, address: str | None) -> Any:
-    """Return options that bind an address, unless the user has chosen interfaces; raises ConfigError if it cannot.
+class _Guard:
+    """How a group waits for its peers, for what waits for them in its name."""
 
-    By itself gloo binds what the machine's name resolves to: on Debian, 127.0.1.1.
-    """
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs name another class
-    options._timeout = timeout
-    gloo, names = dist.ProcessGroupGloo, os.environ.get(_INTERFACES)
-    try:
-        if names:
-            options._devices = [gloo.create_device(interface=name) for name in names.split(",")]
-        else:
-            options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
-    except RuntimeError as error:
-        where = f"{_INTERFACES}={names}" if names else address or "what this machine's name means"
-        raise ConfigError(f"gloo cannot listen at {where}: {str(error).splitlines()[0]}") from error
-    options._threads = 2 * len(options._devices)  # as gloo's own default
-    return options
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        return self._group._guard(call)
+
+    def polling(self, wait: Callable[[Callable[[], bool]], T]) -> T:
+        return self._group._guard_while(wait)
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """No device is known: every tensor is in host memory."""
+    return False
 
 
 def connect(
     prefix: str,
     timeout_s: float,
-    device: torch.device | None = None,
+    device: Device | None = None,
     resting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Group:
     """Form the group that torchrun's environment describes; a world of one without a launcher.

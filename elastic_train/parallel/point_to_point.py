@@ -17,16 +17,20 @@ OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 _ASIDE = 1
 
 
+class Work(Protocol):
+    """An operation that was begun; only `PointToPoint.wait` waits for it."""
+
+    def wait(self) -> object: ...
+
+
 class Backend(Protocol):
     """What is used of a backend of torch.distributed, whose stubs do not say that it has it."""
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
-    def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor]) -> dist.Work: ...
-    def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
-    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
-    def _start_coalescing(self) -> None: ...
-    def _end_coalescing(self) -> dist.Work: ...
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
+    def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor]) -> Work: ...
+    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> Work: ...
 
 
 class PointToPoint(ABC):
@@ -37,11 +41,11 @@ class PointToPoint(ABC):
     num_bytes = 0
     _tag = 0
 
-    def send(self, rank: int, tensor: Tensor) -> dist.Work:
+    def send(self, rank: int, tensor: Tensor) -> Work:
         """Begin to send a contiguous tensor to a rank; it must not change until the work was waited for."""
         return self.begin(lambda group: group.send([tensor], rank, self._tag), tensor)
 
-    def receive(self, rank: int, tensor: Tensor) -> dist.Work:
+    def receive(self, rank: int, tensor: Tensor) -> Work:
         """Begin to receive into a contiguous tensor; tensors from one rank arrive in the order of its sends.
 
         Post receives early: a peer's send does not start before it knows where to.
@@ -55,20 +59,12 @@ class PointToPoint(ABC):
 
     def begin_exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> tuple[list[dist.Work], list[dist.Work]]:
-        """Begin an exchange; return what to wait for before what comes is read, and before what is sent may change.
-
-        NCCL takes them as one operation: its sends and receives block one another in the order in which they come.
-        """
-        is_cuda = any(tensor.is_cuda for _, tensor in (*sends, *receives))
-        if is_cuda:
-            group = self.backend(next(tensor for _, tensor in (*sends, *receives)))
-            group._start_coalescing()
+    ) -> tuple[list[Work], list[Work]]:
+        """Begin an exchange; return what to wait for before what comes is read, and before what is sent may change."""
         arriving = [self.receive(rank, part) for rank, part in receives]
-        leaving = [self.send(rank, part) for rank, part in sends]
-        return ([group._end_coalescing()], []) if is_cuda else (arriving, leaving)
+        return arriving, [self.send(rank, part) for rank, part in sends]
 
-    def begin(self, operation: Callable[[Backend], dist.Work], tensor: Tensor) -> dist.Work:
+    def begin(self, operation: Callable[[Backend], Work], tensor: Tensor) -> Work:
         """Begin an operation on a tensor; raises PeerLostError if it cannot begin."""
         self.num_bytes += tensor.nbytes
         try:
@@ -79,12 +75,16 @@ class PointToPoint(ABC):
             raise self.lost(str(error)) from error
 
     @abstractmethod
-    def wait(self, works: Iterable[dist.Work]) -> None:
+    def wait(self, works: Iterable[Work]) -> None:
         """Return when all works are done; raises PeerLostError."""
 
     @abstractmethod
     def backend(self, tensor: Tensor) -> Backend:
         """Return the backend for a tensor's device."""
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Say whether a device exchanges the tensor: operation after operation, in the order in which it is asked."""
+        return False
 
     def lost(self, why: str) -> PeerLostError:
         """Return the error that a failed operation is."""
@@ -102,7 +102,7 @@ class Aside(PointToPoint):
     def __init__(self, group: PointToPoint) -> None:
         self.rank, self.size, self._group = group.rank, group.size, group
 
-    def wait(self, works: Iterable[dist.Work]) -> None:
+    def wait(self, works: Iterable[Work]) -> None:
         try:
             for work in works:
                 work.wait()

@@ -20,12 +20,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.point_to_point import Work
 from elastic_train.shards.holdings import Run
 from elastic_train.system.huge_pages import on_huge_pages
 
@@ -63,8 +63,8 @@ class UnitWeights:
         self._blocks, self._rest, self._group, self._shares, self._held = blocks, rest, group, shares, held
         self._others = [rank for rank in shares if rank != group.rank]
         self._receivers: Collection[int] = ()
-        self._arriving: dict[int, list[dist.Work]] = {}
-        self._leaving: list[dist.Work] = []
+        self._arriving: dict[int, list[Work]] = {}
+        self._leaving: list[Work] = []
         self._whole: set[int] = set()
         self._is_running, self._has_rest, self._is_dirty = False, False, False
         self._forward, self._back = 0, 0

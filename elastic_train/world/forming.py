@@ -18,6 +18,7 @@ import torch
 
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, PeerLostError, Preempted, StorageError, translated
+from elastic_train.parallel.devices.device import device_of
 from elastic_train.parallel.group import Group, connect
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.history import UnformedWorlds
@@ -80,7 +81,8 @@ class OneWorld:
     is_live = False
 
     def __init__(self, config: Config, device: torch.device, watchdog: Watchdog) -> None:
-        self._timeout_s, self._device, self._watchdog = config.peer_timeout_s, device, watchdog
+        self._timeout_s, self._watchdog = config.peer_timeout_s, watchdog
+        self._device = device_of(device, config.parallel.transport)
         self._is_used = False
 
     @property
@@ -127,7 +129,8 @@ class LiveWorlds:
         self._has_trained = False
         self._config = config
         self._num_lanes = config.batch.num_lanes
-        self._timeout_s, self._device = config.peer_timeout_s, device
+        self._timeout_s = config.peer_timeout_s
+        self._device = device_of(device, config.parallel.transport)
         self._member: LiveMember | None = None
         self.num_not_formed = 0
         """How many worlds in a row did not form; 0 as soon as one has."""

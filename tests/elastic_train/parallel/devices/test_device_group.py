@@ -1,0 +1,203 @@
+"""Exchanges between devices: the same bits as between hosts, and nothing goes on from one that was not finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+
+from elastic_train.errors import HungError, PeerLostError
+from elastic_train.parallel.devices import device_group
+from elastic_train.parallel.devices.device import Device
+from elastic_train.parallel.devices.device_group import DeviceGroup
+from elastic_train.parallel.group import Group, _Guard
+from rendezvous.waiting import Bystander
+from tests.conftest import run_ranks
+from tests.elastic_train.parallel.test_gradient_sum import LANES, train
+from tests.fake_device import KINDS, FakeCommunicator, FakeDevice, FakeWork
+
+pytestmark = pytest.mark.slow
+
+
+def direct() -> Device:
+    return FakeDevice().seen()
+
+
+def through_host() -> Device:
+    return Device(torch.device("cpu"), lambda tensor: tensor.dtype in KINDS, FakeDevice, None)
+
+
+def sums(rank: int, size: int, folder: str, make: Callable[[], Device]) -> None:
+    """Reduce gradients, and do each of the other collectives once."""
+    torch.set_num_threads(1)
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60, make())
+    digests = {str(num_lanes): train(group, num_lanes) for num_lanes in LANES}
+    mine, copied, arrived = torch.tensor([float(rank)]), torch.tensor([float(rank)]), torch.empty(1)
+    group.broadcast(copied, source=1)
+    if rank < 2:
+        group.transfer(mine if rank == 0 else arrived, **({"to": 1} if rank == 0 else {"source": 0}))
+    others = [digests, group.all_gather(mine).flatten().tolist(), copied.tolist(), arrived.tolist() if rank == 1 else 0]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(others))
+    group.close()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("make", [direct, through_host])
+def test_devices_give_the_bits_that_hosts_give(tmp_path: Path, size: int, make: Callable[[], Device]) -> None:
+    """Whatever reads a tensor, or adds to it, before the device is done finds NaN, and gives other weights."""
+    torch.set_num_threads(1)
+    expected = {str(num_lanes): train(Group(0, 1, None, 60), num_lanes) for num_lanes in LANES}
+    run_ranks(sums, size, str(tmp_path), make)
+    ranks = [float(rank) for rank in range(size)]
+    for rank in range(size):
+        received = [0.0] if rank == 1 else 0
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [expected, ranks, [1.0], received]
+
+
+def worlds(rank: int, size: int, folder: str, how: str) -> None:
+    """Lose the last rank in an exchange that its device has begun; go on without it, in the same process."""
+    torch.set_num_threads(1)
+    device, is_broken = FakeDevice(), threading.Event()
+    store = FileStore(f"{folder}/store", size)
+    group = Group(rank, size, PrefixStore("1", store), 60, device.seen(), is_broken=lambda _: is_broken.is_set())
+    pid = int(group.all_gather(torch.tensor(os.getpid()))[-1])
+    if rank == size - 1:
+        os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    if how == "frozen":
+        threading.Timer(0.2, is_broken.set).start()
+    gradient = torch.ones(1000)
+    with pytest.raises(PeerLostError):
+        group.all_reduce(gradient)
+    assert gradient.isnan().all(), "only an abort ends what was not finished"
+    assert device.num_done < device.num_asked
+    group.abandon()
+    assert device.num_done == device.num_asked, "the device is free again"
+    is_broken.clear()
+    group = Group(rank, size - 1, PrefixStore("2", store), 60, device.seen(), is_broken=lambda _: is_broken.is_set())
+    group.all_reduce(again := torch.ones(1000))
+    group.barrier()
+    if rank == 0 and how == "frozen":
+        os.kill(pid, signal.SIGKILL)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([again.unique().tolist(), device.num_aborts]))
+    group.close()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_a_peer_lost_in_an_exchange_frees_the_device_for_the_next_world(tmp_path: Path, how: str) -> None:
+    """The process is not held up, what was to be summed is not used, and the next world forms in the same process."""
+    assert run_ranks(worlds, 3, str(tmp_path), how, may_fail=True)[:2] == [0, 0]
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[[2.0], 1]] * 2
+
+
+def alone(folder: Path, device: FakeDevice, is_broken: Callable[[], bool], kind: type[FakeCommunicator]) -> Group:
+    """Return a group whose device is connected to nobody but itself: what peers do is up to the communicator."""
+    group, seen = Group(0, 1, None, 60), device.seen(kind)
+    group.size, group._holds, group._is_broken = 2, seen.holds, lambda _: is_broken()
+    group._bystander = Bystander("alone")
+    store, timeout = FileStore(str(folder / "alone"), 1), timedelta(seconds=60)
+    group._device = DeviceGroup(seen, store, 0, 1, timeout, _Guard(group))
+    return group
+
+
+class NeverConnects(FakeCommunicator):
+    """As NCCL where a peer died before it came."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._is_aborted.wait()
+        raise RuntimeError("communicator was aborted")
+
+
+def test_connecting_ends_when_the_world_does(tmp_path: Path) -> None:
+    device, started = FakeDevice(), time.monotonic()
+    group = alone(tmp_path, device, lambda: time.monotonic() > started + 0.1, NeverConnects)
+    assert group._device is not None
+    with pytest.raises(PeerLostError, match="the world has changed"):
+        group._device.connect()
+    group.abandon()
+    assert device.num_aborts == 1
+
+
+def test_an_update_waits_until_the_device_has_finished(tmp_path: Path) -> None:
+    """Until then it is no use that the call has returned: a value read from the device would hold the process up."""
+    device = FakeDevice()
+    group = alone(tmp_path, device, lambda: False, FakeCommunicator)
+    device.gate.clear()
+    threading.Timer(0.2, device.gate.set).start()
+    group.all_reduce(gradient := torch.ones(3))
+    assert device.gate.is_set()
+    assert gradient.tolist() == [1.0, 1.0, 1.0]
+    group.abandon()
+
+
+def test_an_exchange_that_somebody_else_ended_was_not_finished(tmp_path: Path) -> None:
+    """Such as NCCL's watchdog in torch: the device has come so far, with a gradient that is no sum."""
+
+    class Ended(FakeCommunicator):
+        def allreduce(self, tensors: list[torch.Tensor]) -> FakeWork:
+            work = super().allreduce(tensors)
+            work._is_done, work._error = True, RuntimeError("NCCL communicator was aborted")
+            return work
+
+    group = alone(tmp_path, FakeDevice(), lambda: False, Ended)
+    with pytest.raises(PeerLostError, match="NCCL communicator was aborted"):
+        group.all_reduce(torch.ones(3))
+
+
+class NeverAborts(FakeCommunicator):
+    def abort(self) -> None:
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize("kind", [NeverAborts, FakeCommunicator], ids=["abort hangs", "device hangs"])
+def test_a_process_whose_device_does_not_get_free_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FakeCommunicator]
+) -> None:
+    """It could only hold the next world up; a launcher, or a standby process, replaces it."""
+    monkeypatch.setattr(device_group, "ABORT_S", 0.2)
+    device, started = FakeDevice(), time.monotonic()
+    group = alone(tmp_path, device, lambda: time.monotonic() > started + 0.1, kind)
+    device.is_deaf = True
+    device.gate.clear()
+    with pytest.raises(PeerLostError):
+        group.all_reduce(torch.ones(3))
+    with pytest.raises(HungError, match=r"rank 0 of 2: an exchange was ended, .* another can take its place"):
+        group.abandon()
+    device.gate.set()
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_error_of_the_own_device_is_no_lost_peer(tmp_path: Path, kind: type[RuntimeError]) -> None:
+    """Another world would meet it again; a RuntimeError of any other kind is the peers'."""
+
+    class Fails(FakeCommunicator):
+        error: RuntimeError = kind("no room")
+
+        def allreduce(self, tensors: list[torch.Tensor]) -> FakeWork:
+            raise self.error
+
+    group = alone(tmp_path, FakeDevice(), lambda: False, Fails)
+    with pytest.raises(kind):
+        group.all_reduce(torch.ones(3))
+    Fails.error = RuntimeError("gone")
+    with pytest.raises(PeerLostError, match="a collective failed: gone"):
+        group.all_reduce(torch.ones(3))
+
+
+def test_nccl_takes_the_calls_that_are_made_here() -> None:
+    """As torch's backends take them, with or without a GPU: no TypeError on the first one."""
+    base = "(self: torch._C._distributed_c10d.Backend)"
+    for name in ("_start_coalescing", "_end_coalescing", "abort"):
+        assert f"{name}{base} ->" in (getattr(torch.distributed.ProcessGroupGloo, name).__doc__ or "")
+    doc = torch.distributed.ProcessGroupGloo.eager_connect_single_device.__doc__ or ""
+    assert "(self: torch._C._distributed_c10d.Backend, arg0: torch.device)" in doc

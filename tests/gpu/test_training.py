@@ -1,0 +1,103 @@
+"""Jobs whose ranks share one device: one hash in every world, through faults and commits, and in each precision."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from chaos.judge.evidence.run_files import collect
+from chaos.judge.invariants.whole_run import check_kept
+from elastic_train.system.failpoints import VARIABLE, arm
+from rendezvous import EtcdServer
+from tests.conftest import start
+from tests.elastic_train.training.live.test_live import (
+    etcd,
+    eventually,
+    launch,
+    nothing_left,
+    until_whole,
+    weights,
+    write_config,
+)
+
+__all__ = ["etcd", "nothing_left"]  # fixtures
+STEPS = 30
+
+
+def write_job(folder: Path, rows: Path, device: str, *, steps: int = STEPS, **keys: object) -> str:
+    """Write a job for a device that ranks share; `keys` are those of its configuration."""
+    path = Path(write_config(folder, rows, steps, lane_ms=0.0))
+    tree = yaml.safe_load(path.read_text()) | {"device": device, "hang_timeout_s": 60.0}
+    tree["parallel"] = {"transport": "gloo", **keys.pop("parallel", {})}  # type: ignore[dict-item]
+    path.write_text(yaml.safe_dump(tree | keys))
+    return str(path)
+
+
+def hash_of(folder: Path, rows: Path, device: str, num_ranks: int | None = None, **keys: object) -> object:
+    """Train a job to its end; return the weights' hash."""
+    done = start([write_job(folder, rows, device, **keys)], num_ranks=num_ranks)  # type: ignore[arg-type]
+    assert done.code == 0, done.output
+    assert f"steps, {device}" in done.output, done.output
+    return weights(collect(folder / "run"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_worlds_that_share_a_device_have_one_hash(tmp_path: Path, rows: Path, device: str, precision: str) -> None:
+    """Lanes are added in the tree's order on a device, too, and a scaler decides from reduced values."""
+    found = {
+        num_ranks: hash_of(tmp_path / str(num_ranks), rows, device, num_ranks, precision=precision)
+        for num_ranks in (None, 2, 3)
+    }
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
+def test_state_in_shards_has_the_hash_of_whole_state(tmp_path: Path, rows: Path, device: str, shards: str) -> None:
+    found = {
+        mode: hash_of(tmp_path / mode, rows, device, 2, parallel={"shards": mode, "copies": 1})
+        for mode in ("none", shards)
+    }
+    assert len(set(found.values())) == 1, found
+
+
+def test_a_commit_from_a_device_continues_with_the_same_bits(tmp_path: Path, rows: Path, device: str) -> None:
+    """It is copied from the device while the next steps compute there."""
+    whole = hash_of(tmp_path / "whole", rows, device)
+    folder = tmp_path / "parts"
+    checkpoint = {"every_steps": 5, "every_s": None, "keep_last": 2}
+    for steps in (17, STEPS):
+        last = hash_of(folder, rows, device, steps=steps, checkpoint=checkpoint)
+    assert last == whole
+
+
+def test_a_killed_and_a_frozen_rank_cost_no_step(tmp_path: Path, rows: Path, etcd: EtcdServer, device: str) -> None:
+    """Workers are replaced by programs where a fork would find CUDA begun; survivors keep state and process."""
+    points = tmp_path / "points"
+    points.mkdir()
+    config = write_job(tmp_path, rows, device, steps=100_000)
+    job = launch(tmp_path, etcd, config, ranks=3, nnodes="1:1", **{VARIABLE: str(points)})
+    try:
+        term = 0
+        for point in ("exchange", "applied"):
+            term, _ = until_whole(tmp_path / "run", 3, above=term)
+            arm(points, point, "kill")
+            eventually(lambda: not (points / point).exists(), f"a fault at {point}")  # noqa: B023 - called at once
+        term, ranks = until_whole(tmp_path / "run", 3, above=term)
+        os.kill(ranks[1], signal.SIGSTOP)
+        term, alone = until_whole(tmp_path / "run", 2, above=term)
+        assert set(alone.values()) <= set(ranks.values())
+        os.kill(ranks[1], signal.SIGCONT)
+        until_whole(tmp_path / "run", 3, above=term)
+        job.send_signal(signal.SIGTERM)
+        job.wait(60)
+    finally:
+        job.kill()
+    run = collect(tmp_path / "run")
+    assert run.result is not None, (tmp_path / "node.log").read_text()
+    check_kept(run)
+    steps = int(str(run.result["step"]))
+    assert weights(run) == hash_of(tmp_path / "alone", rows, device, steps=steps)
