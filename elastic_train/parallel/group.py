@@ -213,8 +213,8 @@ class Group(PointToPoint):
         are shut down. What a device does for the group is ended; raises HungError if the device is not free then, and
         the process is of no more use.
         """
-        groups, device = [group for group in (self._host, self._device) if group is not None], self._device
-        self._host = self._device = None
+        groups = [group for group in (self._host, self._device) if group is not None]
+        self._host = None
         if self._bystander is not None:
             self._bystander.leave(groups.clear)
             self._bystander = None
@@ -225,6 +225,10 @@ class Group(PointToPoint):
         if is_stuck and self._connections is not None:
             self._connections.shut_down()
         self._connections = None
+        self._free_device()
+
+    def _free_device(self) -> None:
+        device, self._device = self._device, None
         if device is not None and not device.abort():
             raise HungError(
                 f"rank {self.rank} of {self.size}: an exchange was ended, and {ABORT_S:.0f} s later its device still "

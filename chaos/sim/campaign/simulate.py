@@ -52,6 +52,8 @@ SKEWED = 1 / 8
 """In how many live runs nodes' clocks differ by seconds. With restarts, steps are too far apart to tell by how much."""
 WITH_VECTORS, MOST_WITH_VECTORS = 1 / 8, 8
 """In how many runs the product itself adds up the lanes' vectors, and of how many ranks at most: all send to all."""
+ON_DEVICES = 1 / 2
+"""In how many of these the vectors are on devices."""
 IN_SHARDS, MOST_COPIES = 1 / 8, 3
 """In how many runs a real, tiny model is trained whose state is in shards, and in how many copies at most."""
 AGENTS = 1 / 32
@@ -137,7 +139,7 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     if etcd.random() < REFUSED:
         faults = in_order([*faults, *draw_of_etcd(etcd, shape)])
     if random.Random(f"{seed}/vectors").random() < WITH_VECTORS and shape.nodes * shape.ranks <= MOST_WITH_VECTORS:
-        shape = replace(shape, vectors=True)
+        shape = replace(shape, vectors=True, device=random.Random(f"{seed}/device").random() < ON_DEVICES)
     shards = random.Random(f"{seed}/shards")
     if shards.random() < IN_SHARDS and shape.nodes * shape.ranks <= MOST_WITH_VECTORS:
         shape = in_shards(shape, shards)
@@ -159,7 +161,7 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
 def in_shards(shape: Shape, draws: random.Random) -> Shape:
     """Return the job with a real, tiny model: what of it is in shards, and in how many copies, is drawn."""
     copies, what = draws.randint(1, MOST_COPIES), draws.choice(get_args(Shards))
-    return replace(shape, vectors=False, copies=copies, shards=what)
+    return replace(shape, vectors=False, device=False, copies=copies, shards=what)
 
 
 def _case_of_one(seed: int, shape: Shape, draws: random.Random) -> Case:

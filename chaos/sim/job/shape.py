@@ -57,6 +57,8 @@ class Shape:
     """Whether its metrics are sent to a tracker."""
     vectors: bool = False
     """Whether its lanes have short vectors that the product's own exchange sums, not only the simulator's."""
+    device: bool = False
+    """Whether these vectors are on devices, whose exchanges end some time after they were asked for."""
     copies: int = 0
     """In how many copies the state of a real, tiny model is held, in shards; 0 where the state is modelled."""
     shards: Shards = "optimizer"

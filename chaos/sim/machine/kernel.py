@@ -44,6 +44,7 @@ class Process:
         self.slowness = 1.0
         self.hangs_until = self.stopped_s = self.stopped_at = 0.0
         self.held: list[Task] = []
+        self.device: object = None
         self.listening: Task | None = None
         """The task that is to look again when the process hears of a change of membership."""
         self.tasks: dict[Task, None] = {}  # in the order of their start: a set's order does not follow from the seed

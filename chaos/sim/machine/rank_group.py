@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from chaos.sim.machine.collectives import RESENT_S, RESET_S, Collective, Letter
+from chaos.sim.machine.device import SimDevice, device_of
+from chaos.sim.machine.kernel import Process
 from chaos.sim.machine.meeting import MeetingStore
-from elastic_train.parallel.group import Group
+from elastic_train.errors import PeerLostError
+from elastic_train.parallel.devices.device_group import DeviceGroup, OnDevice
+from elastic_train.parallel.group import Group, _Guard
+from elastic_train.parallel.point_to_point import Work
 
 T = TypeVar("T")
 BLOCKED_S = 10.0
@@ -43,11 +49,12 @@ class SimGroup(Group):
         is_broken: Callable[[float], bool] | None = None,
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
         look_s: float = 1.0,
+        has_device: bool = False,
     ) -> None:
         self.rank, self.size = rank, size
         self._is_broken, self._timeout_s, self._look_s = is_broken, timeout_s, look_s
         self._resting, self._num_calls = resting, 0
-        self._device = None
+        self._bystander, self._device = None, None
         if size == 1:
             return
         assert store is not None, "a world of several ranks meets at a store"
@@ -58,6 +65,15 @@ class SimGroup(Group):
             raise self.lost("no connection to any peer")
         self._hub.join(rank, self._kernel.process)
         self._collect("form", None)
+        if has_device:
+            seen = device_of(self, _device_of(self._kernel.process))
+            self._holds, timeout = seen.holds, timedelta(seconds=timeout_s)
+            self._device = DeviceGroup(seen, store, rank, size, timeout, _Guard(self))  # type: ignore[arg-type]
+            try:
+                self._device.connect()
+            except PeerLostError:
+                self.abandon()
+                raise
 
     def fold(self, value: object, make: Callable[[list[object]], T]) -> T:
         """Return what `make` makes of every rank's value, by rank; all ranks get one object, and must not change it."""
@@ -78,7 +94,9 @@ class SimGroup(Group):
             self._collect("barrier", None)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        if self.size > 1:
+        if self.is_on_device(tensor):
+            super().all_reduce(tensor)
+        elif self.size > 1:
             tensor.copy_(self._collect("reduce", tensor.clone()).made(_sum))
 
     def send(self, rank: int, tensor: Tensor) -> Receipt:  # type: ignore[override]  # torch makes other works
@@ -109,14 +127,19 @@ class SimGroup(Group):
 
     def begin_exchange(  # type: ignore[override]
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> tuple[list[Receipt], list[Receipt]]:
+    ) -> tuple[list[Work], list[Work]] | tuple[list[Receipt], list[Receipt]]:
+        if any(self.is_on_device(part) for _, part in (*sends, *receives)):
+            return super().begin_exchange(sends, receives)
         receipts = [self.receive(rank, part) for rank, part in receives]
         for rank in dict.fromkeys(rank for rank, _ in sends):
             self._post(rank, [part for other, part in sends if other == rank])
         return receipts, []
 
-    def wait(self, works: Iterable[Receipt]) -> None:  # type: ignore[override]
+    def wait(self, works: Iterable[Receipt | OnDevice]) -> None:  # type: ignore[override]
         for work in works:
+            if isinstance(work, OnDevice):
+                super().wait([work])
+                continue
             if work.source is None:
                 continue
             post, number = self._hub.posted[work.source, self.rank], work.number
@@ -142,6 +165,7 @@ class SimGroup(Group):
         """Leave: ranks that still wait for this one learn of it."""
         if self.size > 1 and self.rank not in self._hub.lost:
             self._kernel.after(RESET_S, lambda: self._hub._reset(self.rank))
+        self._free_device()
 
     def _collect(self, kind: str, value: object) -> Collective:
         self._num_calls += 1
@@ -179,6 +203,13 @@ class SimGroup(Group):
         finally:
             process.listening = None
             hub.waiting.pop(self.rank, None)
+
+
+def _device_of(process: Process) -> SimDevice:
+    """Return a process's device, which it has for all of its worlds."""
+    if not isinstance(process.device, SimDevice):
+        process.device = SimDevice()
+    return process.device
 
 
 def _sum(parts: list[object]) -> Tensor:

@@ -61,6 +61,7 @@ class DeviceGroup:
     def __init__(self, device: Device, store: Store, rank: int, size: int, timeout: timedelta, guard: Guard) -> None:
         assert device.connect is not None, "a device without a transport of its own has no group"
         self._device, self._guard, self._connect = device, guard, device.connect
+        self._timeout_s = timeout.total_seconds()
         self._communicator = guard(lambda: self._connect(store, rank, size, timeout))
 
     def connect(self) -> None:
@@ -99,7 +100,7 @@ class DeviceGroup:
         for operation in operations:
             operation.wait()
         is_done, works = self._device.queue().mark(), [operation.work for operation in operations]
-        self._guard.polling(lambda is_broken: _await(is_done, works, is_broken))
+        self._guard.polling(lambda is_broken: _await(is_done, works, is_broken, self._timeout_s))
 
     def abort(self) -> bool:
         """End what the device still does for this group; say whether the device is free of it, in time."""
@@ -117,8 +118,12 @@ class DeviceGroup:
         return False
 
 
-def _await(is_done: Callable[[], bool], works: Sequence[Any], is_broken: Callable[[], bool]) -> None:
-    """Return when it is done; raise GivenUp if the world is broken, and RuntimeError if an operation has failed."""
+def _await(is_done: Callable[[], bool], works: Sequence[Any], is_broken: Callable[[], bool], timeout_s: float) -> None:
+    """Return when it is done; raise GivenUp if the world is broken.
+
+    Raises RuntimeError if an operation has failed, and TimeoutError if it takes too long, as gloo does.
+    """
+    deadline = time.monotonic() + timeout_s
     look_at = time.monotonic() + LOOK_EVERY_S
     for pause_s in _pauses():
         if is_done():
@@ -127,6 +132,8 @@ def _await(is_done: Callable[[], bool], works: Sequence[Any], is_broken: Callabl
         if time.monotonic() >= look_at:
             if is_broken():
                 raise GivenUp
+            if look_at > deadline:
+                raise TimeoutError(f"the device has waited {timeout_s:.0f} s for its peers")
             look_at = time.monotonic() + LOOK_EVERY_S
         time.sleep(pause_s)
     _check(works)  # an operation that was ended is not one that was done

@@ -181,6 +181,22 @@ PLANTED = (
         replace(SHAPE, vectors=True, nodes=4, lanes=8),
     ),
     SimBug(
+        "asked-is-done",
+        "an exchange between devices counts as done once it was asked for",
+        lambda: {"elastic_train.parallel.devices.device_group:DeviceGroup.finish": lambda self, operations: None},
+        ("hash",),
+        faults.kills,
+        replace(SHAPE, vectors=True, device=True),
+    ),
+    SimBug(
+        "device-not-freed",
+        "a world that was given up leaves its operations on the device",
+        lambda: {"elastic_train.parallel.devices.device_group:DeviceGroup.abort": lambda self: True},
+        ("finished",),
+        faults.kills,
+        replace(SHAPE, vectors=True, device=True),
+    ),
+    SimBug(
         "applies-too-soon",
         "a rank applies a step before it knows that the others can",
         lambda: {"elastic_train.training.loop:meet": lambda session, norm: (norm, None)},

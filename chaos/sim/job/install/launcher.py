@@ -41,6 +41,6 @@ def launch(host: Host, nodes: Sequence[Node]) -> Iterable[Replacement]:
     yield from within(
         "elastic_train.parallel.group",
         os=Launcher(host),
-        Group=functools.partial(SimGroup, look_s=around.shape.look_s),
+        Group=functools.partial(SimGroup, look_s=around.shape.look_s, has_device=around.shape.device),
         **stores,
     )

@@ -48,6 +48,7 @@ PRODUCT = (
     "elastic_train.tracking.history",
     "elastic_train.training.result",
     "elastic_train.system.failpoints",
+    "elastic_train.parallel.group",
     "elastic_train.system.watchdog",
     "elastic_train.system.file_locks",
     "elastic_train.tracking.metric_log",

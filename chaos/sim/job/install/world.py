@@ -23,6 +23,8 @@ from rendezvous.membership.records import read_view
 
 WATCHED_EVERY_S = 5.0
 """How often a process's own watchdog looks: a quarter of the shortest time that a process may hang."""
+DEVICE_EVERY_S = 0.02
+"""How often a rank looks whether its device has come so far: fifty times as seldom as on a real one."""
 NUM_VIEWS = 256
 """Snapshots on their way to a process, of a thousand nodes that all write at once."""
 
@@ -53,7 +55,10 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     yield from within("rendezvous.membership.participant", LOOK_S=around.shape.look_s)
     yield from within("rendezvous.membership.latest_view", read_view=memory_of(read_view, NUM_VIEWS))
     yield from within("rendezvous.meeting_point", TCPStore=functools.partial(MeetingStore, around.net))
-    yield from within("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=around.shape.look_s))
+    group = functools.partial(SimGroup, look_s=around.shape.look_s, has_device=around.shape.device)
+    yield from within("elastic_train.world.forming", Group=group)
+    device_time = stdlib.SeldomTime(around.kernel, DEVICE_EVERY_S)
+    yield from within("elastic_train.parallel.devices.device_group", time=device_time)
     yield from within("elastic_train.world.forming", live_context=host.context, os=Launcher(host))
     yield from within("elastic_train.world.world", open_store=storage, DeadlineStore=undelayed, open_fence=fence)
     yield from within("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)

@@ -1,0 +1,159 @@
+"""A simulated device, and what connects the devices of a world: each operation runs when the device gets to it.
+
+What one is to fill holds NaN until it is done. An operation whose peer is gone, or silent, does not end: only an abort
+ends it, as NCCL's, and leaves NaN. That a peer's connection was reset is known of it, but nothing follows by itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from elastic_train.parallel.devices.device import Device
+
+if TYPE_CHECKING:
+    from chaos.sim.machine.rank_group import SimGroup
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One operation; `take` gives what its outputs become, once all of that `is_here`."""
+
+    is_here: Callable[[], bool]
+    take: Callable[[], Sequence[Tensor]]
+    outputs: Sequence[Tensor]
+    has_lost: Callable[[], bool]
+    is_done: bool = False
+    is_aborted: bool = False
+
+    def end(self) -> bool:
+        """Fill the outputs, if it can end by now; say whether it has."""
+        if not self.is_aborted and self.is_here():
+            for output, value in zip(self.outputs, self.take(), strict=True):
+                output.copy_(value)
+            self.is_done = True
+        return self.is_done or self.is_aborted
+
+    def wait(self) -> None:
+        """The device has one queue, which is in order."""
+
+    def is_completed(self) -> bool:
+        return self.is_done or self.exception() is not None
+
+    def exception(self) -> RuntimeError | None:
+        return RuntimeError("remote process exited") if not self.is_done and self.has_lost() else None
+
+
+@dataclass(slots=True)
+class SimDevice:
+    """One process's device, for all of its worlds."""
+
+    queue: deque[Operation] = field(default_factory=deque)
+    num_asked: int = 0
+
+    def ask(self, operation: Operation) -> Operation:
+        for output in operation.outputs:
+            output.fill_(torch.nan)
+        self.queue.append(operation)
+        self.num_asked += 1
+        return operation
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> Callable[[], bool]:
+        asked = self.num_asked
+        return lambda: self._num_ended() >= asked
+
+    def _num_ended(self) -> int:
+        while self.queue and self.queue[0].end():
+            self.queue.popleft()
+        return self.num_asked - len(self.queue)
+
+
+class SimCommunicator:
+    """What NCCL's backend is to a group of the product."""
+
+    def __init__(self, group: SimGroup, device: SimDevice) -> None:
+        self._group, self._device = group, device
+        self._num_calls = 0
+        self._asked: list[Operation] = []
+        self._parts: tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]] | None = None
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """The first operation of all ranks does it."""
+
+    def allreduce(self, tensors: list[Tensor]) -> Operation:
+        [tensor], group = tensors, self._group
+        self._num_calls += 1
+        collective = group._hub.collective(-self._num_calls, "device", group.size)
+        collective.give(group.rank, tensor.clone())
+
+        def take() -> list[Tensor]:
+            return [collective.made(lambda parts: torch.stack(parts).sum(0))]  # type: ignore[arg-type]
+
+        return self._ask(lambda: group.rank in collective.has_result, take, [tensor], range(group.size))
+
+    def _start_coalescing(self) -> None:
+        assert self._parts is None, "an exchange within another"
+        self._parts = [], []
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> None:
+        assert self._parts is not None, "a send alone makes another communicator, with nobody to guard it"
+        self._parts[0].append((rank, tensors[0]))
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> None:
+        assert self._parts is not None, "a receive alone makes another communicator, with nobody to guard it"
+        self._parts[1].append((rank, tensors[0]))
+
+    def _end_coalescing(self) -> Operation:
+        assert self._parts is not None, "an exchange that was not begun"
+        (sends, receives), self._parts = self._parts, None
+        posted, mine = self._group._hub.posted, self._group.rank
+        posts = [posted[source, mine] for source, _ in receives]
+        numbers = [post.ask() for post in posts]
+        for rank in dict.fromkeys(rank for rank, _ in sends):
+            self._group._post(rank, [part for other, part in sends if other == rank])
+        arriving = list(zip(posts, numbers, strict=True))
+        return self._ask(
+            lambda: all(post.is_here(number) for post, number in arriving),
+            lambda: [post.letters.pop(number).tensor for post, number in arriving],
+            [tensor for _, tensor in receives],
+            [source for source, _ in receives],
+        )
+
+    def abort(self) -> None:
+        for operation in self._asked:
+            operation.is_aborted = True
+
+    def _ask(
+        self,
+        is_here: Callable[[], bool],
+        take: Callable[[], Sequence[Tensor]],
+        outputs: Sequence[Tensor],
+        peers: Sequence[int],
+    ) -> Operation:
+        lost, others = self._group._hub.lost, set(peers) - {self._group.rank}
+        operation = self._device.ask(Operation(is_here, take, outputs, lambda: not lost.isdisjoint(others)))
+        self._asked = [*(old for old in self._asked if not old.is_done), operation]
+        return operation
+
+
+def device_of(group: SimGroup, device: SimDevice) -> Device:
+    """Return a process's device as the product's groups see it: the short vectors of lanes are there."""
+
+    def connect(store: object, rank: int, size: int, timeout: timedelta) -> SimCommunicator:
+        return SimCommunicator(group, device)
+
+    return Device(torch.device("cpu"), _is_vector, lambda: device, connect)  # type: ignore[arg-type]  # made for torch
+
+
+def _is_vector(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.ndim == 1
