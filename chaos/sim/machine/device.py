@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from chaos.sim.machine.collectives import Hub
 from elastic_train.parallel.devices.device import Device
 
-if TYPE_CHECKING:
-    from chaos.sim.machine.rank_group import SimGroup
+PostTo = Callable[[int, Sequence[Tensor]], None]
+"""Sends tensors to a rank, which arrive together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,8 +81,8 @@ class SimDevice:
 class SimCommunicator:
     """What NCCL's backend is to a group of the product."""
 
-    def __init__(self, group: SimGroup, device: SimDevice) -> None:
-        self._group, self._device = group, device
+    def __init__(self, device: SimDevice, hub: Hub, rank: int, size: int, post: PostTo) -> None:
+        self._device, self._hub, self._rank, self._size, self._post = device, hub, rank, size, post
         self._num_calls = 0
         self._asked: list[Operation] = []
         self._parts: tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]] | None = None
@@ -91,15 +91,15 @@ class SimCommunicator:
         """The first operation of all ranks does it."""
 
     def allreduce(self, tensors: list[Tensor]) -> Operation:
-        [tensor], group = tensors, self._group
+        [tensor] = tensors
         self._num_calls += 1
-        collective = group._hub.collective(-self._num_calls, "device", group.size)
-        collective.give(group.rank, tensor.clone())
+        collective = self._hub.collective(-self._num_calls, "device", self._size)
+        collective.give(self._rank, tensor.clone())
 
         def take() -> list[Tensor]:
             return [collective.made(lambda parts: torch.stack(parts).sum(0))]  # type: ignore[arg-type]
 
-        return self._ask(lambda: group.rank in collective.has_result, take, [tensor], range(group.size))
+        return self._ask(lambda: self._rank in collective.has_result, take, [tensor], range(self._size))
 
     def _start_coalescing(self) -> None:
         assert self._parts is None, "an exchange within another"
@@ -116,11 +116,10 @@ class SimCommunicator:
     def _end_coalescing(self) -> Operation:
         assert self._parts is not None, "an exchange that was not begun"
         (sends, receives), self._parts = self._parts, None
-        posted, mine = self._group._hub.posted, self._group.rank
-        posts = [posted[source, mine] for source, _ in receives]
+        posts = [self._hub.posted[source, self._rank] for source, _ in receives]
         numbers = [post.ask() for post in posts]
         for rank in dict.fromkeys(rank for rank, _ in sends):
-            self._group._post(rank, [part for other, part in sends if other == rank])
+            self._post(rank, [part for other, part in sends if other == rank])
         arriving = list(zip(posts, numbers, strict=True))
         return self._ask(
             lambda: all(post.is_here(number) for post, number in arriving),
@@ -140,17 +139,17 @@ class SimCommunicator:
         outputs: Sequence[Tensor],
         peers: Sequence[int],
     ) -> Operation:
-        lost, others = self._group._hub.lost, set(peers) - {self._group.rank}
+        lost, others = self._hub.lost, set(peers) - {self._rank}
         operation = self._device.ask(Operation(is_here, take, outputs, lambda: not lost.isdisjoint(others)))
         self._asked = [*(old for old in self._asked if not old.is_done), operation]
         return operation
 
 
-def device_of(group: SimGroup, device: SimDevice) -> Device:
+def device_of(device: SimDevice, hub: Hub, post: PostTo) -> Device:
     """Return a process's device as the product's groups see it: the short vectors of lanes are there."""
 
     def connect(store: object, rank: int, size: int, timeout: timedelta) -> SimCommunicator:
-        return SimCommunicator(group, device)
+        return SimCommunicator(device, hub, rank, size, post)
 
     return Device(torch.device("cpu"), _is_vector, lambda: device, connect)  # type: ignore[arg-type]  # made for torch
 

@@ -66,7 +66,7 @@ class SimGroup(Group):
         self._hub.join(rank, self._kernel.process)
         self._collect("form", None)
         if has_device:
-            seen = device_of(self, _device_of(self._kernel.process))
+            seen = device_of(_device_of(self._kernel.process), self._hub, self._post)
             self._holds, timeout = seen.holds, timedelta(seconds=timeout_s)
             self._device = DeviceGroup(seen, store, rank, size, timeout, _Guard(self))  # type: ignore[arg-type]
             try:
