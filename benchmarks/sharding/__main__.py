@@ -2,8 +2,9 @@
 
     python -m benchmarks.sharding [--json] [--quick] [--only NAME]
 
-one_hash              whether 1 to 4 ranks with one and two copies end with the weights of one that holds everything;
-                      with the optimizer's state sharded, and with the gradients, too
+one_hash              whether 1 to 4 ranks with one and two copies, in every mode, end with the weights of one that
+                      holds everything; and so do live jobs in which a worker and a node are killed, a node joins, all
+                      leave one by one, and which one process resumes in another mode
 live_ratio            bytes a parameter that a rank holds (weights, gradients, moments, sums put aside), over the 16 of
                       whole state; names are the mode, the ranks and the copies, as in gradients_w4_c1 (goal: 0.45)
 step_vs_replicated    time of a step over that of whole state in the same processes, in turn (goals with two ranks: at
@@ -50,12 +51,12 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.sharding import commits, decoder, moving, overlap, peers, recovery, steps
+from benchmarks.sharding import commits, decoder, moving, one_hash, overlap, peers, recovery, steps
 from benchmarks.sharding.ranks import Effort
 
 Measure = Callable[[Effort], dict[str, object]]
 FIGURES: dict[str, Measure] = {
-    "one_hash": steps.one_hash,
+    "one_hash": one_hash.one_hash,
     "live_ratio": steps.beside_whole,
     "step_vs_replicated": steps.beside_whole,
     "sent_vs_all_reduce": steps.beside_whole,

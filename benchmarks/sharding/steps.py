@@ -1,4 +1,4 @@
-"""Steps beside those of whole state: the same bits, the memory, the time, the bytes, and the sums put aside."""
+"""Steps beside those of whole state: the memory, the time, the bytes, and the sums put aside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import statistics
 from dataclasses import replace
 from functools import wraps
 
-from benchmarks.sharding.commits import SavingJob
 from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode, live_bytes
 from benchmarks.sharding.ranks import Effort, Meeting, run
 from elastic_train.core.lanes import Part
@@ -15,26 +14,6 @@ from elastic_train.shards.deal import Counter
 
 WORLDS = ((2, 1), (2, 2), (4, 1), (4, 2))
 NUM_LANES = (8, 12, 16)
-
-
-def one_hash(effort: Effort) -> dict[str, object]:
-    """Say whether all worlds end with the weights of one rank that holds everything."""
-    (alone,) = run(_digest, 1, "none", 1)
-    are_equal = True
-    for shards, size, copies in itertools.product(MODES, (1, 2, 3, 4), (1, 2)):
-        found = run(_digest, size, shards, copies)
-        are_equal &= all(of_rank == alone for of_rank in found)
-        effort.say(f"{shards}, {size} ranks, {copies} copies: {found[0][:12]}, alone {alone[:12]}")
-    return {"one_hash": are_equal}
-
-
-def _digest(meeting: Meeting, shards: Mode, copies: int) -> str:
-    """Return the digest of the weights after four steps, as a commit has it: of weights that no rank need hold."""
-    job = Job(meeting.group, SMALL, shards, copies)
-    for _ in range(4):
-        job.step()
-    _, record = SavingJob(meeting, job, str(meeting.folder / "commits")).save()
-    return record.weights_sha256
 
 
 def beside_whole(effort: Effort) -> dict[str, object]:
