@@ -57,6 +57,8 @@ gpu: setup
 	{ echo "gpu: torch finds no GPU on this machine: nothing was tested, and nothing has passed"; exit 1; }
 	@echo "gpu: jobs, faults and NCCL on this machine's devices"
 	@ELASTIC_TRAIN_GPU_TESTS=cuda $(PYTEST) tests/gpu
+	@echo "gpu: speed, memory and saves beside a plain loop"
+	@$(RUN) -m benchmarks.gpu --write docs/benchmarks.md
 
 sim: setup
 	@echo "sim: five hundred jobs in virtual time, each with its faults, and a verdict on each"
