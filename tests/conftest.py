@@ -160,7 +160,7 @@ def run_source(source: str, *arguments: str, cwd: Path = ROOT, timeout_s: float 
         text, out, err = (Path(folder) / name for name in ("source", "out", "err"))
         text.write_text(f"import os; os.chdir({str(cwd)!r})\n{source}")
         program = Program("tests.source_program", (str(text), *arguments))
-        process = standby().start(program, {**os.environ, "OMP_NUM_THREADS": "1"}, str(out), str(err))
+        process = standby().start(program, environ_of(), str(out), str(err))
         try:
             code = process.wait(timeout_s)
         finally:
@@ -176,7 +176,13 @@ def begin(command: list[str], log: Path | None = None, environ: dict[str, str] |
     program = Program.of(command[1:])
     assert command[0] == sys.executable and program is not None, f"{command[0]} is no module of this Python"
     said = None if log is None else str(log)
-    return standby().start(program, {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}, said, said)
+    return standby().start(program, environ_of(**(environ or {})), said, said)
+
+
+def environ_of(**own: str) -> dict[str, str]:
+    """Return the environment of a user's process: in one of pytest's, cyclopts goes through the sources of all callers."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**inherited, "OMP_NUM_THREADS": "1", **own}
 
 
 @functools.cache
@@ -231,7 +237,7 @@ def start_cold(
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
+        env=environ_of(**(environ or {})),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
