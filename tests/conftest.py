@@ -180,7 +180,7 @@ def begin(command: list[str], log: Path | None = None, environ: dict[str, str] |
 
 
 def environ_of(**own: str) -> dict[str, str]:
-    """Return the environment of a user's process: in one of pytest's, cyclopts goes through the sources of all callers."""
+    """Return the environment of a user's process: in pytest's own, cyclopts goes through the sources of all callers."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return {**inherited, "OMP_NUM_THREADS": "1", **own}
 
