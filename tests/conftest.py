@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def name_group(item: pytest.Item) -> None:
-    """Put a test's group into its id, where xdist looks for it; xdist 3.8 writes it where pytest 9.2 no longer reads."""
+    """Put a test's group into its id, where xdist looks for it: xdist 3.8 writes it where pytest 9.2 does not read."""
     group = item.get_closest_marker("xdist_group")
     if group is not None and not item.nodeid.endswith(f"@{group.args[0]}"):
         item._id = item.id.parse(f"{item.nodeid}@{group.args[0]}")
