@@ -3,6 +3,7 @@
 import pyarrow.compute  # noqa: F401 - the first cast of a column imports it
 import torch._dynamo  # noqa: F401 - the first optimizer imports it
 
+import elastic_train.cli.main
 import elastic_train.tasks.causal_lm
 import elastic_train.tasks.classification_metrics
 import elastic_train.tasks.image_classifier

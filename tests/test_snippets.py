@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 import elastic_train as et
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_source
 from tests.elastic_train.training.whole_runs.stored import copy_stored_run
 
 pytestmark = pytest.mark.slow
@@ -94,10 +93,11 @@ def test_the_task_of_the_tutorial_trains(tmp_path: Path, prices: Path) -> None:
         overrides = {"RUN__DIR": str(run), "DATA__TRAIN": str(prices), "MAX_STEPS": "8"}
         program = the_snippet("docs/api.md", "et.train(").replace('"config.yaml"', repr(str(example / "config.yaml")))
         environ = {f"ELASTIC_TRAIN__{key}": value for key, value in overrides.items()}
-        environ = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", **environ}
-        command = [sys.executable, "-c", program]
-        said = subprocess.run(command, env=environ, check=True, timeout=240, capture_output=True, text=True).stdout
+        beside = f"import os, sys; os.environ.update({environ}); sys.path.insert(0, {str(folder)!r})\n"
+        done = run_source(beside + program)
+        assert done.returncode == 0, done.stderr
         digests.add(json.loads((run / "result.json").read_text())["weights_sha256"])
+        said = done.stdout
         assert said.splitlines()[-1].startswith("done 8 ") and said.split()[-1] in digests
     assert len(digests) == 1
 

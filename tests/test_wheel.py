@@ -18,7 +18,7 @@ import yaml
 
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]  # one wheel is built
 
 PACKAGES = ("elastic_train", "rendezvous", "chaos")
 

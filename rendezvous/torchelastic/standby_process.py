@@ -17,6 +17,7 @@ standby process ignores such signals and ends with its agent.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import io
 import json
@@ -27,6 +28,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,6 +86,18 @@ def _import(module: str) -> None:
         os._exit(1)
     if not sys.flags.safe_path:
         sys.path.pop(0)
+    _settle()
+
+
+def _settle() -> None:
+    """Leave what is here to this process: no worker looks through it for garbage, or takes it down at its own end.
+
+    Either would touch, and so copy, the memory that workers share with this process; torch alone has thousands of
+    finalizers. They are never called, since this process ends without them.
+    """
+    gc.freeze()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def _is_worker(request: int) -> bool:

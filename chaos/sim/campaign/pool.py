@@ -33,6 +33,8 @@ def simulate_each(seeds: Sequence[int], draw: DrawCase, num_processes: int) -> G
         for seed in seeds:
             yield simulate(draw(seed))
         return
+    import torch._dynamo  # noqa: F401 - the first optimizer imports it: once, and not in each process
+
     context = multiprocessing.get_context("fork")
     with contextlib.ExitStack() as ends:
         answers, num_taken = list[Connection](), context.Value("q", 0)

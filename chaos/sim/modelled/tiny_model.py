@@ -9,7 +9,7 @@ has whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class _Part(nn.Module):
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
-        initial = dict(zip(_SHAPES, _floats_of(0, list(_SHAPES.values()), -4), strict=True))
+        initial = _initial_weights()
         self._trained: list[str] = []
         for path in _SHAPES:
             owner, _, name = path.rpartition(".")
@@ -104,6 +104,12 @@ def build_tiny_state(config: Config, num_rows: int, total_steps: int) -> Applied
     return build_state(
         model, config.optimizer, total_steps, "cpu", is_fp16=False, groups=_GROUPS, parallel=config.parallel
     )
+
+
+@cache
+def _initial_weights() -> Mapping[str, Tensor]:
+    """Return what all parameters begin with, by path."""
+    return dict(zip(_SHAPES, _floats_of(0, list(_SHAPES.values()), -4), strict=True))
 
 
 @lru_cache(1 << 12)

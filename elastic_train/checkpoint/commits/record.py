@@ -124,6 +124,10 @@ class CommitRecord(CommitFacts):
 
     def encode(self) -> bytes:
         """Return the record's bytes; equal records have equal bytes."""
+        return self._content
+
+    @cached_property
+    def _content(self) -> bytes:
         fields = _ADAPTER.dump_python(self, mode="json", by_alias=True)
         for name in _SINCE_THEN:
             if fields[name] is None:

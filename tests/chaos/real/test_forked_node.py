@@ -15,13 +15,18 @@ import pytest
 from chaos.real.forked_node import begin
 from chaos.real.forked_node.begin import begin_fork
 from chaos.services.torchrun_node import Node, clean_environ
+from rendezvous.etcd.server import free_ports
 from rendezvous.process_table import environ_of, is_alive, is_stopped
 from tests.processes import parent_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked nodes")]  # one process imports what they need
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-SLEEPS = [*TORCHRUN, "--no-python", "sleep", "600"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
+
+
+def sleeps() -> list[str]:
+    """Return the command of a node whose worker sleeps, with a store at a port of its own."""
+    return [*TORCHRUN, "--master-port", str(free_ports(1)[0]), "--no-python", "sleep", "600"]
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -31,9 +36,9 @@ def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
         time.sleep(0.01)
 
 
-def described(folder: Path, number: int, command: list[str] = SLEEPS) -> Node:
+def described(folder: Path, number: int, command: list[str] | None = None) -> Node:
     environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "OF_NODE": str(number)}
-    return Node(number, command, folder / f"node-{number}.log", environ, begin_fork)
+    return Node(number, command or sleeps(), folder / f"node-{number}.log", environ, begin_fork)
 
 
 @pytest.fixture
@@ -105,6 +110,7 @@ def test_what_cannot_be_forked_is_started_as_a_program(tmp_path: Path, monkeypat
 SHOWS = """
 import os, sys
 from chaos.real.forked_node.mark import show
+from rendezvous.etcd.server import free_ports
 from rendezvous.process_table import environ_of
 show("MARKED", "by this")
 assert environ_of(os.getpid()) == {**environ_of(os.getpid()), "BEFORE": "1", "MARKED": "by this", "NEXT": "2"}

@@ -19,7 +19,7 @@ from chaos.judge.evidence.run_files import collect, items, number
 from chaos.planted.catalogue import PLANTED
 from chaos.services.network.namespace import NoNamespacesError, cable
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked nodes")]  # one process imports what they need
 
 CONSTANT = {"name": "sgd", "lr": 1.0, "weight_decay": 0, "clip_norm": None, "warmup_steps": 0, "schedule": "constant"}
 WITNESS: dict[str, object] = {

@@ -76,11 +76,13 @@ def test_warming_up_tolerates_unreadable_data(tmp_path: Path) -> None:
 def test_a_forked_worker_has_nothing_to_import(tmp_path: Path, rows: Path) -> None:
     """What training uses is imported by what a node's standby process loads: no package comes with the first steps."""
     program = (
-        "import sys, elastic_train.preload\n"
+        "import runpy, sys, elastic_train.preload\n"
         "before = {name.split('.')[0] for name in sys.modules} | {n for n in sys.modules if n.startswith('pyarrow')}\n"
-        "from pathlib import Path\n"
-        "from elastic_train.training.run import run\n"
-        "assert run(Path(sys.argv[1]), ['--max_steps', '3']) == 0\n"
+        "sys.argv[2:] = ['--max_steps', '3']\n"
+        "try:\n"
+        "    runpy.run_module('elastic_train', run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0\n"
         "after = {name.split('.')[0] for name in sys.modules} | {n for n in sys.modules if n.startswith('pyarrow')}\n"
         "print('new:', sorted(after - before))\n"
     )

@@ -13,7 +13,7 @@ from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import begin
-from tests.elastic_train.training.live.test_live import eventually, history, until_whole, write_config
+from tests.elastic_train.training.live.test_live import ENDLESS, eventually, history, until_whole, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
 
@@ -54,7 +54,7 @@ def test_machines_whose_hosts_files_name_them_127_0_1_1_train_together(
 
 def test_a_node_at_an_address_that_every_machine_has_stops_nobody(tmp_path: Path, rows: Path, laid: Cable) -> None:
     """As docker's bridge has one on every host: whoever connects there meets himself, and is refused or not."""
-    config = write_config(tmp_path, rows, 100_000)
+    config = write_config(tmp_path, rows, ENDLESS)
     laid.refuse()
     with EtcdCluster(1, host="0.0.0.0") as etcd:
         endpoint = etcd.endpoint.replace("127.0.0.1", laid.address("etcd"))

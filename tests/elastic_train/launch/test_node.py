@@ -25,7 +25,7 @@ from rendezvous.process_table import children_of, name_of
 from rendezvous.torchelastic import entry_point, live_handler
 from rendezvous.torchelastic.conf import Conf
 from tests.conftest import Finished, begin, run, start
-from tests.elastic_train.training.live.test_live import PARAMS, eventually, history, until_whole, write_config
+from tests.elastic_train.training.live.test_live import ENDLESS, PARAMS, eventually, history, until_whole, write_config
 
 pytestmark = pytest.mark.slow
 
@@ -76,11 +76,13 @@ def command(config: str, *flags: str) -> list[str]:
 
 def test_sigterm_ends_with_75_and_the_same_command_resumes(tmp_path: Path, rows: Path) -> None:
     """Asked to leave, the launcher ends with 75, committed; started again, with 0, from where it was."""
-    config = write_config(tmp_path, rows, 80, lane_ms=30.0)
+    left = tmp_path / "left"
+    config = write_config(tmp_path, rows, 80, lane_ms=60.0, until=left)
     job = begin(command(config, "--ranks", "2"))
     until_whole(tmp_path / "run", 2)
     job.send_signal(signal.SIGTERM)
     assert job.wait(240) == 75
+    left.touch()
     assert run(command(config, "--ranks", "1")).code == 0
     restores = [line for line in history(tmp_path / "run") if line["op"] == "restore"]
     assert max(line["step"] for line in restores) > 0
@@ -261,7 +263,7 @@ def test_a_node_with_other_limits_ends_with_2_and_the_others_do_not_notice(
 ) -> None:
     """One with --nodes 1:2 and one with 1:3 once regrouped twice a second for ever."""
     with EtcdServer() as etcd:
-        config = write_config(tmp_path, rows, 100_000)
+        config = write_config(tmp_path, rows, ENDLESS)
         shared = ("--ranks", "1", "--endpoint", etcd.endpoint, "--id", tmp_path.name, "--recovery", recovery)
         first = begin(command(config, "--nodes", "1:2", *shared))
         try:

@@ -18,7 +18,7 @@ from elastic_train.tasks.models.decoder import llama_name
 from tests.conftest import start
 from tests.elastic_train.training.jobs import WITNESS, config, result, succeed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("model commands")]  # one run is trained
 
 TEXTS = [f"the answer to {first} and {second} is {first + second}" for first in range(9) for second in range(9)]
 LANGUAGE: dict[str, object] = {

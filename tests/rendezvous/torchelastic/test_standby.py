@@ -210,6 +210,20 @@ def test_a_process_is_forked_only_as_it_was_started(monkeypatch: pytest.MonkeyPa
     assert done.stdout.split() == ["True", "False", "True", "False"]
 
 
+def test_what_was_there_before_the_fork_is_not_taken_down_at_its_end(
+    begin: Callable[[], Standby], tmp_path: Path
+) -> None:
+    """Nor looked through for garbage: both would copy the memory that workers share. What is its own is taken down."""
+    (tmp_path / "loaded.py").write_text("import weakref\nclass Kept: ...\nweakref.finalize(Kept, print, 'shared')\n")
+    program = "import gc, weakref, loaded\nclass Own: ...\nweakref.finalize(Own, print, 'own')\n"
+    (tmp_path / "ends.py").write_text(f"{program}print(gc.get_freeze_count() > 1000)\n")
+    standby, out = begin(), tmp_path / "out"
+    standby.preload("loaded")
+    assert standby._control.recv(9) == b"ready"
+    assert standby.start(Program("ends", ()), {}, str(out), None).wait(30.0) == 0
+    assert out.read_text().splitlines() == ["True", "own"]
+
+
 def test_a_frozen_standby_process_is_not_waited_for(
     begin: Callable[[], Standby], sleeper: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

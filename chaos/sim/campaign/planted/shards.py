@@ -134,7 +134,7 @@ SHARDS = (
         lambda: {"elastic_train.job.reseating.taking:Spare": keep_nothing},
         ("copies",),
         faults.breaks_while_seated,
-        replace(TWO, nodes=4, epochs=12),
+        replace(TWO, nodes=4, epochs=4),
     ),
     SimBug(
         "follows-a-part",

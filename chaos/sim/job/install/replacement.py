@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TypeVar, TypeVarTuple
 
-Replacement = tuple[ModuleType, str, object]
-"""A module, a name in it, and what the name leads to meanwhile."""
+Replacement = tuple[ModuleType | type, str, object]
+"""A module or a class, a name in it, and what the name leads to meanwhile."""
 
 X = TypeVar("X")
 Y = TypeVar("Y")

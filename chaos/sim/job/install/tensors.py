@@ -13,8 +13,10 @@ from chaos.sim.modelled import commit_files, piece_files, training
 from chaos.sim.modelled.real_sums import CountedBuffers, RealSum
 from chaos.sim.modelled.same_shares import SameShares
 from elastic_train.checkpoint.commits import record
+from elastic_train.config.schema import Config
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel import step_tables
 from elastic_train.system.failpoints import reach
@@ -64,6 +66,8 @@ def tensors(host: Host) -> Iterable[Replacement]:
     yield from within(
         "elastic_train.training.step", _run_lane=run_lane, _coverage_of=coverage_of, fold=memory_of(step_sums.fold)
     )
+    for name in ("identity", "to_yaml"):  # of the one configuration that all processes of a job have
+        yield Config, name, memory_of(getattr(Config, name))
     yield from within("elastic_train.parallel.step_tables", _read_tables=memory_of(step_tables._read_tables))
     yield from within("elastic_train.world.handover", _read_places=memory_of(handover._read_places))
     yield from within(
@@ -88,6 +92,7 @@ def tensors(host: Host) -> Iterable[Replacement]:
 def _of_real_models() -> Iterable[Replacement]:
     """Replace the plan of a real model's commits, count samples in its buffers, and work shares out once."""
     same = SameShares()
+    norm_of = memory_of(lambda gathered, layout, holders: norm_of_grains(layout, gathered, holders))
     yield from within(
         "elastic_train.job.reseating.taking",
         Seating=same.seating,
@@ -97,7 +102,12 @@ def _of_real_models() -> Iterable[Replacement]:
         runs_of=same.runs_of,
     )
     yield from within("elastic_train.job.reseating.brought", grains_in=same.grains_in)
-    yield from within("elastic_train.job.sharded.held_state", runs_of=same.runs_of, owned_by_some=same.owned_by_some)
+    yield from within(
+        "elastic_train.job.sharded.held_state",
+        runs_of=same.runs_of,
+        owned_by_some=same.owned_by_some,
+        norm_of_grains=lambda layout, gathered, holders: norm_of(gathered, layout, holders),
+    )
     yield from within("elastic_train.job.sharded.gathered_state", runs_of=same.runs_of)
     yield from within("elastic_train.parallel.dealt_sum", runs_of=same.runs_of)
     planner = {"Planner": piece_files.PiecePlanner}

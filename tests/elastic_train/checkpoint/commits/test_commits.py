@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -36,7 +34,7 @@ from elastic_train.checkpoint.format.reading import read_leaves
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of, survey
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.errors import ConfigError
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_source
 from tests.elastic_train.checkpoint.commit_samples import (
     State,
     aged,
@@ -207,8 +205,7 @@ def test_stock_dcp_reads_the_newest_commit_over_one_two_and_three_ranks(local_st
     record = writer(local_store, head).save(state, facts(2))
     assert discover(local_store).head == record
     folder, meeting = f"{local_store.url}/{record.attempt}", str(tmp_path / "meeting")
-    command = [sys.executable, "-c", STOCK_READER, folder, meeting]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    result = run_source(STOCK_READER, folder, meeting)
     assert result.returncode == 0, result.stderr
 
 

@@ -16,7 +16,7 @@ from tests.elastic_train.tracking.mlflow.jobs import DOWN, run_of, start, steps
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mlflow")]  # one database is made
 
 
 def test_sync_leaves_what_will_be_computed_again(tmp_path: Path, uri: str, client: MlflowClient) -> None:

@@ -9,6 +9,7 @@ import pytest
 from rendezvous import EtcdServer
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.elastic_train.training.live.test_live import (
+    ENDLESS,
     etcd,
     history,
     launch_alone,
@@ -28,7 +29,7 @@ def launch(folder: Path, etcd: EtcdServer, config: str, run: str) -> ForkedWorke
 
 def test_a_node_with_a_store_of_its_own_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """It ends with 2 before it joins: the other node's world does not even change. Also when it comes back alone."""
-    config = write_config(tmp_path, rows, 3000)
+    config = write_config(tmp_path, rows, ENDLESS)
     first = launch(tmp_path, etcd, config, "a")
     until_whole(tmp_path / "a", 1)
     second = launch(tmp_path, etcd, config, "b")

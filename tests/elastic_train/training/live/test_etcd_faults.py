@@ -17,6 +17,7 @@ from rendezvous.membership.store import Put
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import start
 from tests.elastic_train.training.live.test_live import (
+    ENDLESS,
     eventually,
     history,
     launch,
@@ -41,7 +42,7 @@ def test_training_continues_whatever_breaks_in_etcd(tmp_path: Path, rows: Path) 
     """
     run = tmp_path / "run"
     with EtcdCluster() as cluster:
-        job = launch(tmp_path, cluster, write_config(tmp_path, rows, 100_000), ranks=2)
+        job = launch(tmp_path, cluster, write_config(tmp_path, rows, ENDLESS), ranks=2)
         try:
             term, ranks = until_whole(run, 2)
             lose_leader(cluster, run)

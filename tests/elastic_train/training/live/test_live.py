@@ -37,6 +37,8 @@ JOB: dict[str, object] = {
     "tracking": {"mlflow_uri": None},
     "hang_timeout_s": 3.0,
 }
+ENDLESS = 100_000
+"""Steps of a job that a test ends."""
 STARTED: list[ForkedWorker] = []
 
 
@@ -46,8 +48,12 @@ def etcd() -> Iterator[EtcdServer]:
         yield cluster.members[0]
 
 
-def write_config(folder: Path, rows: Path, steps: int, lane_ms: float = 10.0, until: Path | None = None) -> str:
-    """Write a job's configuration; each lane of a step takes `lane_ms` longer, in all steps or until a file exists."""
+def write_config(folder: Path, rows: Path, steps: int, lane_ms: float | None = None, until: Path | None = None) -> str:
+    """Write a job's configuration; each lane of a step takes `lane_ms` longer, in all steps or until a file exists.
+
+    Without a pace, steps are quick; those of an endless job leave the machine to others while it waits for something.
+    """
+    lane_ms = lane_ms if lane_ms is not None else 40.0 if steps == ENDLESS else 10.0
     data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
     tree = {"run": {"dir": str(folder / "run"), "seed": 5}, "data": data, "max_steps": steps, **JOB}
     tree["task"] = {"path": "chaos.tasks.paced_classifier:PacedClassifier", "params": {**PARAMS, "lane_ms": lane_ms}}
@@ -213,7 +219,7 @@ def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, ro
 
     A dead one's place is taken by a fork of the standby process, as the first ones' were, and none outlives the agent.
     """
-    config = write_config(tmp_path, rows, 100_000)
+    config = write_config(tmp_path, rows, ENDLESS)
     job = launch(tmp_path, etcd, config, ranks=2, conf=",ttl=60")
     try:
         _, ranks = until_whole(tmp_path / "run", 2)
@@ -253,7 +259,7 @@ def test_the_last_node_to_leave_commits(
 @pytest.mark.long
 def test_regrouping_leaks_nothing(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """Open files, threads and memory of a survivor do not grow with the number of its worlds."""
-    config = write_config(tmp_path, rows, 100_000)
+    config = write_config(tmp_path, rows, ENDLESS)
     job = launch(tmp_path, etcd, config, ranks=2)
     try:
         seen = []
@@ -278,7 +284,7 @@ def held_by(pid: int) -> tuple[int, int, int]:
 
 def test_survivors_below_the_minimum_commit_and_leave(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """With too few nodes for too long the state that the survivor holds is committed, and it ends with 77."""
-    config = write_config(tmp_path, rows, 100_000)
+    config = write_config(tmp_path, rows, ENDLESS)
     nodes = [launch(tmp_path, etcd, config, ranks=1, nnodes="2", conf=",timeout=10") for _ in range(2)]
     until_whole(tmp_path / "run", 2)
     os.kill(nodes[1].pid, signal.SIGKILL)
@@ -291,7 +297,7 @@ def test_survivors_below_the_minimum_commit_and_leave(tmp_path: Path, rows: Path
 
 def test_a_node_with_another_configuration_is_not_let_in(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """It leaves at once, and says which keys differ; the others form another world without it, in their processes."""
-    config = write_config(tmp_path, rows, 100_000)
+    config = write_config(tmp_path, rows, ENDLESS)
     launch(tmp_path, etcd, config, ranks=2)
     term, pids = until_whole(tmp_path / "run", 2)
     other = launch(tmp_path, etcd, config, ranks=1, ELASTIC_TRAIN__OPTIMIZER__CLIP_NORM="0.5")

@@ -11,6 +11,7 @@ import pytest
 
 from rendezvous import EtcdServer
 from tests.elastic_train.training.live.test_live import (
+    ENDLESS,
     eventually,
     finish,
     launch,
@@ -54,7 +55,7 @@ def test_a_job_whose_password_was_changed_waits_and_one_with_a_wrong_one_ends_at
     """A worker dies while etcd does not let anybody of the job in: nobody ends; at the start it is a mistake."""
     with EtcdServer() as server:
         users = Users(server)
-        config = write_config(tmp_path, rows, 100_000)
+        config = write_config(tmp_path, rows, ENDLESS)
         refused = launch(tmp_path, server, config, ranks=1, conf=",user=job,password=wrong")
         assert refused.wait(120) != 0
         log = (tmp_path / "node.log").read_text()

@@ -12,7 +12,14 @@ import pytest
 from chaos.services.etcd_cluster import EtcdCluster
 from rendezvous import EtcdServer
 from rendezvous.process_table import children_of, name_of
-from tests.elastic_train.training.live.test_live import eventually, launch, nothing_left, until_whole, write_config
+from tests.elastic_train.training.live.test_live import (
+    ENDLESS,
+    eventually,
+    launch,
+    nothing_left,
+    until_whole,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_left"]
@@ -29,7 +36,7 @@ def test_a_node_whose_standby_process_is_frozen_or_killed_replaces_its_workers(
     tmp_path: Path, rows: Path, etcd: EtcdServer
 ) -> None:
     """No worker waits for SIGCONT, none dies with it, and another standby process takes its place."""
-    job = launch(tmp_path, etcd, write_config(tmp_path, rows, 100_000), ranks=2, conf=",ttl=60")
+    job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS), ranks=2, conf=",ttl=60")
     term, ranks = until_whole(tmp_path / "run", 2)
     assert {name_of(pid) for pid in ranks.values()} == {"worker"}
 

@@ -32,6 +32,7 @@ from tests.elastic_train.training.live.test_live import (
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
 JOB = {**CLASSIFIER, "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.1}}
 STEPS = 20
+LIVE_STEPS = 70
 SHARDED = {"ELASTIC_TRAIN__PARALLEL__SHARDS": "optimizer"}
 
 
@@ -93,21 +94,24 @@ def test_a_rank_that_dies_costs_no_applied_step(
     """The others go on with what they hold, and who takes the place gets its share; at the hand-over two are lost."""
     points = tmp_path / "points"
     points.mkdir()
-    steps = 120
+    known = tmp_path / "known"
     environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__COPIES": str(copies)}
     environ["ELASTIC_TRAIN__PARALLEL__SHARDS"] = shards
-    job = launch(tmp_path, etcd, write_config(tmp_path, rows, steps), ranks=3, **environ)
+    config = write_config(tmp_path, rows, LIVE_STEPS, lane_ms=60.0, until=known)
+    job = launch(tmp_path, etcd, config, ranks=3, **environ)
     term, ranks = until_whole(tmp_path / "run", 3)
     arm(points, point, "raise" if point == "backward" else "kill")
     if point == "hand-over":
         os.kill(ranks[2], signal.SIGKILL)
     eventually(lambda: not (points / point).exists(), f"a fault at {point}")
+    until_whole(tmp_path / "run", 3, above=term)
+    known.touch()
     run, log = finish(job, tmp_path)
     assert f"is held {copies} times" in log
     check_kept(run)
     restored = [line for line in run.of("restore") if int(str(line["term"])) > term]
     assert restored and all(int(str(line["step"])) > 0 for line in restored)
-    assert weights(run) == undisturbed(steps)
+    assert weights(run) == undisturbed(LIVE_STEPS)
 
 
 @pytest.mark.slow
@@ -115,19 +119,19 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
     """It is said at the start what a lost rank will cost, and what it has cost; no bit differs in the end."""
-    steps = 120
-    job = launch(
-        tmp_path, etcd, write_config(tmp_path, rows, steps), ranks=2, ELASTIC_TRAIN__PARALLEL__COPIES="1", **SHARDED
-    )
+    known = tmp_path / "known"
+    config = write_config(tmp_path, rows, LIVE_STEPS, lane_ms=30.0, until=known)
+    job = launch(tmp_path, etcd, config, ranks=2, ELASTIC_TRAIN__PARALLEL__COPIES="1", **SHARDED)
     until_whole(tmp_path / "run", 2)
     eventually(lambda: any(line["op"] == "commit" for line in history(tmp_path / "run")), "a commit")
     _, ranks = until_whole(tmp_path / "run", 2)
     eventually(lambda: _is_beyond_its_commit(tmp_path / "run"), "a step that no commit has")
     os.kill(ranks[1], signal.SIGKILL)
+    known.touch()
     run, log = finish(job, tmp_path)
     assert "is held once" in log
     assert "all holders of" in log and "is given up for step" in log
-    assert weights(run) == undisturbed(steps)
+    assert weights(run) == undisturbed(LIVE_STEPS)
 
 
 def _is_beyond_its_commit(run: Path) -> bool:

@@ -11,7 +11,7 @@ from elastic_train.system.failpoints import VARIABLE, arm
 from tests.conftest import start
 from tests.elastic_train.training.jobs import config, result, succeed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("images")]  # one run to compare with
 
 PARAMS: dict[str, object] = {"size": 8, "channels": 1, "model": {"width": 4}}
 IMAGES: dict[str, object] = {

@@ -14,7 +14,7 @@ from elastic_train.system.failpoints import VARIABLE, arm
 from tests.conftest import ROOT, start
 from tests.elastic_train.training.jobs import config, result, succeed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("language model")]  # one run to compare with
 
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "dropout": 0.1}
 LANGUAGE: dict[str, object] = {

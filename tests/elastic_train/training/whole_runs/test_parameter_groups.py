@@ -13,7 +13,7 @@ from elastic_train.checkpoint.commits.reader import read_record, read_state
 from tests.conftest import start
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config, result, succeed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parameter groups")]  # one run to compare with
 
 
 def grouped(folder: Path, rows: Path, after: int | None = None) -> str:

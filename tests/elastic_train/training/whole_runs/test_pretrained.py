@@ -23,7 +23,7 @@ from tests.conftest import preloaded, start
 from tests.elastic_train.tasks.language_rows import BERT, LLAMA
 from tests.elastic_train.training.jobs import config, result, succeed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pretrained")]  # one process imports transformers
 
 JOB: dict[str, object] = {
     "batch": {"global_batch": 24, "micro_batch": 6},
