@@ -151,6 +151,10 @@ class Order:
             yield NeededBlock(first, end, block.groups, int(self.group_rows[block.groups].sum()))
             cursor = Cursor(cursor.epoch, block.hi)
 
+    def num_epochs(self, cursor: Cursor) -> int:
+        """Return how many epochs are over at a cursor."""
+        return cursor.epoch
+
     def applied_of_group(self, group: int, cursor: Cursor) -> tuple[int, Int64s]:
         """Return the epoch at a cursor, and the samples of a row group that it has had applied before."""
         return cursor.epoch, self.epoch(cursor.epoch).ids_of_group(group, cursor.offset)

@@ -142,6 +142,10 @@ class Mixture:
         counts = turns[:, None] * self._before[-1] + self._before[rests] - self._before[self._begins]
         return np.array([passes.whole(counts[:, at]) for at, passes in enumerate(self.passes)], dtype=np.int64)
 
+    def num_epochs(self, cursor: Cursor) -> int:
+        """Return how many epochs of every source are over at a cursor: the slowest has so many."""
+        return int(self.num_passes(cursor.offset).min())
+
     def ahead(self, number: int, num_passes: int, place: int) -> Iterator[Int64s]:
         """Yield the samples of a source that the lanes' places [0, place) have beyond whole passes, by its own ids."""
         for lane in range(self.num_lanes):

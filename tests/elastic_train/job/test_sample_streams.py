@@ -50,7 +50,7 @@ def feed(tmp_path: Path) -> tuple[Feed, Order]:
     )
     manifest = load_manifest(url)
     order = Order(manifest.group_rows, num_lanes=NUM_LANES, seed=RUN_SEED)
-    return Feed(config, Drawing(), manifest), order  # type: ignore[arg-type]
+    return Feed(config, Drawing(), [manifest]), order  # type: ignore[arg-type]
 
 
 def drawn_in(steps: Iterable[Sequence[LaneBatch]]) -> Drawn:

@@ -1,0 +1,54 @@
+"""Preparing a task with its training set: with one dataset, or with sources that must be read alike.
+
+Each source has to do alone, for a task that is there for nothing else: so what is wrong names the source it is wrong
+in, and what a task chooses by what it finds, such as the columns of packed documents, is the same in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic_train.config.schema import TaskConfig
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.dataset.row_groups import check_columns
+from elastic_train.data.dataset.training_sources import Source
+from elastic_train.errors import DataError
+from elastic_train.tasks.task import Matching, Task, load_task
+
+
+def prepare(config: TaskConfig, manifest: Manifest, sources: Sequence[Source]) -> Task:
+    """Build the configured task and prepare it with a dataset, in which `sources` are numbered, if there are any.
+
+    Raises ConfigError or DataError if the task, the dataset or one of the sources does not fit.
+    """
+    task = load_task(config)
+    for source in sources:
+        _check_alone(config, source.manifest, sources[0].manifest)
+    task.prepare(manifest)
+    if isinstance(task, Matching):
+        for source in sources[1:]:
+            task.check_held_out(source.manifest)
+    return task
+
+
+def _check_alone(config: TaskConfig, manifest: Manifest, first: Manifest) -> None:
+    """Raise DataError if the task would read other columns of a source than of the first one, or of other types."""
+    columns = []
+    for each in (first, manifest):
+        task = load_task(config)
+        task.prepare(each)
+        check_columns(each, task.columns())
+        columns.append(list(task.columns()))
+    mine = columns[1]
+    if mine != columns[0]:
+        raise DataError(
+            f"{manifest.url}: the task would read its columns {', '.join(mine)}, and {', '.join(columns[0])} of "
+            f"{first.url}: sources of a mixture are read alike, so pack both or neither, or name the columns in "
+            "task.params"
+        )
+    for name in mine:
+        if manifest.columns[name] != first.columns[name]:
+            raise DataError(
+                f"{manifest.url}: column '{name}' is {manifest.columns[name]}, in {first.url} it is "
+                f"{first.columns[name]}: sources of a mixture have one type for each column; write one of them again"
+            )
