@@ -75,4 +75,4 @@ class SampleRandom:
         if isinstance(self.epoch, int):
             return derive(self.seed, _SAMPLES, self.epoch, word)
         of_epochs = derive_each(derive(self.seed, _SAMPLES), self.epoch.astype(np.uint64))
-        return derive_each(of_epochs, np.array(word, dtype=np.uint64))
+        return derive_each(of_epochs, np.array([word], dtype=np.uint64))

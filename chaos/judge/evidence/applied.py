@@ -28,6 +28,8 @@ from chaos.judge.evidence.run_files import (
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.job_shape import MixedShape, Shape
 
+_ROUNDED = 10_000
+"""What shares add up to that weights had to be rounded to."""
 Counts = npt.NDArray[np.int32]
 Steps = dict[tuple[int, int], list[Line]]
 
@@ -88,7 +90,8 @@ def shares_of(run: Evidence) -> tuple[int, ...]:
     claims = [line for line in items(result_of(run), "sources") if isinstance(line, dict)]
     shares = tuple(whole(line, "share") for line in claims)
     exact = [sum(shares) * weight / sum(weights) for weight in weights]
-    if len(shares) != len(exact) or any(abs(one - other) > 1 for one, other in zip(shares, exact, strict=True)):
+    most = 1 + len(shares) if sum(shares) == _ROUNDED else 1e-6
+    if len(shares) != len(exact) or any(abs(one - other) > most for one, other in zip(shares, exact, strict=True)):
         raise Violated(f"the result names the shares {shares} of sources with the weights {weights}")
     return shares
 

@@ -78,9 +78,10 @@ def check_source(record: CommitRecord, order: Mixture, number: int) -> tuple[boo
     source, place = record.sources[number], record.cursor.offset
     whole = CoverageSums.of_all(source.num_samples)
     expected = expected_sums_of(order, number, whole, place, record.account.holes)
-    where = f"source '{source.name}', {_places(order, number, place, source)}"
+    aside = ", those of holes aside," if record.account.holes else ""
+    where = f"source '{source.name}', {_places(order, number, place, source)}{aside}"
     if source.coverage == expected:
-        return True, f"{where}: counted exactly once each, and no other did"
+        return True, f"{where} counted exactly once each, and no other did"
     return False, f"{where}: {source.coverage.count} samples counted, and they are not the {expected.count} of these"
 
 
