@@ -121,6 +121,8 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
         with _noting(unwritten, "what the task leaves"):
             session.plan.task.finish(session.state.model, folder)
     found = {**asdict(result), "holes": [hole.to_dict() for hole in result.holes]}
+    if not result.sources:
+        del found["sources"]  # of a mixture alone
     fields = {
         "status": found.pop("status"),
         "step": found.pop("step"),

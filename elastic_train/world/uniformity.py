@@ -85,10 +85,11 @@ def deciding(plan: Plan) -> dict[str, object]:
     found = {key: config[key] for key in _TOP} | {
         "the training set's digest": plan.manifest.digest,
         "the validation set's digest": plan.feed.validation_digest,
-        "the sources' shares": None if plan.config.data.shares is None else list(plan.config.data.shares),
         "the version of elastic-train": _version("elastic-train"),
         _MODULES: list(source_of(type(plan.task))),
     }
+    if (shares := plan.config.data.shares) is not None:
+        found["the shares of data.mixture"] = list(shares)
     for section in _SECTIONS:
         found |= {f"{section}.{key}": value for key, value in config[section].items()}
     for section, keys in _KEYS.items():
