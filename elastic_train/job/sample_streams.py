@@ -92,7 +92,7 @@ class Feed:
             )
             for manifest in self._manifests
         ]
-        return readers[0] if len(readers) == 1 else MixedReader(readers, columns)
+        return readers[0] if len(readers) == 1 else MixedReader(readers)
 
     def _rules(self, holes: Sequence[Hole] = (), *, quarantines: bool = False) -> SampleRules:
         rows = np.concatenate([manifest.group_rows for manifest in self._manifests])

@@ -102,12 +102,12 @@ def train_steps(session: Session) -> Outcome:
 
 def _check_ends(session: Session, facts: StepFacts) -> None:
     """Raise CoverageError if an epoch that a step ends, or one of a mixture's source, has not had each sample once."""
-    plan, reached = session.plan, session.state.reached
-    if facts.cursor.epoch > reached.cursor.epoch:
-        check_epoch(reached.cursor.epoch, plan.manifest.coverage, facts.account, reached.coverage + facts.coverage)
+    plan, state = session.plan, session.state
+    if facts.cursor.epoch > state.cursor.epoch:
+        check_epoch(state.cursor.epoch, plan.manifest.coverage, facts.account, state.coverage + facts.coverage)
     if isinstance(plan.order, Mixture):
-        sums = add_sources(reached.sources, facts.sources)
-        check_passes(plan.order, plan.wholes, reached.cursor, facts.cursor, facts.account.holes, sums)
+        sums = add_sources(state.reached.sources, facts.sources)
+        check_passes(plan.order, plan.wholes, state.cursor, facts.cursor, facts.account.holes, sums)
 
 
 def _end_before(session: Session) -> Outcome | None:

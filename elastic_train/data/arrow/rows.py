@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +19,6 @@ class Rows:
         self.schema, self.num_rows = table.schema, table.num_rows
         self.nbytes = table.get_total_buffer_size()  # `nbytes` wakes Arrow's own memory pool, and costs milliseconds
         self.columns = [piece_of(whole(column)) for column in table.columns]
-
-    def in_order(self, names: Sequence[str]) -> Rows:
-        """Put the columns in the order of these names, which are those of all columns."""
-        places = [self.schema.get_field_index(name) for name in names]
-        self.schema = pa.schema([self.schema.field(place) for place in places])
-        self.columns = [self.columns[place] for place in places]
-        return self
 
 
 class Joined:

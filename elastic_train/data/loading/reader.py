@@ -89,10 +89,10 @@ class Reader:
 
 
 class MixedReader:
-    """Reads several datasets, whose row groups are numbered one after another; their rows have the same columns."""
+    """Reads several datasets, whose row groups are numbered one after another; all readers have the same columns."""
 
-    def __init__(self, readers: Sequence[Reader], columns: Sequence[str]) -> None:
-        self._readers, self._columns = readers, columns
+    def __init__(self, readers: Sequence[Reader]) -> None:
+        self._readers = readers
         sizes = np.array([len(reader.first_id) for reader in readers])
         self._first_group = np.cumsum(sizes) - sizes
         rows = np.array([reader.num_rows for reader in readers])
@@ -105,11 +105,11 @@ class MixedReader:
 
     def decode(self, group: int) -> Rows:
         number, within = self._place_of(group)
-        return self._readers[number].decode(within).in_order(self._columns)
+        return self._readers[number].decode(within)
 
     def rows_of(self, group: int) -> Rows:
         number, within = self._place_of(group)
-        return self._readers[number].rows_of(within).in_order(self._columns)
+        return self._readers[number].rows_of(within)
 
     def _place_of(self, group: int) -> tuple[int, int]:
         """Return which dataset has a row group, and the group's number there."""

@@ -58,7 +58,7 @@ def order(sources: list[Manifest]) -> Mixture:
 
 
 def reader_of(sources: list[Manifest]) -> MixedReader:
-    return MixedReader([Reader(manifest, COLUMNS) for manifest in sources], COLUMNS)
+    return MixedReader([Reader(manifest, COLUMNS) for manifest in sources])
 
 
 def checked(rows: pa.Table, ids: Ids, draw: SampleRandom) -> dict[str, Tensor]:
@@ -140,7 +140,7 @@ def test_blocks_of_a_rare_source_are_decoded_once_an_epoch(sources: list[Manifes
             decoded[group] += 1
             return super().decode(group)
 
-    reader = Counting([Reader(manifest, COLUMNS) for manifest in sources], COLUMNS)
+    reader = Counting([Reader(manifest, COLUMNS) for manifest in sources])
     num_steps = order.steps_for(1, MICRO_BATCH)
     place = {"lanes": range(NUM_LANES), "micro_batch": MICRO_BATCH, "cursor": Cursor(), "num_steps": num_steps}
     list(LaneLoader(reader, order, checked, **place))  # type: ignore[arg-type]
