@@ -102,6 +102,18 @@ def test_a_sample_too_many_or_too_few_is_found(run: Evidence, source: int, chang
         judged(replace(run, witness=counts))
 
 
+@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize("times", [3, -3])
+def test_a_sample_in_place_of_another_is_found(run: Evidence, source: int, times: int) -> None:
+    """The sums are right, and one sample was applied more often than its source was begun, or than it was passed."""
+    counts = np.array(run.witness)
+    own = counts[SIZES[0] * source :][: SIZES[source]]
+    own[0] += times
+    own[1:4] -= times // 3
+    with pytest.raises(Violated, match=f"sample {SIZES[0] * source}, of source {source}, was applied"):
+        judged(replace(run, witness=counts))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
