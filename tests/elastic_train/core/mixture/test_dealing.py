@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_train.core.arrays import group_of
 from elastic_train.core.lanes import owned_lanes
-from elastic_train.core.mixture.dealing import LONGEST_TURN, Mixture
+from elastic_train.core.mixture.dealing import LONGEST_TURN, Mixture, Run
 from elastic_train.core.mixture.shares import shares_of
 from elastic_train.core.order import Cursor, Order
 
@@ -33,25 +33,26 @@ def mixtures(draw: st.DrawFn) -> tuple[Mixture, list[Order], list[int]]:
     return Mixture(orders, shares), orders, shares
 
 
-def taken_by(mixture: Mixture, length: int, number: int) -> dict[int, Counter[int]]:
-    """Return how often all lanes' places [0, length) have each sample of a source, by the source's epochs."""
+def by_epoch(runs: list[Run]) -> dict[int, Counter[int]]:
+    """Return how often lanes have taken each sample of a source, by the source's epochs."""
     taken: dict[int, Counter[int]] = defaultdict(Counter)
-    for lane in range(mixture.num_lanes):
-        run = mixture.runs(lane, 0, length)[number]
+    for run in runs:
         for epoch, id_ in zip(run.epochs.tolist(), run.ids.tolist(), strict=True):
             taken[epoch][id_] += 1
     return taken
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(mixtures(), st.integers(0, 120))
 def test_every_epoch_of_every_source_has_each_sample_once(
     made: tuple[Mixture, list[Order], list[int]], length: int
 ) -> None:
     """What lanes have taken: nothing twice in an epoch, nothing left out of one that is over, in the source's order."""
     mixture, orders, _ = made
+    of_lanes = [mixture.runs(lane, 0, length) for lane in range(mixture.num_lanes)]
     for number, order in enumerate(orders):
-        taken = taken_by(mixture, length, number)
+        runs = [of_lane[number] for of_lane in of_lanes]
+        taken = by_epoch(runs)
         num_passes = int(mixture.num_passes(length)[number])
         whole = Counter(range(order.num_samples))
         assert all(set(counter.values()) <= {1} for counter in taken.values())
@@ -59,8 +60,7 @@ def test_every_epoch_of_every_source_has_each_sample_once(
         assert taken[num_passes] != whole
         ahead = Counter(int(id_) for ids in mixture.ahead(number, num_passes, length) for id_ in ids)
         assert ahead == sum((counter for epoch, counter in taken.items() if epoch >= num_passes), Counter())
-        for lane in range(mixture.num_lanes):
-            run = mixture.runs(lane, 0, length)[number]
+        for lane, run in enumerate(runs):
             for epoch in np.unique(run.epochs).tolist():
                 ids = run.ids[run.epochs == epoch]
                 assert (ids == order.epoch(epoch).ids((lane + epoch) % order.num_lanes, 0, len(ids))).all()

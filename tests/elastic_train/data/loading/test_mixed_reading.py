@@ -92,7 +92,7 @@ def expected(order: Mixture, first: int, num_steps: int, lanes: range) -> list[t
     return found
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, NUM_LANES), st.integers(0, 40), st.sampled_from([0, 100, 1 << 20]))
 def test_any_world_reads_the_order_from_any_step(
     sources: list[Manifest], order: Mixture, world_size: int, first: int, prefetch: int
