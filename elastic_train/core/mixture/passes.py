@@ -24,7 +24,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Offsets [lo, hi) of a lane of an epoch; whoever reads it has read `begin` samples before its first one."""
+    """Offsets [lo, hi) of a lane of an epoch, which is read after `begin` samples of earlier epochs."""
 
     epoch: int
     lane: int

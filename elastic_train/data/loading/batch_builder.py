@@ -89,12 +89,7 @@ class BatchBuilder:
         is_kept = self._is_kept(ids, step + steps)
         num_left_out = np.bincount(steps[~is_kept], minlength=len(num_places)).tolist()
         rows, wrong = self._read(groups_of(self._first_id, ids[is_kept]), rows_of)
-        unreadable: dict[int, dict[int, str]] = {}
-        groups = group_of(self._first_id, ids)
-        for group, why in wrong.items():
-            for number in np.unique(steps[is_kept & (groups == group)]).tolist():
-                unreadable.setdefault(number, {})[group] = why
-            is_kept &= groups != group
+        unreadable = _leave_out(wrong, group_of(self._first_id, ids), steps, is_kept)
         if rows:
             table, read_ids = Joined(self._first_id, rows).take(ids[is_kept])
         else:
@@ -183,3 +178,15 @@ class BatchBuilder:
                 )
             rows = truncate_lists(rows, name, longest)
         return rows, int(is_long.sum())
+
+
+def _leave_out(
+    wrong: Mapping[int, str], groups: Int64s, steps: Int64s, is_kept: npt.NDArray[np.bool_]
+) -> dict[int, dict[int, str]]:
+    """Strike the samples of row groups that cannot be read from `is_kept`; return these, and why, by their steps."""
+    unreadable: dict[int, dict[int, str]] = {}
+    for group, why in wrong.items():
+        for number in np.unique(steps[is_kept & (groups == group)]).tolist():
+            unreadable.setdefault(number, {})[group] = why
+        is_kept &= groups != group
+    return unreadable

@@ -121,8 +121,8 @@ def test_a_wrong_sample_ends_the_run_where_its_source_is_passed(how: str, source
     pytest.fail("nothing noticed it")
 
 
-def test_the_same_sums_whoever_read_the_samples() -> None:
-    """Ranks' sums add up: each over the samples that its lanes read."""
+def test_the_sums_of_ranks_add_up() -> None:
+    """Each over the samples that its lanes read."""
     mixture = Mixture([order_of(20, 3, 1), order_of(9, 3, 2)], [2, 1])
     ids = mixture.samples(Cursor(0, 6), 1, 30).ids
     first, second = (sums_of_sources(part, mixture.first_id) for part in (ids[:11], ids[11:]))
