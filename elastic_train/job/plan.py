@@ -29,7 +29,7 @@ from elastic_train.job.sample_streams import Feed
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.preparing import prepare
-from elastic_train.tasks.task import OWN_VALUES, Grouping, Task
+from elastic_train.tasks.task import OWN_VALUES, Grouping, Task, load_task
 
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
 
@@ -149,9 +149,10 @@ def check_model(model: nn.Module) -> None:
 def make_plan(config: Config) -> Plan:
     """Import the task, read the manifests, and check that they fit; raise ConfigError or DataError."""
     check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+    task = load_task(config.task)
     sources = load_sources(config.data, config.batch.num_lanes)
     manifest = join(sources) if sources else load_manifest(config.data.sources[0])
-    task = prepare(config.task, manifest, sources)
+    prepare(task, config.task, manifest, sources)
     check_best(config, task)
     order = order_of(config, manifest, sources)
     return Plan(

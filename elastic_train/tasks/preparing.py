@@ -16,19 +16,17 @@ from elastic_train.errors import DataError
 from elastic_train.tasks.task import Matching, Task, load_task
 
 
-def prepare(config: TaskConfig, manifest: Manifest, sources: Sequence[Source]) -> Task:
-    """Build the configured task and prepare it with a dataset, in which `sources` are numbered, if there are any.
+def prepare(task: Task, config: TaskConfig, manifest: Manifest, sources: Sequence[Source]) -> None:
+    """Prepare the configured task with a dataset, in which the rows of `sources` are numbered, if there are any.
 
     Raises ConfigError or DataError if the task, the dataset or one of the sources does not fit.
     """
-    task = load_task(config)
     for source in sources:
         _check_alone(config, source.manifest, sources[0].manifest)
     task.prepare(manifest)
     if isinstance(task, Matching):
         for source in sources[1:]:
             task.check_held_out(source.manifest)
-    return task
 
 
 def _check_alone(config: TaskConfig, manifest: Manifest, first: Manifest) -> None:
