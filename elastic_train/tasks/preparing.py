@@ -21,26 +21,28 @@ def prepare(task: Task, config: TaskConfig, manifest: Manifest, sources: Sequenc
 
     Raises ConfigError or DataError if the task, the dataset or one of the sources does not fit.
     """
-    for source in sources:
-        _check_alone(config, source.manifest, sources[0].manifest)
+    columns = [_columns_alone(config, source.manifest) for source in sources]
+    for source, chosen in zip(sources[1:], columns[1:], strict=True):
+        _check_read_alike(source.manifest, chosen, sources[0].manifest, columns[0])
     task.prepare(manifest)
     if isinstance(task, Matching):
         for source in sources[1:]:
             task.check_held_out(source.manifest)
 
 
-def _check_alone(config: TaskConfig, manifest: Manifest, first: Manifest) -> None:
+def _columns_alone(config: TaskConfig, manifest: Manifest) -> list[str]:
+    """Return the columns that the task would read of a source if it were the training set."""
+    task = load_task(config)
+    task.prepare(manifest)
+    check_columns(manifest, task.columns())
+    return list(task.columns())
+
+
+def _check_read_alike(manifest: Manifest, mine: list[str], first: Manifest, theirs: list[str]) -> None:
     """Raise DataError if the task would read other columns of a source than of the first one, or of other types."""
-    columns = []
-    for each in (first, manifest):
-        task = load_task(config)
-        task.prepare(each)
-        check_columns(each, task.columns())
-        columns.append(list(task.columns()))
-    mine = columns[1]
-    if mine != columns[0]:
+    if mine != theirs:
         raise DataError(
-            f"{manifest.url}: the task would read its columns {', '.join(mine)}, and {', '.join(columns[0])} of "
+            f"{manifest.url}: the task would read its columns {', '.join(mine)}, and {', '.join(theirs)} of "
             f"{first.url}: sources of a mixture are read alike, so pack both or neither, or name the columns in "
             "task.params"
         )
