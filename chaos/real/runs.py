@@ -20,7 +20,7 @@ from rich.console import Console
 
 from chaos.errors import RunError, ScenarioError
 from chaos.judge.evidence.copies import in_words
-from chaos.judge.evidence.run_files import MANIFEST, collect, part, whole
+from chaos.judge.evidence.run_files import MANIFEST, collect, copy_of_manifest, part, whole
 from chaos.judge.verdict import (
     FAULTED,
     REFERENCE,
@@ -40,9 +40,12 @@ from chaos.scenario.schedule import Due
 from chaos.scenario.soak import Drawn, kinds_of
 from chaos.services.surroundings import FREEZING, Surroundings, surroundings
 from elastic_train.config.schema import Config
+from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Order
 from elastic_train.data.corpora.synthetic import synthesise
+from elastic_train.data.dataset import run_order
 from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.dataset.training_sources import join, load_sources
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.progress import Progress, ResumeBanner, Status
 
@@ -151,12 +154,12 @@ def spoilt_lanes(config: Config, folder: Path) -> list[tuple[int, int]]:
     """Return a sample, with its epoch, of each lane without which the run with faults had to leave an update out."""
     result = json.loads((folder / FAULTED / "result.json").read_text())
     left_out = {step + 1 for lo, hi in result.get("skipped_steps", ()) for step in range(lo, hi)}
-    spoilt, per_epoch = dict[int, tuple[int, int]](), steps_per_epoch(config) if left_out else 0
+    spoilt, order = dict[int, tuple[int, int]](), order_of_job(config) if left_out else None
     for line in collect(folder / FAULTED).of("nonfinite") if left_out else ():
         samples = [ranges[0][0] for ranges in part(line, "samples").values() if isinstance(ranges, list) and ranges]
-        if line["step"] in left_out and samples:
+        if line["step"] in left_out and samples and order is not None:
             step = whole(line, "step")
-            spoilt[step] = (step - 1) // per_epoch, samples[0]
+            spoilt[step] = epoch_of(order, step, samples[0], config.batch.micro_batch), samples[0]
     return [spoilt[step] for step in sorted(spoilt)]
 
 
@@ -175,26 +178,48 @@ def clear(folder: Path) -> None:
 
 def make_data(scenario: Scenario, config: Config, say: Say) -> None:
     """Make the training set up that a scenario brings along, unless it is there."""
+    if scenario.rows is None:
+        return
+    if config.data.train is None:
+        raise ScenarioError("rows: makes data.train up, and the configuration has data.mixture: make its sources first")
     train = Path(config.data.train)
-    if scenario.rows is not None and not (train / "manifest.json").exists():
+    if not (train / "manifest.json").exists():
         say(f"making up {scenario.rows} rows in {train}")
         synthesise(str(train), scenario.rows, seed=1)
 
 
+def order_of_job(config: Config) -> RunOrder:
+    """Return the order in which a job takes its samples."""
+    sources = load_sources(config.data, config.batch.num_lanes)
+    return run_order.order_of(config, join(sources) if sources else load_manifest(config.data.sources[0]), sources)
+
+
 def count_steps(config: Config) -> int:
     """Return how many steps the configured job takes."""
-    return config.max_steps or config.epochs * steps_per_epoch(config)
+    return run_order.count_steps(config, order_of_job(config))
 
 
 def steps_per_epoch(config: Config) -> int:
-    order = Order(load_manifest(config.data.train).group_rows, num_lanes=config.batch.num_lanes, seed=config.run.seed)
-    return order.num_steps(config.batch.micro_batch)
+    """Return how many steps an epoch has; 1 of a mixture, which may end anywhere, since its sources' epochs differ."""
+    order = order_of_job(config)
+    return order.num_steps(config.batch.micro_batch) if isinstance(order, Order) else 1
 
 
-def copy_manifest(config: Config, folder: Path) -> None:
-    """Keep the training set's manifest with the evidence: the judge counts rows by it, and not by what a run says."""
-    with fsspec.open(f"{config.data.train.rstrip('/')}/{MANIFEST}", "rb") as file:
-        (folder / MANIFEST).write_bytes(file.read())
+def epoch_of(order: RunOrder, step: int, sample: int, micro_batch: int) -> int:
+    """Return the epoch of a sample in a step, of which 1 is the first: the job's, or in a mixture its source's."""
+    cursor = order.cursor_at(step - 1, micro_batch)
+    for lane in range(order.num_lanes):
+        found = order.samples(cursor, lane, micro_batch)
+        if not isinstance(found.epochs, int) and (found.ids == sample).any():
+            return int(found.epochs[found.ids == sample][0])
+    return cursor.epoch
+
+
+def copy_manifests(config: Config, folder: Path) -> None:
+    """Keep the training set's manifests with the evidence: the judge counts rows by them, not by what a run says."""
+    for number, source in enumerate(config.data.sources):
+        with fsspec.open(f"{source.rstrip('/')}/{MANIFEST}", "rb") as file:
+            (folder / copy_of_manifest(number)).write_bytes(file.read())
 
 
 def copy_holes(folder: Path) -> None:
@@ -208,6 +233,8 @@ def copy_holes(folder: Path) -> None:
 def _around(
     scenario: Scenario, config: Config, folder: Path, kinds: Sequence[str]
 ) -> AbstractContextManager[Surroundings]:
+    if scenario.own_data and config.data.train is None:
+        raise ScenarioError("own_data: damages a copy of data.train, and the configuration has data.mixture")
     return surroundings(folder, f"{scenario.name}-{folder.name}", kinds, scenario, config.data.train)
 
 
@@ -224,7 +251,7 @@ def _run(
     around: Surroundings,
     landing: Callable[[Job], None] | None = None,
 ) -> None:
-    copy_manifest(config, folder)
+    copy_manifests(config, folder)
     progress = Progress(Console(soft_wrap=True, quiet=is_quiet))
     own = ["--run.dir", str(folder), "--run.name", around.run_id, *around.settings]
     whole = ["--run.history-terms=null", f"--run.history-bytes={_ALL_BYTES}"]  # the judge needs every line

@@ -37,7 +37,7 @@ class PacedClassifier(TextClassifier):
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> Batch:  # type: ignore[override]
         batch = super().collate(rows, ids)
-        if any(epoch == draw.epoch and sample in ids for epoch, sample in self._spoilt):
+        if any(((ids == sample) & (draw.epoch == epoch)).any() for epoch, sample in self._spoilt):
             batch[_SPOILT] = torch.ones(())
         return batch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,17 +18,17 @@ from elastic_train.system.wording import counted
 from elastic_train.tracking.run_folder import RunFolder
 
 
-def audit(run: str, *, data: str | None, is_forensic: bool, is_json: bool) -> int:
+def audit(run: str, *, data: Sequence[str], is_forensic: bool, is_json: bool) -> int:
     """Audit a run, print what was found, and return the exit code."""
     store = open_run(run)
-    manifest = load_manifest(data) if data else _manifest_of(run)
-    found = examine(store, manifest)
+    manifests = [load_manifest(url) for url in data] if data else _manifests_of(run)
+    found = examine(store, manifests)
     head = read_record(store, found.commit)
     if is_forensic:
         if "://" in run:
             raise ConfigError(f"{run}: --forensic needs the run's folder, which has its history")
         if head.order is not None and head.account is not None:
-            look_closely(found, Path(run), head, manifest)
+            look_closely(found, Path(run), head, manifests)
     if is_json:
         print_json({**asdict(found), "is_proven": found.exit_code == 0})
     else:
@@ -35,13 +36,12 @@ def audit(run: str, *, data: str | None, is_forensic: bool, is_json: bool) -> in
     return found.exit_code
 
 
-def _manifest_of(run: str) -> Manifest | None:
-    """Return the manifest of the dataset that a run's configuration names; None if it cannot be read from here."""
+def _manifests_of(run: str) -> list[Manifest]:
+    """Return the manifests of the training data that a run's configuration names; none if they cannot be read here."""
     try:
-        url = RunFolder(Path(run)).setting("data", "train")
-        return load_manifest(url) if url else None
+        return [load_manifest(url) for url in RunFolder(Path(run)).training_sets()]
     except (ConfigError, DataError):
-        return None
+        return []
 
 
 def _as_text(found: Audit) -> str:

@@ -127,20 +127,21 @@ def compare(run_a: str, run_b: str, *, mlflow_uri: str | None = None, json_: Jso
 def audit(
     run: str,
     *,
-    data: str | None = None,
+    data: list[str] | None = None,
     forensic: Flag = False,
     json_: Json = False,
 ) -> int:
     """Prove from RUN's commits that every sample counted once; print what is proven and what is not.
 
     RUN is a run's folder or the URL of its commits; the job may still be running. --data: folder or URL of the training
-    set, if it has moved since; only an unfinished epoch needs it. --forensic names the repeated or missing samples of a
+    set, if it has moved since; only an unfinished epoch needs it. Of a mixture all sources are needed: give --data once
+    for each, in their order, if they have moved. --forensic names the repeated or missing samples of a
     run that was trained with `run.forensic`. Exit code 0: everything is proven; 65: something is wrong; 1: something
     could not be proven.
     """
     from elastic_train.cli.audit import audit as audit_run
 
-    return audit_run(run, data=data, is_forensic=forensic, is_json=json_)
+    return audit_run(run, data=data or (), is_forensic=forensic, is_json=json_)
 
 
 @app.command
@@ -150,7 +151,7 @@ def export(
     *,
     to: Literal["hf", "safetensors", "torch"] = "hf",
     commit: str | None = None,
-    train: str | None = None,
+    train: list[str] | None = None,
     merge: Flag = False,
     json_: Json = False,
 ) -> int:
@@ -159,11 +160,11 @@ def export(
     --to hf (the default): a folder that transformers' AutoModel classes load, with the tokenizer; the package's own
     decoder becomes a Llama, adapters a folder of peft, or with --merge a whole model. --to safetensors or torch: one
     file of weights, of any task. --commit: a step, term-step or key. --train: where the training set is, if it has
-    moved.
+    moved (once for each source of a mixture).
     """
     from elastic_train.cli.models import export as export_model
 
-    return export_model(run, target, to=to, commit=commit, train=train, merge=merge, is_json=json_)
+    return export_model(run, target, to=to, commit=commit, train=train or (), merge=merge, is_json=json_)
 
 
 @app.command
@@ -177,20 +178,21 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
     commit: str | None = None,
-    train: str | None = None,
+    train: list[str] | None = None,
     json_: Json = False,
 ) -> int:
     """Let the language model of RUN go on with a --prompt, and print both.
 
     --ids 5,6,7 gives token ids in place of a text. --tokens: how many follow at most. --temperature 0 takes the
     likeliest token each time; above 0 tokens are drawn from --seed, of the --top-k likeliest if that is given.
-    --commit: a step, term-step or key. --train: where the training set is, if it has moved.
+    --commit: a step, term-step or key. --train: where the training set is, if it has moved (once for each source of a
+    mixture).
     """
     from elastic_train.cli.models import generate as generate_text
     from elastic_train.tasks.task import Sampling
 
     sampling = Sampling(tokens, temperature, top_k, seed)
-    return generate_text(run, prompt, ids=ids, commit=commit, train=train, sampling=sampling, is_json=json_)
+    return generate_text(run, prompt, ids=ids, commit=commit, train=train or (), sampling=sampling, is_json=json_)
 
 
 @app.command
@@ -199,18 +201,19 @@ def evaluate(
     *,
     data: str,
     commit: str | None = None,
-    train: str | None = None,
+    train: list[str] | None = None,
     max_samples: int | None = None,
     json_: Json = False,
 ) -> int:
     """Compute the loss and the metrics of RUN's model, of any task, over --data, a folder or URL with a manifest.
 
     On the validation set of the run they are those of training, to the last bit. --max-samples: only the first ones.
-    --commit: a step, term-step or key. --train: where the training set is, if it has moved.
+    --commit: a step, term-step or key. --train: where the training set is, if it has moved (once for each source of a
+    mixture).
     """
     from elastic_train.cli.models import evaluate as evaluate_run
 
-    return evaluate_run(run, data, commit=commit, train=train, max_samples=max_samples, is_json=json_)
+    return evaluate_run(run, data, commit=commit, train=train or (), max_samples=max_samples, is_json=json_)
 
 
 @app.command

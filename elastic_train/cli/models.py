@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,7 @@ _NAMES = {"hf": "hf-{step}", "safetensors": "weights-{step}.safetensors", "torch
 
 
 def export(
-    run: str, target: Path | None, *, to: To, commit: str | None, train: str | None, merge: bool, is_json: bool
+    run: str, target: Path | None, *, to: To, commit: str | None, train: Sequence[str], merge: bool, is_json: bool
 ) -> int:
     """Write a commit's model, and print where it is."""
     if target is None and "://" in run:
@@ -47,7 +48,7 @@ def generate(
     *,
     ids: str | None,
     commit: str | None,
-    train: str | None,
+    train: Sequence[str],
     sampling: Sampling,
     is_json: bool,
 ) -> int:
@@ -71,7 +72,7 @@ def _parse_ids(text: str) -> list[int]:
 
 
 def evaluate(
-    run: str, data: str, *, commit: str | None, train: str | None, max_samples: int | None, is_json: bool
+    run: str, data: str, *, commit: str | None, train: Sequence[str], max_samples: int | None, is_json: bool
 ) -> int:
     """Print the loss and the metrics of a run's model over a dataset."""
     trained = open_trained(run, commit, train=train, validation=data, max_samples=max_samples)

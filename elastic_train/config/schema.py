@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import (
     BaseModel,
     ByteSize,
-    ConfigDict,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -26,29 +24,15 @@ from pydantic import (
 )
 
 from elastic_train.config import yaml12
+from elastic_train.config.datasets import DataConfig
+from elastic_train.config.section import Section, folder, home
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import nearest
 
 Value = object
 
 
-def _folder(value: str | None) -> str | None:
-    """Refuse a URL where a local folder is needed."""
-    if value is not None and "://" in value:
-        raise ValueError("must be a local folder; only data.train, data.validation and checkpoint.url accept URLs")
-    return _home(value)
-
-
-def _home(value: str | None) -> str | None:
-    """Expand ~, which no shell expands in a file."""
-    return None if value is None else os.path.expanduser(value)  # noqa: PTH111 - a Path would change the rest of it
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     dir: str = "runs/default"
     """Local folder for everything that the run writes; start again with the same one to resume."""
     name: str | None = None
@@ -62,42 +46,17 @@ class RunConfig(_Section):
     history_terms: PositiveInt | None = 100
     """How many terms' histories are kept; what recovery asks of older ones is summarised. null to keep all."""
 
-    _is_folder = field_validator("dir")(_folder)
+    _is_folder = field_validator("dir")(folder)
 
 
-class TaskConfig(_Section):
+class TaskConfig(Section):
     path: str = "elastic_train.tasks.text_classifier:TextClassifier"
     """The task to train, as module:Class; elastic_train.tasks.task.Task has the six methods of your own."""
     params: dict[str, Value] = Field(default_factory=dict)
     """Keyword arguments for the task's class."""
 
 
-class DataConfig(_Section):
-    train: str
-    """Folder or URL of the training set, with a manifest.json (`elastic-train data` makes one)."""
-    validation: str | None = None
-    """Folder or URL of the validation set; null for no validation."""
-    block_row_groups: PositiveInt = 8
-    """Row groups shuffled together: more of them mix better and take more memory."""
-    length_bucketing: bool = False
-    """Put rows of similar length into one micro-batch; run `elastic-train data lengths` first."""
-    num_workers: int = Field(default=0, ge=0)
-    """Loader processes per rank; 0 reads with threads, which is faster unless collating is slow."""
-    unreadable: Literal["fail", "quarantine"] = "fail"
-    """If a row group cannot be read: end the run, or continue without its samples, which every commit then lists."""
-    deadly: Literal["fail", "quarantine"] = "fail"
-    """If samples end the processes that compute them, world after world: end the run, or continue without them."""
-    too_long: Literal["fail", "truncate"] = "fail"
-    """If a row has more values than the task takes: end the run, or truncate the row and count it."""
-    cache_dir: str | None = None
-    """Local folder on every node for decoded row groups, shared by ranks, epochs and restarts; null for no cache."""
-    cache_bytes: PositiveInt = 64 << 30
-    """Size limit of the cache in bytes; the least recently used row groups are deleted first."""
-
-    _is_folder = field_validator("cache_dir")(_folder)
-
-
-class BatchConfig(_Section):
+class BatchConfig(Section):
     global_batch: PositiveInt = 64
     """Samples per optimizer step, whatever the number of nodes."""
     micro_batch: PositiveInt = 8
@@ -118,7 +77,7 @@ class BatchConfig(_Section):
         return self.global_batch // self.micro_batch
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     name: Literal["adamw", "sgd"] = "adamw"
     """Update rule."""
     lr: PositiveFloat = 1e-3
@@ -150,14 +109,14 @@ class OptimizerConfig(_Section):
         return betas
 
 
-class ValidationConfig(_Section):
+class ValidationConfig(Section):
     every_steps: PositiveInt | None = 100
     """Validate every this many steps; null for only at the end."""
     max_samples: PositiveInt | None = None
     """Validate on the first this many samples only; null for all."""
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     url: str | None = None
     """Folder or fsspec URL where commits are published; default: run.dir."""
     near_dir: str | None = None
@@ -185,8 +144,8 @@ class CheckpointConfig(_Section):
     storage_budget: ByteSize | None = Field(default=None, gt=0)
     """In place of keep_last: as many of the newest commits as fit, with what other rules keep, into 200GB, say."""
 
-    _is_folder = field_validator("near_dir")(_folder)
-    _expands = field_validator("url")(_home)
+    _is_folder = field_validator("near_dir")(folder)
+    _expands = field_validator("url")(home)
 
     @field_validator("keep_best")
     @classmethod
@@ -199,7 +158,7 @@ class CheckpointConfig(_Section):
         return text
 
 
-class ParallelConfig(_Section):
+class ParallelConfig(Section):
     shards: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     """What ranks hold shares of: nothing, the optimizer's state (ZeRO-1), the gradients, too (ZeRO-2), or all
     (ZeRO-3)."""
@@ -221,14 +180,14 @@ class ParallelConfig(_Section):
     """What may fail together with this node and others, such as a rack's name; copies go to different ones."""
 
 
-class TrackingConfig(_Section):
+class TrackingConfig(Section):
     mlflow_uri: str | None = None
     """MLflow tracking URI, such as sqlite:///mlflow.db; null for local metrics only."""
     experiment: str = "elastic-train"
     """MLflow experiment."""
 
 
-class Config(_Section):
+class Config(Section):
     """A checked configuration, frozen; `elastic-train keys` lists every key with its type, default and meaning.
 
     `load_config` makes one from a file. `Config(data={"train": "data/rows"})` makes one from values alone, and raises
@@ -245,7 +204,7 @@ class Config(_Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     epochs: PositiveInt = 1
-    """Passes over the training set."""
+    """Passes over the training set; of a mixture, over each source, until the slowest has had them all."""
     max_steps: PositiveInt | None = None
     """Stop after this many steps, even in the middle of an epoch; overrides epochs."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -300,6 +259,7 @@ class Config(_Section):
         """
         fixed = [self.run.seed, self.task.model_dump(mode="json"), self.batch.model_dump(), self.data.block_row_groups]
         fixed += ["length_bucketing"] if self.data.length_bucketing else []
+        fixed += [["mixture", self.data.shares]] if self.data.shares else []
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:
@@ -318,10 +278,21 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, 
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _keys_of(kind, f"{prefix}{name}.")
             continue
+        if (element := _element_of(kind)) is not None:
+            yield f"{prefix}{name}", "list | None", "None", field.description or ""
+            yield from _keys_of(element, f"{prefix}{name}[].")
+            continue
         shown = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
         shown = shown.replace("typing.", "").replace(", Gt(gt=0)", "").replace("Annotated[int]", "int")
         default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
         yield f"{prefix}{name}", shown, default, field.description or ""
+
+
+def _element_of(kind: object) -> type[BaseModel] | None:
+    """Return the section that a key is a list of; None for other keys."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return next((found for part in get_args(kind) if (found := _element_of(part)) is not None), None)
 
 
 def nearest_key(name: str) -> str | None:

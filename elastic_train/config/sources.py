@@ -50,7 +50,7 @@ def load(
     later = [*_from_environment(environ, problems), *_from_arguments(arguments, problems), *_from_values(overrides)]
     for source, key, value in later:
         _put(tree, key, value)
-        sources[key] = source
+        sources = {name: of for name, of in sources.items() if not name.startswith(f"{key}.")} | {key: source}
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -80,6 +80,9 @@ def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
 
 def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int], path: str, problems: list[str]) -> None:
     """Note the line of every key; a duplicate is a problem, since YAML's parser would silently drop the first."""
+    for number, element in enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ():
+        lines[f"{prefix}{number}"] = element.start_mark.line + 1
+        _note_lines(element, f"{prefix}{number}.", lines, path, problems)
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:
@@ -136,20 +139,28 @@ def _not_yaml(source: str, text: str, error: Exception) -> str:
 
 
 def _put(tree: Tree, key: str, value: Value) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        below = tree.get(section)
-        if not isinstance(below, dict):
-            below = tree[section] = {}
-        tree = below
-    tree[last] = value
+    """Set a value; where there is a list, a key's next part is the number of one of its elements, if it has that."""
+    first, _, rest = key.partition(".")
+    if not rest:
+        tree[first] = value
+        return
+    below = tree.get(first)
+    number = rest.partition(".")[0]
+    if isinstance(below, list) and number.isdecimal() and int(number) < len(below):
+        elements: Tree = {number: below[int(number)]}
+        _put(elements, rest, value)
+        tree[first] = [*below[: int(number)], elements[number], *below[int(number) + 1 :]]
+        return
+    if not isinstance(below, dict):
+        below = tree[first] = {}
+    _put(below, rest, value)
 
 
-def _leaves(tree: Mapping[str, Value], prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
+def _leaves(tree: Value, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all values, of sections, and of lists' elements by their numbers."""
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
         yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
+        yield from _leaves(value, f"{prefix}{name}.")
 
 
 def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapping[str, int], path: str) -> str:
@@ -157,7 +168,8 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
     location = item["loc"]
     assert isinstance(location, tuple)
     key = ".".join(str(part) for part in location)
-    where = sources.get(key, path)
+    above = (".".join(map(str, location[:end])) for end in range(len(location), 0, -1))
+    where = next((sources[name] for name in above if name in sources), path)
     if where == path and key in lines:
         where = f"{path}:{lines[key]}"
     if item["type"] == "extra_forbidden":

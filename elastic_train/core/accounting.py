@@ -22,7 +22,8 @@ class Hole:
 
     The samples [lo, hi) are left out from step `since` on, which is in `epoch`. `applied_before` are those of its ids,
     as half-open ranges, that this epoch had applied before. `group` is the row group's number through all files,
-    `row_group` its number in its file.
+    `row_group` its number in its file. Of a mixture the epoch is the source's first that is not over in all lanes, and
+    what some lanes had applied of later ones is among `applied_before`, too: an id may be there more than once.
     """
 
     group: int

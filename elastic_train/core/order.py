@@ -11,7 +11,7 @@ Invariant: over all lanes, `ids` yields every sample id of [0, num_samples) exac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +52,24 @@ class Block:
     groups: Int64s
 
 
+@dataclass(frozen=True, slots=True)
+class NeededBlock:
+    """Row groups that a lane's steps [first, end) may take samples from, and how many rows they have."""
+
+    first: int
+    end: int
+    groups: Int64s
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Samples at consecutive places of a lane: their ids, shape (n,), and their epochs, one number if it is one."""
+
+    ids: Int64s
+    epochs: Int64s | int
+
+
 class Order:
     """The order of every epoch of a run: a pure function of (row groups, seed, epoch), whatever the world.
 
@@ -84,13 +102,16 @@ class Order:
         self.block_row_groups = block_row_groups
         self.is_shuffled = is_shuffled
         self.arrangement = arrangement
-        self._last: tuple[int, EpochOrder] | None = None
+        self._kept: tuple[EpochOrder, ...] = ()
 
     def epoch(self, epoch: int) -> EpochOrder:
-        """Return the order of one epoch; the one used last is kept."""
-        if self._last is None or self._last[0] != epoch:
-            self._last = (epoch, EpochOrder(self, epoch))
-        return self._last[1]
+        """Return the order of one epoch; two are kept, since some lanes begin the next before others end theirs."""
+        kept = self._kept
+        found = next((each for each in kept if each.number == epoch), None)
+        if found is None:
+            found = EpochOrder(self, epoch)
+            self._kept = (found, *kept[:1])
+        return found
 
     def lane_bounds(self, lane: int) -> tuple[int, int]:
         """Return the half-open slice of the line that a lane owns."""
@@ -109,6 +130,34 @@ class Order:
         first, end = self.lane_bounds(lane)
         lo, hi = self.window_around(lo, hi)
         return lo // micro_batch, -(-min(hi, end - first) // micro_batch)
+
+    def samples(self, cursor: Cursor, lane: int, num: int) -> Samples:
+        """Return the next `num` samples of a lane, fewer at the epoch's end."""
+        return Samples(self.epoch(cursor.epoch).ids(lane, cursor.offset, cursor.offset + num), cursor.epoch)
+
+    def blocks(self, lane: int, steps: range, micro_batch: int) -> Iterator[NeededBlock]:
+        """Yield the blocks that a lane needs for some steps, in the order in which it needs them."""
+        lo, hi = self.lane_bounds(lane)
+        cursor = self.cursor_at(steps.start, micro_batch)
+        cursor = Cursor(cursor.epoch, self.window_around(cursor.offset, cursor.offset)[0])
+        while lo < hi:
+            if cursor.offset >= hi - lo:
+                cursor = Cursor(cursor.epoch + 1, 0)
+            before = self.step_of(Cursor(cursor.epoch, 0), micro_batch)
+            if before + self.steps_of(lane, cursor.offset, hi - lo, micro_batch)[0] >= steps.stop:
+                return
+            block = self.epoch(cursor.epoch).block_at(lane, cursor.offset)
+            first, end = (before + step for step in self.steps_of(lane, block.lo, block.hi, micro_batch))
+            yield NeededBlock(first, end, block.groups, int(self.group_rows[block.groups].sum()))
+            cursor = Cursor(cursor.epoch, block.hi)
+
+    def num_epochs(self, cursor: Cursor) -> int:
+        """Return how many epochs are over at a cursor."""
+        return cursor.epoch
+
+    def applied_of_group(self, group: int, cursor: Cursor) -> tuple[int, Int64s]:
+        """Return the epoch at a cursor, and the samples of a row group that it has had applied before."""
+        return cursor.epoch, self.epoch(cursor.epoch).ids_of_group(group, cursor.offset)
 
     def num_steps(self, micro_batch: int) -> int:
         """Count the steps of an epoch; the last one may be short, in some lanes empty."""
@@ -143,7 +192,7 @@ class EpochOrder:
     def __init__(self, order: Order, epoch: int) -> None:
         num_groups = order.group_rows.size
         self._order = order
-        self._epoch = epoch
+        self.number = epoch
         self._groups = np.arange(num_groups, dtype=np.int64)
         if order.is_shuffled:
             key = derive(order.seed, epoch, _GROUPS)
@@ -166,7 +215,7 @@ class EpochOrder:
         """Arrange the ids of one of a lane's windows."""
         left = self._order.num_samples // self._order.num_lanes - number * arrangement.size
         shortest = max(0, min(arrangement.size, left))
-        return arrangement.arrange(ids, shortest, derive(self._order.seed, self._epoch, _WINDOW, number))
+        return arrangement.arrange(ids, shortest, derive(self._order.seed, self.number, _WINDOW, number))
 
     def _shuffled_ids(self, lane: int, lo: int, hi: int) -> Int64s:
         """Return the ids at offsets [lo, hi) of a lane in the shuffled order."""
@@ -185,17 +234,17 @@ class EpochOrder:
         lo_place, hi_place = group_of(self._starts, lo), group_of(self._starts, hi - 1)
         return Block(lo - first, hi - first, self._groups[lo_place : hi_place + 1])
 
-    def ids_of_group(self, group: int, until: int) -> Int64s:
-        """Return the samples of a row group that are below an offset of their lanes."""
+    def ids_of_group(self, group: int, until: int | Int64s) -> Int64s:
+        """Return the samples of a row group that are below an offset of their lanes, one for all or one for each."""
         place = int(np.flatnonzero(self._groups == group)[0])
         lo, hi = int(self._starts[place]), int(self._starts[place + 1])
         order, found = self._order, [np.zeros(0, dtype=np.int64)]
-        for lane in range(order.num_lanes):
+        for lane, limit in enumerate(np.broadcast_to(until, order.num_lanes).tolist()):
             first, end = order.lane_bounds(lane)
             if max(lo, first) < min(hi, end):
                 block = self.block_at(lane, max(lo, first) - first)
                 first_offset, end_offset = order.window_around(block.lo, block.hi)
-                found.append(self.ids(lane, first_offset, max(first_offset, min(end_offset, until))))
+                found.append(self.ids(lane, first_offset, max(first_offset, min(end_offset, limit))))
         ids = np.concatenate(found)
         first_id = order.group_first_id[group]
         is_of_group = (ids >= first_id) & (ids < first_id + order.group_rows[group])
@@ -208,7 +257,7 @@ class EpochOrder:
         while done < line.size:
             block, lo, hi = self._block_at(lane, int(line[done]))
             until = int(np.searchsorted(line, hi))
-            key = derive(self._order.seed, self._epoch, _BLOCK, lane, block)
+            key = derive(self._order.seed, self.number, _BLOCK, lane, block)
             shuffled[done:until] = lo + permute(line[done:until] - lo, hi - lo, key)
             done = until
         return shuffled

@@ -30,11 +30,12 @@ class SampleRandom:
     Every draw has a name, such as "crop". The same name gives the same numbers however often and in whatever order it
     is used; draws of different names are independent. So an augmentation that is added leaves the others as they were.
 
+    `epoch` is one number, or in a mixture an array of the shape of `ids`: each sample's epoch of its source.
     `is_training` is False where samples are read in file order, as for a validation, which augments nothing.
     """
 
     seed: int
-    epoch: int
+    epoch: int | Int64s
     ids: Int64s
     is_training: bool = True
 
@@ -68,6 +69,10 @@ class SampleRandom:
         places = np.arange(np.prod(shape, dtype=np.int64), dtype=np.uint64)
         return derive_each(self.seeds(name)[:, None], places).reshape(len(self.ids), *shape)
 
-    def _key(self, name: str) -> int:
+    def _key(self, name: str) -> int | UInt64s:
+        """Return the key of a draw, or of each sample's, where they are of different epochs."""
         word = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-        return derive(self.seed, _SAMPLES, self.epoch, word)
+        if isinstance(self.epoch, int):
+            return derive(self.seed, _SAMPLES, self.epoch, word)
+        of_epochs = derive_each(derive(self.seed, _SAMPLES), self.epoch.astype(np.uint64))
+        return derive_each(of_epochs, np.array([word], dtype=np.uint64))

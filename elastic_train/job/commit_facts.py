@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from elastic_train.checkpoint import CommitFacts
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.mixture.account import SourceFacts
 from elastic_train.core.order import VERSION
-from elastic_train.job.plan import Plan, fingerprint_of
-from elastic_train.job.state import AppliedState
+from elastic_train.data.dataset.run_order import fingerprint_of
+from elastic_train.job.plan import Plan
+from elastic_train.job.state import AppliedState, Reached
 
 
 def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitFacts:
@@ -23,6 +26,16 @@ def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitF
         order=order_facts(plan),
         fast_steps=state.reached.fast_steps or None,
         skipped_steps=state.reached.skipped_steps or None,
+        sources=source_facts(plan, state.reached) or None,
+    )
+
+
+def source_facts(plan: Plan, reached: Reached) -> tuple[SourceFacts, ...]:
+    """Return what a mixture's sources are, and the sums of what was applied of each; nothing of one training set."""
+    sums = reached.sources or [CoverageSums()] * len(plan.sources)
+    return tuple(
+        SourceFacts(source.name, source.share, source.manifest.num_rows, source.manifest.digest, applied)
+        for source, applied in zip(plan.sources, sums, strict=True)
     )
 
 

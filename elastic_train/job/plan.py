@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
 from elastic_train.checkpoint import CommitRecord, Retention
 from elastic_train.config.schema import Config, parse_best
+from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive
-from elastic_train.core.length_buckets import Arrangement, LengthBuckets
+from elastic_train.core.mixture.dealing import Mixture, RunOrder
 from elastic_train.core.order import VERSION, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
-from elastic_train.data.dataset.row_lengths import load_lengths
+from elastic_train.data.dataset.run_order import count_steps, fingerprint_of, order_of
+from elastic_train.data.dataset.training_sources import Source, join, load_sources
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.system.wording import counted, did_you_mean, nearest
+from elastic_train.tasks.preparing import prepare
 from elastic_train.tasks.task import OWN_VALUES, Grouping, Task, load_task
 
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
@@ -32,15 +36,16 @@ _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked configuration with all that follows from it."""
+    """A checked configuration with all that follows from it; `manifest` has the rows of all `sources` of a mixture."""
 
     config: Config
     task: Task
     manifest: Manifest
-    order: Order
+    order: RunOrder
     feed: Feed
     total_steps: int
     device: torch.device
+    sources: tuple[Source, ...] = ()
 
     @property
     def num_lanes(self) -> int:
@@ -88,6 +93,7 @@ class Plan:
     def check_continues(self, record: CommitRecord) -> None:
         """Refuse to resume from a commit whose order or data are not this plan's."""
         config, manifest = self.config, self.manifest
+        check_same_sources(config, self.sources, record)
         if record.manifest_digest != manifest.digest:
             raise DataError(
                 f"{manifest.url}: the manifest changed since {record.key} (digest {manifest.digest[:12]}, then "
@@ -110,13 +116,20 @@ class Plan:
                 "the original one"
             )
 
+    @property
+    def wholes(self) -> list[tuple[str, CoverageSums]]:
+        """The sources of a mixture by name, and what one pass of each adds to its coverage sums."""
+        return [(source.name, source.manifest.coverage) for source in self.sources]
+
     def describe(self) -> Mapping[str, object]:
         """Return what follows from the configuration, for people who check it."""
+        order, length = self.order, self.total_steps * self.micro_batch
         return {
             "samples": self.manifest.num_rows,
+            **(describe_sources(order, self.sources, length) if isinstance(order, Mixture) else {}),
             "lanes": self.num_lanes,
             "ranks at most": self.num_lanes,
-            "steps an epoch": self.order.num_steps(self.micro_batch),
+            **({"steps an epoch": order.num_steps(self.micro_batch)} if isinstance(order, Order) else {}),
             "steps": self.total_steps,
             "device": str(self.device),
             "commits in": self.config.checkpoint_url,
@@ -137,38 +150,49 @@ def make_plan(config: Config) -> Plan:
     """Import the task, read the manifests, and check that they fit; raise ConfigError or DataError."""
     check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
     task = load_task(config.task)
-    manifest = load_manifest(config.data.train)
-    task.prepare(manifest)
+    sources = load_sources(config.data, config.batch.num_lanes)
+    manifest = join(sources) if sources else load_manifest(config.data.sources[0])
+    prepare(task, config.task, manifest, sources)
     check_best(config, task)
-    order = Order(
-        manifest.group_rows,
-        num_lanes=config.batch.num_lanes,
-        seed=config.run.seed,
-        block_row_groups=config.data.block_row_groups,
-        arrangement=arrangement_of(config, manifest),
-    )
+    order = order_of(config, manifest, sources)
     return Plan(
         config=config,
         task=task,
         manifest=manifest,
         order=order,
-        feed=Feed(config, task, manifest),
-        total_steps=config.max_steps or config.epochs * order.num_steps(config.batch.micro_batch),
+        feed=Feed(config, task, [source.manifest for source in sources] or [manifest]),
+        total_steps=count_steps(config, order),
         device=pick_device(config),
+        sources=sources,
     )
 
 
-def arrangement_of(config: Config, manifest: Manifest) -> Arrangement | None:
-    """Return how samples are dealt into micro-batches, None for as they come."""
-    if not config.data.length_bucketing:
-        return None
-    lengths = load_lengths(manifest)
-    return LengthBuckets(lengths, config.batch.micro_batch, fingerprint=lengths.fingerprint)
+def describe_sources(order: Mixture, sources: Sequence[Source], length: int) -> dict[str, str]:
+    """Return for each source how much of every batch it is, and how often it is passed in so many places of a lane."""
+    counts = np.sum([order.counts(lane, length) for lane in range(order.num_lanes)], axis=0)
+    return {
+        f"source {source.name}": f"{source.manifest.num_rows} samples, {source.share} of {sum(order.shares)} places, "
+        f"{count / source.manifest.num_rows:.2f} epochs"
+        for source, count in zip(sources, counts, strict=True)
+    }
 
 
-def fingerprint_of(order: Order) -> int:
-    """Return what tells an order's arrangement from others, 0 for none."""
-    return order.arrangement.fingerprint if order.arrangement else 0
+def check_same_sources(config: Config, sources: Sequence[Source], record: CommitRecord) -> None:
+    """Refuse to resume with other sources, or in other shares, than a commit was trained on; name what changed."""
+    before = record.sources or ()
+    if [source.share for source in sources] != [source.share for source in before]:
+        shares = " : ".join(f"{source.share} {source.name}" for source in before) or "one training set"
+        raise ConfigError(
+            f"run.dir {config.run.dir} holds commits of other sources, or of other weights ({record.key}: {shares}): "
+            "data.mixture must stay as it was; start again in another run.dir to change it"
+        )
+    for source, known in zip(sources, before, strict=True):
+        if source.manifest.digest != known.manifest_digest:
+            raise DataError(
+                f"{source.manifest.url}: the manifest of source '{source.name}' changed since {record.key} (digest "
+                f"{source.manifest.digest[:12]}, then {known.manifest_digest[:12]}): restore the data it was trained "
+                "on, and the order of data.mixture, or start again in another run.dir"
+            )
 
 
 def check_world_size(config: Config, world_size: int) -> None:

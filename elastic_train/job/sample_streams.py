@@ -10,11 +10,12 @@ import numpy as np
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import Int64s
+from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_groups import check_columns
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
-from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.reader import MixedReader, Reader, RowSource
 from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.errors import DataError
@@ -22,12 +23,16 @@ from elastic_train.tasks.task import Limited, Matching, Task
 
 
 class Feed:
-    """Builds loaders over the configured datasets; both share the run's lanes."""
+    """Builds loaders over the configured datasets; both share the run's lanes.
 
-    def __init__(self, config: Config, task: Task, manifest: Manifest) -> None:
+    `manifests` are those of the training set: one, or those of a mixture's sources.
+    """
+
+    def __init__(self, config: Config, task: Task, manifests: Sequence[Manifest]) -> None:
         self._config, self._task = config, task
-        self._manifest, self._held_out = manifest, None
-        check_columns(manifest, task.columns())
+        self._manifests, self._held_out = manifests, None
+        for manifest in manifests:
+            check_columns(manifest, task.columns())
         if config.data.validation is None:
             return
         self._held_out = held_out = load_manifest(config.data.validation)
@@ -47,18 +52,17 @@ class Feed:
         return None if self._held_out is None else self._held_out.digest
 
     def training(
-        self, order: Order, lanes: range, cursor: Cursor, num_steps: int, holes: Sequence[Hole] = ()
+        self, order: RunOrder, lanes: range, cursor: Cursor, num_steps: int, holes: Sequence[Hole] = ()
     ) -> Iterable[Sequence[LaneBatch]]:
         """Return the steps from a cursor on, without the samples of holes."""
         rules = self._rules(holes, quarantines=self._config.data.unreadable == "quarantine")
-        folder, columns = self._config.data.cache_dir, self._task.columns()
-        cache = RowCache(Path(folder), self._manifest, columns, self._config.data.cache_bytes) if folder else None
-        return self._loader(self._manifest, order, lanes, cursor, num_steps, rules, cache)
+        reader = self._training_rows(_most_row_groups(order, lanes), self._config.data.cache_dir)
+        return self._loader(reader, order, lanes, cursor, num_steps, rules)
 
     def why_unreadable(self, group: int) -> str:
         """Read a row group of the training set from its file, past all caches; say why it cannot be, or nothing."""
         try:
-            Reader(self._manifest, self._task.columns()).decode(group)
+            self._training_rows().decode(group)
         except DataError as error:
             return str(error) or type(error).__name__
         return ""
@@ -71,11 +75,27 @@ class Feed:
         """
         if self._held_out is None:
             return None
-        num_steps = self._held_out_order.num_steps(self._config.batch.micro_batch)
-        return self._loader(self._held_out, self._held_out_order, lanes, Cursor(), num_steps, self._rules(), None)
+        order = self._held_out_order
+        num_steps = order.num_steps(self._config.batch.micro_batch)
+        reader = Reader(self._held_out, self._task.columns(), max_row_groups=_most_row_groups(order, lanes))
+        return self._loader(reader, order, lanes, Cursor(), num_steps, self._rules())
+
+    def _training_rows(self, max_row_groups: int = 1, cache_dir: str | None = None) -> RowSource:
+        """Return what reads the training set."""
+        columns, max_bytes = self._task.columns(), self._config.data.cache_bytes
+        readers = [
+            Reader(
+                manifest,
+                columns,
+                max_row_groups=max_row_groups,
+                cache=RowCache(Path(cache_dir), manifest, columns, max_bytes) if cache_dir else None,
+            )
+            for manifest in self._manifests
+        ]
+        return readers[0] if len(readers) == 1 else MixedReader(readers)
 
     def _rules(self, holes: Sequence[Hole] = (), *, quarantines: bool = False) -> SampleRules:
-        rows = self._manifest.group_rows
+        rows = np.concatenate([manifest.group_rows for manifest in self._manifests])
         return SampleRules(
             holes=tuple((hole.group, hole.since) for hole in holes if hole.hi - hole.lo == rows[hole.group]),
             left_out=tuple((hole.lo, hole.hi, hole.since) for hole in holes if hole.hi - hole.lo != rows[hole.group]),
@@ -86,18 +106,15 @@ class Feed:
 
     def _loader(
         self,
-        manifest: Manifest,
-        order: Order,
+        reader: RowSource,
+        order: RunOrder,
         lanes: range,
         cursor: Cursor,
         num_steps: int,
         rules: SampleRules,
-        cache: RowCache | None,
     ) -> LaneLoader:
-        # A lane reads the row groups of one block at a time, of two where a step crosses from one into the next.
-        per_lane = 2 * order.block_row_groups if order.is_shuffled else 2
         return LaneLoader(
-            Reader(manifest, self._task.columns(), max_row_groups=len(lanes) * per_lane, cache=cache),
+            reader,
             order,
             self._task.collate,
             lanes=lanes,
@@ -107,6 +124,11 @@ class Feed:
             num_workers=self._config.data.num_workers,
             rules=rules,
         )
+
+
+def _most_row_groups(order: RunOrder, lanes: range) -> int:
+    """Return how many row groups lanes read at a time: of one block each, of two where a step crosses into the next."""
+    return len(lanes) * (2 * order.block_row_groups if order.is_shuffled else 2)
 
 
 def _first_rows(manifest: Manifest, max_samples: int | None) -> Int64s:

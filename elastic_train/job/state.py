@@ -43,7 +43,7 @@ class StepFacts:
 
     `cursor` and `account` are those after the step, `coverage` are the step's own sums, `term` is the world's.
     `buffers` are pairs of a buffer and what the step's forward passes have made of it. `loss` is the lanes' sum;
-    `is_fast` says that the gradient's rounding depends on the world.
+    `is_fast` says that the gradient's rounding depends on the world. `sources` are the sums of each of a mixture.
     """
 
     cursor: Cursor
@@ -53,6 +53,7 @@ class StepFacts:
     buffers: Sequence[tuple[Tensor, Tensor]] = ()
     loss: float = 0.0
     is_fast: bool = False
+    sources: tuple[CoverageSums, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class Reached:
 
     `fast_steps` and `skipped_steps` are half-open ranges of the steps, counted from 0, whose rounding depended on the
     world, and those whose update was left out because loss or gradient was not finite. `num_nonfinite` counts the
-    newest steps in a row that were not finite. `norm` is that of the last step's gradient, where it is known.
+    newest steps in a row that were not finite. `norm` is that of the last step's gradient, where it is known. `sources`
+    are the coverage sums of each source of a mixture, over the source's own ids.
     """
 
     step: int = 0
@@ -74,6 +76,7 @@ class Reached:
     skipped_steps: Ranges = ()
     num_nonfinite: int = 0
     norm: float = 0.0
+    sources: tuple[CoverageSums, ...] = ()
 
     @property
     def term(self) -> int:
@@ -103,7 +106,13 @@ class Reached:
             skipped_steps=_with(self.skipped_steps, self.step) if is_skipped else self.skipped_steps,
             num_nonfinite=0 if is_finite else self.num_nonfinite + 1,
             norm=norm,
+            sources=add_sources(self.sources, facts.sources),
         )
+
+
+def add_sources(sources: Sequence[CoverageSums], more: Sequence[CoverageSums]) -> tuple[CoverageSums, ...]:
+    """Add to the sums of each source; there are none before the first step."""
+    return tuple(mine + own for mine, own in zip(sources or [CoverageSums()] * len(more), more, strict=True))
 
 
 def _with(ranges: Ranges, step: int) -> Ranges:

@@ -61,12 +61,12 @@ def find_deadly(
     found so far. Samples that end a process only together are not found.
     """
     cursor = plan.order.cursor_at(step, plan.micro_batch)
-    epoch, lo = plan.order.epoch(cursor.epoch), cursor.offset
+    samples = {lane: plan.order.samples(cursor, lane, plan.micro_batch).ids.tolist() for lane in lanes}
     spec = {
         "config": plan.config.model_dump(mode="json"),
         "step": step,
         "holes": [hole.to_dict() for hole in holes],
-        "units": [asdict(Unit(lane, tuple(epoch.ids(lane, lo, lo + plan.micro_batch).tolist()))) for lane in lanes],
+        "units": [asdict(Unit(lane, tuple(ids))) for lane, ids in samples.items()],
     }
     with tempfile.TemporaryDirectory(prefix="elastic-train-trial-") as name:
         folder = Path(name)
@@ -153,7 +153,7 @@ def _compute_all(folder: Path, spec: Spec, units: Sequence[Unit], begun: int) ->
 
 def _compute(plan: Plan, state: AppliedState, step: int, unit: Unit, holes: Sequence[Hole]) -> None:
     cursor = plan.order.cursor_at(step, plan.micro_batch)
-    every = plan.order.epoch(cursor.epoch).ids(unit.lane, cursor.offset, cursor.offset + plan.micro_batch)
+    every = plan.order.samples(cursor, unit.lane, plan.micro_batch).ids
     others = [_without(plan, lo, hi) for lo, hi in ranges_of(every[~np.isin(every, unit.ids)])]
     lanes = range(unit.lane, unit.lane + 1)
     [[batch]] = plan.feed.training(plan.order, lanes, cursor, 1, (*holes, *others))

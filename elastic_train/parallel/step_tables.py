@@ -37,9 +37,9 @@ def gather_tables(
 ) -> StepTables:
     """Return all lanes' and all ranks' rows, from the rows of this rank's lanes and its own, in one collective.
 
-    `group` is the whole world, `assigned` are its replicas' lanes. Lanes' rows have one length, ranks' rows another,
-    both below 64. A float travels as its bits, an integer modulo 2^64 as it is; each row's first word says which is
-    which, so that one rank's 0 and another's 0.0 cannot be taken for each other.
+    `group` is the whole world, `assigned` are its replicas' lanes. Lanes' rows have one length, ranks' rows another;
+    floats are among the first 64 values of a row. A float travels as its bits, an integer modulo 2^64 as it is; each
+    row's first word says which is which, so that one rank's 0 and another's 0.0 cannot be taken for each other.
     """
     own = _packed(rank)
     rows = [_packed(row) for _, row in sorted(lanes.items())]

@@ -53,7 +53,11 @@ class Task(Protocol):
     """
 
     def prepare(self, manifest: Manifest) -> None:
-        """Take what is needed from the training set (labels, vocabulary); raise ConfigError or DataError if unfit."""
+        """Take what is needed from the training set (labels, vocabulary); raise ConfigError or DataError if unfit.
+
+        Of a mixture it is one manifest of all sources, in whose paths each has its number. Before that, other objects
+        of the class are prepared with each source alone.
+        """
 
     def columns(self) -> Sequence[str]:
         """Name the columns that `collate` reads; no other is read from storage."""
@@ -140,7 +144,10 @@ class Matching(Protocol):
     """A task that knows what makes a validation set one of the same kind as the training set."""
 
     def check_held_out(self, manifest: Manifest) -> None:
-        """Raise ConfigError or DataError if what was prepared cannot be judged by this set; called before training."""
+        """Raise ConfigError or DataError if what was prepared cannot be judged by this set; called before training.
+
+        It is asked of each source of a mixture, too, but for the first.
+        """
 
 
 @runtime_checkable

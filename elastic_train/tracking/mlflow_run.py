@@ -179,10 +179,12 @@ class MlflowRun:
 
 
 def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Return a nested mapping as `section.key` -> text, without passwords in URLs."""
+    """Return a nested mapping as `section.key` -> text, without passwords in URLs; sections of a list by number."""
     flat: dict[str, str] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+            flat |= flatten({str(number): each for number, each in enumerate(value)}, f"{prefix}{key}.")
+        elif isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = without_password(value) if isinstance(value, str) else str(value)

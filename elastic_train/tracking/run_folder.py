@@ -52,6 +52,13 @@ class RunFolder:
         value = keys.get(key) if isinstance(keys, dict) else None
         return str(value) if value else None
 
+    def training_sets(self) -> list[str]:
+        """Return the folders or URLs of the training data, one or those of a mixture; none without a configuration."""
+        data = self.config().get("data") if (self.path / CONFIG).is_file() else None
+        fields = data if isinstance(data, dict) else {}
+        sources = [each["source"] for each in fields.get("mixture") or () if isinstance(each, dict)]
+        return [str(url) for url in (fields.get("train"), *sources) if url]
+
     def result(self) -> Mapping[str, object] | None:
         """Return how the run ended (see docs/operations.md); None while it has not."""
         path = self.path / RESULT

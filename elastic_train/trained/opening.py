@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from elastic_train.config.schema import Config
 from elastic_train.errors import CommitError, ConfigError
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
+from elastic_train.system.wording import counted
 from elastic_train.tracking.run_folder import CONFIG, RunFolder
 
 _ALONE: Mapping[str, Any] = {
@@ -43,20 +44,21 @@ def open_trained(
     run: str,
     commit: str | None = None,
     *,
-    train: str | None = None,
+    train: Sequence[str] = (),
     validation: str | None = None,
     max_samples: int | None = None,
 ) -> Trained:
     """Verify a commit of a run, the newest intact one by default, and put its weights into the task's model.
 
-    `run` is a run's folder. `train` says where the training set is now, if it has moved; `validation` is a set to
+    `run` is a run's folder. `train` says where the training set is now, or all sources of a mixture in their order, if
+    it has moved; `validation` is a set to
     evaluate, of which the first `max_samples` count. Raises ConfigError or DataError where task or training set cannot
     be read from here.
     """
     if "://" in run:
         raise ConfigError(f"{run}: give the run's folder (run.dir): its {CONFIG} says which task it trains")
     store, found = open_run(run), RunFolder(Path(run)).config()
-    data = {"validation": validation, **({"train": train} if train else {})}
+    data = {"validation": validation, **(_moved(run, found, train) if train else {})}
     changes = {**_ALONE, "data": data, "validation": {"max_samples": max_samples}}
     plan = make_plan(_changed(found, changes, run))
     record = find(store, commit)
@@ -74,6 +76,18 @@ def open_trained(
             f"model, changed? {error}"
         ) from error
     return Trained(plan, state, record)
+
+
+def _moved(run: str, config: Mapping[str, Any], train: Sequence[str]) -> Mapping[str, Any]:
+    """Return what the configuration says of the training data, at other places."""
+    sources = config["data"].get("mixture")
+    num = len(sources) if sources else 1
+    if len(train) != num:
+        what = f"the {num} sources of its mixture, in their order" if sources else "one training set"
+        raise ConfigError(f"{run}: was trained on {what}: give --train {counted(num, 'time')}, not {len(train)}")
+    if not sources:
+        return {"train": train[0]}
+    return {"mixture": [{**source, "source": url} for source, url in zip(sources, train, strict=True)]}
 
 
 def _changed(config: Mapping[str, Any], changes: Mapping[str, Any], run: str) -> Config:

@@ -12,7 +12,9 @@ import math
 import time
 
 from elastic_train.core.accounting import check_epoch
-from elastic_train.job.state import StepFacts
+from elastic_train.core.mixture.account import check_passes
+from elastic_train.core.mixture.dealing import Mixture
+from elastic_train.job.state import StepFacts, add_sources
 from elastic_train.system.failpoints import reach
 from elastic_train.training.nonfinite import report_nonfinite
 from elastic_train.training.session import Session
@@ -61,11 +63,9 @@ def train_steps(session: Session) -> Outcome:
         session.commits.await_staging()
         reach("apply")
         account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
-        if cursor.epoch > state.cursor.epoch:
-            check_epoch(state.cursor.epoch, session.plan.manifest.coverage, account, state.coverage + sums.coverage)
-        facts = StepFacts(
-            cursor, sums.coverage, session.world.term, account, computed.buffers, sums.loss, session.reduction == "fast"
-        )
+        is_fast, term = session.reduction == "fast", session.world.term
+        facts = StepFacts(cursor, sums.coverage, term, account, computed.buffers, sums.loss, is_fast, sums.sources)
+        _check_ends(session, facts)
         norm, lost = meet(session, measured := state.measure())
         if norm is None:
             state.hold(facts, measured)
@@ -98,6 +98,16 @@ def train_steps(session: Session) -> Outcome:
     session.validate()
     session.commits.finish()
     return Outcome.DONE
+
+
+def _check_ends(session: Session, facts: StepFacts) -> None:
+    """Raise CoverageError if an epoch that a step ends, or one of a mixture's source, has not had each sample once."""
+    plan, state = session.plan, session.state
+    if facts.cursor.epoch > state.cursor.epoch:
+        check_epoch(state.cursor.epoch, plan.manifest.coverage, facts.account, state.coverage + facts.coverage)
+    if isinstance(plan.order, Mixture):
+        sums = add_sources(state.reached.sources, facts.sources)
+        check_passes(plan.order, plan.wholes, state.cursor, facts.cursor, facts.account.holes, sums)
 
 
 def _end_before(session: Session) -> Outcome | None:

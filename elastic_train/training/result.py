@@ -16,6 +16,7 @@ from elastic_train.checkpoint.commits.record import FORMAT
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.mixture.dealing import Mixture
 from elastic_train.errors import ResultError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
@@ -25,6 +26,21 @@ from elastic_train.training.session import Session
 from rendezvous.waiting import GivenUp, begin
 
 TRACKER_TIMEOUT_S = WRITE_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceResult:
+    """What was trained on of one source of a mixture.
+
+    `num_samples` is its size, `share` how many of the places that all shares add up to it has, `applied` how many of
+    its samples were applied, repeats in later epochs included, and `epochs` how often all of it was.
+    """
+
+    name: str
+    num_samples: int
+    share: int
+    applied: int
+    epochs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +54,10 @@ class TrainResult:
 
     `step` counts applied steps. `metrics` are those of the last validation by name, empty if there was none. `coverage`
     sums all applied samples, over all epochs. `num_samples` is the size of the training set, `epochs` how often all of
-    it was applied. `holes` are the row groups that could not be read, `num_left_out` the samples lost with them,
-    `num_truncated` the rows that were cut to the task's length. `fast_steps` and `skipped_steps` are half-open ranges
-    of steps, counted from 0: those whose rounding depended on the world, and those whose update was skipped because
-    loss or gradient was not finite.
+    it was applied; of a mixture, all of every source, of each of which `sources` says as much. `holes` are the row
+    groups that could not be read, `num_left_out` the samples lost with them, `num_truncated` the rows that were cut to
+    the task's length. `fast_steps` and `skipped_steps` are half-open ranges of steps, counted from 0: those whose
+    rounding depended on the world, and those whose update was skipped because loss or gradient was not finite.
     """
 
     status: str
@@ -56,11 +72,12 @@ class TrainResult:
     num_truncated: int
     fast_steps: Ranges
     skipped_steps: Ranges
+    sources: tuple[SourceResult, ...] = ()
 
 
 def result_of(plan: Plan, state: AppliedState, status: str, weights_sha256: str) -> TrainResult:
     """Describe the state that training ended with, whose weights have this digest."""
-    account = state.reached.account
+    account, sources = state.reached.account, source_results(plan, state)
     return TrainResult(
         status=status,
         step=state.step,
@@ -68,12 +85,24 @@ def result_of(plan: Plan, state: AppliedState, status: str, weights_sha256: str)
         metrics=dict(state.reached.validation),
         coverage=state.coverage,
         num_samples=plan.manifest.num_rows,
-        epochs=state.cursor.epoch,
+        epochs=plan.order.num_epochs(state.cursor),
         holes=account.holes,
         num_left_out=account.left_out,
         num_truncated=account.truncated,
         fast_steps=state.reached.fast_steps,
         skipped_steps=state.reached.skipped_steps,
+        sources=sources,
+    )
+
+
+def source_results(plan: Plan, state: AppliedState) -> tuple[SourceResult, ...]:
+    """Describe what was trained on of each source of a mixture; nothing of one training set."""
+    if not isinstance(plan.order, Mixture):
+        return ()
+    passes, sums = plan.order.num_passes(state.cursor.offset).tolist(), state.reached.sources
+    return tuple(
+        SourceResult(source.name, source.manifest.num_rows, source.share, applied.count, epochs)
+        for source, epochs, applied in zip(plan.sources, passes, sums or [CoverageSums()] * len(passes), strict=True)
     )
 
 
@@ -92,6 +121,8 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
         with _noting(unwritten, "what the task leaves"):
             session.plan.task.finish(session.state.model, folder)
     found = {**asdict(result), "holes": [hole.to_dict() for hole in result.holes]}
+    if not result.sources:
+        del found["sources"]  # of a mixture alone
     fields = {
         "status": found.pop("status"),
         "step": found.pop("step"),

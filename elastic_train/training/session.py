@@ -167,12 +167,12 @@ class Session:
         """Write the step that was just applied, or is pending, to the history; to tracker and progress on rank 0."""
         state, loss, rate = self.state, sums.loss / sums.divisor, sums.coverage.count / seconds
         done = state.step - (standing != "pending")
-        lo = done % self.plan.order.num_steps(self.plan.micro_batch) * self.plan.micro_batch
+        before = self.plan.order.cursor_at(done, self.plan.micro_batch)
         self.world.history.step(
             step=done + 1,
-            epoch=done // self.plan.order.num_steps(self.plan.micro_batch),
-            lo=lo,
-            hi=lo + self.plan.micro_batch,
+            epoch=before.epoch,
+            lo=before.offset,
+            hi=before.offset + self.plan.micro_batch,
             lanes=self.lanes,
             num_samples=sums.coverage.count,
             num_left_out=sums.num_left_out,
@@ -188,6 +188,10 @@ class Session:
             account = state.reached.account
             counts = {"train/left_out": account.left_out, "train/truncated": account.truncated}
             values |= {name: count for name, count in counts.items() if count}
+            values |= {
+                f"train/samples/{source.name}": applied.count
+                for source, applied in zip(self.plan.sources, state.reached.sources, strict=False)
+            }
             self.tracker.log(state.step, {**values, "train/samples_per_s": rate})
         if self.world.progress is not None:
             self.world.progress.update(
@@ -199,7 +203,7 @@ class Session:
                     world=self.world.group.size,
                     term=self.world.term,
                     last_commit_step=head.step if (head := self.commits.head) else None,
-                    epoch=state.cursor.epoch,
+                    epoch=self.plan.order.num_epochs(state.cursor),
                     slowest=slowest(sums.ranks),
                 )
             )

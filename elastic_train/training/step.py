@@ -16,6 +16,8 @@ from torch import Tensor
 from elastic_train.core.arrays import ranges_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
+from elastic_train.core.mixture.account import sums_of_sources
+from elastic_train.core.mixture.dealing import Mixture, RunOrder
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import PeerLostError
 from elastic_train.job.generators import seed_generators
@@ -146,6 +148,8 @@ def _gather(
         rows[batch.lane] = [lane.loss, lane.weight, batch.num_left_out, batch.num_truncated, has_samples, lane.buffers]
     coverage = _coverage_of(lanes)
     rank = [coverage.count, coverage.sum_a, coverage.sum_b, flags, *session.clock.row(compute_s)]
+    for sums in _sums_of_sources(session.plan.order, lanes):
+        rank += [sums.count, sums.sum_a, sums.sum_b]
     return gather_tables(session.world.group, session.world.mesh, session.assigned, rows, rank)
 
 
@@ -159,3 +163,10 @@ def _keep_ids(session: Session, lanes: Sequence[LaneBatch]) -> None:
 def _coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
     """Return the sums over the samples that this rank's lanes have read, at once: a call costs as much as many ids."""
     return CoverageSums.of_ids(np.concatenate([batch.ids for batch in lanes]))
+
+
+def _sums_of_sources(order: RunOrder, lanes: Sequence[LaneBatch]) -> Sequence[CoverageSums]:
+    """Return what this rank's lanes have read of each source of a mixture; nothing of one training set."""
+    if not isinstance(order, Mixture):
+        return ()
+    return sums_of_sources(np.concatenate([batch.ids for batch in lanes]), order.first_id)

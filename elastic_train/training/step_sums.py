@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
@@ -12,6 +13,8 @@ from elastic_train.parallel.step_tables import Row, StepTables, tree_sum
 from elastic_train.training.step_clock import RankFacts
 
 _WORD = 1 << 64
+_OF_SOURCES = 9
+"""Where a rank's row has the sums of sources: after its coverage, its flags, and what its clock says."""
 LEAVE, COMMIT, GROW, BUSY, GIVE_UP, UNREADABLE, BUFFERS, UNABLE, ABLE = (1 << bit for bit in range(9))
 """Flags that ride on the table of ranks."""
 
@@ -41,6 +44,8 @@ class StepSums:
     ranks: tuple[RankFacts, ...] = ()
     nonfinite_lanes: tuple[int, ...] = ()
     """The lanes whose loss is NaN or infinite."""
+    sources: tuple[CoverageSums, ...] = ()
+    """The sums of each source of a mixture, over its own ids."""
 
     @property
     def is_unreadable(self) -> bool:
@@ -67,8 +72,17 @@ def fold(tables: StepTables) -> StepSums:
         reduce(or_, flags),
         reduce(and_, flags),
         tuple(digest for digest, has in zip(buffers, has_samples, strict=True) if has),
-        tuple(_facts_of(row[4:]) for row in tables.ranks),
+        tuple(_facts_of(row[4:_OF_SOURCES]) for row in tables.ranks),
         tuple(lane for lane, loss in enumerate(losses) if not math.isfinite(loss)),
+        _sources_of([row[_OF_SOURCES:] for row in tables.ranks]),
+    )
+
+
+def _sources_of(rows: Sequence[Row]) -> tuple[CoverageSums, ...]:
+    """Add what ranks have read of each source: three numbers for each."""
+    total = [sum(int(value) for value in column) for column in zip(*rows, strict=True)]
+    return tuple(
+        CoverageSums(total[at], total[at + 1] % _WORD, total[at + 2] % _WORD) for at in range(0, len(total), 3)
     )
 
 

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from elastic_train.checkpoint.stores.store import Store, create_once, read
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import group_of, ranges_of
-from elastic_train.core.order import Order
+from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import DataError, PeerLostError, StorageError, UnreadableError
@@ -57,7 +57,7 @@ def find_holes(
         return ()
 
     def record() -> list[object]:
-        begin = functools.partial(make_hole, plan.order, plan.manifest, plan.micro_batch, state.step)
+        begin = functools.partial(_hole, plan, state.step)
         return _record(world.store, world.term, [begin(group, why) for group, why in sorted(found.items())])
 
     return _HOLES.validate_python(agree(world.group, record))
@@ -101,15 +101,19 @@ def quarantine_deadly(
 
 def _sample_hole(plan: Plan, step: int, sample: int, why: str) -> Hole:
     group = group_of(plan.order.group_first_id, sample)
-    whole = make_hole(plan.order, plan.manifest, plan.micro_batch, step, group, why)
+    whole = _hole(plan, step, group, why)
     applied = tuple((sample, sample + 1) for lo, hi in whole.applied_before if lo <= sample < hi)
     return replace(whole, lo=sample, hi=sample + 1, applied_before=applied)
 
 
-def make_hole(order: Order, manifest: Manifest, micro_batch: int, step: int, group: int, why: str) -> Hole:
-    """Describe a row group that is left out from a step on, and what its epoch had applied of it before."""
+def make_hole(order: RunOrder, manifest: Manifest, micro_batch: int, step: int, group: int, why: str) -> Hole:
+    """Describe a row group that is left out from a step on, and what its epoch had applied of it before.
+
+    In a mixture the epoch is the first of its source that is not over, and what was applied of later ones counts, too.
+    """
     number, within = manifest.place_of_group(group)
     lo, cursor = int(order.group_first_id[group]), order.cursor_at(step, micro_batch)
+    epoch, applied = order.applied_of_group(group, cursor)
     return Hole(
         group=group,
         file=manifest.files[number].path,
@@ -117,10 +121,19 @@ def make_hole(order: Order, manifest: Manifest, micro_batch: int, step: int, gro
         lo=lo,
         hi=lo + int(order.group_rows[group]),
         since=step,
-        epoch=cursor.epoch,
-        applied_before=ranges_of(order.epoch(cursor.epoch).ids_of_group(group, cursor.offset)),
+        epoch=epoch,
+        applied_before=ranges_of(applied),
         why=why,
     )
+
+
+def _hole(plan: Plan, step: int, group: int, why: str) -> Hole:
+    """Describe a row group of the plan's training set; of a mixture, its file with the name of its source."""
+    hole = make_hole(plan.order, plan.manifest, plan.micro_batch, step, group, why)
+    if len(plan.sources) < 2:
+        return hole
+    number, _, path = hole.file.partition("/")
+    return replace(hole, file=f"{plan.sources[int(number)].name}/{path}")
 
 
 def _look_again(

@@ -88,6 +88,8 @@ def deciding(plan: Plan) -> dict[str, object]:
         "the version of elastic-train": _version("elastic-train"),
         _MODULES: list(source_of(type(plan.task))),
     }
+    if (shares := plan.config.data.shares) is not None:
+        found["the shares of data.mixture"] = list(shares)
     for section in _SECTIONS:
         found |= {f"{section}.{key}": value for key, value in config[section].items()}
     for section, keys in _KEYS.items():

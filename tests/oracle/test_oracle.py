@@ -117,7 +117,7 @@ def test_a_product_that_clips_otherwise_is_found_out(tmp_path: Path, clip: Clip,
     assert (result_of(tmp_path) == oracle(tmp_path)) is is_right
 
 
-@pytest.mark.parametrize("name", ["loop", "order", "grains"])
+@pytest.mark.parametrize("name", ["loop", "order", "mixture", "grains"])
 def test_the_plain_loop_is_short_and_imports_nothing_of_the_product(name: str) -> None:
     source = (FOLDER / f"{name}.py").read_text()
     assert sum(bool(line.strip()) for line in source.splitlines()) <= 80
@@ -145,3 +145,29 @@ def test_the_orders_agree_for_shapes_that_no_run_here_has() -> None:
                 assert order.epoch(epoch).ids(lane, 0, sum(rows)).tolist() == lane_of(
                     lane, rows, lanes, block, 9, epoch
                 )
+
+
+@pytest.mark.parametrize(
+    ("sources", "weights", "lanes"),
+    [
+        ([[7, 1, 30, 2], [5, 4]], ["0.7", "0.3"], 3),
+        ([[3] * 12, [2, 2], [9]], ["1", "0.25", "2"], 4),
+        ([[20], [31]], ["0.123456", "12.5"], 1),
+        ([[6], [6]], ["1e-7", "1"], 2),
+    ],
+)
+def test_the_orders_of_mixtures_agree(sources: list[list[int]], weights: list[str], lanes: int) -> None:
+    """Which source, which of its epochs, which of its lanes; and when a job is over."""
+    ours = importlib.import_module("elastic_train.core.order")
+    dealing = importlib.import_module("elastic_train.core.mixture.dealing")
+    from elastic_train.core.mixture.shares import shares_of
+    from tests.oracle import mixture
+
+    shares = shares_of([float(weight) for weight in weights])
+    assert list(shares) == mixture.shares_of(weights)
+    orders = [ours.Order(rows, num_lanes=lanes, seed=9, block_row_groups=2) for rows in sources]
+    mixed = dealing.Mixture(orders, shares)
+    for lane in range(lanes):
+        ids = mixed.samples(ours.Cursor(0, 0), lane, 150).ids.tolist()
+        assert ids == mixture.taken_by(lane, sources, shares, lanes, 2, 9, 150)
+    assert mixed.steps_for(3, 4) == mixture.steps_of(sources, shares, lanes, 4, 3)

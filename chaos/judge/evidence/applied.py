@@ -26,7 +26,10 @@ from chaos.judge.evidence.run_files import (
     whole,
 )
 from chaos.judge.findings import Unknown, Violated
+from chaos.judge.job_shape import MixedShape, Shape
 
+_ROUNDED = 10_000
+"""What shares add up to that weights had to be rounded to."""
 Counts = npt.NDArray[np.int32]
 Steps = dict[tuple[int, int], list[Line]]
 
@@ -42,46 +45,6 @@ class Applied:
     step: int
     term: int
     lines: tuple[Line, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What follows from a job's configuration: lanes differ by at most one sample, an epoch ends with the longest."""
-
-    rows: int
-    num_lanes: int
-    micro_batch: int
-    total_steps: int
-
-    @property
-    def steps_per_epoch(self) -> int:
-        longest = -(-self.rows // self.num_lanes)
-        return -(-longest // self.micro_batch)
-
-    @property
-    def is_at_epoch_end(self) -> bool:
-        return self.total_steps % self.steps_per_epoch == 0
-
-    @property
-    def finished_epochs(self) -> range:
-        """The epochs that were finished."""
-        return range(self.total_steps // self.steps_per_epoch)
-
-    @property
-    def num_epochs(self) -> int:
-        """Count the epochs that were begun."""
-        return -(-self.total_steps // self.steps_per_epoch)
-
-    def offsets(self, epoch: int) -> int:
-        """Return how many offsets of an epoch every lane has had applied at the end of the job."""
-        steps = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
-        return steps * self.micro_batch
-
-    def samples_before(self, step: int) -> int:
-        """Count the samples of the first `step` steps."""
-        epochs, steps = divmod(step, self.steps_per_epoch)
-        offset, short, num_long = steps * self.micro_batch, self.rows // self.num_lanes, self.rows % self.num_lanes
-        return epochs * self.rows + num_long * min(offset, short + 1) + (self.num_lanes - num_long) * min(offset, short)
 
 
 def result_of(run: Evidence) -> Line:
@@ -106,7 +69,8 @@ def shape_of(run: Evidence) -> Shape:
     if run.rows is None:
         raise Unknown(f"the training set's manifest is neither in {run.folder} nor where its configuration says")
     micro_batch = whole(batch, "micro_batch")
-    shape = Shape(run.rows, whole(batch, "global_batch") // micro_batch, micro_batch, whole(result, "step"))
+    numbers = (run.rows, whole(batch, "global_batch") // micro_batch, micro_batch, whole(result, "step"))
+    shape = MixedShape(*numbers, run.sizes, shares_of(run)) if run.sizes else Shape(*numbers)
     return replace(shape, total_steps=_horizon(run, shape)) if result["status"] == "done" else shape
 
 
@@ -116,7 +80,20 @@ def _horizon(run: Evidence, shape: Shape) -> int:
         return whole(ends[-1], "steps")
     if run.config.get("max_steps") is not None:
         return whole(run.config, "max_steps")
-    return whole(run.config, "epochs") * shape.steps_per_epoch
+    return shape.steps_of(whole(run.config, "epochs"))
+
+
+def shares_of(run: Evidence) -> tuple[int, ...]:
+    """Return the whole shares of a mixture's sources that its result names; Violated if they are not its weights'."""
+    sources = [line for line in items(part(run.config, "data"), "mixture") if isinstance(line, dict)]
+    weights = [number(source, "weight") for source in sources]
+    claims = [line for line in items(result_of(run), "sources") if isinstance(line, dict)]
+    shares = tuple(whole(line, "share") for line in claims)
+    exact = [sum(shares) * weight / sum(weights) for weight in weights]
+    most = 1 + len(shares) if sum(shares) == _ROUNDED else 1e-6
+    if len(shares) != len(exact) or any(abs(one - other) > most for one, other in zip(shares, exact, strict=True)):
+        raise Violated(f"the result names the shares {shares} of sources with the weights {weights}")
+    return shares
 
 
 @once

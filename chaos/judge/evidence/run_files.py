@@ -55,6 +55,8 @@ class Evidence:
     """What the tracker held, by metric; None if it was not read."""
     rows: int | None = None
     """How many rows the training set has by its manifest; None without one."""
+    sizes: tuple[int, ...] = ()
+    """How many of them each source of a mixture has; none without one."""
     load: Callable[[Line], Tensors] | None = field(default=None, repr=False)
     """Returns the weights that the files of a commit record hold; raises Violated where they are not what it says."""
     # What is worked out of the files once; `replace` begins with none of it.
@@ -108,7 +110,8 @@ def collect(folder: Path) -> Evidence:
     witness = folder / "witness.npy"
     config = _mapping(yaml.safe_load(_text(folder / "config.yaml") or "{}"))
     result, held = _text(folder / "result.json"), _text(folder / "tracked.json")
-    manifest = manifest_of(folder, config or {})
+    manifests = manifests_of(folder, config or {})
+    sizes = [rows_of(manifest) for manifest in manifests]
     read = Evidence(
         folder=folder,
         processes=identified(without_vain([_process(parts) for parts in _histories(folder)])),
@@ -119,7 +122,8 @@ def collect(folder: Path) -> Evidence:
         metrics=metrics_of(folder),
         pruned=_pruned(folder),
         tracked=_parsed(held.encode()) if held else None,
-        rows=None if manifest is None else rows_of(manifest),
+        rows=sum(sizes) if sizes else None,
+        sizes=tuple(sizes) if _sources_of(config or {}) else (),
         load=functools.partial(load_weights, folder),
     )
     return with_one_clock(read)
@@ -150,11 +154,29 @@ def without_vain(processes: list[list[Line]]) -> list[list[Line]]:
     ]
 
 
-def manifest_of(folder: Path, config: Line) -> Line | None:
-    """Read the training set's manifest: the copy in the run's folder, or the one where its configuration says."""
+def manifests_of(folder: Path, config: Line) -> list[Line]:
+    """Read the training set's manifest, or those of a mixture's sources: the copy in the run's folder, or where its
+    configuration says; none unless all are there."""
     data = _mapping(config.get("data")) or {}
-    places = [folder, *([Path(train)] if isinstance(train := data.get("train"), str) else [])]
-    return next((_parsed((place / MANIFEST).read_bytes()) for place in places if (place / MANIFEST).is_file()), None)
+    train = data.get("train")
+    sources = _sources_of(config) or ([train] if isinstance(train, str) else [""])
+    found = []
+    for number, source in enumerate(sources):
+        places = [folder / copy_of_manifest(number), *([Path(source) / MANIFEST] if source else [])]
+        content = next((place.read_bytes() for place in places if place.is_file()), b"")
+        found.append(_parsed(content) if content else None)
+    return [each for each in found if each is not None] if None not in found else []
+
+
+def copy_of_manifest(number: int) -> str:
+    """Return the name under which a run's folder keeps the manifest of a source, the first or only one's as it was."""
+    return MANIFEST if number == 0 else f"manifest-{number}.json"
+
+
+def _sources_of(config: Line) -> list[str]:
+    """Return where the sources of a mixture are; none without one."""
+    mixture = (_mapping(config.get("data")) or {}).get("mixture")
+    return [str(line["source"]) for line in mixture if isinstance(line, dict)] if isinstance(mixture, list) else []
 
 
 def rows_of(manifest: Line) -> int:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from chaos.judge.evidence.run_files import (
     Evidence,
     Line,
+    items,
+    part,
     whole,
 )
 
@@ -31,8 +33,16 @@ def so_far(run: Evidence) -> Evidence:
         "num_samples": run.rows,
         "coverage": newest["coverage"],
     }
+    if run.sizes:
+        result["sources"] = _sources_of(newest)
     kept = [[line for line in process if not _is_behind(line, until)] for process in run.processes]
     return replace(run, processes=kept, result=result)
+
+
+def _sources_of(commit: Line) -> list[Line]:
+    """Return what a commit says of a mixture's sources, as a result would; but how often each was passed."""
+    sources = (line for line in items(commit, "sources") if isinstance(line, dict))
+    return [{**source, "applied": whole(part(source, "coverage"), "count")} for source in sources]
 
 
 def _is_behind(line: Line, until: int) -> bool:

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from chaos.judge.evidence.applied import (
     Applied,
-    Shape,
     counts_of,
     first_miscount,
     lineage_of,
@@ -43,6 +42,8 @@ from chaos.judge.evidence.run_files import (
 )
 from chaos.judge.evidence.skipped_steps import num_not_applied, skipped_steps
 from chaos.judge.findings import Unknown, Violated
+from chaos.judge.job_shape import MixedShape, Shape
+from chaos.judge.mixed_sources import check_sources, witness_of_sources
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 20
@@ -189,6 +190,8 @@ def sums(run: Evidence, reference: Evidence | None) -> str:
     claimed += [_claim(commit.key, commit.fields) for commit in run.commits if commit.fields is not None]
     epoch = closed_form(shape.rows)
     checked = sum(_check_sums(shape, epoch, claim) for claim in claimed)
+    if isinstance(shape, MixedShape):
+        check_sources(shape, result)
     if shape.is_at_epoch_end:
         return f"{shape.num_epochs} epochs of {shape.rows} samples; {checked} of {len(claimed)} sums at an epoch's end"
     if reference is None:
@@ -250,6 +253,8 @@ def witness(run: Evidence) -> str:
         raise Violated(f"the witness has {run.witness.size} weights, the manifest {shape.rows} rows")
     most, least = shape.num_epochs, shape.total_steps // shape.steps_per_epoch
     holes = holes_of(result_of(run))
+    if isinstance(shape, MixedShape):
+        return witness_of_sources(run, shape, run.witness)
     counts = run.witness + missing_times(holes, shape.finished_epochs, shape.rows)
     in_last = missing_times(holes, range(least, most), shape.rows)
     num_skipped = len(skipped_steps(result_of(run)))  # each holds a sample at most once

@@ -83,6 +83,7 @@ class ModelledPlan:
     device: torch.device
     take_state: Callable[[ModelledState | AppliedState], None]
     """Gets every state that is built, on behalf of the process that builds it."""
+    sources: tuple[()] = ()
     is_tiny: bool = False
     """Whether a real, tiny model is trained, by the product's own state, in place of a modelled one."""
 

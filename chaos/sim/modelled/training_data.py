@@ -15,7 +15,7 @@ import pyarrow as pa
 from chaos.sim.machine.kernel import Kernel
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import Int64s, group_of
-from elastic_train.core.order import Cursor, Order
+from elastic_train.core.order import Cursor, Order, Samples
 from elastic_train.data.arrow.rows import Rows
 from elastic_train.data.loading.batch_builder import BatchBuilder
 from elastic_train.data.loading.lane_batch import LaneBatch
@@ -169,10 +169,10 @@ def _sifted(
         return _rows(int(order.group_rows[group]))
 
     cursor, micro_batch = Cursor(epoch, lo), micro_batch_of(order)
-    ids = _batch(order, epoch, lane, lo, hi).ids
+    samples = Samples(_batch(order, epoch, lane, lo, hi).ids, epoch)
     rules = SampleRules(left_out, quarantines=True)
     builder = BatchBuilder(order.group_first_id, micro_batch, lambda rows, ids: {}, rules, seed=order.seed)
-    return builder.batch(builder.take(lane, cursor, order.step_of(cursor, micro_batch), ids, rows_of), 0)
+    return builder.batch(builder.take(lane, cursor, order.step_of(cursor, micro_batch), samples, rows_of), 0)
 
 
 @lru_cache(64)

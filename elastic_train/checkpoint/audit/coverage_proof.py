@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from elastic_train.checkpoint import CommitRecord, Store, discover
+from elastic_train.checkpoint.audit.mixture_proof import check_counts, check_source, differing, mixture_of
 from elastic_train.checkpoint.commits.reader import DAMAGE, read_record, records
 from elastic_train.core.accounting import Hole, SampleAccount, expected_sums
 from elastic_train.core.arrays import Int64s
@@ -48,10 +49,11 @@ class Audit:
         return CorruptError.exit_code if self.wrong else 1 if self.unproven else 0
 
 
-def audit(store: Store, manifest: Manifest | None) -> Audit:
+def audit(store: Store, manifests: Sequence[Manifest]) -> Audit:
     """Examine the newest commit of a store and those before it; CommitError if there are only damaged ones.
 
-    `manifest` is the dataset's, which only the unfinished epoch needs. ConfigError if the store has no commit.
+    `manifests` are the training set's, none if it cannot be read: one, which only the unfinished epoch needs, or those
+    of a mixture's sources, in their order. ConfigError if the store has no commit.
     """
     head = discover(store, damage=_wrong_with_record).head
     if head is None:
@@ -62,10 +64,29 @@ def audit(store: Store, manifest: Manifest | None) -> Audit:
     if head.account is None or head.order is None:
         found.unproven.append("the samples: the commit is of a version that did not yet keep what proves them")
         return found
+    if head.sources:
+        _check_sources(found, head, manifests)
+        return found
     _check_epochs(found, head, head.account, head.order)
     if head.cursor.offset:
-        _check_unfinished(found, head, head.account, head.order, manifest)
+        _check_unfinished(found, head, head.account, head.order, manifests[0] if manifests else None)
     return found
+
+
+def _check_sources(found: Audit, head: CommitRecord, manifests: Sequence[Manifest]) -> None:
+    """Hold the sums of each source of a mixture against its order."""
+    assert head.order is not None and head.account is not None, "checked before"
+    order = mixture_of(head, None)
+    found.wrong += check_counts(head, order)
+    found.num_epochs = order.num_epochs(head.cursor)
+    found.proven += [f"{hole}, are left out, and no other sample is" for hole in head.account.holes]
+    if (why := differing(head, manifests)) is not None:
+        found.unproven.append(f"which samples of the sources were applied: {why}")
+        return
+    order = mixture_of(head, manifests)
+    for number in range(len(manifests)):
+        is_right, said = check_source(head, order, number)
+        (found.proven if is_right else found.wrong).append(said)
 
 
 def _wrong_with_record(store: Store, key: str) -> str | None:

@@ -22,6 +22,7 @@ from elastic_train.checkpoint.audit.coverage_proof import (
     applied_ids,
     order_of,
 )
+from elastic_train.checkpoint.audit.mixture_proof import differing, expected_times, mixture_of
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Ranges, ranges_of
 from elastic_train.data.dataset.manifest import Manifest
@@ -44,7 +45,7 @@ class Read:
     """How many ranks gave samples to the step; None in histories of older versions."""
 
 
-def look_closely(found: Audit, run_dir: Path, head: CommitRecord, manifest: Manifest | None) -> None:
+def look_closely(found: Audit, run_dir: Path, head: CommitRecord, manifests: Sequence[Manifest]) -> None:
     """Add to an audit which samples of each epoch were applied too often or not at all, and in which steps.
 
     ConfigError if the run kept no ids.
@@ -63,7 +64,7 @@ def look_closely(found: Audit, run_dir: Path, head: CommitRecord, manifest: Mani
         )
         return
     for epoch in range(head.cursor.epoch + (head.cursor.offset > 0)):
-        _compare(found, head, [read for read in reads if read.epoch == epoch], epoch, manifest)
+        _compare(found, head, [read for read in reads if read.epoch == epoch], epoch, manifests)
 
 
 def _told_steps(reads: Sequence[Read]) -> set[int]:
@@ -92,29 +93,47 @@ def _reads(run_dir: Path) -> Iterator[Read]:
                 yield Read(line["term"], line["rank"], line["step"], line["epoch"], ids, line.get("world"))
 
 
-def _compare(found: Audit, head: CommitRecord, reads: Sequence[Read], epoch: int, manifest: Manifest | None) -> None:
-    """Compare how often each sample was applied in an epoch with how often it should have been."""
+def _compare(
+    found: Audit, head: CommitRecord, reads: Sequence[Read], epoch: int, manifests: Sequence[Manifest]
+) -> None:
+    """Compare how often each sample was applied in an epoch with how often it should have been.
+
+    A mixture's samples are compared over the whole run: its sources have their own epochs.
+    """
     assert head.order is not None and head.account is not None, "checked before"
+    when = f"epoch {epoch}"
     times = np.zeros(head.order["num_samples"], dtype=np.int32)
     for read in reads:
         for lo, hi in read.ids:
             times[lo:hi] += 1
-    expected = _expected(head.order, head.account, head, epoch, manifest)
+    if head.sources:
+        expected, when = _expected_of_mixture(head, head.account, manifests), "over the whole run"
+        if expected is None:
+            found.unproven.append("how often each sample was applied: name the sources with --data, in their order")
+            return
+    else:
+        expected = _expected(head.order, head.account, head, epoch, manifests[0] if manifests else None)
     too_often = np.flatnonzero(times > (1 if expected is None else expected))
     missing = np.flatnonzero(times < expected) if expected is not None else np.zeros(0, dtype=np.int64)
     for id_ in too_often[:_MOST_NAMED].tolist():
         where = [f"{r.step} (term {r.term}, rank {r.rank})" for r in reads for lo, hi in r.ids if lo <= id_ < hi]
-        found.wrong.append(f"epoch {epoch}: sample {id_} was applied {times[id_]} times, in steps {', '.join(where)}")
+        found.wrong.append(f"{when}: sample {id_} was applied {times[id_]} times, in steps {', '.join(where)}")
     if len(too_often):
-        found.wrong.append(f"epoch {epoch}: applied too often are the samples {_listed(ranges_of(too_often))}")
+        found.wrong.append(f"{when}: applied too often are the samples {_listed(ranges_of(too_often))}")
     if len(missing):
-        found.wrong.append(f"epoch {epoch}: missing are the samples {_listed(ranges_of(missing))}")
+        found.wrong.append(f"{when}: missing are the samples {_listed(ranges_of(missing))}")
     if expected is None:
-        found.unproven.append(f"epoch {epoch}: which samples are missing; name the dataset with --data")
+        found.unproven.append(f"{when}: which samples are missing; name the dataset with --data")
     elif not len(too_often) and not len(missing):
-        found.proven.append(
-            f"epoch {epoch}: by the ids that {len(reads)} lines name, none is repeated and none missing"
-        )
+        found.proven.append(f"{when}: by the ids that {len(reads)} lines name, none is repeated and none missing")
+
+
+def _expected_of_mixture(
+    head: CommitRecord, account: SampleAccount, manifests: Sequence[Manifest]
+) -> np.ndarray[tuple[int], np.dtype[np.int32]] | None:
+    if differing(head, manifests) is not None:
+        return None
+    return expected_times(mixture_of(head, manifests), head.cursor.offset, account.holes).astype(np.int32)
 
 
 def _expected(

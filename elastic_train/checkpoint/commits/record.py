@@ -23,6 +23,7 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, commit_key
+from elastic_train.core.mixture.account import SourceFacts
 from elastic_train.core.order import Cursor
 from elastic_train.errors import CommitError
 
@@ -51,6 +52,8 @@ class CommitFacts:
 
     `fast_steps` and `skipped_steps` are half-open ranges of the steps before this one, counted from 0: those whose
     rounding depended on the world, and those whose update was left out because loss or gradient was not finite.
+
+    `sources` are those of a mixture, with the sums of what was applied of each, and None of one training set.
     """
 
     step: int
@@ -65,6 +68,7 @@ class CommitFacts:
     order: Mapping[str, int] | None = None
     fast_steps: Ranges | None = None
     skipped_steps: Ranges | None = None
+    sources: tuple[SourceFacts, ...] | None = None
 
     def __post_init__(self) -> None:
         finite = {
@@ -138,7 +142,7 @@ class CommitRecord(CommitFacts):
 
 
 _ADAPTER = TypeAdapter(CommitRecord)
-_SINCE_THEN = ("account", "order", "fast_steps", "skipped_steps")
+_SINCE_THEN = ("account", "order", "fast_steps", "skipped_steps", "sources")
 """Fields that records did not always have; their absence is None."""
 
 

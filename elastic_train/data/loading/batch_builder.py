@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from elastic_train.core.arrays import Int64s, group_of
-from elastic_train.core.order import Cursor
+from elastic_train.core.order import Cursor, Samples
 from elastic_train.data.arrow.lists import lengths_of, truncate_lists
 from elastic_train.data.arrow.rows import Joined, Rows, groups_of
 from elastic_train.data.loading.collate import Collate, Collator
@@ -36,6 +36,7 @@ class TakenRows:
     rows: pa.Table | None
     fit: bool
     ids: Int64s
+    epochs: Int64s | int
     bounds: Sequence[int]
     num_places: Sequence[int]
     num_left_out: Sequence[int]
@@ -67,30 +68,28 @@ class BatchBuilder:
         lane: int,
         cursor: Cursor,
         step: int,
-        ids: Int64s,
+        samples: Samples,
         rows_of: Callable[[int], Rows],
         joined: Joined | None = None,
     ) -> TakenRows:
-        """Take the rows of the ids of consecutive steps, from `step` on, which is at the cursor.
+        """Take the rows of the samples of consecutive steps, from `step` on, which is at the cursor.
 
         `rows_of` returns the rows of a row group by its number, or raises UnreadableError; `joined`, if they are known
         to be there, are all row groups that hold the ids.
         """
+        ids, epochs = samples.ids, samples.epochs
         bounds = [*range(0, len(ids), self._micro_batch), len(ids)]
         num_places, none_left_out = np.diff(bounds).tolist(), [0] * (len(bounds) - 1)
         if joined is not None and len(ids) and not self._rules.holes and not self._rules.left_out:
             table, read_ids = joined.take(ids)
-            return TakenRows(lane, cursor, table, self._fits(table), read_ids, bounds, num_places, none_left_out, {})
+            return TakenRows(
+                lane, cursor, table, self._fits(table), read_ids, epochs, bounds, num_places, none_left_out, {}
+            )
         steps = np.arange(len(ids)) // self._micro_batch
         is_kept = self._is_kept(ids, step + steps)
         num_left_out = np.bincount(steps[~is_kept], minlength=len(num_places)).tolist()
         rows, wrong = self._read(groups_of(self._first_id, ids[is_kept]), rows_of)
-        unreadable: dict[int, dict[int, str]] = {}
-        groups = group_of(self._first_id, ids)
-        for group, why in wrong.items():
-            for number in np.unique(steps[is_kept & (groups == group)]).tolist():
-                unreadable.setdefault(number, {})[group] = why
-            is_kept &= groups != group
+        unreadable = _leave_out(wrong, group_of(self._first_id, ids), steps, is_kept)
         if rows:
             table, read_ids = Joined(self._first_id, rows).take(ids[is_kept])
         else:
@@ -102,6 +101,7 @@ class BatchBuilder:
             table,
             table is None or self._fits(table),
             read_ids,
+            epochs if isinstance(epochs, int) else epochs[is_kept],
             np.concatenate(([0], np.cumsum(num_kept))).tolist(),
             num_places,
             num_left_out,
@@ -121,7 +121,8 @@ class BatchBuilder:
             rows = taken.rows.slice(first, end - first)
             if not taken.fit:
                 rows, num_truncated = self._fit(rows, ids)
-            tensors = self._collate(rows, ids, self._seed, taken.cursor.epoch)
+            epochs = taken.epochs if isinstance(taken.epochs, int) else taken.epochs[first:end]
+            tensors = self._collate(rows, ids, self._seed, epochs)
         return LaneBatch(
             taken.lane,
             taken.cursor.epoch,
@@ -177,3 +178,15 @@ class BatchBuilder:
                 )
             rows = truncate_lists(rows, name, longest)
         return rows, int(is_long.sum())
+
+
+def _leave_out(
+    wrong: Mapping[int, str], groups: Int64s, steps: Int64s, is_kept: npt.NDArray[np.bool_]
+) -> dict[int, dict[int, str]]:
+    """Strike the samples of row groups that cannot be read from `is_kept`; return these, and why, by their steps."""
+    unreadable: dict[int, dict[int, str]] = {}
+    for group, why in wrong.items():
+        for number in np.unique(steps[is_kept & (groups == group)]).tolist():
+            unreadable.setdefault(number, {})[group] = why
+        is_kept &= groups != group
+    return unreadable

@@ -7,11 +7,12 @@ bounded in bytes. The schedule belongs to the thread that asks for steps.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.order import Block, Cursor, Order
+from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.order import NeededBlock
 from elastic_train.data.arrow.rows import Joined, Rows
 from elastic_train.data.loading.sample_rules import Decoder
 
@@ -21,15 +22,15 @@ BLOCKS_AHEAD = 4
 class DecodedBlock:
     """A lane's block: the steps [first, end) that need it, and its row groups, on their way or here."""
 
-    def __init__(self, epoch: int, block: Block, first: int, end: int, num_rows: int) -> None:
-        self.epoch, self.block, self.first, self.end, self.num_rows = epoch, block, first, end, num_rows
+    def __init__(self, block: NeededBlock) -> None:
+        self.groups, self.first, self.end, self.num_rows = block.groups, block.first, block.end, block.num_rows
         self.rows: dict[int, Future[Rows]] = {}
         self._row_bytes: float | None = None
         self._joined: Joined | None = None
 
     def decode(self, decoder: Decoder, pool: Executor) -> None:
         """Have the row groups decoded."""
-        self.rows = {group: pool.submit(decoder.decode, group) for group in self.block.groups.tolist()}
+        self.rows = {group: pool.submit(decoder.decode, group) for group in self.groups.tolist()}
 
     @property
     def row_bytes(self) -> float | None:
@@ -46,16 +47,39 @@ class DecodedBlock:
         return self._joined
 
 
+class SideBySide:
+    """A lane's blocks as one: those that one chunk after another needs, as of a mixture's sources, are joined once."""
+
+    def __init__(self) -> None:
+        self._blocks: tuple[DecodedBlock, ...] = ()
+        self._joined: Joined | None = None
+
+    def joined(self, blocks: Sequence[DecodedBlock], first_id: Int64s) -> Joined | None:
+        """Return the blocks' row groups side by side; None unless all are here, and whole, and worth joining."""
+        if len(blocks) == 1:
+            return blocks[0].joined(first_id)
+        if not blocks or tuple(blocks) != self._blocks:
+            self._blocks, self._joined = tuple(blocks), None
+            return None
+        if self._joined is None:
+            rows = [each for block in blocks for each in block.rows.items()]
+            if all(one.done() and not one.exception() for _, one in rows):
+                self._joined = Joined(first_id, {group: one.result() for group, one in rows})
+        return self._joined
+
+
 class BlockSchedule:
     """Decodes blocks for the steps [first, end) of some lanes, from any cursor on."""
 
-    def __init__(self, decoder: Decoder, order: Order, lanes: range, micro_batch: int, steps: range) -> None:
-        self._decoder, self._order, self._micro_batch, self._steps = decoder, order, micro_batch, steps
+    def __init__(self, decoder: Decoder, order: RunOrder, lanes: range, micro_batch: int, steps: range) -> None:
+        self._decoder, self._block_row_groups = decoder, order.block_row_groups
         self._held: dict[int, list[DecodedBlock]] = {lane: [] for lane in lanes}
+        self._needed: dict[int, Iterator[NeededBlock]] = {
+            lane: order.blocks(lane, steps, micro_batch) for lane in lanes
+        }
         self._next: list[tuple[int, int, DecodedBlock]] = []
         for lane in lanes:
-            cursor = order.cursor_at(steps.start, micro_batch)
-            self._plan(lane, Cursor(cursor.epoch, order.window_around(cursor.offset, cursor.offset)[0]))
+            self._plan(lane)
 
     @property
     def row_bytes(self) -> float | None:
@@ -78,7 +102,7 @@ class BlockSchedule:
         if row_bytes is None:
             return
         ahead = [block.num_rows for blocks in self._held.values() for block in blocks if block.first > step]
-        most = max(BLOCKS_AHEAD * len(self._held), max_groups // self._order.block_row_groups)
+        most = max(BLOCKS_AHEAD * len(self._held), max_groups // self._block_row_groups)
         rows, num_left = sum(ahead), most - len(ahead)
         while self._next and num_left > 0 and (rows + self._next[0][2].num_rows) * row_bytes <= max_bytes:
             rows, num_left = rows + self._next[0][2].num_rows, num_left - 1
@@ -94,19 +118,9 @@ class BlockSchedule:
         _, lane, block = heapq.heappop(self._next)
         block.decode(self._decoder, pool)
         self._held[lane].append(block)
-        self._plan(lane, Cursor(block.epoch, block.block.hi))
+        self._plan(lane)
 
-    def _plan(self, lane: int, cursor: Cursor) -> None:
-        """Put the block at a cursor, or the next epoch's first, into the queue, if the steps reach it."""
-        order, micro_batch = self._order, self._micro_batch
-        lo, hi = order.lane_bounds(lane)
-        if cursor.offset >= hi - lo:
-            cursor = Cursor(cursor.epoch + 1, 0)
-        first_of_epoch = order.step_of(Cursor(cursor.epoch, 0), micro_batch)
-        earliest, _ = order.steps_of(lane, cursor.offset, hi - lo, micro_batch)
-        if lo == hi or first_of_epoch + earliest >= self._steps.stop:
-            return
-        block = order.epoch(cursor.epoch).block_at(lane, cursor.offset)
-        first, end = (first_of_epoch + step for step in order.steps_of(lane, block.lo, block.hi, micro_batch))
-        num_rows = int(order.group_rows[block.groups].sum())
-        heapq.heappush(self._next, (first, lane, DecodedBlock(cursor.epoch, block, first, end, num_rows)))
+    def _plan(self, lane: int) -> None:
+        """Put the block that a lane needs next into the queue, if the steps reach it."""
+        if (block := next(self._needed[lane], None)) is not None:
+            heapq.heappush(self._next, (block.first, lane, DecodedBlock(block)))

@@ -48,9 +48,11 @@ class Collator:
     def __init__(self, collate: Collate, *, is_training: bool = True) -> None:
         self._collate, self._takes_draw, self._is_training = collate, takes_draw(collate), is_training
 
-    def __call__(self, rows: pa.Table, ids: npt.NDArray[np.int64], seed: int, epoch: int) -> dict[str, Tensor]:
-        """Turn rows into tensors; random numbers, if the function takes them, follow from seed, epoch and ids."""
+    def __call__(
+        self, rows: pa.Table, ids: npt.NDArray[np.int64], seed: int, epochs: npt.NDArray[np.int64] | int
+    ) -> dict[str, Tensor]:
+        """Turn rows into tensors; random numbers, if the function takes them, follow from seed, epochs and ids."""
         if self._takes_draw:
-            draw = SampleRandom(seed, epoch, ids, self._is_training)
+            draw = SampleRandom(seed, epochs, ids, self._is_training)
             return cast(DrawingCollate, self._collate)(rows, ids, draw)
         return cast(PlainCollate, self._collate)(rows, ids)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elastic_train.core.order import Cursor, Order
+from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.order import Cursor
 from elastic_train.data.loading.collate import Collate, takes_draw
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.read_ahead import PREFETCH_BYTES, ReadAhead
-from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules
 from elastic_train.system.failpoints import reach
 
@@ -38,8 +39,8 @@ class LaneLoader:
 
     def __init__(
         self,
-        reader: Reader,
-        order: Order,
+        reader: RowSource,
+        order: RunOrder,
         collate: Collate,
         *,
         lanes: range,

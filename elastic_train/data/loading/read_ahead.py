@@ -14,14 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from elastic_train.core.arrays import Int64s
-from elastic_train.core.order import Cursor, EpochOrder, Order
+from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.order import Cursor, Samples
 from elastic_train.data.dataset.row_groups import num_decoders
 from elastic_train.data.loading.batch_builder import BatchBuilder
-from elastic_train.data.loading.block_schedule import BlockSchedule, DecodedBlock
+from elastic_train.data.loading.block_schedule import BlockSchedule, DecodedBlock, SideBySide
 from elastic_train.data.loading.collate import Collate
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules, SkippingHoles
 
 PREFETCH_BYTES = 128 << 20
@@ -40,8 +40,8 @@ class ReadAhead:
 
     def __init__(
         self,
-        reader: Reader,
-        order: Order,
+        reader: RowSource,
+        order: RunOrder,
         collate: Collate,
         *,
         lanes: range,
@@ -55,7 +55,8 @@ class ReadAhead:
         )
         self._lanes, self._micro_batch, self._prefetch_bytes = lanes, micro_batch, prefetch_bytes
         self._is_pinned = torch.cuda.is_available()
-        self._ids = {lane: _LaneIds(lane) for lane in lanes}
+        self._samples = {lane: _LaneSamples(order, lane) for lane in lanes}
+        self._beside = {lane: SideBySide() for lane in lanes}
 
     def steps(self, cursor: Cursor, num_steps: int) -> Iterator[Step]:
         """Yield one list a step: a micro-batch for every lane."""
@@ -95,14 +96,12 @@ class ReadAhead:
     def _assemble(self, lo: int, hi: int, blocks: Sequence[Sequence[DecodedBlock]]) -> list[Step]:
         """Make the micro-batches of the steps [lo, hi), which are in one epoch."""
         cursor = self._order.cursor_at(lo, self._micro_batch)
-        epoch = self._order.epoch(cursor.epoch)
-        end = cursor.offset + (hi - lo) * self._micro_batch
         lanes = []
         for lane, of_lane in zip(self._lanes, blocks, strict=True):
-            ids = self._ids[lane].between(cursor.epoch, epoch, cursor.offset, end)
+            samples = self._samples[lane].after(cursor, (hi - lo) * self._micro_batch)
             rows_of = {group: rows for block in of_lane for group, rows in block.rows.items()}
-            joined = of_lane[0].joined(self._reader.first_id) if len(of_lane) == 1 else None
-            taken = self._builder.take(lane, cursor, lo, ids, lambda group, of=rows_of: of[group].result(), joined)  # type: ignore[misc]
+            joined = self._beside[lane].joined(of_lane, self._reader.first_id)
+            taken = self._builder.take(lane, cursor, lo, samples, lambda group, of=rows_of: of[group].result(), joined)  # type: ignore[misc]
             lanes.append([self._pinned(self._builder.batch(taken, number)) for number in range(hi - lo)])
         return [list(step) for step in zip(*lanes, strict=True)]
 
@@ -110,25 +109,28 @@ class ReadAhead:
         return batch.pin_memory() if self._is_pinned else batch
 
 
-class _LaneIds:
-    """A lane's ids, made many at a time, since a call costs as much as hundreds of ids; few at first."""
+class _LaneSamples:
+    """A lane's samples, made many at a time, since a call costs as much as hundreds of them; few at first."""
 
-    def __init__(self, lane: int) -> None:
-        self._lane, self._epoch, self._lo, self._ids = lane, -1, 0, np.zeros(0, dtype=np.int64)
+    def __init__(self, order: RunOrder, lane: int) -> None:
+        self._order, self._lane = order, lane
+        self._cursor, self._made = Cursor(), Samples(np.zeros(0, dtype=np.int64), 0)
 
-    def between(self, number: int, epoch: EpochOrder, lo: int, hi: int) -> Int64s:
-        """Return the ids at offsets [lo, hi) of an epoch, clipped at the lane's end."""
-        if number != self._epoch or lo < self._lo or hi > self._lo + len(self._ids):
-            self._epoch, self._lo = number, lo
-            self._ids = epoch.ids(self._lane, lo, max(hi, lo + min(IDS_AT_ONCE, 4 * len(self._ids))))
-        return self._ids[lo - self._lo : hi - self._lo]
+    def after(self, cursor: Cursor, num: int) -> Samples:
+        """Return the next samples after a cursor, fewer at the epoch's end."""
+        lo = cursor.offset - self._cursor.offset
+        if cursor.epoch != self._cursor.epoch or lo < 0 or lo + num > len(self._made.ids):
+            at_once = max(num, min(IDS_AT_ONCE, 4 * len(self._made.ids)))
+            self._cursor, self._made, lo = cursor, self._order.samples(cursor, self._lane, at_once), 0
+        ids, epochs = self._made.ids, self._made.epochs
+        return Samples(ids[lo : lo + num], epochs if isinstance(epochs, int) else epochs[lo : lo + num])
 
 
-def _num_decoders(reader: Reader) -> int:
+def _num_decoders(reader: RowSource) -> int:
     """Return how many threads read row groups: as many as decode, or more where they mostly wait."""
-    return REMOTE_READERS if reader.groups.is_remote else num_decoders()
+    return REMOTE_READERS if reader.is_remote else num_decoders()
 
 
-def _groups_ahead(reader: Reader) -> int:
+def _groups_ahead(reader: RowSource) -> int:
     """Return how many row groups are read ahead: more where they come from far away."""
-    return REMOTE_GROUPS_AHEAD if reader.groups.is_remote else GROUPS_AHEAD
+    return REMOTE_GROUPS_AHEAD if reader.is_remote else GROUPS_AHEAD

@@ -1,7 +1,8 @@
 """Reading rows by sample id, through any fsspec URL: the few row groups decoded last are kept.
 
 `read` returns the ids of the places it took rows from, rebuilt from row group and row, so that the coverage sums
-testify to what was read and not to what was asked.
+testify to what was read and not to what was asked. Row groups, and so ids, are those of one dataset, or of several that
+are numbered one after another.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
+import numpy as np
 import pyarrow as pa
 import tenacity
 
-from elastic_train.core.arrays import Int64s
+from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.data.arrow.rows import Rows, gather
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups
@@ -21,6 +24,24 @@ from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.errors import UnreadableError
 
 TRIES, FIRST_PAUSE_S = 3, 0.05
+
+
+class RowSource(Protocol):
+    """Where the rows of row groups come from; picklable."""
+
+    @property
+    def first_id(self) -> Int64s:
+        """The id of each row group's first sample; shape (row groups,)."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether threads that decode mostly wait for a network."""
+
+    def decode(self, group: int) -> Rows:
+        """Return the rows of a row group; from any thread. Raises UnreadableError."""
+
+    def rows_of(self, group: int) -> Rows:
+        """Return the rows of a row group, kept for the next call; from one thread."""
 
 
 class Reader:
@@ -36,9 +57,13 @@ class Reader:
     ) -> None:
         self.groups = RowGroups(manifest, columns)
         self._cache = cache
-        self.first_id = manifest.group_first_id
+        self.first_id, self.num_rows = manifest.group_first_id, manifest.num_rows
         self._max_row_groups = max_row_groups
         self._rows: OrderedDict[int, Rows] = OrderedDict()
+
+    @property
+    def is_remote(self) -> bool:
+        return self.groups.is_remote
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_rows": OrderedDict()}
@@ -61,6 +86,35 @@ class Reader:
                 self._rows.popitem(last=False)
         self._rows[group] = rows
         return rows
+
+
+class MixedReader:
+    """Reads several datasets, whose row groups are numbered one after another; all readers have the same columns."""
+
+    def __init__(self, readers: Sequence[Reader]) -> None:
+        self._readers = readers
+        sizes = np.array([len(reader.first_id) for reader in readers])
+        self._first_group = np.cumsum(sizes) - sizes
+        rows = np.array([reader.num_rows for reader in readers])
+        firsts = np.cumsum(rows) - rows
+        self.first_id = np.concatenate([reader.first_id + lo for reader, lo in zip(readers, firsts, strict=True)])
+
+    @property
+    def is_remote(self) -> bool:
+        return any(reader.is_remote for reader in self._readers)
+
+    def decode(self, group: int) -> Rows:
+        number, within = self._place_of(group)
+        return self._readers[number].decode(within)
+
+    def rows_of(self, group: int) -> Rows:
+        number, within = self._place_of(group)
+        return self._readers[number].rows_of(within)
+
+    def _place_of(self, group: int) -> tuple[int, int]:
+        """Return which dataset has a row group, and the group's number there."""
+        number = group_of(self._first_group, group)
+        return number, group - int(self._first_group[number])
 
 
 _again = tenacity.Retrying(

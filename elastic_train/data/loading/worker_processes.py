@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from elastic_train.core.order import Cursor, Order
+from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.order import Cursor
 from elastic_train.data.loading.batch_builder import BatchBuilder
 from elastic_train.data.loading.collate import Collate
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.loading.sample_rules import SampleRules
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call
@@ -50,17 +51,19 @@ class LaneSlice:
 class LaneDataset:
     """Maps a slice to its micro-batch; the loader calls `__getitems__` once for each."""
 
-    def __init__(self, reader: Reader, order: Order, collate: Collate, micro_batch: int, rules: SampleRules) -> None:
+    def __init__(
+        self, reader: RowSource, order: RunOrder, collate: Collate, micro_batch: int, rules: SampleRules
+    ) -> None:
         self._reader, self._order, self._micro_batch = reader, order, micro_batch
         self._builder = BatchBuilder(
             reader.first_id, micro_batch, collate, rules, seed=order.seed, is_training=order.is_shuffled
         )
 
     def __getitem__(self, slice_: LaneSlice) -> LaneBatch:
-        ids = self._order.epoch(slice_.epoch).ids(slice_.lane, slice_.lo, slice_.hi)
         cursor = Cursor(slice_.epoch, slice_.lo)
+        samples = self._order.samples(cursor, slice_.lane, slice_.hi - slice_.lo)
         step = self._order.step_of(cursor, self._micro_batch)
-        return self._builder.batch(self._builder.take(slice_.lane, cursor, step, ids, self._reader.rows_of), 0)
+        return self._builder.batch(self._builder.take(slice_.lane, cursor, step, samples, self._reader.rows_of), 0)
 
     def __getitems__(self, slices: list[LaneSlice]) -> list[LaneBatch]:
         return [self[slice_] for slice_ in slices]
@@ -69,7 +72,7 @@ class LaneDataset:
 class LaneSampler:
     """Yields, step after step, the slice of every owned lane, each as a batch of one."""
 
-    def __init__(self, order: Order, lanes: range, micro_batch: int, cursor: Cursor, num_steps: int) -> None:
+    def __init__(self, order: RunOrder, lanes: range, micro_batch: int, cursor: Cursor, num_steps: int) -> None:
         self.order, self.lanes, self.micro_batch = order, lanes, micro_batch
         self.cursor, self.num_steps = cursor, num_steps
 

@@ -44,7 +44,7 @@ def count_classes(manifest: Manifest, label: str) -> int:
 
 
 def check_same_classes(known: Manifest, held_out: Manifest, label: str, num_classes: int) -> None:
-    """Refuse a validation set of other classes than those of the training set `known`."""
+    """Refuse a validation set, or a source of a mixture, of other classes than those of the training set `known`."""
     if held_out.label_column != label or held_out.label_counts is None:
         return
     if len(held_out.label_counts) > num_classes:
@@ -55,5 +55,5 @@ def check_same_classes(known: Manifest, held_out: Manifest, label: str, num_clas
     if known.labels is not None and held_out.labels is not None and known.labels != held_out.labels:
         raise DataError(
             f"{held_out.url}: its labels differ from those of {known.url}, so what was learned there means something "
-            "else here; import both as one dataset, of which a part is kept for validation"
+            "else here; give both the same `labels`, in one order, or import them together"
         )

@@ -99,10 +99,10 @@ def _ids_of(content: bytes) -> Mapping[str, int]:
 
 
 def check_same_tokens(known: Manifest, other: Manifest) -> None:
-    """Refuse a validation set that was tokenised otherwise than the training set."""
+    """Refuse a validation set, or a source of a mixture, that was tokenised otherwise than the training set."""
     mine, theirs = known.tokenizer_sha256, other.tokenizer_sha256
     if mine is not None and theirs is not None and mine != theirs:
         raise DataError(
             f"{other.url}: its token ids differ from those of {known.url}, so what was learned there means something "
-            "else here; import both as one dataset, of which a part is kept for validation"
+            "else here; tokenise both with one tokenizer.json, or import them together"
         )

@@ -44,7 +44,7 @@ def test_a_commit_of_another_run_is_refused(
     """Continuing would repeat samples and leave others out."""
     config = SimpleNamespace(run=SimpleNamespace(dir="run"), identity=lambda: "one")
     manifest = SimpleNamespace(digest="two", url="rows")
-    plan = SimpleNamespace(config=config, manifest=manifest, order=SimpleNamespace(arrangement=None))
+    plan = SimpleNamespace(config=config, manifest=manifest, order=SimpleNamespace(arrangement=None), sources=())
     Plan.check_continues(plan, commit_of())  # type: ignore[arg-type]
     with pytest.raises(error, match=message):
         Plan.check_continues(plan, commit_of(**fields))  # type: ignore[arg-type]

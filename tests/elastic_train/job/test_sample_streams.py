@@ -50,7 +50,7 @@ def feed(tmp_path: Path) -> tuple[Feed, Order]:
     )
     manifest = load_manifest(url)
     order = Order(manifest.group_rows, num_lanes=NUM_LANES, seed=RUN_SEED)
-    return Feed(config, Drawing(), manifest), order  # type: ignore[arg-type]
+    return Feed(config, Drawing(), [manifest]), order  # type: ignore[arg-type]
 
 
 def drawn_in(steps: Iterable[Sequence[LaneBatch]]) -> Drawn:
@@ -93,7 +93,7 @@ def test_only_training_is_augmented(feed: tuple[Feed, Order]) -> None:
         batches = [batch for step in steps for batch in step]
         assert batches and all(batch.tensors["is_training"] == is_training for batch in batches if batch.tensors)
     for is_training, of in ((True, order), (False, feed_._held_out_order)):
-        reader = Reader(feed_._manifest, ["label"])
+        reader = Reader(feed_._manifests[0], ["label"])
         dataset = LaneDataset(reader, of, Drawing().collate, MICRO_BATCH, AS_THEY_ARE)
         sampler = LaneSampler(of, range(1), MICRO_BATCH, Cursor(), 1)
         (batch,) = dataset.__getitems__(next(iter(sampler)))

@@ -72,6 +72,7 @@ def opened_on(store: Store, *, etcd: AwayEtcd | None = None, **checkpoint: objec
     plan = SimpleNamespace(
         config=config,
         manifest=SimpleNamespace(digest="manifest", num_rows=9),
+        sources=(),
         order=SimpleNamespace(block_row_groups=8, arrangement=None),
         num_lanes=8,
         micro_batch=8,

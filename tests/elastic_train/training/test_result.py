@@ -32,7 +32,9 @@ class Ended:
         self.check_newest: Callable[[], object] = lambda: None
         run = SimpleNamespace(dir=str(folder))
         task = SimpleNamespace(finish=lambda model, folder: self.finish())
-        self.plan = SimpleNamespace(config=SimpleNamespace(run=run), task=task, manifest=SimpleNamespace(num_rows=9))
+        order = SimpleNamespace(num_epochs=lambda cursor: cursor.epoch)
+        manifest = SimpleNamespace(num_rows=9)
+        self.plan = SimpleNamespace(config=SimpleNamespace(run=run), task=task, manifest=manifest, order=order)
         self.world = SimpleNamespace(
             group=SimpleNamespace(
                 rank=0, size=1, all_gather=lambda row: row.unsqueeze(0), close=lambda: self.acts.append("group closed")

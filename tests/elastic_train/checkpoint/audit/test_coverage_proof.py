@@ -22,8 +22,8 @@ from elastic_train.core.lineage import Interval
 from elastic_train.core.order import VERSION, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
+from elastic_train.data.dataset.run_order import fingerprint_of
 from elastic_train.errors import ConfigError
-from elastic_train.job.plan import fingerprint_of
 from elastic_train.tracking.history import History
 from elastic_train.world.quarantine import make_hole
 from tests.conftest import write_rows
@@ -130,7 +130,7 @@ def in_words(lines: list[str]) -> str:
 def test_a_good_run_is_proven_at_any_step(tmp_path: Path, dataset: Manifest, steps: int, is_bucketing: bool) -> None:
     """Finished epochs by their closed form, the one in progress by the order; 4 steps are an epoch."""
     Run(tmp_path, dataset, is_bucketing).train(steps, commit_at=(1, 4, steps) if steps > 4 else (steps,))
-    found = audit(open_store(str(tmp_path)), dataset)
+    found = audit(open_store(str(tmp_path)), [dataset])
     assert (found.wrong, found.unproven, found.exit_code) == ([], [], 0)
     assert f"steps [0, {steps}) were applied once each" in found.proven[0]
     assert ("counted exactly once: the sums are the closed form's" in in_words(found.proven)) == (steps >= 4)
@@ -144,7 +144,7 @@ def test_holes_are_excluded_from_the_proof_and_reported(tmp_path: Path, dataset:
     hole = make_hole(whole.order, dataset, MICRO_BATCH, 1, group, "gone")
     assert hole.applied_before
     Run(tmp_path, dataset, holes=(hole,)).train(9, commit_at=(9,))
-    found = audit(open_store(str(tmp_path)), dataset)
+    found = audit(open_store(str(tmp_path)), [dataset])
     assert (found.wrong, found.unproven, found.holes) == ([], [], (hole,))
     assert f"{hole}, are left out, and no other sample is" in found.proven
 
@@ -178,7 +178,7 @@ def test_a_repeated_or_skipped_sample_is_reported(
 ) -> None:
     """A sample in place of another is found, in a finished epoch or in the one in progress."""
     Run(tmp_path, dataset).train(9, commit_at=(9,), spoil=spoil)
-    found = audit(open_store(str(tmp_path)), dataset)
+    found = audit(open_store(str(tmp_path)), [dataset])
     assert expected in in_words(found.wrong)
     assert found.exit_code == 65
 
@@ -198,22 +198,22 @@ def test_a_record_that_contradicts_itself_is_reported(
     spoiled = change(record)
     store = open_store(str(tmp_path / "spoiled"))
     store.create(spoiled.key, spoiled.encode())
-    assert expected in in_words(audit(store, dataset).wrong)
+    assert expected in in_words(audit(store, [dataset]).wrong)
 
 
 def test_what_cannot_be_proven_is_reported(tmp_path: Path, dataset: Manifest) -> None:
     """Without the dataset, or with an older version's record, the audit says so, and fails."""
     record = Run(tmp_path / "new", dataset).train(9, commit_at=(9,))
-    found = audit(open_store(str(tmp_path / "new")), None)
+    found = audit(open_store(str(tmp_path / "new")), [])
     assert "epoch 2, the first 4 places of each of 3 lanes: the dataset's manifest was not found" in found.unproven[0]
     assert "epochs 0 to 1" in in_words(found.proven) and found.exit_code == 1
     older = replace(record, account=None, order=None)
     store = open_store(str(tmp_path / "old"))
     store.create(older.key, older.encode())
     assert b"account" not in older.encode()
-    assert audit(store, dataset).exit_code == 1
+    assert audit(store, [dataset]).exit_code == 1
     with pytest.raises(ConfigError, match="no commits yet"):
-        audit(open_store(str(tmp_path / "none")), dataset)
+        audit(open_store(str(tmp_path / "none")), [dataset])
 
 
 def test_forensics_name_the_samples(tmp_path: Path, dataset: Manifest, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +223,7 @@ def test_forensics_name_the_samples(tmp_path: Path, dataset: Manifest, capsys: p
     run.train(9, commit_at=(9,), spoil=swapped)
     History(Unqueued(), tmp_path, 1, 0).read(step=7, epoch=1, ids=((0, 47),), world=1)  # term 2 applied step 7
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": {"train": dataset.url}}))
-    assert audit_run(str(tmp_path), data=None, is_forensic=True, is_json=False) == 65
+    assert audit_run(str(tmp_path), data=(), is_forensic=True, is_json=False) == 65
     printed = capsys.readouterr().out
     twice = f"WRONG: epoch 0: sample {first[1]} was applied 2 times, in steps 1 (term 1, rank 0), 1 (term 1, rank 0)"
     assert twice in printed
@@ -231,7 +231,7 @@ def test_forensics_name_the_samples(tmp_path: Path, dataset: Manifest, capsys: p
     assert "proven: epoch 1: by the ids that 8 lines name, none is repeated and none missing" in printed
     assert "proven: epoch 2: by the ids" in printed
 
-    assert audit_run(str(tmp_path), data=dataset.url, is_forensic=False, is_json=True) == 65
+    assert audit_run(str(tmp_path), data=[dataset.url], is_forensic=False, is_json=True) == 65
     fields = json.loads(capsys.readouterr().out)
     assert (fields["step"], fields["num_epochs"], fields["is_proven"], fields["num_truncated"]) == (9, 2, False, 9)
     assert len(fields["wrong"]) == 2  # both epochs' ends come after the first step
@@ -244,7 +244,7 @@ def test_ids_that_one_rank_could_not_write_accuse_nobody(
     Run(tmp_path, dataset).train(4, commit_at=(4,))
     path = next((tmp_path / "history").glob("00000002-00001-*"))
     path.write_bytes(path.read_bytes().splitlines()[0])
-    assert audit_run(str(tmp_path), data=dataset.url, is_forensic=True, is_json=False) == 1
+    assert audit_run(str(tmp_path), data=[dataset.url], is_forensic=True, is_json=False) == 1
     printed = capsys.readouterr().out
     assert "which samples the steps 4 applied: the ids of all ranks, or of some, are missing" in printed
     assert "WRONG" not in printed
@@ -256,4 +256,4 @@ def test_forensics_need_ids(tmp_path: Path, dataset: Manifest) -> None:
     for path in (tmp_path / "history").iterdir():
         path.unlink()
     with pytest.raises(ConfigError, match=r"run\.forensic"):
-        audit_run(str(tmp_path), data=None, is_forensic=True, is_json=False)
+        audit_run(str(tmp_path), data=(), is_forensic=True, is_json=False)

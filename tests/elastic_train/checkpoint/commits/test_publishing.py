@@ -254,7 +254,7 @@ def plan_of(folder: Path) -> Plan:
         SimpleNamespace(digest="manifest", num_rows=9),
         SimpleNamespace(block_row_groups=8, arrangement=None),
     )
-    whole = SimpleNamespace(config=config, manifest=manifest, order=order, num_lanes=8, micro_batch=8)
+    whole = SimpleNamespace(config=config, manifest=manifest, order=order, num_lanes=8, micro_batch=8, sources=())
     return cast(Plan, whole)
 
 

@@ -148,7 +148,7 @@ def test_a_row_group_on_a_silent_store_is_unreadable(
         rows.decode(1)
     order = Order(manifest.group_rows, num_lanes=1, seed=1, is_shuffled=False)
     builder = BatchBuilder(rows.first_id, 20, lambda rows, ids: {}, SampleRules(quarantines=True), seed=0)
-    taken = builder.take(0, Cursor(), 0, order.epoch(0).ids(0, 10, 20), rows.decode)
+    taken = builder.take(0, Cursor(), 0, order.samples(Cursor(0, 10), 0, 10), rows.decode)
     assert list(builder.batch(taken, 0).unreadable) == [1]
     silent.error = None
     assert rows.decode(1).num_rows == 10

@@ -310,6 +310,8 @@ def test_flatten_names_nested_keys_with_dots() -> None:
     """Every leaf has one dotted name, an empty section included."""
     assert flatten({"a": {"b": {"c": None}, "d": {}}, "e": 1.5}) == {"a.b.c": "None", "a.d": "{}", "e": "1.5"}
     assert without_password("a: text with @") == "a: text with @"
+    sources = [{"source": "s3://me:secret@host/x"}, {"source": "y"}]
+    assert flatten({"a": {"mixture": sources}}) == {"a.mixture.0.source": "s3://***@host/x", "a.mixture.1.source": "y"}
 
 
 def test_a_damaged_link_is_treated_as_missing(tmp_path: Path) -> None:

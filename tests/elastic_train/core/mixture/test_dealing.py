@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_train.core.arrays import group_of
 from elastic_train.core.lanes import owned_lanes
-from elastic_train.core.mixture import LONGEST_TURN, Mixture, shares_of
-from elastic_train.core.order import Order
+from elastic_train.core.mixture.dealing import LONGEST_TURN, Mixture, Run
+from elastic_train.core.mixture.shares import shares_of
+from elastic_train.core.order import Cursor, Order
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 LANES = st.integers(1, 5)
@@ -31,29 +33,95 @@ def mixtures(draw: st.DrawFn) -> tuple[Mixture, list[Order], list[int]]:
     return Mixture(orders, shares), orders, shares
 
 
-@settings(max_examples=50)
+def by_epoch(runs: list[Run]) -> dict[int, Counter[int]]:
+    """Return how often lanes have taken each sample of a source, by the source's epochs."""
+    taken: dict[int, Counter[int]] = defaultdict(Counter)
+    for run in runs:
+        for epoch, id_ in zip(run.epochs.tolist(), run.ids.tolist(), strict=True):
+            taken[epoch][id_] += 1
+    return taken
+
+
+@settings(max_examples=15)
 @given(mixtures(), st.integers(0, 120))
 def test_every_epoch_of_every_source_has_each_sample_once(
     made: tuple[Mixture, list[Order], list[int]], length: int
 ) -> None:
     """What lanes have taken: nothing twice in an epoch, nothing left out of one that is over, in the source's order."""
     mixture, orders, _ = made
+    of_lanes = [mixture.runs(lane, 0, length) for lane in range(mixture.num_lanes)]
     for number, order in enumerate(orders):
-        taken: dict[int, Counter[int]] = defaultdict(Counter)
-        num_whole = []
-        for lane in range(mixture.num_lanes):
-            run = mixture.runs(lane, 0, length)[number]
+        runs = [of_lane[number] for of_lane in of_lanes]
+        taken = by_epoch(runs)
+        num_passes = int(mixture.num_passes(length)[number])
+        whole = Counter(range(order.num_samples))
+        assert all(set(counter.values()) <= {1} for counter in taken.values())
+        assert all(taken[epoch] == whole for epoch in range(num_passes))
+        assert taken[num_passes] != whole
+        ahead = Counter(int(id_) for ids in mixture.ahead(number, num_passes, length) for id_ in ids)
+        assert ahead == sum((counter for epoch, counter in taken.items() if epoch >= num_passes), Counter())
+        for lane, run in enumerate(runs):
             for epoch in np.unique(run.epochs).tolist():
                 ids = run.ids[run.epochs == epoch]
-                assert (ids == order.epoch(epoch).ids(lane, 0, len(ids))).all()
-                taken[epoch].update(ids.tolist())
-            lo, hi = order.lane_bounds(lane)
-            num_whole.append(int(mixture.counts(lane, length)[number]) // (hi - lo))
-        assert all(set(counter.values()) <= {1} for counter in taken.values())
-        for epoch in range(min(num_whole)):
-            assert set(taken[epoch]) == set(range(order.num_samples))
+                assert (ids == order.epoch(epoch).ids((lane + epoch) % order.num_lanes, 0, len(ids))).all()
 
 
+@given(mixtures(), st.integers(0, 10**6))
+def test_lanes_stay_together_however_many_epochs_there_were(
+    made: tuple[Mixture, list[Order], list[int]], length: int
+) -> None:
+    """A lane whose part of an epoch is shorter has a longer one later: what lanes are ahead by does not grow."""
+    mixture, orders, _ = made
+    for number, order in enumerate(orders):
+        num_passes = int(mixture.num_passes(length)[number])
+        num_ahead = sum(len(ids) for ids in mixture.ahead(number, num_passes, length))
+        assert num_ahead < order.num_samples + 3 * mixture.num_lanes
+
+
+@given(mixtures(), st.integers(1, 4), st.integers(1, 7))
+def test_steps_end_with_the_pass_of_the_slowest_source(
+    made: tuple[Mixture, list[Order], list[int]], num_passes: int, micro_batch: int
+) -> None:
+    mixture, _, _ = made
+    step = mixture.steps_for(num_passes, micro_batch)
+    assert mixture.num_passes(step * micro_batch).min() >= num_passes
+    assert mixture.num_passes((step - 1) * micro_batch).min() < num_passes
+
+
+@settings(max_examples=50)
+@given(mixtures(), st.integers(0, 20), st.integers(1, 12), st.integers(1, 5))
+def test_a_lane_has_the_blocks_of_each_step(
+    made: tuple[Mixture, list[Order], list[int]], first: int, num_steps: int, micro_batch: int
+) -> None:
+    """What a step takes is in the blocks that are there for it, which come in the order of their first steps."""
+    mixture, _, _ = made
+    lane = mixture.num_lanes - 1
+    blocks = list(mixture.blocks(lane, range(first, first + num_steps), micro_batch))
+    assert [block.first for block in blocks] == sorted(block.first for block in blocks)
+    assert all(block.first < first + num_steps and block.end > first for block in blocks)
+    for step in range(first, first + num_steps):
+        ids = mixture.samples(mixture.cursor_at(step, micro_batch), lane, micro_batch).ids
+        needed = set(group_of(mixture.group_first_id, ids).tolist())
+        assert needed <= {int(g) for block in blocks if block.first <= step < block.end for g in block.groups}
+
+
+@settings(max_examples=50)
+@given(mixtures(), st.integers(0, 80), st.data())
+def test_what_was_applied_of_a_row_group_is_what_lanes_have_taken_of_it(
+    made: tuple[Mixture, list[Order], list[int]], place: int, data: st.DataObject
+) -> None:
+    """With what whole passes had, it is every sample of the group that any lane has taken."""
+    mixture, _, _ = made
+    group = data.draw(st.integers(0, mixture.group_rows.size - 1))
+    num_passes, applied = mixture.applied_of_group(group, Cursor(0, place))
+    first = int(mixture.group_first_id[group])
+    within = range(first, first + int(mixture.group_rows[group]))
+    every = [mixture.samples(Cursor(0, 0), lane, place).ids.tolist() for lane in range(mixture.num_lanes)]
+    taken = Counter(id_ for ids in every for id_ in ids if id_ in within)
+    assert taken == Counter(applied.tolist()) + Counter(dict.fromkeys(within, num_passes))
+
+
+@settings(max_examples=30)
 @given(mixtures(), st.lists(st.integers(0, 60), min_size=1, max_size=6))
 def test_places_may_be_asked_for_in_any_pieces(made: tuple[Mixture, list[Order], list[int]], sizes: list[int]) -> None:
     """A resume at any place goes on with what one go would have taken: the cursor is the state."""
@@ -122,15 +190,37 @@ def test_a_place_far_away_costs_no_more_than_the_first() -> None:
     far = 10**15
     runs = mixture.runs(63, far, far + 1000)
     assert [len(run.ids) for run in runs] == [970, 30]
-    assert runs[1].epochs[0] == int(mixture.counts(63, far)[1]) // 2
+    assert runs[1].epochs[0] == (64 * (int(mixture.counts(63, far)[1]) + 98 + 1) - 1) // 100 - 63
+    assert mixture.steps_for(10**9, 8) > 10**9 and mixture.num_passes(far).tolist() == [
+        1_478_081_724,
+        19_200_000_000_000,
+    ]
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20))
 def test_weights_become_shares(weights: list[float]) -> None:
+    """In their ratio, as near as a ten-thousandth allows."""
     shares = shares_of(weights)
-    assert sum(shares) == 1000 and min(shares) >= 1
-    exact = [weight / sum(weights) * 1000 for weight in weights]
+    assert sum(shares) <= 10_000 and min(shares) >= 1
+    exact = [weight / sum(weights) * sum(shares) for weight in weights]
     assert all(abs(share - wanted) <= 1 + len(weights) for share, wanted in zip(shares, exact, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ([0.7, 0.3], (7, 3)),
+        ([70, 30], (7, 3)),
+        ([1], (1,)),
+        ([2.5, 1], (5, 2)),
+        ([0.333, 0.667], (333, 667)),
+        ([1e-9, 1], (1, 9999)),
+        ([12345, 67891], (1539, 8461)),
+    ],
+)
+def test_weights_are_taken_as_they_are_written(weights: list[float], shares: tuple[int, ...]) -> None:
+    """0.7 is seven tenths, and no binary fraction; only what has too many places is rounded."""
+    assert shares_of(weights) == shares
 
 
 @pytest.mark.parametrize(

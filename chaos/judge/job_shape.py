@@ -1,0 +1,123 @@
+"""The arithmetic of a job: how many samples its steps have, and of a mixture how often each source is passed.
+
+It follows from the configuration and the rows of the manifests alone, and is worked out here from its definition, so
+that what a run says of itself can be held against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What follows from a job's configuration: lanes differ by at most one sample, an epoch ends with the longest."""
+
+    rows: int
+    num_lanes: int
+    micro_batch: int
+    total_steps: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        longest = -(-self.rows // self.num_lanes)
+        return -(-longest // self.micro_batch)
+
+    @property
+    def is_at_epoch_end(self) -> bool:
+        return self.total_steps % self.steps_per_epoch == 0
+
+    @property
+    def finished_epochs(self) -> range:
+        """The epochs that were finished."""
+        return range(self.total_steps // self.steps_per_epoch)
+
+    @property
+    def num_epochs(self) -> int:
+        """Count the epochs that were begun."""
+        return -(-self.total_steps // self.steps_per_epoch)
+
+    def offsets(self, epoch: int) -> int:
+        """Return how many offsets of an epoch every lane has had applied at the end of the job."""
+        steps = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
+        return steps * self.micro_batch
+
+    def samples_before(self, step: int) -> int:
+        """Count the samples of the first `step` steps."""
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        offset, short, num_long = steps * self.micro_batch, self.rows // self.num_lanes, self.rows % self.num_lanes
+        return epochs * self.rows + num_long * min(offset, short + 1) + (self.num_lanes - num_long) * min(offset, short)
+
+    def steps_of(self, epochs: int) -> int:
+        """Count the steps of so many epochs."""
+        return epochs * self.steps_per_epoch
+
+
+@dataclass(frozen=True, slots=True)
+class MixedShape(Shape):
+    """A job on several sources: one epoch without an end, every place of which has a sample.
+
+    `sizes` are the sources' rows, `shares` their whole shares: in a turn of all of them the k-th place of a source with
+    share a stands at (k + 1/2) / a. Lane l begins l / L of a turn later.
+    """
+
+    sizes: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.total_steps + 1
+
+    def samples_before(self, step: int) -> int:
+        return step * self.micro_batch * self.num_lanes
+
+    def steps_of(self, epochs: int) -> int:
+        """Count the steps after which all sources have been passed so often."""
+        lo, hi = 0, 1
+        while replace(self, total_steps=hi).passes()[0].min() < epochs:
+            lo, hi = hi, 2 * hi
+        while lo + 1 < hi:
+            middle = (lo + hi) // 2
+            is_enough = replace(self, total_steps=middle).passes()[0].min() >= epochs
+            lo, hi = (lo, middle) if is_enough else (middle, hi)
+        return hi
+
+    def applied(self) -> Counts:
+        """Count the places of each source that each lane has had applied at the end; shape (lanes, sources)."""
+        turn = _turn_of(self.shares)
+        places, counts = self.total_steps * self.micro_batch, []
+        for lane in range(self.num_lanes):
+            begin = lane * len(turn) // self.num_lanes
+            turns, rest = divmod(places, len(turn))
+            last = np.take(turn, np.arange(begin, begin + rest), mode="wrap")
+            counts.append(turns * np.array(self.shares) + np.bincount(last, minlength=len(self.shares)))
+        return np.array(counts)
+
+    def passes(self) -> tuple[Counts, Counts]:
+        """Return how often each source was passed by all lanes, and how often any lane began to; shape (sources,).
+
+        After e epochs of n samples lane l of L has had (l + e) * n // L - l * n // L.
+        """
+        whole, begun = [], []
+        for counts, size in zip(self.applied().T, self.sizes, strict=True):
+            lanes = np.arange(self.num_lanes)
+            before = lanes * size // self.num_lanes
+            ends = ((counts + before + 1) * self.num_lanes - 1) // size - lanes
+            is_at_end = (lanes + ends) * size // self.num_lanes - before == counts
+            whole.append(int(ends.min()))
+            begun.append(int((ends + ~is_at_end).max()))
+        return np.array(whole), np.array(begun)
+
+
+@lru_cache(8)
+def _turn_of(shares: Sequence[int]) -> Counts:
+    stands = sorted((Fraction(2 * k + 1, 2 * share), at) for at, share in enumerate(shares) for k in range(share))
+    return np.array([at for _, at in stands])

@@ -1,0 +1,112 @@
+"""Where samples come from: one training set, or a mixture of several; the validation set; how they are read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from elastic_train.config.section import Section, folder
+from elastic_train.core.mixture.shares import shares_of
+
+_UNNAMEABLE = re.compile(r"[^\w\-./ ]", re.ASCII)
+"""What MLflow takes in no metric's name."""
+
+
+class SourceConfig(Section):
+    source: str
+    """Folder or URL of one of the datasets, with a manifest.json."""
+    weight: float = Field(gt=0, allow_inf_nan=False)
+    """Its share of every batch, against the weights of the others: 0.7 and 0.3, or 7 and 3."""
+    name: str | None = None
+    """What metrics and results call it; default: the end of its path, as much as tells it from the others."""
+
+    @field_validator("name")
+    @classmethod
+    def _can_be_in_a_metric(cls, name: str | None) -> str | None:
+        if name is not None and (not name or _UNNAMEABLE.search(name)):
+            raise ValueError("must be of letters, digits, spaces and _ - . / only")
+        return name
+
+
+class DataConfig(Section):
+    train: str | None = None
+    """Folder or URL of the training set, with a manifest.json (`elastic-train data` makes one); this, or mixture."""
+    mixture: tuple[SourceConfig, ...] | None = Field(default=None, min_length=1)
+    """In place of train, several sources and the share of each in every batch; each is passed on its own, again and
+    again, and training ends when all have been passed `epochs` times."""
+    validation: str | None = None
+    """Folder or URL of the validation set; null for no validation."""
+    block_row_groups: PositiveInt = 8
+    """Row groups shuffled together: more of them mix better and take more memory."""
+    length_bucketing: bool = False
+    """Put rows of similar length into one micro-batch; run `elastic-train data lengths` first. Not with mixture."""
+    num_workers: int = Field(default=0, ge=0)
+    """Loader processes per rank; 0 reads with threads, which is faster unless collating is slow."""
+    unreadable: Literal["fail", "quarantine"] = "fail"
+    """If a row group cannot be read: end the run, or continue without its samples, which every commit then lists."""
+    deadly: Literal["fail", "quarantine"] = "fail"
+    """If samples end the processes that compute them, world after world: end the run, or continue without them."""
+    too_long: Literal["fail", "truncate"] = "fail"
+    """If a row has more values than the task takes: end the run, or truncate the row and count it."""
+    cache_dir: str | None = None
+    """Local folder on every node for decoded row groups, shared by ranks, epochs and restarts; null for no cache."""
+    cache_bytes: PositiveInt = 64 << 30
+    """Size limit of the cache in bytes; the least recently used row groups are deleted first."""
+
+    _is_folder = field_validator("cache_dir")(folder)
+
+    @model_validator(mode="after")
+    def _names_a_training_set(self) -> DataConfig:
+        if (self.train is None) == (self.mixture is None):
+            what = "no training set is given" if self.train is None else "train and mixture are both given"
+            raise ValueError(f"{what}: set train to one dataset, or mixture to several, and the other to null")
+        if self.mixture is not None:
+            check_distinct(self.mixture)
+        if self.mixture is not None and self.length_bucketing:
+            raise ValueError(
+                "length_bucketing makes micro-batches of rows of like length, and a mixture's micro-batches have rows "
+                "of all sources: set it to false, or train on one dataset"
+            )
+        return self
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The folders or URLs of the training data."""
+        return (self.train,) if self.train is not None else tuple(each.source for each in self.mixture or ())
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """The sources' shares of a mixture in whole numbers; None for one training set."""
+        return None if self.mixture is None else shares_of([each.weight for each in self.mixture])
+
+
+def check_distinct(sources: Sequence[SourceConfig]) -> None:
+    """Raise ValueError if a dataset is there twice, or two have one name."""
+    first: dict[str, int] = {}
+    for number, each in enumerate(sources):
+        if (before := first.setdefault(_place(each.source), number)) != number:
+            raise ValueError(
+                f"mixture.{before} and mixture.{number} are the same dataset, {each.source}: name it once, with the "
+                "sum of their weights"
+            )
+    names_of(sources)
+
+
+def names_of(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
+    """Return a name for each source: its own, or the end of its path; ValueError if two would have the same."""
+    paths = [_UNNAMEABLE.sub("_", _place(each.source).rpartition("://")[2]).split("/") for each in sources]
+    for num_parts in range(1, max(map(len, paths)) + 1):
+        names = [each.name or "/".join(path[-num_parts:]) for each, path in zip(sources, paths, strict=True)]
+        if len(set(names)) == len(names):
+            return tuple(names)
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"two sources of mixture would be called '{twice}': give them names")
+
+
+def _place(source: str) -> str:
+    """Return a folder or URL in the form in which it can be compared with others."""
+    return source.rstrip("/") if "://" in source else os.path.normpath(source)

@@ -1,0 +1,202 @@
+"""Samples of more than one source in shares: which source a place of a lane takes from, and which sample of it.
+
+Shares are whole numbers; a turn is as many places of a lane as they add up to, and each source has its share of every
+turn, spread as evenly as whole places allow: the k-th place of a source with share a stands at (k + 1/2) / a of the
+turn (the order of Webster's apportionment; Balinski and Young: Fair representation, 1982). Lanes begin at different
+points of their turns, so that every step, too, has about the shares. Each source keeps its own order and its own
+epochs, which the others do not touch (see `passes`).
+
+A mixture has no epoch: it is one line of places, and how many of them every lane has had applied is the whole state.
+What comes before a place is counted, never stored. Nothing depends on the world, and nothing is as large as a dataset:
+the table of a turn has as many entries as the shares add up to. Samples are numbered through all sources.
+
+Invariant: over all lanes, every epoch of every source has each of its samples exactly once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elastic_train.core.arrays import Int64s, group_of
+from elastic_train.core.mixture.passes import Passes
+from elastic_train.core.order import Cursor, NeededBlock, Order, Samples, first_ids
+
+LONGEST_TURN = 1 << 16
+ENDLESS = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What places of a lane take from one source: `ids` of the source, of its epochs `epochs`, at `places`.
+
+    All three have shape (n,), in the order of the lane; `places` count from the first of those that were asked for.
+    """
+
+    places: Int64s
+    epochs: Int64s
+    ids: Int64s
+
+
+class Mixture:
+    """Deals the places of each lane out to sources; `shares[s]` of sum(shares) places are of `orders[s]`.
+
+    It has the methods of an `Order` that training needs. All orders have the run's lanes. Raises ValueError if there
+    are none, if they differ in their lanes, if a source has fewer samples than lanes, or if a share is below 1 or the
+    shares add up to more than LONGEST_TURN.
+    """
+
+    arrangement = None
+    is_shuffled = True
+
+    def __init__(self, orders: Sequence[Order], shares: Sequence[int]) -> None:
+        _check(orders, shares)
+        self.orders, self.shares = tuple(orders), tuple(shares)
+        self.num_lanes, self.seed = orders[0].num_lanes, orders[0].seed
+        self.block_row_groups = max(order.block_row_groups for order in orders)
+        self.group_rows = np.concatenate([order.group_rows for order in orders])
+        self.group_first_id = first_ids(self.group_rows)
+        self.num_samples = int(self.group_rows.sum())
+        self.first_id = first_ids(np.array([order.num_samples for order in orders], dtype=np.int64))
+        self.first_group = first_ids(np.array([order.group_rows.size for order in orders], dtype=np.int64))
+        self.passes = [Passes(order) for order in orders]
+        self._turn, self._sources = sum(shares), _turn_of(shares)
+        is_of = self._sources[:, None] == np.arange(len(shares))
+        self._before = np.concatenate([np.zeros((1, len(shares)), dtype=np.int64), np.cumsum(is_of, axis=0)])
+        self._stands = [np.flatnonzero(self._sources == number) for number in range(len(shares))]
+        self._begins = np.arange(self.num_lanes, dtype=np.int64) * self._turn // self.num_lanes
+
+    def counts(self, lane: int, place: int) -> Int64s:
+        """Return how many of a lane's places [0, place) are of each source; shape (sources,)."""
+        assert 0 <= lane < self.num_lanes, f"no lane {lane} of {self.num_lanes}"
+        begin = int(self._begins[lane])
+        turns, rest = divmod(begin + place, self._turn)
+        counts: Int64s = turns * self._before[-1] + self._before[rest] - self._before[begin]
+        return counts
+
+    def sources(self, lane: int, lo: int, hi: int) -> Int64s:
+        """Return the source of each of a lane's places [lo, hi); shape (hi - lo,)."""
+        places = self._begins[lane] + np.arange(lo, hi, dtype=np.int64)
+        found: Int64s = self._sources[places % self._turn]
+        return found
+
+    def runs(self, lane: int, lo: int, hi: int) -> list[Run]:
+        """Return what a lane's places [lo, hi) take from each source, in the source's own order."""
+        assert 0 <= lo <= hi, f"[{lo}, {hi}) is not an interval"
+        sources, firsts, ends = self.sources(lane, lo, hi), self.counts(lane, lo), self.counts(lane, hi)
+        return [
+            Run(np.flatnonzero(sources == number), *passes.samples(lane, int(first), int(end)))
+            for number, (passes, first, end) in enumerate(zip(self.passes, firsts, ends, strict=True))
+        ]
+
+    def samples(self, cursor: Cursor, lane: int, num: int) -> Samples:
+        """Return the next `num` samples of a lane, numbered through all sources, with the epochs of their sources."""
+        ids, epochs = np.empty(num, dtype=np.int64), np.empty(num, dtype=np.int64)
+        for run, first_id in zip(self.runs(lane, cursor.offset, cursor.offset + num), self.first_id, strict=True):
+            ids[run.places], epochs[run.places] = run.ids + first_id, run.epochs
+        return Samples(ids, epochs)
+
+    def blocks(self, lane: int, steps: range, micro_batch: int) -> Iterator[NeededBlock]:
+        """Yield the blocks, of all sources, that a lane needs for some steps, in the order in which it needs them."""
+        lines = [self._blocks_of(number, lane, steps, micro_batch) for number in range(len(self.orders))]
+        return heapq.merge(*lines, key=lambda block: block.first)
+
+    def _blocks_of(self, number: int, lane: int, steps: range, micro_batch: int) -> Iterator[NeededBlock]:
+        at = int(self.counts(lane, steps.start * micro_batch)[number])
+        while self._place_of(number, lane, at) // micro_batch < steps.stop:
+            begin, block = self.passes[number].block_at(lane, at)
+            first = self._place_of(number, lane, begin + block.lo) // micro_batch
+            end = self._place_of(number, lane, begin + block.hi - 1) // micro_batch + 1
+            num_rows = int(self.orders[number].group_rows[block.groups].sum())
+            yield NeededBlock(first, end, block.groups + self.first_group[number], num_rows)
+            at = begin + block.hi
+
+    def _place_of(self, number: int, lane: int, count: int) -> int:
+        """Return the place of a lane that takes the source's sample after `count` others."""
+        begin, stands = int(self._begins[lane]), self._stands[number]
+        turns, rest = divmod(int(self._before[begin, number]) + count, len(stands))
+        return turns * self._turn + int(stands[rest]) - begin
+
+    def source_of_group(self, group: int) -> int:
+        """Return the source that has a row group."""
+        return group_of(self.first_group, group)
+
+    def applied_of_group(self, group: int, cursor: Cursor) -> tuple[int, Int64s]:
+        """Return how often a row group's source had been passed at a cursor, and what was applied of the group since.
+
+        Some lanes may be in the next epoch already, so an id may be there more than once.
+        """
+        number = self.source_of_group(group)
+        num_passes = int(self.num_passes(cursor.offset)[number])
+        counts = [int(self.counts(lane, cursor.offset)[number]) for lane in range(self.num_lanes)]
+        ids = self.passes[number].ids_of_group(group - int(self.first_group[number]), num_passes, counts)
+        return num_passes, ids + self.first_id[number]
+
+    def num_passes(self, place: int) -> Int64s:
+        """Return how often all of each source is in the lanes' places [0, place); shape (sources,)."""
+        turns, rests = np.divmod(self._begins + place, self._turn)
+        counts = turns[:, None] * self._before[-1] + self._before[rests] - self._before[self._begins]
+        return np.array([passes.whole(counts[:, at]) for at, passes in enumerate(self.passes)], dtype=np.int64)
+
+    def num_epochs(self, cursor: Cursor) -> int:
+        """Return how many epochs of every source are over at a cursor: the slowest has so many."""
+        return int(self.num_passes(cursor.offset).min())
+
+    def ahead(self, number: int, num_passes: int, place: int) -> Iterator[Int64s]:
+        """Yield the samples of a source that the lanes' places [0, place) have beyond whole passes, by its own ids."""
+        for lane in range(self.num_lanes):
+            done = self.passes[number].count_after(lane, num_passes)
+            yield from self.passes[number].ids(lane, done, int(self.counts(lane, place)[number]))
+
+    def num_steps(self, micro_batch: int) -> int:
+        """Return how many steps an epoch has: more than any run, since a mixture has none."""
+        return ENDLESS // micro_batch
+
+    def steps_for(self, num_passes: int, micro_batch: int) -> int:
+        """Count the steps after which every source has been passed so often: the slowest decides."""
+        last = max(
+            self._place_of(number, lane, passes.count_after(lane, num_passes) - 1)
+            for number, passes in enumerate(self.passes)
+            for lane in range(self.num_lanes)
+        )
+        return last // micro_batch + 1
+
+    def advance(self, cursor: Cursor, micro_batch: int) -> Cursor:
+        """Return the cursor after one more step."""
+        return Cursor(0, cursor.offset + micro_batch)
+
+    def step_of(self, cursor: Cursor, micro_batch: int) -> int:
+        """Return how many steps are before the cursor."""
+        return cursor.offset // micro_batch
+
+    def cursor_at(self, step: int, micro_batch: int) -> Cursor:
+        """Return the cursor after `step` steps; the inverse of `step_of`."""
+        return Cursor(0, step * micro_batch)
+
+
+RunOrder = Order | Mixture
+"""What a run's samples are in the order of: one source's, epoch after epoch, or a mixture's."""
+
+
+def _check(orders: Sequence[Order], shares: Sequence[int]) -> None:
+    """Raise ValueError if the shares are not those of these sources, or cannot be dealt out to their lanes."""
+    if not orders or len(orders) != len(shares):
+        raise ValueError(f"{len(orders)} sources have {len(shares)} shares; give one for each")
+    if len({order.num_lanes for order in orders}) > 1:
+        raise ValueError(f"the sources have {sorted({order.num_lanes for order in orders})} lanes; give all as many")
+    if min(shares) < 1 or sum(shares) > LONGEST_TURN:
+        raise ValueError(f"shares must be at least 1 and add up to at most {LONGEST_TURN}: {list(shares)}")
+    for number, order in enumerate(orders):
+        if order.num_samples < order.num_lanes:
+            raise ValueError(f"source {number} has {order.num_samples} samples for {order.num_lanes} lanes")
+
+
+def _turn_of(shares: Sequence[int]) -> Int64s:
+    """Return the source of each place of a turn; of equal ones the source with the smaller number comes first."""
+    common = math.lcm(*shares)  # whole numbers, so that no rounding decides
+    stands = [((2 * k + 1) * (common // share), number) for number, share in enumerate(shares) for k in range(share)]
+    return np.array([number for _, number in sorted(stands)], dtype=np.int64)

@@ -1,0 +1,94 @@
+"""The sources of a mixture: their manifests, and the one in which their rows are numbered one after another.
+
+Ids, and row groups, of a source are its own ones plus those of the sources before it, so no two sources share one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from elastic_train.config.datasets import DataConfig, names_of
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.data.dataset.manifest import Manifest, load_manifest
+from elastic_train.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A dataset of a mixture, its name, and its share: so many of the places that all shares add up to."""
+
+    name: str
+    share: int
+    manifest: Manifest
+
+
+def load_sources(data: DataConfig, num_lanes: int) -> tuple[Source, ...]:
+    """Read the manifests of a mixture; none without one.
+
+    Raises DataError if one cannot be read, has fewer rows than there are lanes, or holds the same rows as another.
+    """
+    if data.mixture is None or data.shares is None:
+        return ()
+    manifests = [load_manifest(each.source) for each in data.mixture]
+    found = [Source(*facts) for facts in zip(names_of(data.mixture), data.shares, manifests, strict=True)]
+    first: dict[str, str] = {}
+    for manifest in manifests:
+        if manifest.num_rows < num_lanes:
+            raise DataError(
+                f"{manifest.url}: has {manifest.num_rows} rows, and a source of a mixture needs one for each of the "
+                f"{num_lanes} lanes (batch.global_batch / batch.micro_batch): leave it out, or make batch.micro_batch "
+                "larger"
+            )
+        if (other := first.setdefault(manifest.digest, manifest.url)) != manifest.url:
+            raise DataError(
+                f"{manifest.url}: holds the same rows as {other} (digest {manifest.digest[:12]}), so each would be "
+                "trained on twice: name one of them in data.mixture, with the sum of their weights"
+            )
+    return tuple(found)
+
+
+def join(sources: Sequence[Source]) -> Manifest:
+    """Describe sources that are read alike as one dataset, at the place of the first.
+
+    Files have the number of their source before their path. Labels count as often as their sources' shares have them,
+    since that is how often they are seen.
+    """
+    first, *others = (source.manifest for source in sources)
+    if not others:
+        return first
+    manifests = [first, *others]
+    return replace(
+        first,
+        files=tuple(
+            replace(entry, path=f"{number}/{entry.path}")
+            for number, manifest in enumerate(manifests)
+            for entry in manifest.files
+        ),
+        columns={
+            name: kind
+            for name, kind in first.columns.items()
+            if all(other.columns.get(name) == kind for other in others)
+        },
+        num_rows=sum(manifest.num_rows for manifest in manifests),
+        coverage=sum((manifest.coverage for manifest in manifests), CoverageSums()),
+        labels=next((manifest.labels for manifest in manifests if manifest.labels is not None), None),
+        label_counts=_label_counts(sources),
+        vocabulary_size=max(manifest.vocabulary_size or 0 for manifest in manifests) or None,
+    )
+
+
+def _label_counts(sources: Sequence[Source]) -> tuple[int, ...] | None:
+    """Return how often each label is in as many samples as there are rows, dealt out by the shares."""
+    counts = [source.manifest.label_counts for source in sources]
+    if any(each is None for each in counts):
+        return None
+    num_rows = sum(source.manifest.num_rows for source in sources)
+    turn = sum(source.share for source in sources)
+    total = [Fraction(0)] * max(len(each or ()) for each in counts)
+    for source, each in zip(sources, counts, strict=True):
+        for label, count in enumerate(each or ()):
+            total[label] += Fraction(source.share * count * num_rows, turn * source.manifest.num_rows)
+    return tuple(math.ceil(count) for count in total)

@@ -1,0 +1,47 @@
+"""A mixture in a live world: a rank is killed while sources are passed, and no sample of any of them notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chaos.judge.checker import judge
+from chaos.judge.evidence.applied import lineage_of
+from chaos.judge.evidence.run_files import collect
+from rendezvous import EtcdServer
+from tests.conftest import start, write_rows
+from tests.elastic_train.training.jobs import WITNESS, config, result, succeed
+from tests.elastic_train.training.live.test_live import etcd, finish, launch, nothing_left, until_whole
+
+pytestmark = pytest.mark.slow
+__all__ = ["etcd", "nothing_left"]  # fixtures
+NUM_ROWS, FEW_ROWS = 331, 29
+
+
+def test_a_killed_rank_costs_no_sample_of_any_source(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """The survivor goes on with what it has of each source; the judge, too, counts every one as often as it should."""
+    few = write_rows(tmp_path / "few", FEW_ROWS, seed=3)
+    mixture = [{"source": str(rows / "train"), "weight": 3}, {"source": str(few), "weight": 2}]
+    tree = {**WITNESS, "data": {"mixture": mixture}, "epochs": 2, "tracking": {"mlflow_uri": None}}
+    whole = config(tmp_path / "alone", rows, tree)
+    task = {"path": "elastic_train.tasks.witness:Witness", "params": {"lane_ms": 15.0}}
+    job = launch(tmp_path, etcd, config(tmp_path, rows, {**tree, "task": task}), ranks=2)
+    term, ranks = until_whole(tmp_path / "run", 2)
+    os.kill(ranks[1], signal.SIGKILL)
+    run, log = finish(job, tmp_path)
+    assert max(applied.term for applied in lineage_of(run)) > term, log
+
+    succeed(start([whole]))
+    keys = ("weights_sha256", "coverage", "sources", "step")
+    assert {key: result(tmp_path)[key] for key in keys} == {key: result(tmp_path / "alone")[key] for key in keys}
+    big, small = result(tmp_path)["sources"]  # type: ignore[misc]
+    counts = np.load(tmp_path / "run" / "witness.npy")
+    assert set(counts[:NUM_ROWS]) <= {2, 3} and counts[:NUM_ROWS].sum() == big["applied"]
+    assert counts[NUM_ROWS:].min() >= small["epochs"] >= 15 and counts[NUM_ROWS:].sum() == small["applied"]
+    truths = {each.invariant: each for each in judge(run, collect(tmp_path / "alone" / "run"))}
+    for invariant in ("coverage", "sums", "witness", "agreement", "partition", "finished"):
+        assert truths[invariant].truth == "true", truths[invariant]

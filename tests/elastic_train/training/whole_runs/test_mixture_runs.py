@@ -1,0 +1,119 @@
+"""A mixture in whole runs: one hash at any world size and through a kill, every sample accounted for by its source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import elastic_train as et
+from elastic_train.checkpoint.audit.coverage_proof import audit
+from elastic_train.system.failpoints import VARIABLE, arm
+from elastic_train.tracking.metric_log import final_metrics
+from tests.conftest import start, write_rows
+from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, WITNESS, config, history, result, succeed
+
+pytestmark = pytest.mark.slow
+
+NUM_ROWS, FEW_ROWS = 331, 57
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source that is passed several times before the training set is passed once."""
+    return write_rows(tmp_path_factory.mktemp("few") / "few", FEW_ROWS, seed=3)
+
+
+def mixed(folder: Path, rows: Path, few: Path, tree: dict[str, object], **changes: object) -> str:
+    """Write the configuration of a job that takes 7 samples of the training set to 3 of the other source."""
+    mixture = [{"source": str(rows / "train"), "weight": 0.7}, {"source": str(few), "weight": 0.3}]
+    data = {"mixture": mixture, "validation": str(rows / "validation"), "too_long": "truncate"}
+    return config(folder, rows, tree, **{"data": data, "epochs": 1, **changes})
+
+
+def manifests(rows: Path, few: Path) -> list[et.Manifest]:
+    return [et.load_manifest(str(rows / "train")), et.load_manifest(str(few))]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, rows: Path, few: Path) -> Path:
+    """The folder of a run of one process."""
+    folder = tmp_path_factory.mktemp("mixture")
+    succeed(start([mixed(folder, rows, few, CLASSIFIER)]))
+    return folder
+
+
+def test_a_result_and_its_metrics_say_how_much_of_each_source_was_trained_on(
+    alone: Path, rows: Path, few: Path
+) -> None:
+    """And the commits prove it; the job ends with the step in which its slowest source has been passed once."""
+    found = result(alone)
+    steps = -(-NUM_ROWS * 10 // 7 // 24)
+    assert (found["step"], found["num_samples"], found["epochs"]) == (steps, NUM_ROWS + FEW_ROWS, 1)
+    big, small = found["sources"]  # type: ignore[misc]
+    assert big == {"name": "train", "num_samples": NUM_ROWS, "share": 7, "applied": big["applied"], "epochs": 1}
+    assert small == {"name": "few", "num_samples": FEW_ROWS, "share": 3, "applied": small["applied"], "epochs": 2}
+    assert big["applied"] + small["applied"] == 24 * steps == found["coverage"]["count"]  # type: ignore[index]
+    values = final_metrics(alone / "run")
+    assert [values[f"train/samples/{name}"] for name in ("train", "few")] == [big["applied"], small["applied"]]
+    assert {(line["epoch"], line["lo"]) for line in history(alone, "step")} == {(0, 6 * step) for step in range(steps)}
+    found_by = audit(et.open_store(str(alone / "run")), manifests(rows, few))
+    assert (found_by.exit_code, found_by.num_epochs) == (0, 1)
+
+
+def test_another_world_gives_the_same_bits(tmp_path: Path, rows: Path, few: Path, alone: Path) -> None:
+    """With states in shards as well, whose sums and shares ride on the same tables."""
+    shards = ["--parallel.shards", "gradients"]
+    succeed(start([mixed(tmp_path, rows, few, CLASSIFIER), *shards], num_ranks=3))
+    keys = ("weights_sha256", "metrics", "coverage", "sources")
+    assert {key: result(tmp_path)[key] for key in keys} == {key: result(alone)[key] for key in keys}
+
+
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
+    tmp_path: Path, rows: Path, few: Path, alone: Path
+) -> None:
+    """Two ranks die at step 10; four resume from a commit that has the sums of each source, where none was over."""
+    points = tmp_path / "points"
+    points.mkdir()
+    arm(points, "validate", "kill")
+    path = mixed(tmp_path, rows, few, CLASSIFIER)
+    assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
+    done = succeed(start([path], num_ranks=4))
+    assert "resumed from commits/" in done.output
+    keys = ("weights_sha256", "metrics", "coverage", "sources")
+    assert {key: result(tmp_path)[key] for key in keys} == {key: result(alone)[key] for key in keys}
+    refused = start([path, "--data.mixture.1.weight", "0.4", "--epochs", "2"])
+    assert refused.code == 2 and "7 train : 3 few): data.mixture must stay as it was" in refused.output
+
+
+def test_what_cannot_be_read_of_a_source_is_left_out_of_it_alone(tmp_path: Path, rows: Path) -> None:
+    """By the witness: each sample as often as its source was passed, but those of the row group that is damaged."""
+    few = write_rows(tmp_path / "few", FEW_ROWS, seed=3)
+    part = few / "part-1.parquet"
+    content = part.read_bytes()
+    part.write_bytes(content[:60] + bytes(80) + content[140:])
+    path = mixed(tmp_path, rows, few, WITNESS, epochs=2)
+    done = succeed(start([path, "--data.unreadable", "quarantine", "--run.forensic", "true"], num_ranks=2))
+    assert "QUARANTINED: row group 0 of few/part-1.parquet, samples [350, 367)" in done.output
+    counts = np.load(tmp_path / "run" / "witness.npy")
+    big, small = result(tmp_path)["sources"]  # type: ignore[misc]
+    of_few = np.delete(counts[NUM_ROWS:], range(350 - NUM_ROWS, 367 - NUM_ROWS))
+    assert not counts[350:367].any()
+    assert set(counts[:NUM_ROWS]) <= {2, 3} and set(of_few) <= {small["epochs"], small["epochs"] + 1}
+    assert (counts[:NUM_ROWS].sum(), of_few.sum()) == (big["applied"], small["applied"])
+    found = audit(et.open_store(str(tmp_path / "run")), manifests(rows, few))
+    assert found.exit_code == 0, found.wrong
+
+
+def test_a_sample_that_is_repeated_ends_training_where_its_source_is_passed(
+    tmp_path: Path, rows: Path, few: Path
+) -> None:
+    """By the source's name, and no commit has the step."""
+    task = {"path": "tests.tasks:Miscounts", "params": {**PARAMS, "how": "repeat"}}
+    path = mixed(tmp_path, rows, few, {**CLASSIFIER, "task": task}, checkpoint={"every_steps": 1})
+    done = start([path])
+    assert done.code == 65, done.output
+    assert "the samples of source 'few' were not applied once in each of its 1 epochs" in done.output
+    head = et.discover(et.open_store(str(tmp_path / "run"))).head
+    assert head is None or head.step * 24 * 3 // 10 <= FEW_ROWS
