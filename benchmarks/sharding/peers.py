@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.sharding.jobs import CLIP_NORM, MODES, OPTIMIZER, SMALL, TOTAL_STEPS, WIDE, Job, Work
 from benchmarks.sharding.ranks import Effort, Meeting, run
 from elastic_train.core.lanes import owned_lanes
-from elastic_train.job.state import rate_factor
+from elastic_train.job.optimizers.schedule import rate_factor
 
 MEMORY_STEPS = 4
 

@@ -23,6 +23,7 @@ def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitF
         order=order_facts(plan),
         fast_steps=state.reached.fast_steps or None,
         skipped_steps=state.reached.skipped_steps or None,
+        improvement=state.reached.improvement,
     )
 
 

@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from elastic_train.checkpoint.commits.improvement import Improvement
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.core.accounting import SampleAccount
@@ -51,6 +52,7 @@ class CommitFacts:
 
     `fast_steps` and `skipped_steps` are half-open ranges of the steps before this one, counted from 0: those whose
     rounding depended on the world, and those whose update was left out because loss or gradient was not finite.
+    `improvement` is what early stopping goes by, if training may end early.
     """
 
     step: int
@@ -65,6 +67,7 @@ class CommitFacts:
     order: Mapping[str, int] | None = None
     fast_steps: Ranges | None = None
     skipped_steps: Ranges | None = None
+    improvement: Improvement | None = None
 
     def __post_init__(self) -> None:
         finite = {
@@ -134,7 +137,7 @@ class CommitRecord(CommitFacts):
 
 
 _ADAPTER = TypeAdapter(CommitRecord)
-_SINCE_THEN = ("account", "order", "fast_steps", "skipped_steps")
+_SINCE_THEN = ("account", "order", "fast_steps", "skipped_steps", "improvement")
 """Fields that records did not always have; their absence is None."""
 
 
