@@ -220,6 +220,7 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
         account,
         head.fast_steps or (),
         head.skipped_steps or (),
+        improvement=head.improvement,
     )
     try:
         # Every rank reads the commit, and all of them have one configuration; a member's state brings its rates along.
