@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,10 @@ class Peer:
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh)
         self.root = fully_shard(self.model, mesh=mesh)
+        matrices: dict[str, Any] = {"params": [one for one in self.model.parameters() if one.ndim > 1]}
+        vectors = {"params": [one for one in self.model.parameters() if one.ndim < 2], "weight_decay": 0.0}
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            [matrices, vectors],
             lr=OPTIMIZER.lr,
             betas=OPTIMIZER.betas,
             weight_decay=OPTIMIZER.weight_decay,

@@ -183,7 +183,7 @@ class ReplicatedState:
 
     @contextlib.contextmanager
     def averaged(self, group: Group) -> Iterator[None]:
-        before = {one: one.data for one in self.optimizer.state}
+        before = {one: one.data for one, kept in self.optimizer.state.items() if AVERAGE in kept}
         for parameter in before:
             parameter.data = self.optimizer.state[parameter][AVERAGE]
         try:
