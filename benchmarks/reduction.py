@@ -31,7 +31,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_train.config.schema import OptimizerConfig
+from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import contiguous, lane_seed, owned_lanes, parts_of

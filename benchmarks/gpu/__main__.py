@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu [--json] [--quick] [--write docs/benchmarks.md]
 
-tokens_per_s          tokens a second of a decoder in bf16 (autocast, fp32 weights, AdamW, clipping), four lanes of a row
+tokens_per_s          tokens a second of a decoder in bf16 (autocast, fp32 weights, AdamW, clipping), four lanes a step
 mfu                   model FLOPs utilisation: tokens a second x (6 x parameters + 12 x depth x width x tokens of a row)
                       over the device's peak in dense bf16 (PaLM, appendix B; goal: at least 0.45)
 step_vs_plain         a plain loop's time of a step over the trainer's, of the same model, step by step in one process
@@ -13,7 +13,8 @@ peak_memory_vs_plain  the most memory of the device over the plain loop's
 save_stall_ms_per_gb  what a save in the background costs the training beside it, for each GB of state (goal: 50)
 
 The model is the largest of 1 B, 0.3 B and 0.1 B parameters for which the device has memory, on rows of 4,096 tokens
-(2,048 for the last). The last line is JSON. --device cpu --size tiny tries the program out where there is no GPU; its figures mean nothing.
+(2,048 for the last). The last line is JSON. --device cpu --size tiny tries the program out where there is no GPU; its
+figures mean nothing.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.sharding.jobs import CLIP_NORM, MODES, OPTIMIZER, SMALL, TOTAL_STEPS, WIDE, Job, Work
 from benchmarks.sharding.ranks import Effort, Meeting, run
 from elastic_train.core.lanes import owned_lanes
-from elastic_train.job.state import rate_factor
+from elastic_train.job.optimizers.schedule import rate_factor
 
 MEMORY_STEPS = 4
 
@@ -33,8 +34,10 @@ class Peer:
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh)
         self.root = fully_shard(self.model, mesh=mesh)
+        matrices: dict[str, Any] = {"params": [one for one in self.model.parameters() if one.ndim > 1]}
+        vectors = {"params": [one for one in self.model.parameters() if one.ndim < 2], "weight_decay": 0.0}
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            [matrices, vectors],
             lr=OPTIMIZER.lr,
             betas=OPTIMIZER.betas,
             weight_decay=OPTIMIZER.weight_decay,

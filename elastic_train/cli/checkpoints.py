@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_train.checkpoint.commits import listing, pins_and_holds
-from elastic_train.checkpoint.commits.export import Format, export
+from elastic_train.checkpoint.commits.export import Format, Weights, export
 from elastic_train.checkpoint.commits.lookup import find, name_to_key, open_run
 from elastic_train.checkpoint.commits.pruning import prune
 from elastic_train.checkpoint.commits.reader import (
@@ -181,16 +181,23 @@ def unpin(run: str, commit: str, *, json_: Json = False) -> int:
 
 @app.command(name="export")
 def export_(
-    run: str, target: Path, commit: str | None = None, *, format_: FormatOption = "safetensors", json_: Json = False
+    run: str,
+    target: Path,
+    commit: str | None = None,
+    *,
+    format_: FormatOption = "safetensors",
+    weights: Weights = "trained",
+    json_: Json = False,
 ) -> int:
     """Verify all files of one commit of RUN and write its weights to the file TARGET.
 
     --format safetensors (the default) names the commit in its header; --format torch is a state dict for torch.load.
+    --weights ema: their average, of a run with optimizer.ema.
     """
     store = open_run(run)
     record = find(store, commit)
     with pins_and_holds.holding(store, record.key):
-        num_tensors = export(store, record, target, format_)
+        num_tensors = export(store, record, target, format_, weights)
     if json_:
         return print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})
     return print_text(f"{counted(num_tensors, 'tensor')} of {record.key} written to {target}")

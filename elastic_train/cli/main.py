@@ -144,6 +144,9 @@ def audit(
     return audit_run(run, data=data or (), is_forensic=forensic, is_json=json_)
 
 
+Weights = Literal["trained", "ema"]
+
+
 @app.command
 def export(
     run: str,
@@ -153,18 +156,21 @@ def export(
     commit: str | None = None,
     train: list[str] | None = None,
     merge: Flag = False,
+    weights: Weights = "trained",
     json_: Json = False,
 ) -> int:
     """Write the model of RUN, as its newest commit has it, to TARGET (by default a name in RUN's folder).
 
     --to hf (the default): a folder that transformers' AutoModel classes load, with the tokenizer; the package's own
     decoder becomes a Llama, adapters a folder of peft, or with --merge a whole model. --to safetensors or torch: one
-    file of weights, of any task. --commit: a step, term-step or key. --train: where the training set is, if it has
-    moved (once for each source of a mixture).
+    file of weights, of any task. --weights ema: their average, of a run with optimizer.ema. --commit: a step, term-step
+    or key. --train: where the training set is, if it has moved (once for each source of a mixture).
     """
     from elastic_train.cli.models import export as export_model
 
-    return export_model(run, target, to=to, commit=commit, train=train or (), merge=merge, is_json=json_)
+    return export_model(
+        run, target, to=to, commit=commit, train=train or (), merge=merge, weights=weights, is_json=json_
+    )
 
 
 @app.command
@@ -179,20 +185,23 @@ def generate(
     seed: int = 0,
     commit: str | None = None,
     train: list[str] | None = None,
+    weights: Weights = "trained",
     json_: Json = False,
 ) -> int:
     """Let the language model of RUN go on with a --prompt, and print both.
 
     --ids 5,6,7 gives token ids in place of a text. --tokens: how many follow at most. --temperature 0 takes the
     likeliest token each time; above 0 tokens are drawn from --seed, of the --top-k likeliest if that is given.
-    --commit: a step, term-step or key. --train: where the training set is, if it has moved (once for each source of a
-    mixture).
+    --weights ema: with the average of the weights. --commit: a step, term-step or key. --train: where the training set
+    is, if it has moved (once for each source of a mixture).
     """
     from elastic_train.cli.models import generate as generate_text
     from elastic_train.tasks.task import Sampling
 
     sampling = Sampling(tokens, temperature, top_k, seed)
-    return generate_text(run, prompt, ids=ids, commit=commit, train=train or (), sampling=sampling, is_json=json_)
+    return generate_text(
+        run, prompt, ids=ids, commit=commit, train=train or (), weights=weights, sampling=sampling, is_json=json_
+    )
 
 
 @app.command
@@ -203,17 +212,20 @@ def evaluate(
     commit: str | None = None,
     train: list[str] | None = None,
     max_samples: int | None = None,
+    weights: Weights = "trained",
     json_: Json = False,
 ) -> int:
     """Compute the loss and the metrics of RUN's model, of any task, over --data, a folder or URL with a manifest.
 
     On the validation set of the run they are those of training, to the last bit. --max-samples: only the first ones.
-    --commit: a step, term-step or key. --train: where the training set is, if it has moved (once for each source of a
-    mixture).
+    --weights ema: the average of the weights. --commit: a step, term-step or key. --train: where the training set is,
+    if it has moved (once for each source of a mixture).
     """
     from elastic_train.cli.models import evaluate as evaluate_run
 
-    return evaluate_run(run, data, commit=commit, train=train or (), max_samples=max_samples, is_json=json_)
+    return evaluate_run(
+        run, data, commit=commit, train=train or (), max_samples=max_samples, weights=weights, is_json=json_
+    )
 
 
 @app.command

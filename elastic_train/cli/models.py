@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from elastic_train.checkpoint.commits.export import Weights
 from elastic_train.checkpoint.commits.export import export as export_file
 from elastic_train.checkpoint.commits.lookup import find, open_run
 from elastic_train.checkpoint.commits.pins_and_holds import holding
@@ -23,7 +24,15 @@ _NAMES = {"hf": "hf-{step}", "safetensors": "weights-{step}.safetensors", "torch
 
 
 def export(
-    run: str, target: Path | None, *, to: To, commit: str | None, train: Sequence[str], merge: bool, is_json: bool
+    run: str,
+    target: Path | None,
+    *,
+    to: To,
+    commit: str | None,
+    train: Sequence[str],
+    merge: bool,
+    weights: Weights,
+    is_json: bool,
 ) -> int:
     """Write a commit's model, and print where it is."""
     if target is None and "://" in run:
@@ -32,10 +41,10 @@ def export(
     record = find(store, commit)
     place = target or Path(run) / _NAMES[to].format(step=record.step)
     if to == "hf":
-        num_bytes = export_folder(open_trained(run, record.key, train=train), place, is_merged=merge)
+        num_bytes = export_folder(open_trained(run, record.key, train=train, weights=weights), place, is_merged=merge)
     else:
         with holding(store, record.key):
-            export_file(store, record, place, to)
+            export_file(store, record, place, to, weights)
         num_bytes = place.stat().st_size
     if is_json:
         return print_json({"commit": record.key, "step": record.step, "target": str(place), "bytes": num_bytes})
@@ -49,6 +58,7 @@ def generate(
     ids: str | None,
     commit: str | None,
     train: Sequence[str],
+    weights: Weights,
     sampling: Sampling,
     is_json: bool,
 ) -> int:
@@ -57,7 +67,7 @@ def generate(
         raise ConfigError("give one of --prompt and --ids")
     if sampling.num_tokens < 1 or not sampling.temperature >= 0 or sampling.top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
-    trained = open_trained(run, commit, train=train)
+    trained = open_trained(run, commit, train=train, weights=weights)
     found, text = complete(trained, prompt if prompt is not None else _parse_ids(ids or ""), sampling)
     if is_json:
         return print_json({"commit": trained.record.key, "ids": found, "text": text})
@@ -72,10 +82,17 @@ def _parse_ids(text: str) -> list[int]:
 
 
 def evaluate(
-    run: str, data: str, *, commit: str | None, train: Sequence[str], max_samples: int | None, is_json: bool
+    run: str,
+    data: str,
+    *,
+    commit: str | None,
+    train: Sequence[str],
+    max_samples: int | None,
+    weights: Weights,
+    is_json: bool,
 ) -> int:
     """Print the loss and the metrics of a run's model over a dataset."""
-    trained = open_trained(run, commit, train=train, validation=data, max_samples=max_samples)
+    trained = open_trained(run, commit, train=train, validation=data, max_samples=max_samples, weights=weights)
     values = evaluate_trained(trained)
     if is_json:
         return print_json({"commit": trained.record.key, "step": trained.record.step, "data": data, "metrics": values})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
@@ -25,11 +25,9 @@ from pydantic import (
 
 from elastic_train.config import yaml12
 from elastic_train.config.datasets import DataConfig
-from elastic_train.config.section import Section, folder, home
-from elastic_train.errors import ConfigError
+from elastic_train.config.recipe import OptimizerConfig, ValidationConfig, checked_best
+from elastic_train.config.section import Section, Value, folder, home
 from elastic_train.system.wording import nearest
-
-Value = object
 
 
 class RunConfig(Section):
@@ -77,45 +75,6 @@ class BatchConfig(Section):
         return self.global_batch // self.micro_batch
 
 
-class OptimizerConfig(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Update rule."""
-    lr: PositiveFloat = 1e-3
-    """Peak learning rate, reached at the end of the warm-up."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay (adamw) or L2 (sgd)."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moment."""
-    clip_norm: PositiveFloat | None = 1.0
-    """Largest norm of the whole gradient of a step; null for no clipping."""
-    warmup_steps: int = Field(default=20, ge=0)
-    """Steps over which the learning rate rises from 0."""
-    on_nonfinite: Literal["fail", "skip", "keep"] = "fail"
-    """If a step's loss or gradient is NaN or infinite. skip: leave out its update. fail: do so, and end with an error
-    after nonfinite_limit steps in a row. keep: update with it all the same."""
-    nonfinite_limit: PositiveInt = 10
-    """With on_nonfinite: fail, how many steps in a row end training."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after the warm-up: down to zero along a cosine, or constant."""
-    schedule_steps: PositiveInt | None = None
-    """Steps, warm-up included, after which the cosine is at zero; null for the job's own, max_steps or its epochs. Give
-    it if the job is to end elsewhere, or later, without a change of its rates."""
-
-    @field_validator("betas")
-    @classmethod
-    def _decay(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError("both must be at least 0 and less than 1")
-        return betas
-
-
-class ValidationConfig(Section):
-    every_steps: PositiveInt | None = 100
-    """Validate every this many steps; null for only at the end."""
-    max_samples: PositiveInt | None = None
-    """Validate on the first this many samples only; null for all."""
-
-
 class CheckpointConfig(Section):
     url: str | None = None
     """Folder or fsspec URL where commits are published; default: run.dir."""
@@ -150,12 +109,7 @@ class CheckpointConfig(Section):
     @field_validator("keep_best")
     @classmethod
     def _names_a_best(cls, text: str | None) -> str | None:
-        if text is not None:
-            try:
-                parse_best(text)
-            except ConfigError as error:
-                raise ValueError(str(error)) from None  # pydantic collects these, with their keys
-        return text
+        return None if text is None else checked_best(text)
 
 
 class ParallelConfig(Section):
@@ -235,6 +189,14 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _validates_what_there_is(self) -> Config:
+        if self.validation.weights == "ema" and self.optimizer.ema is None:
+            raise ValueError("validation.weights: ema needs an average: set optimizer.ema, such as {decay: 0.999}")
+        if self.validation.early_stopping is not None and self.validation.every_steps is None:
+            raise ValueError("validation.early_stopping needs validations to judge by: set validation.every_steps")
+        return self
+
+    @model_validator(mode="after")
     def _leaves_are_sent_to_be_rounded(self) -> Config:
         if self.parallel.wire != "exact" and self.parallel.shards in ("none", "optimizer"):
             raise ValueError(
@@ -282,10 +244,19 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, 
             yield f"{prefix}{name}", "list | None", "None", field.description or ""
             yield from _keys_of(element, f"{prefix}{name}[].")
             continue
+        optional = next((one for one in _parts_of(kind) if issubclass(one, BaseModel)), None)
         shown = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
         shown = shown.replace("typing.", "").replace(", Gt(gt=0)", "").replace("Annotated[int]", "int")
+        shown = shown if optional is None else "section | None"
         default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
         yield f"{prefix}{name}", shown, default, field.description or ""
+        if optional is not None:
+            yield from _keys_of(optional, f"{prefix}{name}.")
+
+
+def _parts_of(kind: object) -> list[type]:
+    """Return the classes that a type is a union of, if it is one."""
+    return [one for one in get_args(kind) if isinstance(one, type)] if isinstance(kind, types.UnionType) else []
 
 
 def _element_of(kind: object) -> type[BaseModel] | None:
@@ -300,11 +271,3 @@ def nearest_key(name: str) -> str | None:
     known = [*(key for key, *_ in keys()), *Config.model_fields]
     by_tail = {key.rpartition(".")[2]: key for key in known}
     return nearest(name, known, cutoff=0.5) or by_tail.get(nearest(name.rpartition(".")[2], by_tail) or "")
-
-
-def parse_best(text: str) -> tuple[str, bool]:
-    """Parse 'min METRIC' or 'max METRIC': return the metric and whether more of it is better; raises ConfigError."""
-    found = re.fullmatch(r"(min|max)\s+(\S+)", text.strip())
-    if found is None:
-        raise ConfigError(f"'{text}' does not say which commit is best; write 'min loss', or 'max' and a metric")
-    return found[2], found[1] == "max"

@@ -6,6 +6,8 @@ import os
 
 from pydantic import BaseModel, ConfigDict
 
+Value = object
+
 
 class Section(BaseModel):
     """Frozen, with no other keys than its fields; a field's docstring is its key's meaning."""

@@ -14,11 +14,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from elastic_train.config import yaml12
-from elastic_train.config.schema import (
-    Config,
-    Value,
-    nearest_key,
-)
+from elastic_train.config.schema import Config, nearest_key
+from elastic_train.config.section import Value
 from elastic_train.config.yaml12 import NOT_YAML
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean

@@ -26,6 +26,7 @@ def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitF
         order=order_facts(plan),
         fast_steps=state.reached.fast_steps or None,
         skipped_steps=state.reached.skipped_steps or None,
+        improvement=state.reached.improvement,
         sources=source_facts(plan, state.reached) or None,
     )
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from elastic_train.checkpoint import CommitRecord, Retention
-from elastic_train.config.schema import Config, parse_best
+from elastic_train.config.recipe import parse_best
+from elastic_train.config.schema import Config
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive
 from elastic_train.core.mixture.dealing import Mixture, RunOrder
@@ -25,7 +26,10 @@ from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
 from elastic_train.data.dataset.run_order import count_steps, fingerprint_of, order_of
 from elastic_train.data.dataset.training_sources import Source, join, load_sources
 from elastic_train.errors import ConfigError, DataError
+from elastic_train.job.optimizers.choice import choose
+from elastic_train.job.optimizers.schedule import check_schedule
 from elastic_train.job.sample_streams import Feed
+from elastic_train.job.sharded.elementwise import slots_of
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.preparing import prepare
@@ -58,12 +62,12 @@ class Plan:
     @property
     def retention(self) -> Retention:
         """Which commits stay."""
-        keep = self.config.checkpoint
+        keep, stopping = self.config.checkpoint, self.config.validation.early_stopping
         return Retention.of(
             last=keep.keep_last,
             every_steps=keep.keep_every_steps,
             every_s=keep.keep_every_s,
-            best=keep.keep_best,
+            best=keep.keep_best or (stopping.metric if stopping is not None else None),
             budget=keep.storage_budget,
         )
 
@@ -155,14 +159,19 @@ def make_plan(config: Config) -> Plan:
     prepare(task, config.task, manifest, sources)
     check_best(config, task)
     order = order_of(config, manifest, sources)
+    device, total_steps = pick_device(config), count_steps(config, order)
+    check_schedule(config.optimizer, total_steps)
+    choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
+    if config.parallel.shards != "none":
+        slots_of(choice.tried(), choice.make, device)
     return Plan(
         config=config,
         task=task,
         manifest=manifest,
         order=order,
         feed=Feed(config, task, [source.manifest for source in sources] or [manifest]),
-        total_steps=count_steps(config, order),
-        device=pick_device(config),
+        total_steps=total_steps,
+        device=device,
         sources=sources,
     )
 
@@ -206,19 +215,26 @@ def check_world_size(config: Config, world_size: int) -> None:
 
 
 def check_best(config: Config, task: Task) -> None:
-    """Refuse a best commit by a metric that no validation gives: it would keep none, and nobody would notice."""
-    text = config.checkpoint.keep_best
-    if text is None:
-        return
+    """Refuse to judge by a metric that no validation gives: it would be the best nowhere, and nobody would notice."""
+    stopping = config.validation.early_stopping
+    asked = {
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+        "validation.early_stopping": None if stopping is None else stopping.metric,
+    }
+    for key, text in asked.items():
+        if text is not None:
+            _check_metric(f"{key} '{text}'", parse_best(text)[0], config, task)
+
+
+def _check_metric(where: str, metric: str, config: Config, task: Task) -> None:
     if config.data.validation is None:
-        raise ConfigError(f"checkpoint.keep_best '{text}': no data.validation to measure it on; give one, or null here")
-    metric, _ = parse_best(text)
+        raise ConfigError(f"{where}: no data.validation to measure it on; give one, or null here")
     if metric in OWN_VALUES:
         return  # to ask a task for its metrics may import them, for a second
     known = [*OWN_VALUES, *task.metrics()]
     if metric not in known:
         meant = did_you_mean(nearest(metric, known), f"; it has {', '.join(known)}")
-        raise ConfigError(f"checkpoint.keep_best '{text}': a validation of {config.task.path} has no '{metric}'{meant}")
+        raise ConfigError(f"{where}: a validation of {config.task.path} has no '{metric}'{meant}")
 
 
 def pick_device(config: Config) -> torch.device:

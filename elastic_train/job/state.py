@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_train.checkpoint.format.layout import State
-from elastic_train.config.schema import OptimizerConfig, ParallelConfig
+from elastic_train.checkpoint.commits.improvement import Improvement
+from elastic_train.checkpoint.format.layout import AVERAGE, State
+from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.config.schema import ParallelConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
@@ -23,8 +24,12 @@ from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
 from elastic_train.job.model_layout import describe_layout, layout_of
-from elastic_train.job.parameter_groups import build_groups, describe_groups
+from elastic_train.job.optimizers.averaging import keep_average
+from elastic_train.job.optimizers.choice import choose
+from elastic_train.job.optimizers.parameter_groups import build_groups, describe_groups
+from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.sharded.dealt_state import DealtState
+from elastic_train.job.sharded.elementwise import slots_of
 from elastic_train.job.sharded.gathered_state import GatheredState
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.shared_scaler import SharedScaler
@@ -62,8 +67,9 @@ class Reached:
 
     `fast_steps` and `skipped_steps` are half-open ranges of the steps, counted from 0, whose rounding depended on the
     world, and those whose update was left out because loss or gradient was not finite. `num_nonfinite` counts the
-    newest steps in a row that were not finite. `norm` is that of the last step's gradient, where it is known. `sources`
-    are the coverage sums of each source of a mixture, over the source's own ids.
+    newest steps in a row that were not finite. `norm` is that of the last step's gradient, where it is known.
+    `improvement` is what early stopping goes by. `sources` are the coverage sums of each source of a mixture, over the
+    source's own ids.
     """
 
     step: int = 0
@@ -77,6 +83,7 @@ class Reached:
     num_nonfinite: int = 0
     norm: float = 0.0
     sources: tuple[CoverageSums, ...] = ()
+    improvement: Improvement | None = None
 
     @property
     def term(self) -> int:
@@ -224,12 +231,11 @@ def build_state(
     Raises ConfigError if the groups do not fit the model, or the model cannot be sharded as `parallel` says.
     """
     recompute_blocks(model, "none" if parallel is None else parallel.recompute)
-    built = build_groups(model, groups, config)
-    if config.name == "sgd":
-        optimizer: Optimizer = torch.optim.SGD(built, lr=config.lr, weight_decay=config.weight_decay)
-    else:
-        optimizer = torch.optim.AdamW(built, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+    choice = choose(config, device, is_fp16=is_fp16)
+    optimizer = choice.make(build_groups(model, groups, config, choice.settings_of(model)))
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
+    if config.ema is not None:
+        keep_average(optimizer, config.ema.decay, lambda: scheduler.last_epoch)
     scaler = SharedScaler(device, enabled=is_fp16)
     kind = None if parallel is None else SHARDED.get(parallel.shards)
     units = unit_names(model) if kind is not None else []
@@ -244,7 +250,9 @@ def build_state(
     if parallel is None or kind is None:
         shards: StateShards = ReplicatedState(model, optimizer, scheduler, scaler, bucket_bytes)
     else:
-        shards = kind(model, optimizer, scheduler, scaler, layout, parallel.copies, bucket_bytes, parallel.wire)
+        slots = slots_of(optimizer, choice.make, next(model.parameters()).device)
+        slots = slots if config.ema is None else slots.with_moment(AVERAGE)
+        shards = kind(model, optimizer, scheduler, scaler, layout, slots, parallel.copies, bucket_bytes, parallel.wire)
     return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
 
 
@@ -257,14 +265,3 @@ def _check_state_is_whole(model: nn.Module) -> None:
             f"parallel.shards: parameters needs all weights in commits, and the model's state has no '{others[0]}' and "
             f"{len(others) - 1} others, as where adapters are trained and their base is not saved: set it to gradients"
         )
-
-
-def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Return what the learning rate is multiplied by in a step counted from 0: linear warm-up, then the schedule."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return 1.0
-    last = config.schedule_steps or total_steps
-    progress = (step - config.warmup_steps) / max(1, last - config.warmup_steps)
-    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.layout import AVERAGE, State
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.errors import WeightsDifferError
 from elastic_train.job.majority import name_others
-from elastic_train.job.parameter_groups import regroup, set_rates
+from elastic_train.job.optimizers.parameter_groups import regroup, set_rates
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_gradient_sum
 from elastic_train.parallel.group import Group
 from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
@@ -87,6 +87,12 @@ class StateShards(Protocol):
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
         """Yield what this rank runs forward passes with outside of a step; peers may take part in it."""
+
+    def averaged(self, group: Group) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the model has the averages of its weights; all ranks enter and leave it.
+
+        There must be averages, and nothing may change the state in it. What is saved stays as it is.
+        """
 
     def digest(self, group: Group) -> str:
         """Return the digest of all weights and buffers (`weights_digest`); all ranks of the world call it."""
@@ -174,6 +180,17 @@ class ReplicatedState:
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
         return items
+
+    @contextlib.contextmanager
+    def averaged(self, group: Group) -> Iterator[None]:
+        before = {one: one.data for one, kept in self.optimizer.state.items() if AVERAGE in kept}
+        for parameter in before:
+            parameter.data = self.optimizer.state[parameter][AVERAGE]
+        try:
+            yield
+        finally:
+            for parameter, weights in before.items():
+                parameter.data = weights
 
     def digest(self, group: Group) -> str:
         return weights_digest(self.model)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
-from elastic_train.tasks.models.adapters import attach, check_base, leave_base_out, pretrained_groups
+from elastic_train.tasks.models.adapters import attach, check_base, frozen_groups, leave_base_out
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source, check_causal, check_positions
@@ -46,7 +46,7 @@ class CausalLM:
     `labels` (which tokens are targets, others are -100), `attention_mask` and `document_ids` name columns of lists with
     a value for each token; those that have these names in the data are used without being asked for, and false turns
     one off. `z_loss` times the square of the logits' log-sum-exp is added to every target's loss (Chowdhery et al.
-    2022, section 5). With `decay_biases_and_norms=False` weight decay leaves out all parameters of one dimension.
+    2022, section 5).
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class CausalLM:
         attention_mask: str | bool | None = None,
         document_ids: str | bool | None = None,
         z_loss: float = 0.0,
-        decay_biases_and_norms: bool = False,
     ) -> None:
         if model is not None and hf is not None:
             raise ValueError("give model, the sizes of a decoder, or hf, a model of transformers, not both")
@@ -75,7 +74,7 @@ class CausalLM:
         DecoderShape(**{**self._sizes, "vocabulary": self._sizes["vocabulary"] or 1})  # refuses what does not fit
         self.source, self.lora = None if hf is None else Source.of(hf), lora
         check_base(self.source, lora)
-        self.max_tokens, self.z_loss, self.decay_biases_and_norms = max_tokens, z_loss, decay_biases_and_norms
+        self.max_tokens, self.z_loss = max_tokens, z_loss
         self._tokens = tokens
         self._asked = {"labels": labels, "attention_mask": attention_mask, "document_ids": document_ids}
 
@@ -125,7 +124,7 @@ class CausalLM:
         return model
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
-        return pretrained_groups(model, decays_all=self.decay_biases_and_norms)
+        return frozen_groups(model)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)

@@ -24,7 +24,7 @@ from elastic_train.tasks.images.options import Augmentation, Normalisation
 from elastic_train.tasks.models.hugging_face import Source
 from elastic_train.tasks.models.small_resnet import ResNetShape, SmallResNet
 from elastic_train.tasks.rows.classes import check_columns, check_label, check_same_classes, count_classes, label_of
-from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
+from elastic_train.tasks.task import Batch, LaneLoss
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -42,8 +42,7 @@ class ImageClassifier:
 
     Training images are cut (`crop`: resized, shift or centre; `scale`, `shift`), flipped, and mixed (`mixup`, `cutmix`)
     by the samples' own random numbers; validation sees the centre. `mean` and `std` normalise pixels in [0, 1]; by
-    default they are those that the model's folder names, or ImageNet's. With `decay_biases_and_norms=False` weight
-    decay leaves out all parameters of one dimension.
+    default they are those that the model's folder names, or ImageNet's.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class ImageClassifier:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         label_smoothing: float = 0.0,
-        decay_biases_and_norms: bool = False,
     ) -> None:
         if model is not None and hf is not None:
             raise ValueError("give model, the sizes of a small ResNet, or hf, a model of transformers, not both")
@@ -80,7 +78,6 @@ class ImageClassifier:
         self.size, self.channels, self.label_smoothing = size, channels, label_smoothing
         self.augmentation = Augmentation(crop, (scale[0], scale[-1]), shift, flip, mixup, cutmix)
         self.normalisation = Normalisation.of(channels, mean, std, self.source.path if self.source else None)
-        self.decay_biases_and_norms = decay_biases_and_norms
         self._image, self._label = image, label
 
     def prepare(self, manifest: Manifest) -> None:
@@ -132,11 +129,6 @@ class ImageClassifier:
             "AutoModelForImageClassification", self.config, draws_head=True, attention=None
         )
         return built
-
-    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
-        if self.decay_biases_and_norms:
-            return ()
-        return [ParameterGroup([n for n, p in model.named_parameters() if p.ndim == 1], weight_decay=0.0)]
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> Batch:
         from elastic_train.tasks.images.augmentation import draw_mixing

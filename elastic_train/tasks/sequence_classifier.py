@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
-from elastic_train.tasks.models.adapters import attach, check_base, leave_base_out, pretrained_groups
+from elastic_train.tasks.models.adapters import attach, check_base, frozen_groups, leave_base_out
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source, check_positions
 from elastic_train.tasks.models.metadata_head import WithMetadata
@@ -35,8 +35,7 @@ class SequenceClassifier:
 
     `label`, `numeric` and `categorical` name columns, by default those of the manifest; [] for none.
     `class_weights` is "balanced", which weighs each sample by the inverse share of its class in the training set, or a
-    list with a weight for each class. With `decay_biases_and_norms=False` weight decay leaves out all parameters of one
-    dimension.
+    list with a weight for each class.
     """
 
     def __init__(
@@ -50,14 +49,12 @@ class SequenceClassifier:
         numeric: Sequence[str] | None = None,
         categorical: Sequence[str] | None = None,
         category_buckets: int = 64,
-        decay_biases_and_norms: bool = False,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         self.source, self.lora, self.max_tokens = Source.of(hf), lora, max_tokens
         check_base(self.source, lora)
         self.rows = LabelledRows(tokens, label, numeric, categorical, category_buckets, class_weights)
-        self.decay_biases_and_norms = decay_biases_and_norms
 
     def prepare(self, manifest: Manifest) -> None:
         self.rows.prepare(manifest)
@@ -96,7 +93,7 @@ class SequenceClassifier:
         return model
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
-        return pretrained_groups(model, decays_all=self.decay_biases_and_norms)
+        return frozen_groups(model)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         batch = self.rows.collate(rows, ids, self.max_tokens)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 MOST_FILES = 256
 """How many files are read at most; a larger task is compared by those that are met first."""
@@ -33,13 +34,16 @@ _PACKAGE, _TASKS = "elastic_train", "elastic_train.tasks"
 
 
 @functools.cache
-def source_of(kind: type) -> tuple[str, ...]:
-    """Return names and digests of the modules of a class, of its bases, and of what they import; one line each."""
+def source_of(kind: Any) -> tuple[str, ...]:
+    """Return names and digests of the modules of a class, of its bases, and of what they import; one line each.
+
+    A function has but its own module.
+    """
     files = source_files(kind)
     return tuple(f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()[:12]}" for name in sorted(files))
 
 
-def source_files(kind: type) -> dict[str, Path]:
+def source_files(kind: Any) -> dict[str, Path]:
     """Return the files by the names of their modules; at most MOST_FILES of them."""
     found: dict[str, Path] = {}
     waiting = deque((name, file, _home(name, file)) for name, file in _own_modules(kind))
@@ -86,9 +90,9 @@ def _home(name: str, file: Path) -> _Home:
     return _Home(folder, top if _INSTALLED & set(folder.parts) else "")
 
 
-def _own_modules(kind: type) -> Iterator[tuple[str, Path]]:
-    """Yield the modules of a class and its bases, but torch's and Python's."""
-    for name in sorted({base.__module__ for base in kind.__mro__}):
+def _own_modules(kind: Any) -> Iterator[tuple[str, Path]]:
+    """Yield the modules of a class and its bases, or of a function, but torch's and Python's."""
+    for name in sorted({base.__module__ for base in getattr(kind, "__mro__", (kind,))}):
         file = Path(getattr(sys.modules[name], "__file__", None) or "")
         if (name == "__main__" or name.partition(".")[0] not in _NOT_OURS) and file.is_file():
             yield name, file.absolute()

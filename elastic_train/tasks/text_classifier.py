@@ -18,7 +18,7 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
 from elastic_train.tasks.rows.labelled_rows import LabelledRows
-from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
+from elastic_train.tasks.task import Batch, LaneLoss
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -29,8 +29,7 @@ class TextClassifier:
 
     `numeric` and `categorical` name the metadata columns (default: all of the schema's). `class_weights="balanced"`
     weighs each sample by the inverse share of its class in the training set; a list has a weight for each class.
-    `vocabulary` counts the token ids; it is needed only for data without a tokenizer. With
-    `decay_biases_and_norms=False` weight decay leaves out biases and the weights of norms.
+    `vocabulary` counts the token ids; it is needed only for data without a tokenizer.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class TextClassifier:
         categorical: Sequence[str] | None = None,
         category_buckets: int = 64,
         vocabulary: int | None = None,
-        decay_biases_and_norms: bool = True,
     ) -> None:
         sizes = {"max_tokens": (max_tokens, 1), "dim": (dim, 1), "depth": (depth, 0), "heads": (heads, 1)}
         sizes |= {"vocabulary": (1 if vocabulary is None else vocabulary, 1)}
@@ -60,7 +58,7 @@ class TextClassifier:
             raise ValueError(f"dim {dim} is not a multiple of heads {heads}")
         self.max_tokens, self.dim, self.depth, self.heads, self.dropout = max_tokens, dim, depth, heads, dropout
         self.rows = LabelledRows(tokens, label, numeric, categorical, category_buckets, class_weights)
-        self.vocabulary, self.decay_biases_and_norms = vocabulary, decay_biases_and_norms
+        self.vocabulary = vocabulary
 
     @property
     def num_classes(self) -> int:
@@ -98,13 +96,6 @@ class TextClassifier:
                 category_buckets=self.rows.category_buckets,
             )
         )
-
-    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
-        if self.decay_biases_and_norms:
-            return ()
-        # In this model these are the parameters of one dimension.
-        names = [name for name, parameter in model.named_parameters() if parameter.ndim == 1]
-        return [ParameterGroup(names, weight_decay=0.0)]
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         return self.rows.collate(rows, ids, self.max_tokens)

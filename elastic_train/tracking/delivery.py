@@ -15,9 +15,11 @@ import yaml
 from elastic_train.errors import ConfigError
 from elastic_train.tracking.metric_log import Settled, Values
 from elastic_train.tracking.mlflow_run import (
+    ENDED_TAG,
     GIT_TAG,
     TORCH_TAG,
     VERSION_TAG,
+    WEIGHTS_TAG,
     MlflowRun,
     metric_name,
 )
@@ -96,8 +98,8 @@ class Delivery:
             self._tags_set = self._tags
 
     def end(self, status: str) -> None:
-        """Record how the run ended, and the weights' hash unless it failed."""
-        self._opened().end(status, None if status == "FAILED" else _weights_sha256(self._job.run_dir))
+        """Record how the run ended, and why, and the weights' hash unless it failed."""
+        self._opened().end(status, {} if status == "FAILED" else _tags_of_result(self._job.run_dir))
 
     def _opened(self) -> MlflowRun:
         assert self._run is not None, "a run is opened before it is sent to"
@@ -131,9 +133,11 @@ def code_tags() -> dict[str, str]:
     return tags
 
 
-def _weights_sha256(run_dir: Path) -> str | None:
+def _tags_of_result(run_dir: Path) -> dict[str, str]:
+    """Return tags for what a run ended with, and why: those that its result names."""
     try:
-        digest = (RunFolder(run_dir).result() or {}).get("weights_sha256")
+        result = RunFolder(run_dir).result() or {}
     except ConfigError:
-        return None  # a damaged result costs the tag, not the run's end
-    return None if digest is None else str(digest)
+        return {}  # a damaged result costs the tags, not the run's end
+    found = {WEIGHTS_TAG: result.get("weights_sha256"), ENDED_TAG: result.get("ended_by")}
+    return {tag: str(value) for tag, value in found.items() if value is not None}

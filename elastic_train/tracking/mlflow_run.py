@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 JOB_TAG = "elastic_train.job"
 CONFIG_TAG = "elastic_train.config"
 WEIGHTS_TAG = "elastic_train.weights_sha256"
+ENDED_TAG = "elastic_train.ended_by"
 COMMIT_TAG = "elastic_train.commit"
 WORLD_TAG = "elastic_train.world"
 HOSTS_TAG = "elastic_train.hosts"
@@ -142,11 +143,11 @@ class MlflowRun:
         """Set the run RUNNING."""
         self._client.update_run(self.run_id, status="RUNNING")
 
-    def end(self, status: str, weights_sha256: str | None) -> None:
-        """Record how the run ended, and the hash of its weights if it is known."""
+    def end(self, status: str, tags: Mapping[str, str]) -> None:
+        """Record how the run ended, and tags that describe what it ended with."""
         self._client.set_terminated(self.run_id, status)
-        if weights_sha256 is not None:
-            self.tag({WEIGHTS_TAG: weights_sha256})
+        if tags:
+            self.tag(tags)
 
     def _find(self, link: Link, experiment: str) -> Run | None:
         from mlflow.exceptions import MlflowException

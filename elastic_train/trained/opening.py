@@ -11,18 +11,21 @@ from pydantic import ValidationError
 from torch import nn
 
 from elastic_train.checkpoint import CommitRecord, holding, read_state, verify
+from elastic_train.checkpoint.commits.export import Weights, weights_in
 from elastic_train.checkpoint.commits.lookup import find, open_run
 from elastic_train.config.schema import Config
-from elastic_train.errors import CommitError, ConfigError
+from elastic_train.errors import ConfigError
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.system.wording import counted
 from elastic_train.tracking.run_folder import CONFIG, RunFolder
 
+_TRAINED: Mapping[str, Any] = {"weights": "trained", "early_stopping": None}
 _ALONE: Mapping[str, Any] = {
     "device": "auto",
     "parallel": {"shards": "none", "recompute": "none"},
     "checkpoint": {"keep_best": None},
+    "optimizer": {"name": "sgd", "options": {}, "schedule": "constant", "ema": None},
 }
 """What of a configuration is of no use here, and may not fit."""
 
@@ -47,29 +50,28 @@ def open_trained(
     train: Sequence[str] = (),
     validation: str | None = None,
     max_samples: int | None = None,
+    weights: Weights = "trained",
 ) -> Trained:
     """Verify a commit of a run, the newest intact one by default, and put its weights into the task's model.
 
     `run` is a run's folder. `train` says where the training set is now, or all sources of a mixture in their order, if
-    it has moved; `validation` is a set to
-    evaluate, of which the first `max_samples` count. Raises ConfigError or DataError where task or training set cannot
-    be read from here.
+    it has moved; `validation` is a set to evaluate, of which the first `max_samples` count; `weights` says whether the
+    model gets the average of its weights in place of those that were trained. Raises ConfigError or DataError where
+    task or training set cannot be read from here.
     """
     if "://" in run:
         raise ConfigError(f"{run}: give the run's folder (run.dir): its {CONFIG} says which task it trains")
     store, found = open_run(run), RunFolder(Path(run)).config()
     data = {"validation": validation, **(_moved(run, found, train) if train else {})}
-    changes = {**_ALONE, "data": data, "validation": {"max_samples": max_samples}}
+    changes = {**_ALONE, "data": data, "validation": {"max_samples": max_samples, **_TRAINED}}
     plan = make_plan(_changed(found, changes, run))
     record = find(store, commit)
     with holding(store, record.key):
         verify(store, record)
-        weights = read_state(store, record).get("model")
+        tensors = weights_in(read_state(store, record), record.key, weights)
     state = plan.build_state()
-    if not isinstance(weights, dict):
-        raise CommitError(f"{record.key} holds no 'model'")
     try:
-        state.model.load_state_dict(weights)
+        state.model.load_state_dict(tensors)
     except RuntimeError as error:
         raise ConfigError(
             f"{run}: {record.key} does not fit the model that its task builds here; was the task, or the folder of its "

@@ -62,6 +62,10 @@ class Commits:
         """Say whether this rank's part of the last save is still being written."""
         return self.saves.is_busy
 
+    def has_head_at(self, step: int) -> bool:
+        """Say whether the newest commit is of a step; alike on every rank until this world's first commit."""
+        return self.head is not None and self.head.step == step
+
     def is_due(self) -> bool:
         """Say whether the step that was just applied is one that the configuration commits; alike on every rank."""
         return self.cadence.is_due(self.state.step)

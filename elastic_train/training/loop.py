@@ -48,6 +48,7 @@ def train_steps(session: Session) -> Outcome:
     state, clock = session.state, session.clock
     if (end := _end_before(session)) is not None:
         return end
+    _catch_up(session)
     clock.start()
     for lanes in session.leave.dropping(session.steps()):
         clock.data_s = clock.lap()
@@ -81,11 +82,13 @@ def train_steps(session: Session) -> Outcome:
             raise lost
         state.shards.refresh(session.world.group)
 
-        if state.step == session.plan.total_steps:
+        if session.is_over:
             break
         if session.is_validation_due():
             with session.leave.droppable():
                 session.validate()
+        if session.is_over:
+            break
         session.commits.collect()
         end = _end(session, computed.flags, sums)
         if end is Outcome.PREEMPTED:
@@ -95,7 +98,8 @@ def train_steps(session: Session) -> Outcome:
         if end is not None:
             return end
         clock.start()
-    session.validate()
+    if not session.is_exhausted:
+        session.validate()
     session.commits.finish()
     return Outcome.DONE
 
@@ -110,12 +114,24 @@ def _check_ends(session: Session, facts: StepFacts) -> None:
         check_passes(plan.order, plan.wholes, state.cursor, facts.cursor, facts.account.holes, sums)
 
 
+def _catch_up(session: Session) -> None:
+    """Do what a fault may have kept ranks from after the step that this world begins with, if its end depends on it.
+
+    So training ends after the same step as without the fault, with the same best commit.
+    """
+    if session.is_validation_missed():
+        with session.leave.droppable():
+            session.validate()
+    if session.is_best and not session.is_over and not session.commits.has_head_at(session.state.step):
+        session.commits.begin(is_any_busy=False)
+
+
 def _end_before(session: Session) -> Outcome | None:
     """Say how a world ends whose ranks were asked to leave before its first step; None if it trains.
 
     There may be no time for a step: this is where ranks meet that have dropped one.
     """
-    if session.state.step == session.plan.total_steps or not any(session.leaving()):
+    if session.is_over or not any(session.leaving()):
         return None
     end = _departure(session)
     if end is Outcome.PREEMPTED and session.state.step:
@@ -147,7 +163,7 @@ def _departure(session: Session) -> Outcome:
 
 def _is_time_to_commit(session: Session, sums: StepSums) -> bool:
     """Say whether a commit is due after this step; one that is overdue stays so until no rank is busy."""
-    return session.commits.is_due() or sums.any_flags & (COMMIT | BUSY) == COMMIT
+    return session.commits.is_due() or session.is_best or sums.any_flags & (COMMIT | BUSY) == COMMIT
 
 
 def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:

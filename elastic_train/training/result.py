@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from elastic_train.checkpoint.commits.improvement import Improvement, is_exhausted
 from elastic_train.checkpoint.commits.record import FORMAT
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import Ranges
@@ -25,6 +26,7 @@ from elastic_train.tasks.task import Finishing
 from elastic_train.training.session import Session
 from rendezvous.waiting import GivenUp, begin
 
+LAST_STEP, EARLY_STOPPING = "last step", "early stopping"
 TRACKER_TIMEOUT_S = WRITE_TIMEOUT_S = 20.0
 
 
@@ -58,6 +60,8 @@ class TrainResult:
     groups that could not be read, `num_left_out` the samples lost with them, `num_truncated` the rows that were cut to
     the task's length. `fast_steps` and `skipped_steps` are half-open ranges of steps, counted from 0: those whose
     rounding depended on the world, and those whose update was skipped because loss or gradient was not finite.
+    `ended_by` says why the job is done, 'last step' or 'early stopping', None if it is not; `improvement` what early
+    stopping went by, such as the best value and its step, None without it.
     """
 
     status: str
@@ -73,6 +77,8 @@ class TrainResult:
     fast_steps: Ranges
     skipped_steps: Ranges
     sources: tuple[SourceResult, ...] = ()
+    ended_by: str | None = None
+    improvement: Improvement | None = None
 
 
 def result_of(plan: Plan, state: AppliedState, status: str, weights_sha256: str) -> TrainResult:
@@ -92,6 +98,8 @@ def result_of(plan: Plan, state: AppliedState, status: str, weights_sha256: str)
         fast_steps=state.reached.fast_steps,
         skipped_steps=state.reached.skipped_steps,
         sources=sources,
+        ended_by=_ended_by(plan, state) if status == "done" else None,
+        improvement=state.reached.improvement,
     )
 
 
@@ -104,6 +112,11 @@ def source_results(plan: Plan, state: AppliedState) -> tuple[SourceResult, ...]:
         SourceResult(source.name, source.manifest.num_rows, source.share, applied.count, epochs)
         for source, epochs, applied in zip(plan.sources, passes, sums or [CoverageSums()] * len(passes), strict=True)
     )
+
+
+def _ended_by(plan: Plan, state: AppliedState) -> str:
+    stopping = plan.config.validation.early_stopping
+    return EARLY_STOPPING if is_exhausted(stopping, state.reached.improvement) else LAST_STEP
 
 
 def write_result(session: Session, result: TrainResult) -> ResultError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint import SaveMemory
+from elastic_train.checkpoint.commits.improvement import improvement_for, is_exhausted
 from elastic_train.checkpoint.saving.store_use import StoreUse
+from elastic_train.config.recipe import parse_best
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.data.loading.loader import LaneBatch
@@ -92,7 +95,8 @@ class Session:
         When samples could not be read, the step that was not applied comes again, without those of holes.
         """
         plan, state = self.plan, self.state
-        while (num_left := plan.total_steps - state.step) > 0:
+        while not self.is_over:
+            num_left = plan.total_steps - state.step
             holes, repeats = self.holes, self.num_repeats
             self.watchdog.await_first()
             for lanes in self.watchdog.beating(
@@ -110,9 +114,37 @@ class Session:
     def to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.plan.device, non_blocking=True) for name, tensor in tensors.items()}
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no step follows: all are applied, or validations do not improve any more; alike on every rank."""
+        return self.state.step >= self.plan.total_steps or self.is_exhausted
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether so many validations in a row were no better that training ends."""
+        return is_exhausted(self.plan.config.validation.early_stopping, self.state.reached.improvement)
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the validation of this very step was the best so far; known with early stopping alone."""
+        improvement = self.state.reached.improvement
+        return improvement is not None and self.state.step == improvement.best_step > 0
+
     def is_validation_due(self) -> bool:
         every = self.plan.config.validation.every_steps
         return every is not None and self.state.step % every == 0
+
+    def is_validation_missed(self) -> bool:
+        """Say whether a rank lacks a validation of this step, on which it depends when training ends: a fault came.
+
+        Alike on every rank.
+        """
+        stopping, reached = self.plan.config.validation.early_stopping, self.state.reached
+        if stopping is None or self.state.step == 0 or not self.is_validation_due():
+            return False
+        known = improvement_for(stopping, reached.improvement)
+        has_it = known is not None and known.validated_at == self.state.step
+        return not bool(self.world.group.all_gather(torch.tensor(int(has_it))).all())
 
     def quarantine(self, lanes: Sequence[LaneBatch]) -> None:
         """Make holes of the row groups of the next step that nobody can read; `steps` then repeats it.
@@ -218,17 +250,19 @@ class Session:
         self.world.history.validate(step=self.state.step)
         with self.watchdog.resting():  # the first time a process asks, it imports them, for seconds
             self.plan.task.metrics()
-        with self.buffers.untouched():
+        shards, shows = self.state.shards, self.plan.config.validation.weights
+        averaged = shards.averaged(self.world.group) if shows == "ema" else contextlib.nullcontext()
+        with self.buffers.untouched(), averaged:
             values = evaluate(
                 self.plan.task,
                 self.state.model,
                 self.watchdog.beating(batches),
-                self.state.shards,
+                shards,
                 self.world,
                 self.plan.num_lanes,
                 self.plan.device,
             )
-        self.state.reached = replace(self.state.reached, validation=values)
+        self._note(values)
         if self.tracker is not None:
             better = {name: metric.higher_is_better for name, metric in self.plan.task.metrics().items()}
             self.tracker.log(
@@ -238,6 +272,20 @@ class Session:
             )
         shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "samples")
         self.world.announce(f"validation at step {self.state.step}: {shown}")
+
+    def _note(self, values: Mapping[str, float]) -> None:
+        """Keep what a validation has found, and say so if training ends by it."""
+        stopping, reached = self.plan.config.validation.early_stopping, self.state.reached
+        improvement = improvement_for(stopping, reached.improvement)
+        if stopping is not None and improvement is not None:
+            metric, _ = parse_best(stopping.metric)
+            improvement = improvement.after(self.state.step, values.get(metric), stopping.min_delta)
+        self.state.reached = replace(reached, validation=values, improvement=improvement)
+        if stopping is not None and improvement is not None and self.is_exhausted:
+            self.world.announce(
+                f"early stopping after step {self.state.step}: {improvement.num_since} validations in a row were not "
+                f"better ({stopping.metric}) than that of step {improvement.best_step}, {improvement.best}"
+            )
 
     def pause(self) -> None:
         """End this world's saves, displays and records; the tracker's run continues in the next world."""

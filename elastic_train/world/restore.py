@@ -221,6 +221,7 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
         head.fast_steps or (),
         head.skipped_steps or (),
         sources=tuple(source.coverage for source in head.sources or ()),
+        improvement=head.improvement,
     )
     try:
         # Every rank reads the commit, and all of them have one configuration; a member's state brings its rates along.

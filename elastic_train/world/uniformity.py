@@ -26,6 +26,7 @@ from torch import Tensor
 from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.majority import name_others
+from elastic_train.job.optimizers.dotted_path import import_named
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.task_source import source_of
@@ -86,7 +87,7 @@ def deciding(plan: Plan) -> dict[str, object]:
         "the training set's digest": plan.manifest.digest,
         "the validation set's digest": plan.feed.validation_digest,
         "the version of elastic-train": _version("elastic-train"),
-        _MODULES: list(source_of(type(plan.task))),
+        _MODULES: sorted({line for one in (type(plan.task), *_own_code(plan)) for line in source_of(one)}),
     }
     if (shares := plan.config.data.shares) is not None:
         found["the shares of data.mixture"] = list(shares)
@@ -95,6 +96,13 @@ def deciding(plan: Plan) -> dict[str, object]:
     for section, keys in _KEYS.items():
         found |= {f"{section}.{key}": config[section][key] for key in keys}
     return found
+
+
+def _own_code(plan: Plan) -> list[Any]:
+    """Return what of the optimizer and the schedule is the user's."""
+    optimizer = plan.config.optimizer
+    paths = {"optimizer.name": optimizer.name, "optimizer.schedule": optimizer.schedule}
+    return [import_named(key, path) for key, path in paths.items() if ":" in path]
 
 
 def job_of(plan: Plan) -> Job:

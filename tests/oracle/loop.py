@@ -50,7 +50,10 @@ def train(config: dict[str, Any]) -> torch.nn.Module:
     task.prepare(types.SimpleNamespace(url=str(data), **manifest))
     torch.manual_seed(derive(seed, 4) >> 1)
     model = task.build_model().train()
-    adamw = torch.optim.AdamW(model.parameters(), betas=settings["betas"], weight_decay=settings["weight_decay"])
+    decays = {name: p.ndim > 1 and not name.endswith("bias") for name, p in model.named_parameters()}
+    groups = [{"params": [p for name, p in model.named_parameters() if decays[name] is kind]} for kind in (True, False)]
+    groups[1]["weight_decay"] = 0.0
+    adamw = torch.optim.AdamW(groups, betas=settings["betas"], weight_decay=settings["weight_decay"])
     for t in range(steps):
         epoch, at = t // epoch_steps, t % epoch_steps * micro_batch
         gradients, weights = [], []
@@ -70,7 +73,8 @@ def train(config: dict[str, Any]) -> torch.nn.Module:
         for parameter, gradient in zip(model.parameters(), total, strict=True):
             parameter.grad = gradient / divisor
         clip([parameter.grad for parameter in model.parameters()], settings["clip_norm"] or math.inf)
-        adamw.param_groups[0]["lr"] = settings["lr"] * rate_factor(t, steps, settings)
+        for group in adamw.param_groups:
+            group["lr"] = settings["lr"] * rate_factor(t, steps, settings)
         adamw.step()
     return model
 

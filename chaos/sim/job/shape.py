@@ -20,8 +20,9 @@ from elastic_train.job.state import AppliedState
 Recovery = Literal["live", "restart"]
 Shards = Literal["optimizer", "gradients", "parameters"]
 
-TINY_OPTIMIZER = {"lr": 0.01, "clip_norm": 64.0, "warmup_steps": 2}
-"""What trains a tiny model: some steps' gradients are clipped, and others' not."""
+TINY_OPTIMIZER = {"lr": 0.01, "clip_norm": 64.0, "warmup_steps": 2, "decay_norms_and_biases": True}
+"""What trains a tiny model: some steps' gradients are clipped, and others' not. Everything decays, in vectors of three
+kinds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from elastic_train.checkpoint.commits.improvement import Improvement
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.core.accounting import SampleAccount
@@ -52,8 +53,8 @@ class CommitFacts:
 
     `fast_steps` and `skipped_steps` are half-open ranges of the steps before this one, counted from 0: those whose
     rounding depended on the world, and those whose update was left out because loss or gradient was not finite.
-
-    `sources` are those of a mixture, with the sums of what was applied of each, and None of one training set.
+    `improvement` is what early stopping goes by, if training may end early. `sources` are those of a mixture, with the
+    sums of what was applied of each, and None of one training set.
     """
 
     step: int
@@ -69,6 +70,7 @@ class CommitFacts:
     fast_steps: Ranges | None = None
     skipped_steps: Ranges | None = None
     sources: tuple[SourceFacts, ...] | None = None
+    improvement: Improvement | None = None
 
     def __post_init__(self) -> None:
         finite = {
@@ -142,7 +144,7 @@ class CommitRecord(CommitFacts):
 
 
 _ADAPTER = TypeAdapter(CommitRecord)
-_SINCE_THEN = ("account", "order", "fast_steps", "skipped_steps", "sources")
+_SINCE_THEN = ("account", "order", "fast_steps", "skipped_steps", "sources", "improvement")
 """Fields that records did not always have; their absence is None."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_train.checkpoint.commits.record import CommitRecord
-from elastic_train.config.schema import parse_best
+from elastic_train.config.recipe import parse_best
 from elastic_train.core.lineage import cut, place_of
 from elastic_train.errors import ConfigError
 

@@ -32,6 +32,8 @@ from elastic_train.shards.grains import GRAIN
 State = dict[str, object]
 Leaves = dict[StatePath, object]
 MODEL = "model"
+AVERAGE = "ema"
+"""What the average of a parameter's weights is called among its moments in the optimizer's state."""
 LEAST_PART_BYTES = 4 << 20
 """A state is not cut into parts smaller than this: each costs requests, and another rank that must not fail."""
 

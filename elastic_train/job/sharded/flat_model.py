@@ -6,6 +6,9 @@ are zero, and stay so.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -95,6 +98,19 @@ class FlatModel:
             for parameter, start in self._parameters_of(number):
                 parameter.data = vector[start : start + parameter.numel()].view(parameter.shape)
             vector.untyped_storage().resize_(0)
+
+    @contextlib.contextmanager
+    def showing(self, vectors: Mapping[int, Tensor]) -> Iterator[None]:
+        """Let the model's parameters be views of other flat vectors, by number, within the context."""
+        changed = [(one, start, flat) for one, flat, start in self._places if flat in vectors]
+        before = [one.data for one, _, _ in changed]
+        for one, start, flat in changed:
+            one.data = vectors[flat][start : start + one.numel()].view(one.shape)
+        try:
+            yield
+        finally:
+            for (one, _, _), weights in zip(changed, before, strict=True):
+                one.data = weights
 
     def weights_at(self, run: Run) -> Tensor:
         """Return a run of the weights, which must be whole."""

@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.layout import AVERAGE, State
 from elastic_train.core.arrays import Int64s
 from elastic_train.job.sharded.dealt_state import DealtState
-from elastic_train.job.sharded.held_tree import run_around
+from elastic_train.job.sharded.held_tree import HeldRun, run_around
 from elastic_train.job.sharded.shared_weights import check_copies, gather_whole, grain_run, shared_digest
 from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.group import Group
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class GatheredState(DealtState):
     """Weights are whole before the first seat only."""
 
-    _is_whole = True
+    _is_whole, _shows_averages = True, False
     _units: UnitWeights | None = None
     _order: list[str] | None = None
 
@@ -64,11 +64,22 @@ class GatheredState(DealtState):
     def gathering(self, replicas: Group) -> UnitWeights | None:
         if self._units is not None and self._units.close():
             self.flat.renew()
-        seating, held = self.seated, {one.run: one.weights for one in self.runs}
+        seating, held = self.seated, {one.run: one for one in self.runs}
         ranks = (seating.rank, *seating.neighbours())
         shares = {rank: by_flat(runs_of(self.layout, seating.holdings[rank])) for rank in ranks}
-        self._units = UnitWeights(*self.flat.blocks(), replicas, shares, held.__getitem__)
+        self._units = UnitWeights(*self.flat.blocks(), replicas, shares, lambda run: self._shown_of(held[run]))
         return self._units
+
+    def _shown_of(self, one: HeldRun) -> Tensor:
+        return one.moments.get(AVERAGE, one.weights) if self._shows_averages else one.weights
+
+    @contextlib.contextmanager
+    def averaged(self, group: Group) -> Iterator[None]:
+        self._shows_averages = True
+        try:
+            yield
+        finally:
+            self._shows_averages = False
 
     def refresh(self, group: Group, *, everything: bool = False) -> None:
         """Weights are gathered when they are needed."""

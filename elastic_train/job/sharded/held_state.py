@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.layout import AVERAGE, State
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Assignment, contiguous
-from elastic_train.job.sharded.elementwise import moments_of
+from elastic_train.job.sharded.elementwise import Slots
 from elastic_train.job.sharded.flat_model import FlatModel
 from elastic_train.job.sharded.held_tree import HeldRun, Spare, TensorPieces, count_of, names_of, pieces_of
 from elastic_train.job.sharded.settings import Settings
@@ -58,6 +58,7 @@ class HeldState:
         scheduler: LambdaLR,
         scaler: SharedScaler,
         layout: Layout,
+        slots: Slots,
         copies: int,
         bucket_bytes: float | None = None,
         wire: Wire = "exact",
@@ -75,7 +76,7 @@ class HeldState:
         self._named: Mapping[str, TensorPieces] | None = None
         self.trained_in = 0
         """The last world in which this rank trained, by its term."""
-        self._names, self.kinds = names_of(model, optimizer), moments_of(optimizer)
+        self._names, self.slots = names_of(model, optimizer), slots
         self._views: list[Tensor] = []
         self._updated: list[tuple[nn.Parameter, Run]] = []
         for group in optimizer.param_groups:  # the optimizer never sees the model's own parameters
@@ -102,8 +103,11 @@ class HeldState:
 
     def new_run(self, run: Run) -> HeldRun:
         """Return a run to hold; its weights are live where they are whole."""
-        weights, kinds = self.memory_of(run), self.kinds if self.layout.flats[run.flat].group is not None else ()
-        return HeldRun(run, weights, {name: self.flat.zeros(run.flat, run.hi - run.lo) for name in kinds})
+        weights, moments = self.memory_of(run), self._moments_of(run.flat)
+        begun = {name: self.flat.zeros(run.flat, run.hi - run.lo) for name in moments}
+        if AVERAGE in begun:
+            begun[AVERAGE].copy_(weights)
+        return HeldRun(run, weights, begun)
 
     def memory_of(self, run: Run) -> Tensor:
         """Return memory for the weights of a run that this rank is to hold."""
@@ -175,11 +179,14 @@ class HeldState:
 
     def refresh(self, group: Group, *, everything: bool = False) -> None:
         """Get the weights that peers have updated; with `everything`, also those that nobody updates."""
-        seating = self.seated
-        holdings = seating.holdings if everything else seating.trained
-        runs = {rank: runs_of(self.layout, holdings[rank]) for rank in (*seating.neighbours(), seating.rank)}
-        sends = [(rank, self.flat.weights_at(run)) for rank in seating.neighbours() for run in runs[seating.rank]]
-        receives = [(rank, self.flat.weights_at(run)) for rank in seating.neighbours()[::-1] for run in runs[rank]]
+        self._share(group, self.seated.holdings if everything else self.seated.trained, self.flat.weights_at)
+
+    def _share(self, group: Group, holdings: Sequence[Int64s], at: Callable[[Run], Tensor]) -> None:
+        """Get what each rank of this copy holds, by rank, into whole vectors, and give them what this one does."""
+        ranks, rank = self.seated.neighbours(), self.seated.rank
+        runs = {one: runs_of(self.layout, holdings[one]) for one in (*ranks, rank)}
+        sends = [(to, at(run)) for to in ranks for run in runs[rank]]
+        receives = [(giver, at(run)) for giver in ranks[::-1] for run in runs[giver]]
         if sends or receives:
             group.exchange(sends, receives)
 
@@ -197,6 +204,18 @@ class HeldState:
     def norm_alone(self, measured: Tensor) -> Tensor | None:
         """Only all ranks together know the norm."""
         return None
+
+    @contextlib.contextmanager
+    def averaged(self, group: Group) -> Iterator[None]:
+        vectors = {flat: self.flat.zeros(flat, self.layout.flats[flat].numel) for flat in self._trained_flats()}
+        for one in self.trained_runs:
+            vectors[one.run.flat][one.run.lo : one.run.hi].copy_(one.moments[AVERAGE])
+        self._share(group, self.seated.trained, lambda run: vectors[run.flat][run.lo : run.hi])
+        with self.flat.showing(vectors):
+            yield
+
+    def _trained_flats(self) -> list[int]:
+        return [number for number, flat in enumerate(self.layout.flats) if flat.group is not None]
 
     def trained_by(self, seat: Seat | None) -> Int64s:
         """Return the trained grains that a seat holds, ascending."""
@@ -245,11 +264,10 @@ class HeldState:
         return True
 
     def held(self) -> State:
-        counts = zip(self._names, self.settings.num_updates(), strict=True)
-        steps = {name: torch.tensor(count) for names, count in counts for name in names}
         named = self.pieces()
-        trained = (place.names[0] for place in self.layout.tensors if self.layout.flats[place.flat].group is not None)
-        moments = {name: {"step": steps[name], **named[name].moments} for name in trained if self.kinds}
+        counts = zip(self._names, self.settings.num_updates(), strict=True)
+        kept = {name: self.slots.filled(named[name].moments, count) for names, count in counts for name in names}
+        moments = {name: kept[name] for name in (place.names[0] for place in self.layout.tensors) if kept.get(name)}
         named_groups = zip(self.settings.groups(), self._names, strict=True)
         settings = [{**group, "params": list(names)} for group, names in named_groups]
         optimizer = {"state": moments, "param_groups": settings}
@@ -269,7 +287,8 @@ class HeldState:
         tree: State = {"model": held["model"], "optimizer": {"state": moments}, "scheduler": {}, "scaler": {}}
         fill(tree)
         self.settings.take(tree["optimizer"]["param_groups"], tree, keeps_rates=keeps_rates)  # type: ignore[index]
-        counts = [count_of([moments[name]["step"] for name in names if name in moments]) for names in self._names]
+        steps = [[moments[name].get("step", 0.0) for name in names if name in moments] for names in self._names]
+        counts = [count_of(group) for group in steps]
         self.sit(self.seated, self.runs, counts)
 
     def pieces(self) -> Mapping[str, TensorPieces]:
@@ -279,8 +298,8 @@ class HeldState:
             for place in self.layout.tensors:
                 is_trained = self.layout.flats[place.flat].group is not None
                 if is_trained or self.is_shared_out:
-                    kinds = self.kinds if is_trained else ()
-                    pieces = pieces_of(self.layout, place, kinds, held, self.runs, self._written)
+                    moments = self._moments_of(place.flat)
+                    pieces = pieces_of(self.layout, place, moments, held, self.runs, self._written)
                     self._named |= dict.fromkeys(place.names, pieces)
         return self._named
 
@@ -298,9 +317,13 @@ class HeldState:
     def _parameter(self, one: HeldRun, num_updates: float) -> nn.Parameter:
         parameter = nn.Parameter(one.weights)
         self._updated.append((parameter, one.run))
-        if self.kinds:
-            self.optimizer.state[parameter] = {"step": torch.tensor(num_updates), **one.moments}
+        if kept := self.slots.filled(one.moments, num_updates):
+            self.optimizer.state[parameter] = kept
         return parameter
+
+    def _moments_of(self, flat: int) -> Sequence[str]:
+        """Return the names of the moments that a flat vector's elements have: none if it is not trained."""
+        return self.slots.moments if self.layout.flats[flat].group is not None else ()
 
     def _nothing(self, number: int, num_updates: float) -> nn.Parameter:
         """Return what stands for a parameter group of which nothing is held, so that its updates are counted."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import State
-from elastic_train.job.parameter_groups import set_rates
+from elastic_train.job.optimizers.parameter_groups import set_rates
 
 
 class Settings:

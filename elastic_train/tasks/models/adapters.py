@@ -81,10 +81,7 @@ def _do_not_miss(names: Set[str], model: nn.Module, keys: Any) -> None:
     keys.missing_keys[:] = [name for name in keys.missing_keys if name not in names]
 
 
-def pretrained_groups(model: nn.Module, *, decays_all: bool) -> Sequence[ParameterGroup]:
-    """Return what is frozen and, unless all is to decay, what is trained without decay: all of one dimension."""
-    named = dict(model.named_parameters())
-    frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
-    flat = [name for name, parameter in named.items() if parameter.requires_grad and parameter.ndim == 1]
-    groups = [] if decays_all else [ParameterGroup(flat, weight_decay=0.0)]
-    return [*groups, ParameterGroup(frozen, is_frozen=True)] if frozen else groups
+def frozen_groups(model: nn.Module) -> Sequence[ParameterGroup]:
+    """Return what is frozen in the model, such as the base of adapters, as a group; none if nothing is."""
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return [ParameterGroup(frozen, is_frozen=True)] if frozen else []

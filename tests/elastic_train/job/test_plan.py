@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from elastic_train.checkpoint import CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import Best
@@ -80,6 +81,37 @@ def test_a_keep_best_that_no_commit_could_satisfy_is_refused(
     data = {"train": str(rows / "train"), "validation": str(rows / "validation") if validation else None}
     with pytest.raises(ConfigError, match=rf"checkpoint\.keep_best '{best}'.*{message}"):
         planned(rows, data=data, checkpoint={"keep_best": best})
+
+
+@in_one_process
+def test_early_stopping_keeps_the_best_and_is_refused_where_there_is_none(rows: Path) -> None:
+    """By the rules of keep_best, which has the last word on what is kept."""
+    stopping = {"early_stopping": {"metric": "max macro_f1"}}
+    assert planned(rows, validation=stopping).retention.policies[-1] == Best.parse("max macro_f1")
+    kept = planned(rows, validation=stopping, checkpoint={"keep_best": "min loss"})
+    assert kept.retention.policies[-1] == Best.parse("min loss")
+    with pytest.raises(ConfigError, match=r"validation\.early_stopping 'max macrof1'.*did you mean 'macro_f1'"):
+        planned(rows, validation={"early_stopping": {"metric": "max macrof1"}})
+    for wrong, message in (
+        ({"early_stopping": {"metric": "loss"}}, "does not say which commit is best"),
+        ({"early_stopping": {}, "every_steps": None}, "needs validations to judge by"),
+        ({"weights": "ema"}, "validation.weights: ema needs an average"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            planned(rows, validation=wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {"name": "sgd", "options": {"nesterov": True}}}, "'sgd' refuses them: Nesterov"),
+        ({"optimizer": {"schedule": "nowhere:factor"}}, r"optimizer\.schedule: 'nowhere:factor' cannot be imported"),
+        ({"optimizer": {"name": "muon"}, "parallel": {"shards": "gradients"}}, "set parallel.shards to none"),
+    ],
+)
+def test_a_recipe_that_cannot_be_followed_is_refused(rows: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(rows, **changes)
 
 
 @pytest.mark.parametrize(

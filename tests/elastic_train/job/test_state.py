@@ -14,11 +14,12 @@ from torch import nn
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import leaves_of
 from elastic_train.checkpoint.format.weights_digest import weights_digest
-from elastic_train.config.schema import OptimizerConfig
+from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
-from elastic_train.job.state import AppliedState, Reached, StepFacts, build_state, rate_factor
+from elastic_train.job.optimizers.schedule import rate_factor
+from elastic_train.job.state import AppliedState, Reached, StepFacts, build_state
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.shards.grains import Listed
 from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm

@@ -208,14 +208,6 @@ def test_an_impossible_model_is_refused(params: dict[str, Any], message: str) ->
         CausalLM(**params)
 
 
-def test_norms_are_not_decayed_unless_asked_for(tmp_path: Path) -> None:
-    manifest = described(tmp_path / "rows", {"input_ids": TOKENS})
-    task = prepared(manifest)
-    (group,) = task.parameter_groups(task.build_model())
-    assert group.weight_decay == 0.0 and all("norm" in name for name in group.names) and len(group.names) == 5
-    assert not prepared(manifest, decay_biases_and_norms=True).parameter_groups(task.build_model())
-
-
 def tokenizer(folder: Path, vocabulary: dict[str, int], **others: object) -> str:
     """Write a tokenizer.json; return its digest."""
     folder.mkdir(exist_ok=True)

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import yaml
 
+from elastic_train.checkpoint import open_store, read_state
+from elastic_train.checkpoint.commits.export import weights_in
+from elastic_train.checkpoint.commits.lookup import find
+from elastic_train.checkpoint.format.weights_digest import digest_of, join_digests
 from tests.conftest import Finished
 
 PARAMS = {
@@ -73,3 +77,11 @@ def history(folder: Path, op: str) -> list[dict[str, object]]:
 def succeed(done: Finished) -> Finished:
     assert done.code == 0, done.output
     return done
+
+
+def average_of(folder: Path) -> str:
+    """Return one hash of the averaged weights of a run's newest commit."""
+    store = open_store(str(folder / "run"))
+    record = find(store, None)
+    averaged = weights_in(read_state(store, record), record.key, "ema")
+    return join_digests({name: digest_of(tensor) for name, tensor in averaged.items()})

@@ -17,7 +17,8 @@ from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.config.schema import CheckpointConfig, OptimizerConfig
+from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.config.schema import CheckpointConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval
@@ -271,7 +272,7 @@ def test_an_overdue_commit_waits_until_no_rank_is_saving(
     """A rank that gave its part up asks again with every step, and no step is a commit that was skipped."""
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, flags, 0)
     monkeypatch.setattr(loop, "compute_step", lambda *_: Computed(sums, flags, ()))
-    session = MagicMock()
+    session = MagicMock(is_over=False, is_best=False)
     session.leave.dropping.return_value = [()] * 3
     session.leaving.return_value = [False]
     session.clock.lap.return_value = 0.0

@@ -8,11 +8,15 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from elastic_train.checkpoint.commits.improvement import Improvement
+from elastic_train.config.recipe import EarlyStoppingConfig, ValidationConfig
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
+from elastic_train.job.state import Reached
 from elastic_train.parallel.step_tables import StepTables
 from elastic_train.training import loop, step
+from elastic_train.training.session import Session
 from elastic_train.training.step_clock import StepClock
 from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums
 
@@ -57,7 +61,7 @@ def test_ranks_that_are_asked_to_leave_one_after_another_leave_together(
 ) -> None:
     """Before a world's first step and after any: nobody leaves while others are still being asked."""
     monkeypatch.setattr(loop, "LEAVING_QUIET_S", 0.0)
-    session = MagicMock()
+    session = MagicMock(is_over=False)
     session.world.group.rank = 0
     session.leaving.side_effect = [*looks[: 1 if is_before else 0], *looks]
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, LEAVE, 0)
@@ -75,6 +79,35 @@ def test_a_world_of_which_everybody_is_asked_one_after_another_looks_only_so_oft
     session.leaving.side_effect = [[place <= asked for place in range(99)] for asked in range(99)]
     assert loop._departure(session) is loop.Outcome.LEFT
     assert session.leaving.call_count == loop.MOST_LOOKS + 1
+
+
+@pytest.mark.parametrize("others_lack_it", [True, False])
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_validation_that_a_fault_has_kept_a_rank_from_is_done_before_the_next_step(
+    has_it: bool, others_lack_it: bool
+) -> None:
+    """By all ranks if any of them lacks it: when training ends depends on it. It counts once."""
+    plan, state, world = MagicMock(), MagicMock(step=6), MagicMock()
+    plan.config.validation = ValidationConfig(every_steps=3, early_stopping=EarlyStoppingConfig())
+    state.reached = Reached(step=6, improvement=Improvement("min loss", 1.0, 3, 6 if has_it else 3, int(has_it)))
+    world.group.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(not others_lack_it))])
+    session = Session(plan, world, state, *[MagicMock()] * 7, None)
+    assert session.is_validation_missed() == (others_lack_it or not has_it)
+    session._note({"loss": 2.0})
+    assert state.reached.improvement == Improvement("min loss", 1.0, 3, 6, 1)
+    state.step = 7
+    assert not session.is_validation_missed(), "none is due"
+
+
+@pytest.mark.parametrize(("is_best", "is_committed", "commits"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_a_best_state_that_a_fault_has_kept_from_being_committed_is(
+    is_best: bool, is_committed: bool, commits: int
+) -> None:
+    session = MagicMock(is_over=False, is_best=is_best)
+    session.is_validation_missed.return_value = False
+    session.commits.has_head_at.return_value = is_committed
+    loop._catch_up(session)
+    assert session.commits.begin.call_count == commits and not session.validate.called
 
 
 def test_a_rank_that_loses_a_peer_at_the_point_of_no_return_is_to_apply_its_step() -> None:

@@ -26,7 +26,7 @@ from elastic_train.checkpoint.stores import deadline
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.disk import RealDisk
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.config.schema import OptimizerConfig
+from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
 from elastic_train.job.commit_facts import describe_commit

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import ElasticTrainError, FencedError, Preempted, ResultError
+from elastic_train.job.state import Reached
 from elastic_train.system import atomic_files
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.training.loop import Outcome
@@ -30,11 +30,11 @@ class Ended:
         self.acts: list[str] = []
         self.finish: Callable[[], object] = lambda: None
         self.check_newest: Callable[[], object] = lambda: None
-        run = SimpleNamespace(dir=str(folder))
+        run, validation = SimpleNamespace(dir=str(folder)), SimpleNamespace(early_stopping=None)
         task = SimpleNamespace(finish=lambda model, folder: self.finish())
         order = SimpleNamespace(num_epochs=lambda cursor: cursor.epoch)
-        manifest = SimpleNamespace(num_rows=9)
-        self.plan = SimpleNamespace(config=SimpleNamespace(run=run), task=task, manifest=manifest, order=order)
+        config, manifest = SimpleNamespace(run=run, validation=validation), SimpleNamespace(num_rows=9)
+        self.plan = SimpleNamespace(config=config, task=task, manifest=manifest, order=order)
         self.world = SimpleNamespace(
             group=SimpleNamespace(
                 rank=0, size=1, all_gather=lambda row: row.unsqueeze(0), close=lambda: self.acts.append("group closed")
@@ -43,7 +43,7 @@ class Ended:
             term=3,
             check_newest=lambda: self.check_newest(),
         )
-        reached = SimpleNamespace(validation={}, account=SampleAccount(), fast_steps=(), skipped_steps=())
+        reached = Reached(step=14)
         cursor = SimpleNamespace(epoch=1)
         shards = SimpleNamespace(digest=lambda group: "5e1f", make_whole=lambda group: self.acts.append("model whole"))
         self.state = SimpleNamespace(

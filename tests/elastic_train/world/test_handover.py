@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
-from elastic_train.config.schema import OptimizerConfig
+from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor

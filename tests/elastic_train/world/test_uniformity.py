@@ -144,6 +144,15 @@ def test_every_compared_key_exists() -> None:
     )
 
 
+def test_optimizers_and_schedules_of_ones_own_are_compared_by_their_source() -> None:
+    """As the task is: their modules' lines are among those of what decides."""
+    here = "tests.elastic_train.job.optimizers"
+    own = {"name": f"{here}.test_choice:Plain", "schedule": f"{here}.test_schedule:halved"}
+    lines = deciding(plan_with({"optimizer": own}))["the task's modules"]
+    assert isinstance(lines, list) and set(lines) > set(deciding(PLANS[0])["the task's modules"])  # type: ignore[call-overload]
+    assert {f"{here}.test_choice", f"{here}.test_schedule"} <= {line.partition(" ")[0] for line in lines}
+
+
 def compare_weights(rank: int, size: int, folder: str, wrong: list[int], ends_early: bool) -> None:
     """Compare the weights of a world in which some ranks hold others, each its own."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)

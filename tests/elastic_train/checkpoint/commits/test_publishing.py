@@ -16,7 +16,8 @@ from elastic_train.checkpoint import CommitWriter, SaveMemory, Store, discover, 
 from elastic_train.checkpoint.stores.disk import RealDisk
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Uncertain
-from elastic_train.config.schema import Config, OptimizerConfig, ParallelConfig
+from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.config.schema import Config, ParallelConfig
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.job.plan import Plan
@@ -283,11 +284,11 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory()), "it has no seat yet"
     seats = seats_of([("0",), ("1",)], 1)
     seating = Seating(shards.layout, shards.circle, seats, 1)
-    shards.sit(seating, shards.room_for(seating), [0.0])
+    shards.sit(seating, shards.room_for(seating), [0.0, 0.0])
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory())
     assert discover(LocalStore(tmp_path)).head is None
     alone = Seating(shards.layout, shards.circle, seats_of([("0",)], 1), 0)
-    shards.sit(alone, shards.room_for(alone), [0.0])
+    shards.sit(alone, shards.room_for(alone), [0.0, 0.0])
     assert commit_alone(plan_of(tmp_path), state, SaveMemory())
     head = discover(LocalStore(tmp_path)).head
     assert head is not None and head.step == 8

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from elastic_train.config.schema import OptimizerConfig, ParallelConfig
+from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.config.schema import ParallelConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
@@ -59,10 +60,12 @@ GROUPS = (
 Shards = Literal["none", "optimizer", "gradients", "parameters"]
 
 
-def build(shards: Shards, copies: int = 2, *, seed: int = 1, wire: Wire = "exact") -> AppliedState:
+def build(
+    shards: Shards, copies: int = 2, *, seed: int = 1, wire: Wire = "exact", recipe: Mapping[str, Any] | None = None
+) -> AppliedState:
     """Return a state as a process begins with it; a newcomer has the same weights, by the seed."""
     torch.manual_seed(seed)
-    config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
+    config = OptimizerConfig(**{"lr": 0.01, "warmup_steps": 2, "clip_norm": CLIPPING, **(recipe or {})})
     parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire)
     return build_state(Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel)
 

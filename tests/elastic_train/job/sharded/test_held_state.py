@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +17,7 @@ from elastic_train.config.schema import Config
 from elastic_train.core.lanes import lane_additions
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.reseating import Brought, take_first_seats
-from elastic_train.job.sharded.elementwise import moments_of
+from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
@@ -194,15 +196,38 @@ def test_copies_of_weights_that_differ_are_found_by_all(tmp_path: Path) -> None:
         assert not before and "step 1: rank" in after and "have different weights, first in '" in after
 
 
-@pytest.mark.parametrize(("kind", "moments"), [(torch.optim.AdamW, ["exp_avg", "exp_avg_sq"]), (torch.optim.SGD, [])])
-def test_an_optimizers_moments_are_found_by_trying_it(kind: type[torch.optim.Optimizer], moments: list[str]) -> None:
-    assert moments_of(kind(nn.Linear(2, 2).parameters(), lr=0.1)) == moments  # type: ignore[call-arg]
+def slots(kind: Callable[..., torch.optim.Optimizer]) -> Slots:
+    return slots_of(kind([nn.Parameter(torch.ones(2, 2))], lr=0.1), partial(kind, lr=0.1))
 
 
-@pytest.mark.parametrize(("kind", "why"), [(torch.optim.Adafactor, "differs"), (torch.optim.Muon, "a part of one")])
-def test_an_optimizer_whose_update_needs_more_than_an_element_is_refused(
-    kind: type[torch.optim.Optimizer], why: str
+@pytest.mark.parametrize(
+    ("kind", "moments", "counts"),
+    [
+        (torch.optim.AdamW, ("exp_avg", "exp_avg_sq"), True),
+        (partial(torch.optim.AdamW, amsgrad=True), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), True),
+        (torch.optim.SGD, (), False),
+        (partial(torch.optim.SGD, momentum=0.9, nesterov=True), ("momentum_buffer",), False),
+    ],
+)
+def test_an_optimizers_moments_are_found_by_trying_it(
+    kind: Callable[..., torch.optim.Optimizer], moments: tuple[str, ...], counts: bool
 ) -> None:
-    """Adafactor keeps means of rows and columns, Muon takes matrices alone."""
+    found = slots(kind)
+    assert (found.moments, found.count is not None) == (moments, counts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (torch.optim.Adafactor, "no number for each element"),
+        (torch.optim.Muon, "a part of one"),
+        (partial(torch.optim.SGD, momentum=0.9, dampening=0.5), "that has kept zeros"),
+        (partial(torch.optim.AdamW, fused=True), "rounds the last elements"),
+    ],
+)
+def test_an_optimizer_whose_update_needs_more_than_an_element_is_refused(
+    kind: Callable[..., torch.optim.Optimizer], why: str
+) -> None:
+    """Adafactor keeps means of rows and columns, Muon takes matrices; a damped momentum begins with a gradient."""
     with pytest.raises(ConfigError, match=f"{why}.*set parallel.shards to none"):
-        moments_of(kind([nn.Parameter(torch.ones(2, 2))], lr=0.1))  # type: ignore[call-arg]
+        slots(kind)

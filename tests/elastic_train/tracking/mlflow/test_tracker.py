@@ -45,7 +45,7 @@ def test_values_config_and_status_arrive(
     for step in range(1, 2101):
         tracker.log(step, {"loss": 1 / step})
     tracker.log(2100, {"validation/accuracy": 0.5, "odd, name": math.nan})
-    write_atomically(tmp_path / "result.json", json.dumps({"weights_sha256": "abc"}))
+    write_atomically(tmp_path / "result.json", json.dumps({"weights_sha256": "abc", "ended_by": "early stopping"}))
     tracker.finish("FINISHED")
     run = run_of(client, tracker)
     assert run.info.status == "FINISHED"
@@ -54,6 +54,7 @@ def test_values_config_and_status_arrive(
     assert math.isnan(run.data.metrics["odd_ name"])
     assert run.data.params["batch.global_batch"] == "64"
     assert run.data.tags[mlflow_run.WEIGHTS_TAG] == "abc"
+    assert run.data.tags[mlflow_run.ENDED_TAG] == "early stopping"
     assert "global_batch: 64" in run.data.tags[mlflow_run.CONFIG_TAG]
     assert [entry.path for entry in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
     assert not list(Path().glob("mlruns")), "artifacts are stored beside the database, not in the current folder"

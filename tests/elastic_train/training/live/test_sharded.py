@@ -15,7 +15,7 @@ from elastic_train.config.schema import Config
 from elastic_train.system.failpoints import VARIABLE, arm
 from rendezvous import EtcdServer
 from tests.conftest import start
-from tests.elastic_train.training.jobs import CLASSIFIER, WITNESS, config, result, succeed
+from tests.elastic_train.training.jobs import CLASSIFIER, WITNESS, average_of, config, result, succeed
 from tests.elastic_train.training.live.test_live import (
     etcd,
     eventually,
@@ -30,7 +30,8 @@ from tests.elastic_train.training.live.test_live import (
 )
 
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
-JOB = {**CLASSIFIER, "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.1}}
+RECIPE = {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.1, "ema": {"decay": 0.9}}
+JOB = {**CLASSIFIER, "optimizer": RECIPE, "validation": {"every_steps": 10, "weights": "ema"}}
 STEPS = 20
 LIVE_STEPS = 70
 SHARDED = {"ELASTIC_TRAIN__PARALLEL__SHARDS": "optimizer"}
@@ -57,6 +58,7 @@ def test_a_job_that_changes_its_world_and_its_mode_ends_with_the_bits_of_one_tha
         assert (held in done.output) is bool(how)
     for what in ("weights_sha256", "metrics"):
         assert result(tmp_path / "sharded")[what] == result(tmp_path / "whole")[what]
+    assert average_of(tmp_path / "sharded") == average_of(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """A run made before the modules had their present names: it is found, verified and resumed, to the same bits.
 
 It is of format 2, so its hashes are not by grains, and its first half was clipped by torch's norm. None of the steps of
-its second half has a gradient that is clipped.
+its second half has a gradient that is clipped. Weight decay acted on norms and biases then, as its configuration says.
 """
 
 from __future__ import annotations

@@ -9,18 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_train.config.schema import OptimizerConfig
+from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
-from elastic_train.job.parameter_groups import describe_groups
+from elastic_train.job.optimizers.parameter_groups import describe_groups
 from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.tasks.task import ParameterGroup
-from elastic_train.tasks.text_classifier import TextClassifier
 
-CONFIG = OptimizerConfig(lr=0.1, weight_decay=0.5, warmup_steps=2)
+CONFIG = OptimizerConfig(lr=0.1, weight_decay=0.5, warmup_steps=2, decay_norms_and_biases=True)
 BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
 
 
@@ -68,7 +67,7 @@ def moments(state: AppliedState, name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_groups_have_their_rates_and_decays(name: str) -> None:
     """The default group comes first; every rate follows warm-up and schedule."""
-    config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.5, warmup_steps=2)  # type: ignore[arg-type]
+    config = CONFIG.model_copy(update={"name": name})
     state = built(ParameterGroup(["2.weight"], lr_factor=4.0, weight_decay=0.0), config=config)
     assert settings(state) == [(3, 0.05, 0.5), (1, 0.2, 0.0)], "the first of two steps of warm-up"
     step(state)
@@ -79,7 +78,7 @@ def test_groups_have_their_rates_and_decays(name: str) -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_without_groups_nothing_changes(name: str) -> None:
     """Not a key of the optimizer's state, nor a bit of the weights, differs from torch's optimizer by itself."""
-    config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.5, warmup_steps=0, schedule="constant", clip_norm=None)  # type: ignore[arg-type]
+    config = CONFIG.model_copy(update={"name": name, "warmup_steps": 0, "schedule": "constant", "clip_norm": None})
     state, alone = built(config=config), built(config=config).model
     plain = (
         torch.optim.SGD(alone.parameters(), lr=0.1, weight_decay=0.5)
@@ -187,7 +186,7 @@ def test_changed_groups_keep_every_parameters_moments(
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_layer_may_be_frozen_and_thawed_between_runs(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Frozen, its moments are dropped and it keeps its weights; thawed, it begins as at a first step, and says so."""
-    config = OptimizerConfig(name=name, lr=0.1, warmup_steps=0)  # type: ignore[arg-type]
+    config = OptimizerConfig(name=name, lr=0.1, warmup_steps=0)
     state = built(config=config)
     step(state, times=3)
     frozen = resumed(state, built(ParameterGroup(BODY, is_frozen=True), config=config))
@@ -220,11 +219,3 @@ def test_descriptions_differ_exactly_where_groups_do() -> None:
     lines = state.outline["the list of parameter groups"]
     step(state)
     assert lines == state.outline["the list of parameter groups"] and lines[1].endswith("rate 0.2, weight decay 0.5")
-
-
-def test_the_text_classifier_decays_biases_and_norms_by_default() -> None:
-    """The option leaves out all of one dimension, and nothing else."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    assert list(TextClassifier().parameter_groups(model)) == []
-    [group] = TextClassifier(decay_biases_and_norms=False).parameter_groups(model)
-    assert group == ParameterGroup(["0.bias", "1.weight", "1.bias"], weight_decay=0.0)

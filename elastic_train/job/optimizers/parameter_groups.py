@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,8 +14,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_train.config.schema import OptimizerConfig
+from elastic_train.checkpoint.format.layout import AVERAGE
+from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
+from elastic_train.job.optimizers.choice import SettingsOf
+from elastic_train.job.optimizers.parameter_kinds import norms_and_biases
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.task import ParameterGroup
 
@@ -23,13 +26,18 @@ log = logging.getLogger(__name__)
 
 
 def build_groups(
-    model: nn.Module, groups: Sequence[ParameterGroup], config: OptimizerConfig
-) -> list[dict[str, list[nn.Parameter] | float]]:
+    model: nn.Module,
+    groups: Sequence[ParameterGroup],
+    config: OptimizerConfig,
+    settings_of: SettingsOf = lambda parameter: {},
+) -> list[dict[str, Any]]:
     """Freeze the parameters that a task wants frozen, and return the optimizer's groups for all others.
 
     The parameters that no group names come first, with the configured rate and decay; a group without parameters is
-    left out. Within a group they are in the model's order, whatever the order of the names. Raises ConfigError with
-    every mistake, before anything is frozen.
+    left out. Norms and biases have no decay, unless the configuration or their group has one for them; where they need
+    a group of their own for it, or where `settings_of` a parameter differ, a group is split. Within a group parameters
+    are in the model's order, whatever the order of the names. Raises ConfigError with every mistake, before anything is
+    frozen.
     """
     known = dict(model.named_parameters(remove_duplicate=False))
     if mistakes := list(_mistakes(groups, known)):
@@ -40,14 +48,27 @@ def build_groups(
             for parameter in parameters:
                 parameter.requires_grad_(False)
     named = {id(parameter) for parameters in members for parameter in parameters}
-    built: list[dict[str, list[nn.Parameter] | float]] = [
-        {"params": [parameter for parameter in model.parameters() if id(parameter) not in named]}
-    ]
+    others = [parameter for parameter in model.parameters() if id(parameter) not in named]
+    without = set() if config.decay_norms_and_biases or not config.weight_decay else norms_and_biases(model)
+    built = _split(others, {}, without, settings_of)
     for group, parameters in zip(groups, members, strict=True):
         if not group.is_frozen:
             decay = config.weight_decay if group.weight_decay is None else group.weight_decay
-            built.append({"params": parameters, "lr": config.lr * group.lr_factor, "weight_decay": decay})
-    return [group for group in built if group["params"]]
+            settings = {"lr": config.lr * group.lr_factor, "weight_decay": decay}
+            built += _split(parameters, settings, without if group.weight_decay is None else set(), settings_of)
+    return built
+
+
+def _split(
+    parameters: Sequence[nn.Parameter], settings: Mapping[str, object], without: Set[int], settings_of: SettingsOf
+) -> list[dict[str, Any]]:
+    """Return groups of parameters of equal settings; those in `without` have no decay."""
+    parts: dict[tuple[tuple[str, object], ...], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        undecayed = {"weight_decay": 0.0} if id(parameter) in without else {}
+        own = {**settings, **undecayed, **settings_of(parameter)}
+        parts.setdefault(tuple(own.items()), []).append(parameter)
+    return [{"params": part, **dict(own)} for own, part in parts.items()]
 
 
 def _members(model: nn.Module, wanted: set[int]) -> list[nn.Parameter]:
@@ -93,7 +114,7 @@ def _describe(names: Sequence[str], group: Mapping[str, Any]) -> str:
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
     return (
         f"{len(names)} parameters, {names[0]} to {names[-1]} (names {digest}), "
-        f"rate {group['initial_lr']}, weight decay {group['weight_decay']}"
+        f"rate {group['initial_lr']}, weight decay {group.get('weight_decay', 0.0)}"
     )
 
 
@@ -101,26 +122,39 @@ def regroup(saved: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) ->
     """Return a saved optimizer's state in the groups of this optimizer, whose settings are then its own.
 
     A parameter keeps its saved moments whichever group it was in. The moments of one that is no longer trained are
-    dropped; one that was not trained before begins with zero moments, as at a run's first step. Where the groups are
-    the same, `saved` is returned as it is.
+    dropped; one that was not trained before begins with zero moments, as at a run's first step. An average that was not
+    kept before begins with the weights, which must be in place. Where nothing differs, `saved` is returned as it is.
+    Raises ConfigError if another optimizer's moments were saved.
     """
     own = get_optimizer_state_dict(model, optimizer)
     groups: list[Mapping[str, Any]] = list(own["param_groups"])  # type: ignore[arg-type]
     state: Mapping[str, Mapping[str, Any]] = own["state"]  # type: ignore[assignment]
     before, now = _names_in(saved["param_groups"]), _names_in(groups)
-    new = [name for name, values in state.items() if values and name not in saved["state"]]
-    if before == now and not new:
+    new = [name for name, values in state.items() if values and not saved["state"].get(name)]
+    kept = {name: _fitted(name, saved["state"].get(name) or _begun(values), values) for name, values in state.items()}
+    if before != now or new:
+        log.warning(
+            "the parameter groups have changed since the commit: %d groups then, %d now; "
+            "%d parameters that were not trained begin with zero moments%s",
+            len(before),
+            len(now),
+            len(new),
+            f": {', '.join(new)}" if new else "",
+        )
+    elif all(list(kept[name]) == list(saved["state"].get(name, {})) for name in kept):
         return saved
-    log.warning(
-        "the parameter groups have changed since the commit: %d groups then, %d now; "
-        "%d parameters that were not trained begin with zero moments%s",
-        len(before),
-        len(now),
-        len(new),
-        f": {', '.join(new)}" if new else "",
-    )
-    kept = {name: saved["state"].get(name) or _begun(values) for name, values in state.items()}
     return {"state": kept, "param_groups": groups}
+
+
+def _fitted(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a parameter's saved state as this optimizer has it: with an average if, and only if, it keeps one."""
+    if set(saved) - {AVERAGE} != set(own) - {AVERAGE}:
+        raise ConfigError(
+            f"the commit has {', '.join(sorted(saved)) or 'nothing'} of '{name}', and this optimizer keeps "
+            f"{', '.join(sorted(own)) or 'nothing'}: set optimizer.name and optimizer.options back, or start again in "
+            "another run.dir"
+        )
+    return {key: saved.get(key, value) for key, value in own.items()} if set(saved) != set(own) else saved
 
 
 def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -128,8 +162,11 @@ def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _begun(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one parameter's optimizer state as before its first step."""
-    return {key: torch.zeros_like(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+    """Return one parameter's optimizer state as before its first step, but for its average, which begins with it."""
+    return {
+        key: torch.zeros_like(value) if isinstance(value, Tensor) and key != AVERAGE else value
+        for key, value in values.items()
+    }
 
 
 def set_rates(

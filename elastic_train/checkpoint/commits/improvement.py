@@ -1,0 +1,50 @@
+"""What validations have come to: the best value so far, and how many have passed since; in commits, as it decides when
+training ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from elastic_train.config.recipe import EarlyStoppingConfig, parse_best
+
+
+@dataclass(frozen=True, slots=True)
+class Improvement:
+    """The best value of a metric, None if none was a number, and the step that had it.
+
+    `metric` is written 'min loss'. `validated_at` is the step of the last validation, `num_since` how many in a row
+    were not better than the best.
+    """
+
+    metric: str
+    best: float | None = None
+    best_step: int = 0
+    validated_at: int = 0
+    num_since: int = 0
+
+    def after(self, step: int, value: float | None, min_delta: float) -> Improvement:
+        """Return what it is after a validation at a step, which counts once, however often it is repeated."""
+        if step <= self.validated_at:
+            return self
+        if value is not None and math.isfinite(value) and self._is_better(value, min_delta):
+            return replace(self, best=value, best_step=step, validated_at=step, num_since=0)
+        return replace(self, validated_at=step, num_since=self.num_since + 1)
+
+    def _is_better(self, value: float, min_delta: float) -> bool:
+        _, is_higher_better = parse_best(self.metric)
+        gain = 0.0 if self.best is None else value - self.best if is_higher_better else self.best - value
+        return self.best is None or (gain > 0.0 and gain >= min_delta)
+
+
+def improvement_for(config: EarlyStoppingConfig | None, known: Improvement | None) -> Improvement | None:
+    """Return what early stopping goes by: what is known of its metric, else a beginning; None if there is none."""
+    if config is None:
+        return None
+    return known if known is not None and known.metric == config.metric else Improvement(config.metric)
+
+
+def is_exhausted(config: EarlyStoppingConfig | None, known: Improvement | None) -> bool:
+    """Say whether so many validations in a row were no better that training ends."""
+    found = improvement_for(config, known)
+    return config is not None and found is not None and found.num_since >= config.patience

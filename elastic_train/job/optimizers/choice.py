@@ -1,0 +1,114 @@
+"""Which optimizer a configuration names, and with what it is made: found once, or refused before training."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.errors import ConfigError
+from elastic_train.job.optimizers.cuts import MakeOptimizer, shows_no_cut
+from elastic_train.job.optimizers.dotted_path import import_named
+from elastic_train.job.optimizers.muon import MuonWithAdamW
+from elastic_train.job.optimizers.parameter_kinds import muons_parameters
+from elastic_train.system.wording import did_you_mean, nearest
+
+SettingsOf = Callable[[nn.Parameter], Mapping[str, object]]
+_NAMED = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon"}
+_FUSED = ("adamw", "sgd", "muon")
+"""Those whose update, or AdamW's part of it, is one kernel where torch has one. On CPUs it is not used unasked: where a
+tensor is cut shows in its bits."""
+ADAMW_NAMES = "adamw_names"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerChoice:
+    """How the optimizer of a run is made; `kind` is the class that the options are those of."""
+
+    kind: type[Optimizer]
+    make: MakeOptimizer
+    adamw_names: tuple[str, ...] | None = None
+    """Patterns of what Muon leaves to AdamW; None where another optimizer updates everything."""
+
+    def tried(self) -> Optimizer:
+        """Return the optimizer of a small matrix."""
+        return self.make([{"params": [nn.Parameter(torch.zeros(2, 2))], "use_muon": self.adamw_names is not None}])
+
+    def settings_of(self, model: nn.Module) -> SettingsOf:
+        """Return what a parameter's group must say of it beside rate and decay."""
+        if self.adamw_names is None:
+            return lambda parameter: {}
+        chosen = muons_parameters(model, self.adamw_names)
+        return lambda parameter: {"use_muon": id(parameter) in chosen}
+
+
+def choose(config: OptimizerConfig, device: str = "cpu", *, is_fp16: bool = False) -> OptimizerChoice:
+    """Return the optimizer that a configuration names, tried on a parameter.
+
+    Raises ConfigError if there is none, if it has no such option, or refuses its value.
+    """
+    kind = _kind_of(config.name)
+    options = dict(config.options)
+    patterns = options.pop(ADAMW_NAMES, []) if config.name == "muon" else None
+    if patterns is not None and not (isinstance(patterns, list) and all(isinstance(one, str) for one in patterns)):
+        raise ConfigError(f"optimizer.options.{ADAMW_NAMES}: write a list of patterns, such as ['head.*']")
+    _check_options(config.name, kind, options, [ADAMW_NAMES] if patterns is not None else [])
+    make, names = _maker(config, kind, options, {}), None if patterns is None else tuple(patterns)
+    try:
+        OptimizerChoice(kind, make, names).tried()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer.options: '{config.name}' refuses them: {error}") from error
+    # A fused update of a scaled gradient leaves out the step by itself, unseen by what follows it.
+    if config.name in _FUSED and device == "cuda" and not is_fp16:
+        fused = _maker(config, kind, options, {"fused": True})
+        make = fused if shows_no_cut(fused, {"use_muon": False}, device) else make
+    return OptimizerChoice(kind, make, names)
+
+
+def _kind_of(name: str) -> type[Optimizer]:
+    if name in _NAMED:
+        found = getattr(torch.optim, _NAMED[name], None)
+        if found is None:
+            raise ConfigError(f"optimizer.name: torch {torch.__version__} has no {_NAMED[name]}; update torch")
+    else:
+        found = import_named("optimizer.name", name)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise ConfigError(f"optimizer.name: '{name}' is no class of torch.optim.Optimizer's kind")
+    return found
+
+
+def _takes(kind: type[Optimizer], name: str) -> bool:
+    parameters = inspect.signature(kind).parameters
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _check_options(name: str, kind: type[Optimizer], options: Mapping[str, object], others: list[str]) -> None:
+    own = {"params", "lr", "weight_decay"} | ({"betas"} if name == "adamw" else set())
+    known = [*(key for key in inspect.signature(kind).parameters if key not in own), *others]
+    unknown = [key for key in options if key not in known and (key in own or not _takes(kind, key))]
+    has = f"; it has {', '.join(known)}"
+    if unknown:
+        raise ConfigError(
+            *(f"optimizer.options: '{name}' has no '{key}'{did_you_mean(nearest(key, known), has)}" for key in unknown)
+        )
+
+
+def _maker(
+    config: OptimizerConfig, kind: type[Optimizer], options: Mapping[str, Any], fused: Mapping[str, bool]
+) -> MakeOptimizer:
+    if config.name == "muon":
+        adamw, rates = {"betas": config.betas, **fused}, (config.lr, config.weight_decay)
+        return lambda groups: MuonWithAdamW(groups, *rates, adamw=adamw, muon=dict(options))
+    takes_decay = _takes(kind, "weight_decay")
+    if config.weight_decay and not takes_decay:
+        raise ConfigError(f"optimizer.weight_decay: '{config.name}' takes none; set it to 0")
+    both = {"lr": config.lr, **({"weight_decay": config.weight_decay} if takes_decay else {})}
+    betas = {"betas": config.betas} if config.name == "adamw" else {}
+    make: Callable[..., Optimizer] = kind
+    return lambda groups: make(groups, **{**both, **betas, **fused, **options})

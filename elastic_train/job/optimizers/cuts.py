@@ -1,0 +1,39 @@
+"""Whether it shows in an update's bits where tensors are cut: found by trying it.
+
+A kernel may round the last elements of a tensor otherwise than the others, which it computes by the vector; torch's
+fused updates on CPUs do, in three of a thousand of them. Then a tensor that is cut elsewhere has other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer]
+_SHORT, _NUM_SHORT, _STEPS = 15, 273, 2
+"""Elements of a part that is all end, and how many there are: enough that one of thousands that differs is seen."""
+
+
+def shows_no_cut(make: MakeOptimizer, settings: Mapping[str, Any], device: torch.device | str | None = None) -> bool:
+    """Say whether a few updates of one parameter have the bits of those of its parts, each of a few elements."""
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(1 + _STEPS, _NUM_SHORT * _SHORT, generator=generator).to(device)
+    whole = _updated(make, settings, [values], [[gradient] for gradient in gradients])
+    parts = _updated(make, settings, values.split(_SHORT), [gradient.split(_SHORT) for gradient in gradients])
+    return torch.equal(whole, parts)
+
+
+def _updated(
+    make: MakeOptimizer, settings: Mapping[str, Any], values: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]
+) -> Tensor:
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    optimizer = make([{**settings, "params": parameters, "lr": 0.1}])
+    for gradients in steps:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    return torch.cat([parameter.detach() for parameter in parameters])

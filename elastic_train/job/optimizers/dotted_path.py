@@ -1,0 +1,19 @@
+"""What a configuration names by a dotted path: imported, or refused with the key that names it."""
+
+from __future__ import annotations
+
+import importlib
+
+from elastic_train.errors import ConfigError
+
+
+def import_named(key: str, path: str) -> object:
+    """Return what `module:name`, the value of a key, stands for; raise ConfigError if it cannot be imported."""
+    module, _, name = path.partition(":")
+    try:
+        found: object = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}: '{path}' cannot be imported ({error}); write module:name of a module on PYTHONPATH"
+        ) from error
+    return found

@@ -1,0 +1,37 @@
+"""Which of a model's parameters are what, by their shapes, their names and the modules that they are of."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+from torch import nn
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+
+def norms_and_biases(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that weight decay leaves out by default: biases, norms, all of one dimension."""
+    named = model.named_parameters(remove_duplicate=False)
+    found = {id(one) for name, one in named if one.ndim < 2 or name.rpartition(".")[2] == "bias"}
+    return found | {
+        id(one) for module in model.modules() if isinstance(module, _NORMS) for one in module.parameters(recurse=False)
+    }
+
+
+def muons_parameters(model: nn.Module, adamw_names: Sequence[str]) -> set[int]:
+    """Return the ids of the parameters that Muon updates: matrices, but norms, embeddings, the output layer of a model
+    of transformers, and those whose names match a pattern of `adamw_names`, as in a shell.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    others = {id(one) for name, one in named if any(fnmatch.fnmatchcase(name, pattern) for pattern in adamw_names)}
+    layers: list[nn.Module] = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+    layers += [head for one in model.modules() if isinstance(head := _output_layer(one), nn.Module)]
+    others |= {id(one) for layer in layers for one in layer.parameters(recurse=False)} | norms_and_biases(model)
+    return {id(one) for _, one in named if one.ndim == 2} - others
+
+
+def _output_layer(module: nn.Module) -> object:
+    """Return the layer that a model of transformers names as its output, if it is one."""
+    ask = getattr(module, "get_output_embeddings", None)
+    return ask() if callable(ask) else None

@@ -1,0 +1,113 @@
+"""Schedules are pure functions of the step: bounded, continuous, with the ends that they promise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from elastic_train.config.recipe import SCHEDULES, OptimizerConfig
+from elastic_train.errors import ConfigError
+from elastic_train.job.optimizers.schedule import check_schedule, rate_factor
+
+HERE = __name__
+
+
+def halved(step: int, total_steps: int) -> float:
+    return 0.5 if 2 * step >= total_steps else 1.0
+
+
+def broken(step: int, total_steps: int) -> float:
+    return math.nan if step > 3 else 1.0
+
+
+def without_arguments() -> float:
+    return 1.0
+
+
+recipes = st.builds(
+    lambda schedule, warmup, more, end, share: (
+        OptimizerConfig(
+            schedule=schedule, warmup_steps=warmup, schedule_end=end, cooldown_share=share, schedule_steps=warmup + more
+        ),
+        warmup + more,
+    ),
+    st.sampled_from(SCHEDULES),
+    st.integers(0, 50),
+    st.integers(1, 500),
+    st.floats(0, 1),
+    st.floats(0.01, 1),
+)
+
+
+@given(recipes, st.integers(0, 1000))
+def test_a_factor_is_between_the_end_and_1_and_falls_after_the_warm_up(
+    recipe: tuple[OptimizerConfig, int], step: int
+) -> None:
+    config, last = recipe
+    now, later = rate_factor(step, config, 7), rate_factor(step + 1, config, 7)
+    if step < config.warmup_steps:
+        assert now == (step + 1) / config.warmup_steps <= 1.0
+        return
+    least = 1.0 if config.schedule == "constant" else config.schedule_end
+    assert least - 1e-12 <= later <= now + 1e-12 <= 1.0 + 2e-12
+    if step >= last:
+        assert now == pytest.approx(least)
+
+
+@given(recipes, st.integers(0, 600))
+def test_a_schedule_has_no_jump(recipe: tuple[OptimizerConfig, int], step: int) -> None:
+    """From one step to the next a rate changes by no more than the steepest part of its shape; it is 1 at the peak."""
+    config, last = recipe
+    length = last - config.warmup_steps
+    steepest = {"constant": 0.0, "linear": 1.0, "cosine": math.pi / 2, "wsd": 1.0 / config.cooldown_share}
+    at = config.warmup_steps + step
+    change = rate_factor(at, config, 7) - rate_factor(at + 1, config, 7)
+    assert change <= steepest[config.schedule] / length + 1e-12
+    assert rate_factor(config.warmup_steps, config, 7) == pytest.approx(1.0)
+
+
+def test_wsd_is_constant_until_it_cools_down() -> None:
+    """A tenth of the steps after the warm-up, down to a fifth of the rate; total_steps counts unless it is given."""
+    config = OptimizerConfig(schedule="wsd", warmup_steps=10, cooldown_share=0.1, schedule_end=0.2)
+    factors = [rate_factor(step, config, 110) for step in range(111)]
+    assert factors[9:100] == [1.0] * 91 and factors[100] == pytest.approx(1.0)
+    assert factors[105] == pytest.approx(0.6) and factors[110] == pytest.approx(0.2)
+
+
+def test_a_function_of_ones_own_follows_the_warm_up() -> None:
+    config = OptimizerConfig(schedule=f"{HERE}:halved", warmup_steps=2)
+    check_schedule(config, 10)
+    assert [rate_factor(step, config, 10) for step in (0, 1, 2, 4, 5)] == [0.5, 1.0, 1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{HERE}:nothing", r"optimizer\.schedule: '.*:nothing' cannot be imported .*write module:name"),
+        (f"{HERE}:HERE", "is no function of a step"),
+        (f"{HERE}:broken", r"called with \(5, 10\), returns nan; it must be a finite number of at least 0"),
+        (f"{HERE}:without_arguments", r"called with \(0, 10\), fails: .*takes 0 positional arguments"),
+    ],
+)
+def test_what_gives_no_rate_is_refused_before_training(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_schedule(OptimizerConfig(schedule=name, warmup_steps=0), 10)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"schedule": "cosin"}, "must be constant, linear, cosine, wsd, or a function.*did you mean 'cosine'"),
+        ({"name": "adam"}, "must be adamw, sgd, adafactor, muon, or a class.*did you mean 'adamw'"),
+        ({"options": {"lr": 1.0}}, "'lr' is no option"),
+        ({"ema": {"decay": 1.0}}, "less than 1"),
+    ],
+)
+def test_a_wrong_value_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        OptimizerConfig(**values)

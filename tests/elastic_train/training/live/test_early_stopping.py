@@ -1,0 +1,60 @@
+"""Early stopping in live jobs: a rank that dies in a validation changes neither where training ends nor a bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from elastic_train.system.failpoints import VARIABLE, arm
+from rendezvous import EtcdServer
+from tests.conftest import start
+from tests.elastic_train.training.jobs import average_of, result, succeed
+from tests.elastic_train.training.live.test_live import (
+    JOB,
+    etcd,
+    eventually,
+    finish,
+    launch,
+    nothing_left,
+    until_whole,
+    write_config,
+)
+
+__all__ = ["etcd", "nothing_left"]  # fixtures
+EVERY, PATIENCE = 30, 3
+RECIPE = {
+    "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema": {"decay": 0.9}},
+    "validation": {
+        "every_steps": EVERY,
+        "weights": "ema",
+        "early_stopping": {"metric": "max loss", "patience": PATIENCE},
+    },
+}
+
+
+def job(folder: Path, rows: Path, lane_ms: float) -> str:
+    """Write the configuration of a job that would train for ever; its loss falls, so the first validation is best."""
+    path = Path(write_config(folder, rows, 100_000, lane_ms=lane_ms))
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **JOB, **RECIPE}))
+    return str(path)
+
+
+@pytest.mark.slow
+def test_a_validation_that_a_fault_ends_is_done_again(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """The survivors, whose weights and averages are in shards, validate before they train on."""
+    succeed(start([job(tmp_path / "alone", rows, 0.0)]))
+    assert result(tmp_path / "alone")["step"] == EVERY * (1 + PATIENCE)
+    points = tmp_path / "points"
+    points.mkdir()
+    environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__SHARDS": "parameters"}
+    live = launch(tmp_path, etcd, job(tmp_path, rows, 10.0), ranks=3, **environ)
+    until_whole(tmp_path / "run", 3)
+    arm(points, "validate", "kill", 2)
+    eventually(lambda: not (points / "validate").exists(), "a fault in a validation")
+    _, log = finish(live, tmp_path)
+    assert "early stopping after step" in log and result(tmp_path)["term"] != 1
+    for key in ("step", "ended_by", "improvement", "weights_sha256", "metrics"):
+        assert result(tmp_path)[key] == result(tmp_path / "alone")[key], key
+    assert average_of(tmp_path) == average_of(tmp_path / "alone")

@@ -1,0 +1,86 @@
+"""Early stopping and the average of the weights in whole runs: one end, one hash, at any world and through a fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic_train.checkpoint import open_store
+from elastic_train.checkpoint.commits.export import export
+from elastic_train.checkpoint.commits.lookup import find
+from elastic_train.errors import ConfigError
+from elastic_train.trained.evaluating import evaluate_trained
+from elastic_train.trained.opening import open_trained
+from tests.conftest import start
+from tests.elastic_train.training.jobs import CLASSIFIER, average_of, config, failing, history, result, succeed
+
+pytestmark = pytest.mark.slow
+
+RECIPE: dict[str, object] = {
+    "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "wsd", "ema": {"decay": 0.8}},
+    "validation": {
+        "every_steps": 3,
+        "weights": "ema",
+        "early_stopping": {"metric": "max loss", "patience": 2},
+    },
+    "checkpoint": {"every_steps": 7, "keep_last": 1},
+}
+BEST, END = 3, 9
+"""The loss falls, so that the first validation has the most of it."""
+
+
+def steps_of_commits(folder: Path) -> list[int]:
+    return sorted(int(path.stem.split("-")[1]) for path in (folder / "run" / "commits").iterdir())
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
+    """A run of one process that stopped early."""
+    folder = tmp_path_factory.mktemp("stopped")
+    done = succeed(start([config(folder, rows, {**CLASSIFIER, **RECIPE})]))
+    assert f"early stopping after step {END}: 2 validations in a row were not better (max loss)" in done.output
+    return folder
+
+
+def test_training_ends_when_validations_do_not_improve_and_says_so(stopped: Path, rows: Path) -> None:
+    """The best commit and the last one are kept; to start again trains nothing, unless there is more patience."""
+    ended = result(stopped)
+    assert (ended["status"], ended["step"], ended["ended_by"]) == ("done", END, "early stopping")
+    assert ended["improvement"]["best_step"] == BEST  # type: ignore[index,call-overload]
+    assert steps_of_commits(stopped) == [BEST, END]
+    succeed(start([str(stopped / "config.yaml")]))
+    assert result(stopped)["weights_sha256"] == ended["weights_sha256"] and len(history(stopped, "step")) == END
+
+
+def test_a_fault_in_a_validation_and_another_world_change_nothing(tmp_path: Path, rows: Path, stopped: Path) -> None:
+    """Failed in the last validation on two ranks, continued by three from a commit between two validations."""
+    path = config(tmp_path, rows, {**failing(tmp_path, after=42), **RECIPE})
+    assert "planted failure" in start([path], num_ranks=2).output
+    assert len(history(tmp_path, "validate")) == 6, "the third validation has begun on both ranks"
+    done = succeed(start([path], num_ranks=3))
+    assert "resumed from commits/00000001-000000000007.json" in done.output
+    for key in ("step", "ended_by", "improvement", "weights_sha256", "metrics"):
+        assert result(tmp_path)[key] == result(stopped)[key], key
+    assert average_of(tmp_path) == average_of(stopped)
+    assert steps_of_commits(tmp_path) == [BEST, END]
+
+
+def test_the_average_is_what_is_validated_evaluated_and_exported(tmp_path: Path, rows: Path, stopped: Path) -> None:
+    """To the last bit; and it is not what was trained."""
+    found = {}
+    for weights in ("trained", "ema"):
+        trained = open_trained(str(stopped / "run"), validation=str(rows / "validation"), weights=weights)  # type: ignore[arg-type]
+        found[weights] = evaluate_trained(trained)
+    assert found["ema"] == result(stopped)["metrics"] and found["trained"]["loss"] != found["ema"]["loss"]
+    store = open_store(str(stopped / "run"))
+    export(store, find(store, None), tmp_path / "weights.safetensors", "safetensors", "ema")
+    header = json.loads((tmp_path / "weights.safetensors").read_bytes()[8:].partition(b'"}')[0].decode() + '"}}')
+    assert header["__metadata__"]["weights"] == "ema"
+
+
+def test_a_run_without_an_average_has_none_to_export(tmp_path: Path, rows: Path, alone: Path) -> None:
+    store = open_store(str(alone / "run"))
+    with pytest.raises(ConfigError, match=r"holds no average of the weights: the run has no optimizer\.ema"):
+        export(store, find(store, None), tmp_path / "weights.pt", "torch", "ema")
