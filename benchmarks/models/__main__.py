@@ -10,8 +10,8 @@ hf_equal              whether the loss of a run's first step is transformers' ow
 hf_loss_apart         how far these losses are from each other, by job
 one_hash              whether live jobs of 1, 2, 3 and 4 ranks, and one of whose 4 a worker is killed in the midst, end
                       with the same weights to the last bit; `lora` trains adapters of a folder's model (goal: true)
-key_step_vs_plain     as step_vs_plain, with a key that changes how a step computes: bf16, recompute; the plain loop
-                      is as ever, in fp32
+key_step_vs_plain     as step_vs_plain, with a key that changes how a step computes: compile, bf16, recompute; the plain
+                      loop is as ever, in fp32 and not compiled
 key_peak_vs_plain     as peak_memory_vs_plain, with the key
 key_one_hash          as one_hash, with the key, over 1, 3 and 4 ranks and a kill; each key has its own weights
 
@@ -41,6 +41,7 @@ Measure = Callable[[Effort], dict[str, object]]
 Keys = Mapping[str, object]
 
 KEYS: Mapping[str, Keys] = {
+    "compile": {"compile": "true"},
     "bf16": {"precision": "bf16"},
     "recompute_units": {"parallel.recompute": "units"},
     "recompute_selective": {"parallel.recompute": "selective"},

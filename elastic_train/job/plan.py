@@ -24,6 +24,7 @@ from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.task import OWN_VALUES, Grouping, Task, load_task
 
@@ -66,6 +67,7 @@ class Plan:
         """Build model and optimizer from the run's seed, so that every rank begins with the same bits.
 
         Raises ConfigError if the task's parameter groups do not fit its model.
+        With `compile` nothing is compiled before `warm_up`.
         """
         torch.manual_seed(derive(self.config.run.seed, _INITIAL_WEIGHTS) >> 1)
         model = self.task.build_model().to(self.device)
@@ -74,9 +76,12 @@ class Plan:
         is_fp16 = self.config.precision == "fp16"
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
         config = self.config
-        return build_state(
+        compiled = CompiledBlocks(model) if config.compile else None  # before recomputation, which runs it twice
+        state = build_state(
             model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, config.parallel
         )
+        state.compiled = compiled
+        return state
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which a lane's loss is computed."""
@@ -137,6 +142,9 @@ def make_plan(config: Config) -> Plan:
     """Import the task, read the manifests, and check that they fit; raise ConfigError or DataError."""
     check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
     task = load_task(config.task)
+    device = pick_device(config)
+    if config.compile:
+        check_can_compile(device)
     manifest = load_manifest(config.data.train)
     task.prepare(manifest)
     check_best(config, task)
@@ -154,7 +162,7 @@ def make_plan(config: Config) -> Plan:
         order=order,
         feed=Feed(config, task, manifest),
         total_steps=config.max_steps or config.epochs * order.num_steps(config.batch.micro_batch),
-        device=pick_device(config),
+        device=device,
     )
 
 

@@ -36,7 +36,8 @@ class SequenceClassifier:
     `label`, `numeric` and `categorical` name columns, by default those of the manifest; [] for none.
     `class_weights` is "balanced", which weighs each sample by the inverse share of its class in the training set, or a
     list with a weight for each class. With `decay_biases_and_norms=False` weight decay leaves out all parameters of one
-    dimension.
+    dimension. With `fixed_width` a micro-batch is padded to `max_tokens`, as compiled kernels need it, and not to its
+    longest row.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class SequenceClassifier:
         numeric: Sequence[str] | None = None,
         categorical: Sequence[str] | None = None,
         category_buckets: int = 64,
+        fixed_width: bool = False,
         decay_biases_and_norms: bool = False,
     ) -> None:
         if max_tokens < 1:
@@ -57,7 +59,7 @@ class SequenceClassifier:
         self.source, self.lora, self.max_tokens = Source.of(hf), lora, max_tokens
         check_base(self.source, lora)
         self.rows = LabelledRows(tokens, label, numeric, categorical, category_buckets, class_weights)
-        self.decay_biases_and_norms = decay_biases_and_norms
+        self.decay_biases_and_norms, self._fixed_width = decay_biases_and_norms, fixed_width
 
     def prepare(self, manifest: Manifest) -> None:
         self.rows.prepare(manifest)
@@ -99,7 +101,7 @@ class SequenceClassifier:
         return pretrained_groups(model, decays_all=self.decay_biases_and_norms)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
-        batch = self.rows.collate(rows, ids, self.max_tokens)
+        batch = self.rows.collate(rows, ids, self.max_tokens, has_fixed_width=self._fixed_width)
         tokens, lengths = batch.pop("tokens"), batch.pop("lengths")
         check_range(tokens.numpy(), ids, self.rows.tokens, self.vocabulary)
         is_real = torch.arange(tokens.shape[1]) < lengths[:, None]

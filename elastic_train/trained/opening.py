@@ -20,6 +20,7 @@ from elastic_train.tracking.run_folder import CONFIG, RunFolder
 
 _ALONE: Mapping[str, Any] = {
     "device": "auto",
+    "compile": False,
     "parallel": {"shards": "none", "recompute": "none"},
     "checkpoint": {"keep_best": None},
 }
