@@ -47,7 +47,7 @@ def test_the_example_is_a_configuration_of_this_task(rows: Path) -> None:
         make_plan(given)
     whole = {**given.model_dump(), "task": {"path": given.task.path, "params": {**given.task.params, "max_tokens": 64}}}
     whole["task"]["params"]["model"]["vocabulary"] = 64
-    assert make_plan(Config.model_validate(whole)).total_steps == 200
+    assert make_plan(Config.model_validate(whole)).total_steps == 100
 
 
 @pytest.mark.parametrize(("num_ranks", "how"), WORLDS)
