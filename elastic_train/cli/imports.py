@@ -18,7 +18,7 @@ from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.text import Options
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.packing import pack as packing
-from elastic_train.data.packing.pack import Packed, PackOptions
+from elastic_train.data.packing.pack import Packed, PackOptions, PartReport
 from elastic_train.data.tables import digits, hf_folder, image_folder, importing
 from elastic_train.data.tables.files import parse_types
 from elastic_train.data.tables.importing import RowOptions, Written
@@ -193,7 +193,8 @@ def pack(
     """Pack documents into rows of at most LENGTH tokens, each document once, and say how much room is wasted.
 
     SOURCES are files (.jsonl, .csv, .parquet, .arrow with a document in each row; a .txt is one document) or datasets
-    of this project. Rows keep the boundaries of their documents. Memory is bounded, whatever the size.
+    of this project. Rows keep the boundaries of their documents, and a column `labels` beside lists of token ids (-100:
+    not to be predicted). Padding that `attention_mask` hides is left out. Memory is bounded, whatever the size.
 
     Parameters
     ----------
@@ -241,9 +242,14 @@ def _report_packed(out: Path, packed: Packed, *, is_json: bool) -> int:
         print_text(
             f"{report.url}: {counted(report.documents, 'document')} ({report.empty_documents:,} empty, "
             f"{report.cut_documents:,} cut) in {counted(report.rows, 'row')} of {report.length:,} tokens, "
+            f"{_targets_of(report)}"
             f"{report.padding_share:.2%} of the room wasted, digest {report.digest[:12]}"
         )
     return 0
+
+
+def _targets_of(report: PartReport) -> str:
+    return "" if report.targets is None else f"{report.targets / report.tokens:.2%} of the tokens to be predicted, "
 
 
 def _report_new(out: Path, made: Written) -> int:

@@ -163,6 +163,9 @@ class Config(Section):
     """Stop after this many steps, even in the middle of an epoch; overrides epochs."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16: autocast. fp16: autocast and a gradient scaler."""
+    compile: bool = False
+    """Compile the model's blocks with torch.compile, for the shape of the run's first micro-batch; others are computed
+    without. Needs a C++ compiler on CPUs, Triton on GPUs. The same bits in every world, but not those of false."""
     reduction: Literal["canonical", "fast"] = "canonical"
     """canonical: the same bits at any world size. fast: all_reduce, whose rounding varies with the world size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -194,6 +197,15 @@ class Config(Section):
             raise ValueError("validation.weights: ema needs an average: set optimizer.ema, such as {decay: 0.999}")
         if self.validation.early_stopping is not None and self.validation.every_steps is None:
             raise ValueError("validation.early_stopping needs validations to judge by: set validation.every_steps")
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_blocks_are_recomputed_whole(self) -> Config:
+        if self.compile and self.parallel.recompute == "selective":
+            raise ValueError(
+                "parallel.recompute: selective chooses among operations, and compile makes one of a block's: set "
+                "recompute to units or none, or compile to false"
+            )
         return self
 
     @model_validator(mode="after")

@@ -31,6 +31,7 @@ from elastic_train.job.optimizers.schedule import check_schedule
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.sharded.elementwise import slots_of
 from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.preparing import prepare
 from elastic_train.tasks.task import OWN_VALUES, Grouping, Task, load_task
@@ -75,6 +76,7 @@ class Plan:
         """Build model and optimizer from the run's seed, so that every rank begins with the same bits.
 
         Raises ConfigError if the task's parameter groups do not fit its model.
+        With `compile` nothing is compiled before `warm_up`.
         """
         torch.manual_seed(derive(self.config.run.seed, _INITIAL_WEIGHTS) >> 1)
         model = self.task.build_model().to(self.device)
@@ -83,9 +85,12 @@ class Plan:
         is_fp16 = self.config.precision == "fp16"
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
         config = self.config
-        return build_state(
+        compiled = CompiledBlocks(model) if config.compile else None  # before recomputation, which runs it twice
+        state = build_state(
             model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, config.parallel
         )
+        state.compiled = compiled
+        return state
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which a lane's loss is computed."""
@@ -154,12 +159,15 @@ def make_plan(config: Config) -> Plan:
     """Import the task, read the manifests, and check that they fit; raise ConfigError or DataError."""
     check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
     task = load_task(config.task)
+    device = pick_device(config)
+    if config.compile:
+        check_can_compile(device)
     sources = load_sources(config.data, config.batch.num_lanes)
     manifest = join(sources) if sources else load_manifest(config.data.sources[0])
     prepare(task, config.task, manifest, sources)
     check_best(config, task)
     order = order_of(config, manifest, sources)
-    device, total_steps = pick_device(config), count_steps(config, order)
+    total_steps = count_steps(config, order)
     check_schedule(config.optimizer, total_steps)
     choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
     if config.parallel.shards != "none":

@@ -35,6 +35,7 @@ from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.state_shards import Place, ReplicatedState, StateShards
 from elastic_train.job.units.blocks import unit_names, unit_of
+from elastic_train.job.units.compiled import CompiledBlocks
 from elastic_train.job.units.recompute import recompute_blocks
 from elastic_train.shards.grains import Layout
 from elastic_train.tasks.task import ParameterGroup
@@ -153,6 +154,8 @@ class AppliedState:
     reached: Reached = field(default_factory=Reached)
     pending: Pending | None = None
     """The step that is neither applied nor dropped, if any: what is left of a world decides."""
+    compiled: CompiledBlocks | None = None
+    """What of the model is compiled, if anything is to be."""
 
     @property
     def step(self) -> int:

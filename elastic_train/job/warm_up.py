@@ -15,22 +15,42 @@ from elastic_train.errors import DataError, StorageError
 from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
+from elastic_train.job.units.compiled import CALLS
 
 
 def warm_up(plan: Plan, state: AppliedState) -> None:
     """Run forward and backward of one micro-batch, and import the metrics; the state stays as it is, bit for bit.
 
     Opens the data, loads kernels, and starts the autograd engine's threads. Data that cannot be read is left to the
-    step that needs it, which says what to do.
+    step that needs it, which says what to do; but where the model is compiled, which is for the shape of the run's
+    first micro-batch, DataError or StorageError is raised.
     """
     plan.task.metrics()
     try:
         [[batch]] = plan.feed.training(plan.order, range(1), Cursor(), num_steps=1)
     except (DataError, StorageError):
-        return
+        if state.compiled is None:
+            return
+        raise
+    if state.compiled is not None and batch.unreadable:
+        raise DataError(
+            "compile: the run's first micro-batch cannot be read, whose shape is what is compiled: restore its files, "
+            "or set compile to false, on all nodes"
+        )
     devices = [plan.device] if plan.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _unchanged(state.model), state.shards.recording():
+    with torch.random.fork_rng(devices), _unchanged(state.model), state.shards.recording(), _compiling(state):
         run_once(plan, state.model, batch, step=0)
+
+
+@contextlib.contextmanager
+def _compiling(state: AppliedState) -> Iterator[None]:
+    """Compile what runs inside, and describe it for comparison with other ranks; if anything is to be compiled."""
+    if state.compiled is None:
+        yield
+        return
+    with state.compiled.learning():
+        yield
+    state.outline = {**state.outline, CALLS: state.compiled.described()}
 
 
 def run_once(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> None:

@@ -46,7 +46,8 @@ class CausalLM:
     `labels` (which tokens are targets, others are -100), `attention_mask` and `document_ids` name columns of lists with
     a value for each token; those that have these names in the data are used without being asked for, and false turns
     one off. `z_loss` times the square of the logits' log-sum-exp is added to every target's loss (Chowdhery et al.
-    2022, section 5).
+    2022, section 5). With `fixed_width` a micro-batch is padded to `max_tokens`, as compiled kernels need it, and not
+    to its longest row.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class CausalLM:
         labels: str | bool | None = None,
         attention_mask: str | bool | None = None,
         document_ids: str | bool | None = None,
+        fixed_width: bool = False,
         z_loss: float = 0.0,
     ) -> None:
         if model is not None and hf is not None:
@@ -75,13 +77,14 @@ class CausalLM:
         self.source, self.lora = None if hf is None else Source.of(hf), lora
         check_base(self.source, lora)
         self.max_tokens, self.z_loss = max_tokens, z_loss
-        self._tokens = tokens
+        self._tokens, self._fixed_width = tokens, fixed_width
         self._asked = {"labels": labels, "attention_mask": attention_mask, "document_ids": document_ids}
 
     def prepare(self, manifest: Manifest) -> None:
         self._known = manifest
         chosen = {name: _column(manifest, name, asked) for name, asked in self._asked.items()}
-        self.rows = TokenColumns(self._tokens, chosen["labels"], chosen["attention_mask"], chosen["document_ids"])
+        columns = (self._tokens, chosen["labels"], chosen["attention_mask"], chosen["document_ids"])
+        self.rows = TokenColumns(*columns, has_fixed_width=self._fixed_width)
         check_lists(manifest, *self.rows.names())
         if self.source is None:
             self.vocabulary = self._sizes["vocabulary"] or manifest.vocabulary_size or 0

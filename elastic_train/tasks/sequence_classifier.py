@@ -35,7 +35,8 @@ class SequenceClassifier:
 
     `label`, `numeric` and `categorical` name columns, by default those of the manifest; [] for none.
     `class_weights` is "balanced", which weighs each sample by the inverse share of its class in the training set, or a
-    list with a weight for each class.
+    list with a weight for each class. With `fixed_width` a micro-batch is padded to `max_tokens`, as compiled kernels
+    need it, and not to its longest row.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class SequenceClassifier:
         numeric: Sequence[str] | None = None,
         categorical: Sequence[str] | None = None,
         category_buckets: int = 64,
+        fixed_width: bool = False,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         self.source, self.lora, self.max_tokens = Source.of(hf), lora, max_tokens
         check_base(self.source, lora)
         self.rows = LabelledRows(tokens, label, numeric, categorical, category_buckets, class_weights)
+        self._fixed_width = fixed_width
 
     def prepare(self, manifest: Manifest) -> None:
         self.rows.prepare(manifest)
@@ -96,7 +99,7 @@ class SequenceClassifier:
         return frozen_groups(model)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
-        batch = self.rows.collate(rows, ids, self.max_tokens)
+        batch = self.rows.collate(rows, ids, self.max_tokens, has_fixed_width=self._fixed_width)
         tokens, lengths = batch.pop("tokens"), batch.pop("lengths")
         check_range(tokens.numpy(), ids, self.rows.tokens, self.vocabulary)
         is_real = torch.arange(tokens.shape[1]) < lengths[:, None]

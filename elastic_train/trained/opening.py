@@ -23,6 +23,7 @@ from elastic_train.tracking.run_folder import CONFIG, RunFolder
 _TRAINED: Mapping[str, Any] = {"weights": "trained", "early_stopping": None}
 _ALONE: Mapping[str, Any] = {
     "device": "auto",
+    "compile": False,
     "parallel": {"shards": "none", "recompute": "none"},
     "checkpoint": {"keep_best": None},
     "optimizer": {"name": "sgd", "options": {}, "schedule": "constant", "ema": None},

@@ -86,7 +86,7 @@ def open_session(process: Process, formed: Formed) -> Session:
 def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
     check_alike(world.group, plan, state.outline, state.model.state_dict())
-    differing = differing_kernels(world.group, plan.device)
+    differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile)
     check_can_be_sharded(world.group, plan, differing)
     head = restore(plan, world, state)
     stuck = check_progress(world, plan)
@@ -119,6 +119,8 @@ def _open_in(process: Process, world: World) -> Session:
     )
     if isinstance(state.shards, HeldState):
         world.announce(_redundancy_of(state.shards))
+    if plan.config.compile:
+        world.announce(f"{state.compiled}")
     _warn_of_file_system(process, world)
     return session
 

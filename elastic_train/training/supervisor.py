@@ -74,7 +74,7 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
         lambda: state.step,
         UnformedWorlds(files, config.run.dir, config.run.history_bytes),
     )
-    if worlds.is_live or config.parallel.shards == "parameters":  # which learns the order of the blocks by it
+    if worlds.is_live or config.compile or config.parallel.shards == "parameters":  # which learn from it
         watchdog.warm_up()
         try:
             with leave.droppable():

@@ -28,6 +28,7 @@ from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.majority import name_others
 from elastic_train.job.optimizers.dotted_path import import_named
 from elastic_train.job.plan import Plan
+from elastic_train.job.units.compiled import CALLS, compiler_of
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.task_source import source_of
 from rendezvous.membership.records import Job
@@ -41,7 +42,8 @@ _KEYS = {
 }
 _VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "neon", "asimd", "sve", "bf16", "vsx")
 _MODULES, _PARAMETERS, _TENSORS = "the task's modules", "the parameters", "the model's tensors"
-_TOP = ("epochs", "max_steps", "precision", "reduction", "threads_per_rank")
+_LISTS = (_MODULES, _PARAMETERS, _TENSORS, CALLS)
+_TOP = ("epochs", "max_steps", "precision", "compile", "reduction", "threads_per_rank")
 
 
 def check_alike(group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -> None:
@@ -64,9 +66,9 @@ def check_alike(group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], 
 
 
 def _problem(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Say what a key is here and on rank 0; of modules, parameters and the model's tensors, the first that differs."""
+    """Say what a key is here and on rank 0; of what is a list, the first that differs."""
     here, there = mine.get(key), theirs.get(key)
-    if here and there and key in (_MODULES, _PARAMETERS, _TENSORS):
+    if here and there and key in _LISTS:
         pairs = zip_longest(here, there, fillvalue="none")
         here, there = next((one, other) for one, other in pairs if one != other)
         key = f"the first of {key} that differs"
@@ -132,9 +134,12 @@ def kernels_of(device: torch.device) -> dict[str, str]:
     return found if is_cuda else {**found, **_processor()}
 
 
-def differing_kernels(group: Group, device: torch.device) -> list[str]:
-    """Return, on every rank, in what ranks differ from rank 0 so that bits may differ; one line for each such rank."""
-    mine = kernels_of(device)
+def differing_kernels(group: Group, device: torch.device, *, compiles: bool = False) -> list[str]:
+    """Return, on every rank, in what ranks differ from rank 0 so that bits may differ; one line for each such rank.
+
+    `compiles` says that ranks make kernels themselves.
+    """
+    mine = kernels_of(device) | (compiler_of(device) if compiles else {})
     digest = zlib.crc32(json.dumps(mine, sort_keys=True).encode())
     seen = group.all_gather(torch.tensor(digest)).flatten().tolist()
     others = [rank for rank in range(group.size) if seen[rank] != seen[0]]

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
+"""A document, token by token: of shape (tokens,), or (tokens, 2) with what belongs to each token beside it."""
 
 
 @dataclass(frozen=True, slots=True)

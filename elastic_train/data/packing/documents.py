@@ -1,4 +1,7 @@
-"""Documents to pack: the token ids of each row of a source, made of its text or taken as they are."""
+"""Documents to pack: the token ids of each row of a source, made of its text or taken as they are, with their labels.
+
+A labelled document is of shape (tokens, 2): each token, and what is to be predicted in its place, or IGNORED.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from elastic_train.core.arrays import Int64s
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.corpora.tokenizer import GivenTokenizer, read_tokenizer
 from elastic_train.data.dataset.manifest import NAME, load_manifest
@@ -22,6 +26,9 @@ from elastic_train.data.tables.splitting import TRAIN, VALIDATION
 from elastic_train.errors import ConfigError
 
 USUAL = ("input_ids", "text")
+LABELS, MASK = "labels", "attention_mask"
+IGNORED = -100
+"""The label of a token that is no target, as everywhere in the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +51,41 @@ def sources_of(given: Sequence[Path]) -> Sources:
 
 
 class Documents:
-    """Turns rows into documents; `end` is a token id that is put after each of them."""
+    """Turns rows into documents; `end` is a token id that is put after each of them.
+
+    Lists of token ids have labels if there is a column of that name beside them. What a mask hides at their begin or
+    end, which is padding, is left out.
+    """
 
     def __init__(self, column: str | None, tokenizer: GivenTokenizer | None, end: int | None) -> None:
-        self._column, self._tokenizer = column, tokenizer
-        self._end = np.array([] if end is None else [end], dtype=np.int32)
+        self._column, self._tokenizer, self._end = column, tokenizer, end
+        self._has_labels: bool | None = None
 
     def of(self, chunk: Chunk) -> Iterator[Tokens]:
         """Yield the tokens of each row, none for an empty one; ConfigError names the row that cannot be used."""
         name = self._column or next((name for name in USUAL if name in chunk.rows.schema.names), USUAL[-1])
         column = column_of(chunk, name, "--column")
         is_tokens = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-        for tokens in self._given(chunk, name, column) if is_tokens else self._made(chunk, name):
-            yield np.concatenate([tokens, self._end]) if len(tokens) else tokens
+        self._check_labels(chunk, has_labels=is_tokens and LABELS in chunk.rows.schema.names)
+        for tokens in self._given(chunk, name) if is_tokens else self._made(chunk, name):
+            yield np.concatenate([tokens, self._end_of(tokens)]) if len(tokens) else tokens
+
+    def _check_labels(self, chunk: Chunk, *, has_labels: bool) -> None:
+        """Refuse a source of which some rows have labels and others none: in a row of both, who could tell?"""
+        if self._has_labels is False and has_labels:  # that a column is missing, reading says
+            raise ConfigError(
+                f"{chunk.path}: has a column '{LABELS}', and the files before it have none: pack them apart, or give "
+                "all rows labels"
+            )
+        self._has_labels = has_labels
+
+    def _end_of(self, tokens: Tokens) -> Tokens:
+        """Return the token that ends a document, a target if the document's last one is; none unless asked for."""
+        if self._end is None:
+            return tokens[:0]
+        if tokens.ndim == 1:
+            return np.array([self._end], dtype=np.int32)
+        return np.array([[self._end, IGNORED if tokens[-1, 1] == IGNORED else self._end]], dtype=np.int32)
 
     def _made(self, chunk: Chunk, name: str) -> Iterator[Tokens]:
         if self._tokenizer is None:
@@ -66,22 +95,72 @@ class Documents:
         made = iter(self._tokenizer.ids_of(filled))
         yield from (next(made) if text else np.zeros(0, dtype=np.int32) for text in texts)
 
-    def _given(self, chunk: Chunk, name: str, column: pa.Array) -> Iterator[Tokens]:
-        if not pa.types.is_integer(column.type.value_type):
-            raise ConfigError(f"{chunk.path}: column '{name}' is {column.type}, not lists of token ids (--column)")
+    def _given(self, chunk: Chunk, name: str) -> Iterator[Tokens]:
         most = self._tokenizer.vocabulary_size if self._tokenizer else 1 << 31
-        values = column.flatten()
-        is_wrong = pc.fill_null(pc.or_kleene(pc.less(values, 0), pc.greater_equal(values, most)), True)
-        at = pc.index(is_wrong, True).as_py()
-        row = pc.index(pc.is_null(column), True).as_py() if at < 0 else pc.list_parent_indices(column)[at].as_py()
-        if row >= 0:
-            what = "no list" if at < 0 else f"the token id {values[at].as_py()}"
-            raise ConfigError(
-                f"{chunk.place_of(row)}: has {what} under '{name}'; ids are whole numbers from 0 to {most - 1}: "
-                "correct the row, or name the tokenizer that made it"
-            )
-        ends = np.cumsum(numbers_of(pc.list_value_length(column)))
-        yield from np.split(numbers_of(values.cast(pa.int32())), ends[:-1])
+        lists = [_whole_numbers(chunk, name, range(most))]
+        if self._has_labels:
+            lists.append(_whole_numbers(chunk, LABELS, range(most), or_else=IGNORED))
+            _check_lengths(chunk, LABELS, name)
+        values = lists[0] if len(lists) == 1 else np.stack(lists, axis=1)
+        documents = np.split(values, np.cumsum(_lengths(chunk, name))[:-1])
+        if MASK not in chunk.rows.schema.names:
+            yield from documents
+            return
+        masks = _whole_numbers(chunk, MASK, range(2))
+        _check_lengths(chunk, MASK, name)
+        for row, mask in enumerate(np.split(masks, np.cumsum(_lengths(chunk, name))[:-1])):
+            yield documents[row][_unpadded(chunk, row, mask)]
+
+
+def _whole_numbers(chunk: Chunk, name: str, known: range, or_else: int | None = None) -> Tokens:
+    """Return all values of a column of lists, one after the other; ConfigError names a row that has others."""
+    column = chunk.rows.column(name)
+    is_lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if not is_lists or not pa.types.is_integer(column.type.value_type):
+        raise ConfigError(f"{chunk.path}: column '{name}' is {column.type}, not lists of token ids (--column)")
+    values = column.flatten()
+    is_wrong = pc.or_kleene(pc.less(values, known.start), pc.greater_equal(values, known.stop))
+    if or_else is not None:
+        is_wrong = pc.and_kleene(is_wrong, pc.not_equal(values, or_else))
+    at = pc.index(pc.fill_null(is_wrong, True), True).as_py()
+    row = pc.index(pc.is_null(column), True).as_py() if at < 0 else pc.list_parent_indices(column)[at].as_py()
+    if row >= 0:
+        what = "no list" if at < 0 else f"the token id {values[at].as_py()}"
+        ids = f"ids are whole numbers from 0 to {known.stop - 1}{'' if or_else is None else f', or {or_else}'}"
+        raise ConfigError(
+            f"{chunk.place_of(row)}: has {what} under '{name}'; {ids}: correct the row, or name the tokenizer that "
+            "made it"
+        )
+    return numbers_of(values.cast(pa.int32()))
+
+
+def _lengths(chunk: Chunk, name: str) -> Int64s:
+    return numbers_of(pc.list_value_length(chunk.rows.column(name))).astype(np.int64)
+
+
+def _check_lengths(chunk: Chunk, name: str, tokens: str) -> None:
+    """Refuse a list that has not one value for each token."""
+    has, needs = _lengths(chunk, name), _lengths(chunk, tokens)
+    if (has != needs).any():
+        row = int(np.flatnonzero(has != needs)[0])
+        raise ConfigError(
+            f"{chunk.place_of(row)}: has {has[row]} values under '{name}', but {needs[row]} under '{tokens}': give one "
+            "for each token"
+        )
+
+
+def _unpadded(chunk: Chunk, row: int, mask: Tokens) -> slice:
+    """Return where the tokens are that a mask shows; ConfigError if it hides some between them."""
+    shown = np.flatnonzero(mask)
+    if not len(shown):
+        return slice(0, 0)
+    lo, hi = int(shown[0]), int(shown[-1]) + 1
+    if len(shown) != hi - lo:
+        raise ConfigError(
+            f"{chunk.place_of(row)}: '{MASK}' hides tokens between others, which packed rows cannot: leave these "
+            "tokens out, or the column"
+        )
+    return slice(lo, hi)
 
 
 def tokenizer_for(wanted: Path | None, sources: Sources) -> GivenTokenizer | None:

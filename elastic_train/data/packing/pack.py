@@ -2,8 +2,9 @@
 
 A row has the tokens of its documents one after the other in `input_ids`, at most `length` of them. `document_ids` has
 for each token the number of its document, from 0 in each part: position ids and the attention mask follow from these.
-`document_offsets` has for each piece in the row where in its document it begins: 0 unless the document was cut. Rows
-are not padded: that is the collate's, as late as possible.
+`document_offsets` has for each piece in the row where in its document it begins: 0 unless the document was cut. If the
+documents have labels, `labels` has for each token its label. Rows are not padded: that is the collate's, as late as
+possible.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from elastic_train.data.corpora import tokenizer as tokenise
 from elastic_train.data.corpora.tokenizer import GivenTokenizer
 from elastic_train.data.dataset.manifest import build_manifest
 from elastic_train.data.packing.bins import BestFit, Row, Tokens
-from elastic_train.data.packing.documents import Documents, sources_of, tokenizer_for
+from elastic_train.data.packing.documents import IGNORED, LABELS, Documents, sources_of, tokenizer_for
 from elastic_train.data.tables.files import read_files, shown_chunks
 from elastic_train.data.tables.importing import contents_of
 from elastic_train.data.tables.splitting import SHARE, TRAIN, VALIDATION, part_of
@@ -41,6 +42,7 @@ SCHEMA = pa.schema(
         pa.field("document_offsets", pa.list_(pa.int64()), nullable=False),
     ]
 )
+LABELLED = SCHEMA.append(pa.field(LABELS, pa.list_(pa.int32()), nullable=False))
 OPEN_ROWS = 256
 """Rows that are open at once: measured, 64 waste less than 1 % already."""
 
@@ -61,7 +63,10 @@ class PackOptions:
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """What became of a part's documents; `padding_share` is the share of the places of all rows that hold no token."""
+    """What became of a part's documents; `padding_share` is the share of the places of all rows that hold no token.
+
+    `targets` counts the tokens whose label is not -100; None without labels.
+    """
 
     url: str
     digest: str
@@ -69,6 +74,7 @@ class PartReport:
     empty_documents: int
     cut_documents: int
     tokens: int
+    targets: int | None
     rows: int
     length: int
     padding_share: float
@@ -127,12 +133,14 @@ def _end_of(options: PackOptions, tokenizer: GivenTokenizer | None) -> int | Non
 
 @dataclass(slots=True)
 class _Counts:
-    """What was given to a part: all documents, those without tokens, those longer than a row, and all tokens."""
+    """What was given to a part: all documents, those without tokens, those longer than a row, all tokens, and those to
+    be predicted, None where there are no labels."""
 
     documents: int = 0
     empty: int = 0
     cut: int = 0
     tokens: int = 0
+    targets: int | None = None
     sums: CoverageSums = field(default_factory=CoverageSums)
 
 
@@ -160,6 +168,8 @@ class _Part:
         counts.empty += not len(tokens)
         counts.cut += len(tokens) > self._options.length
         counts.tokens += len(tokens)
+        if tokens.ndim > 1:
+            counts.targets = (counts.targets or 0) + int((tokens[:, 1] != IGNORED).sum())
         if len(tokens):
             counts.sums += CoverageSums.of_ids(np.array([number]))
         self._closed += self._bins.add(number, tokens)
@@ -183,7 +193,8 @@ class _Part:
             facts |= {"tokenizer": tokenise.FILE_NAME, "tokenizer_sha256": tokenizer.sha256}
             facts |= {"vocabulary_size": tokenizer.vocabulary_size}
         manifest = build_manifest(str(self._folder), **facts)
-        assert written(self._folder) == (counts.sums, counts.tokens), f"{self._folder}: a document is lost or repeated"
+        given = (counts.sums, counts.tokens, counts.targets)
+        assert written(self._folder) == given, f"{self._folder}: a document, or a label, is lost or repeated"
         return PartReport(
             manifest.url,
             manifest.digest,
@@ -191,6 +202,7 @@ class _Part:
             counts.empty,
             counts.cut,
             counts.tokens,
+            counts.targets,
             manifest.num_rows,
             length,
             1 - counts.tokens / (manifest.num_rows * length),
@@ -203,28 +215,39 @@ def rows_of(rows: Sequence[Row]) -> pa.RecordBatch:
     num_pieces = np.cumsum([0, *(len(row.pieces) for row in rows)]).astype(np.int32)
     num_tokens = np.cumsum([0, *(row.used for row in rows)]).astype(np.int32)
     documents = np.array([piece.document for piece in pieces], dtype=np.int32)
-    columns = (
-        (num_tokens, np.concatenate([piece.tokens for piece in pieces])),
+    tokens = np.concatenate([piece.tokens for piece in pieces])
+    columns = [
+        (num_tokens, tokens if tokens.ndim == 1 else tokens[:, 0]),
         (num_tokens, np.repeat(documents, [len(piece.tokens) for piece in pieces])),
         (num_pieces, np.array([piece.lo for piece in pieces], dtype=np.int64)),
-    )
+        *([] if tokens.ndim == 1 else [(num_tokens, tokens[:, 1])]),
+    ]
     lists = [pa.ListArray.from_arrays(pa.array(ends), pa.array(values)) for ends, values in columns]
-    return pa.RecordBatch.from_arrays(lists, schema=SCHEMA)
+    return pa.RecordBatch.from_arrays(lists, schema=SCHEMA if tokens.ndim == 1 else LABELLED)
 
 
-def written(folder: Path) -> tuple[CoverageSums, int]:
-    """Read a packed part back; return the sums over the documents that begin in it, and how many tokens it has."""
-    sums, num_tokens = CoverageSums(), 0
+def written(folder: Path) -> tuple[CoverageSums, int, int | None]:
+    """Read a packed part back; return the sums over the documents that begin in it, and how many tokens and targets it
+    has, None of the latter without labels."""
+    sums, num_tokens, num_targets = CoverageSums(), 0, None
     for rows in read_back(folder):
         ids, offsets = (numbers_of(rows.column(name).flatten()) for name in ("document_ids", "document_offsets"))
         begins = np.diff(ids, prepend=-1) != 0
         begins[np.cumsum(numbers_of(pc.list_value_length(rows.column("document_ids"))))[:-1]] = True
         sums += CoverageSums.of_ids(ids[begins][offsets == 0].astype(np.int64))
         num_tokens += len(ids)
-    return sums, num_tokens
+        if LABELS in rows.schema.names:
+            labels = numbers_of(rows.column(LABELS).flatten())
+            num_targets = (num_targets or 0) + int((labels != IGNORED).sum())
+    return sums, num_tokens, num_targets
 
 
 def read_back(folder: Path) -> Iterator[pa.RecordBatch]:
     """Yield what a packed part says of its documents, few rows at a time: a row is as long as they were made."""
     for path in sorted(folder.glob("*.parquet")):
-        yield from pq.ParquetFile(path).iter_batches(ROWS_PER_GROUP, columns=list(SCHEMA.names[1:]))
+        file = pq.ParquetFile(path)
+        yield from file.iter_batches(ROWS_PER_GROUP, columns=[*SCHEMA.names[1:], *_labels_in(file.schema_arrow)])
+
+
+def _labels_in(schema: pa.Schema) -> list[str]:
+    return [LABELS] if LABELS in schema.names else []

@@ -92,10 +92,14 @@ class LabelledRows:
         """Name all columns."""
         return [self.tokens, self.label, *self.numeric, *self.categorical]
 
-    def collate(self, rows: pa.Table, ids: Ids, max_tokens: int) -> Batch:
-        """Return `tokens` (rows, width), padded with 0, `lengths` (rows,) >= 1, metadata, and `label` (rows,)."""
+    def collate(self, rows: pa.Table, ids: Ids, max_tokens: int, *, has_fixed_width: bool = False) -> Batch:
+        """Return `tokens` (rows, width), padded with 0, `lengths` (rows,) >= 1, metadata, and `label` (rows,).
+
+        The width is that of the longest row, or with `has_fixed_width` always `max_tokens`.
+        """
         self._check_whole(rows, ids)
-        tokens, lengths = pad_lists(rows.column(self.tokens), max_width=max_tokens, multiple=_WIDTH_MULTIPLE)
+        multiple = max_tokens if has_fixed_width else _WIDTH_MULTIPLE
+        tokens, lengths = pad_lists(rows.column(self.tokens), max_width=max_tokens, multiple=multiple)
         numeric, is_missing = _numeric(rows, self.numeric)
         label = numbers_of(rows.column(self.label)).astype(np.int64)
         return {

@@ -38,6 +38,8 @@ class TokenColumns:
     labels: str | None = None
     attention: str | None = None
     documents: str | None = None
+    has_fixed_width: bool = False
+    """Whether every micro-batch is as wide as a row may be, so that all have one shape."""
 
     def names(self) -> Iterator[str]:
         """Yield the columns that there are."""
@@ -51,9 +53,9 @@ class TokenColumns:
         [0, vocabulary).
         """
         lengths = self._check(rows, ids)
+        multiple = max_tokens if self.has_fixed_width else _WIDTH_MULTIPLE
         padded = {
-            name: pad_lists(rows.column(name), max_width=max_tokens, multiple=_WIDTH_MULTIPLE)[0]
-            for name in self.names()
+            name: pad_lists(rows.column(name), max_width=max_tokens, multiple=multiple)[0] for name in self.names()
         }
         tokens = padded[self.tokens]
         check_range(tokens, ids, self.tokens, vocabulary)

@@ -168,3 +168,10 @@ def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:
     assert load(tmp_path, yaml.safe_load(config.to_yaml())) == config
     with pytest.raises(ConfigError, match="write 'min loss'"):
         load(tmp_path, GOOD, arguments=("--checkpoint.keep-best", "loss"))
+
+
+def test_what_cannot_go_together_with_compiled_blocks_is_refused(tmp_path):
+    """Recomputing whole blocks can."""
+    assert load(tmp_path, {**GOOD, "compile": True, "parallel": {"recompute": "units"}}).compile
+    with pytest.raises(ConfigError, match=r"selective chooses among operations, .* set recompute to units or none"):
+        load(tmp_path, {**GOOD, "compile": True, "parallel": {"recompute": "selective"}})

@@ -46,6 +46,19 @@ def test_labels_say_which_tokens_are_targets(tmp_path: Path) -> None:
     assert targets_of(tmp_path, columns) == [[(1, 7), (2, 8)], [], [], [], [(0, 30)]]
 
 
+def test_micro_batches_have_one_shape_if_asked_for(tmp_path: Path) -> None:
+    """The same targets at the same places, with more padding."""
+    columns = {"input_ids": TOKENS, "document_ids": lists([0, 0, 1, 1], [4, 4], [0], [], [0, 1, 2])}
+    manifest = described(tmp_path / "rows", columns)
+    found = []
+    for is_fixed, width in ((False, 8), (True, 20)):
+        task = prepared(manifest, fixed_width=is_fixed)
+        batch = task.collate(pa.table(columns), np.arange(len(TOKENS)))
+        assert {tuple(batch[name].shape) for name in ("tokens", "documents", "positions")} == {(len(TOKENS), width)}
+        found.append((batch["places"] // width, batch["places"] % width, batch["targets"]))
+    assert all(narrow.equal(wide) for narrow, wide in zip(*found, strict=True))
+
+
 def test_no_target_is_in_another_document_or_masked(tmp_path: Path) -> None:
     documents = lists([0, 0, 1, 1], [4, 4], [0], [], [0, 1, 2])
     columns = {"input_ids": TOKENS, "document_ids": documents}

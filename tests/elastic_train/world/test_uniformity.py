@@ -121,16 +121,23 @@ def test_a_rank_that_differs_from_rank_0_learns_in_which_keys(tmp_path: Path) ->
 def compare_kernels(rank: int, size: int, folder: str) -> None:
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     facts = {"device": "AVX512", "torch": "2", "numpy": "2", "processor": "one" if rank < 2 else "another"}
-    with patch.object(uniformity, "kernels_of", lambda device: facts):
-        lines = differing_kernels(group, torch.device("cpu"))
+    compiler = {"compiler": "gcc 12" if rank < 1 else "gcc 13"}
+    with (
+        patch.object(uniformity, "kernels_of", lambda device: facts),
+        patch.object(uniformity, "compiler_of", lambda device: compiler),
+    ):
+        lines = [differing_kernels(group, torch.device("cpu"), compiles=compiles) for compiles in (False, True)]
     (Path(folder) / f"{rank}.json").write_text(json.dumps(lines))
     group.close()
 
 
 def test_every_rank_learns_which_machines_round_otherwise(tmp_path: Path) -> None:
+    """Where kernels are compiled, also by another compiler."""
     run_ranks(compare_kernels, 3, str(tmp_path))
     lines = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-    assert lines == [["rank 2 has processor another, not one"]] * 3
+    another = "processor another, not one"
+    compiled = [f"rank 1 has {(by := 'compiler gcc 13, not gcc 12')}", f"rank 2 has {another}; {by}"]
+    assert lines == [[[f"rank 2 has {another}"], compiled]] * 3
 
 
 def test_kernels_are_known_by_device_libraries_and_processor() -> None:

@@ -8,6 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,6 +19,7 @@ from elastic_train.data.packing.bins import BestFit
 from elastic_train.data.packing.pack import PackOptions, pack, read_back, written
 from elastic_train.data.tables.writer import ROWS_PER_GROUP
 from elastic_train.errors import ConfigError
+from elastic_train.tasks.rows.token_rows import TokenColumns
 from tests.conftest import write_rows
 
 WORDS = ("tree", "sum", "lane", "step", "rank", "world")
@@ -102,7 +104,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, monkeypatch: pytest.Monkey
     write_rows(tmp_path / "data", 50)
     finish = BestFit.finish
     monkeypatch.setattr(BestFit, "finish", lambda bins: finish(bins)[1:])
-    with pytest.raises(AssertionError, match="a document is lost or repeated"):
+    with pytest.raises(AssertionError, match="a document, or a label, is lost or repeated"):
         pack(tmp_path / "out", [tmp_path / "data"], PackOptions(64, share=0))
     assert not (tmp_path / "out").exists()
 
@@ -119,8 +121,80 @@ def test_the_sums_count_documents_not_pieces(tmp_path: Path) -> None:
     pa_rows = pa.table({"input_ids": pa.array([list(range(25)), [7]], pa.list_(pa.int32()))})
     pq.write_table(pa_rows, tmp_path / "a.parquet")
     pack(tmp_path / "out", [tmp_path / "a.parquet"], PackOptions(10, share=0))
-    sums, num_tokens = written(tmp_path / "out" / "train")
-    assert (sums.count, num_tokens) == (2, 26)
+    sums, num_tokens, num_targets = written(tmp_path / "out" / "train")
+    assert (sums.count, num_tokens, num_targets) == (2, 26, None)
+
+
+def labelled(path: Path, num_documents: int, *, is_masked: bool = False) -> pa.Table:
+    """Write documents of which some begin with a prompt, which is not to be predicted, and some are all prompt."""
+    tokens = [[number % 50, *((7 * number + at) % 50 for at in range(number % 13))] for number in range(num_documents)]
+    labels = [[-100] * (number % 5) + row[number % 5 :] for number, row in enumerate(tokens)]
+    labels = [label[: len(row)] for label, row in zip(labels, tokens, strict=True)]
+    columns = {"input_ids": tokens, "labels": labels}
+    if is_masked:
+        masks = [[0] * (number % 3) + [1] * len(row) + [0] * (number % 2) for number, row in enumerate(tokens)]
+        columns |= {"attention_mask": masks}
+        for name, fill in (("input_ids", 9), ("labels", -100)):
+            padded = zip(columns[name], masks, strict=True)
+            columns[name] = [
+                [fill] * (number % 3) + row + [fill] * (number % 2) for number, (row, _) in enumerate(padded)
+            ]
+    table = pa.table({name: pa.array(values, pa.list_(pa.int32())) for name, values in columns.items()})
+    pq.write_table(table, path, row_group_size=7)
+    return table
+
+
+def predicted(rows: pa.Table) -> Counter[tuple[int, ...]]:
+    """Return what a language model is to predict from what: a document up to a token, and that token."""
+    names = set(rows.schema.names)
+    columns = TokenColumns(
+        "input_ids", "labels", *(name if name in names else None for name in ("attention_mask", "document_ids"))
+    )
+    batch = columns.collate(rows, np.arange(len(rows)), 64, 50)
+    width = batch["tokens"].shape[1]
+    found: Counter[tuple[int, ...]] = Counter()
+    for place, target in zip(batch["places"].tolist(), batch["targets"].tolist(), strict=True):
+        row, at = divmod(place, width)
+        lo = at - (batch["positions"][row, at].item() if "positions" in batch else at)
+        found[*batch["tokens"][row, lo : at + 1].tolist(), target] += 1
+    return found
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_what_is_to_be_predicted_is_the_same_in_packed_rows(tmp_path: Path, is_masked: bool) -> None:
+    """Every target comes after what it came after, and no token became one; padding is left out."""
+    rows = labelled(tmp_path / "a.parquet", 200, is_masked=is_masked)
+    [report] = pack(tmp_path / "out", [tmp_path / "a.parquet"], PackOptions(32, share=0, num_open=8)).reports
+    packed = pa.concat_tables(map(pq.read_table, sorted((tmp_path / "out" / "train").glob("*.parquet"))))
+    assert predicted(packed) == predicted(rows) and len(packed) < 100
+    labels = packed["labels"].combine_chunks().flatten().to_numpy()
+    assert report.targets == (labels != -100).sum() > 0
+    assert report.tokens == len(labels) == sum(number % 13 + 1 for number in range(200))
+
+
+def test_an_end_is_to_be_predicted_if_the_token_before_it_is(tmp_path: Path) -> None:
+    """Documents that are cut keep their labels as well."""
+    columns = {"input_ids": [list(range(10)), [11, 12]], "labels": [[-100] * 4 + list(range(4, 10)), [11, -100]]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    pack(tmp_path / "out", [tmp_path / "a.parquet"], PackOptions(8, end="40", share=0))
+    rows = pq.read_table(tmp_path / "out" / "train" / "part-00000.parquet").to_pylist()
+    found = {tuple(row["input_ids"]): row["labels"] for row in rows}
+    assert found == {
+        tuple(range(8)): [-100] * 4 + [4, 5, 6, 7],
+        (8, 9, 40, 11, 12, 40): [8, 9, 40, 11, -100, -100],
+    }
+
+
+def test_rows_with_and_without_labels_are_packed_apart(tmp_path: Path) -> None:
+    with_labels, without = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    labelled(with_labels, 5)
+    pq.write_table(pa.table({"input_ids": [[1, 2]]}), without)
+    for files, message in (
+        ([with_labels, without], r"b\.parquet: no column 'labels'"),
+        ([without, with_labels], r"a\.parquet: has a column 'labels', and the files before it have none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            pack(tmp_path / "out", files, PackOptions(8))
 
 
 BAD: dict[str, tuple[dict[str, list[object]], dict[str, object], str]] = {
@@ -132,6 +206,18 @@ BAD: dict[str, tuple[dict[str, list[object]], dict[str, object], str]] = {
     "a token of another tokenizer": ({"input_ids": [[1, 9999]]}, {"tokenizer": True}, "row 1: has the token id 9999"),
     "a missing token": ({"input_ids": [[1], [2, None]]}, {}, "row 2: has the token id None"),
     "a missing list": ({"input_ids": [[1], None]}, {}, "row 2: has no list"),
+    "too few labels": (
+        {"input_ids": [[1], [2, 3]], "labels": [[1], [3]]},
+        {},
+        "row 2: has 1 values under 'labels', but 2",
+    ),
+    "an unknown label": ({"input_ids": [[1, 2]], "labels": [[1, -1]]}, {}, "token id -1 under 'labels'; .*, or -100: "),
+    "labels that are no lists": ({"input_ids": [[1, 2]], "labels": [1]}, {}, "'labels' is int64, not lists"),
+    "a hole in a mask": (
+        {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]},
+        {},
+        "row 1: 'attention_mask' hides tokens between others",
+    ),
     "lists of words": ({"input_ids": [["a"]]}, {}, "not lists of token ids"),
     "an unknown end": (
         {"text": ["a"]},

@@ -47,7 +47,7 @@ def test_the_example_is_a_configuration_of_this_task(rows: Path) -> None:
         make_plan(given)
     whole = {**given.model_dump(), "task": {"path": given.task.path, "params": {**given.task.params, "max_tokens": 64}}}
     whole["task"]["params"]["model"]["vocabulary"] = 64
-    assert make_plan(Config.model_validate(whole)).total_steps == 200
+    assert make_plan(Config.model_validate(whole)).total_steps == 100
 
 
 @pytest.mark.parametrize(("num_ranks", "how"), WORLDS)
@@ -61,6 +61,32 @@ def test_any_world_and_mode_gives_the_same_bits(
         key: alone[key] for key in ("weights_sha256", "metrics")
     }
     assert set(found["metrics"]) == {"loss", "samples", "perplexity", "token_accuracy"}  # type: ignore[call-overload]
+
+
+@pytest.mark.long
+def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
+    tmp_path: Path, rows: Path, alone: dict[str, object]
+) -> None:
+    """Their own, in every mode; an epoch's last micro-batches have other shapes, and are computed as without."""
+    params = {"model": MODEL, "max_tokens": 16, "fixed_width": True}
+    job = {**LANGUAGE, "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}, "compile": True}
+    points = tmp_path / "points"
+    points.mkdir()
+    arm(points, "validate", "kill")
+    path = config(tmp_path / "killed", rows, job)
+    assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
+    done = succeed(start([path], num_ranks=3))
+    assert "resumed from commits/" in done.output and "2 blocks compiled before training" in done.output
+    worlds: list[tuple[int | None, list[str]]] = [
+        (None, []),
+        (4, ["--parallel.shards", "parameters", "--parallel.recompute", "units"]),
+    ]
+    for num_ranks, how in worlds:
+        folder = tmp_path / str(num_ranks)
+        succeed(start([config(folder, rows, job), *how], num_ranks=num_ranks))
+        for key in ("weights_sha256", "metrics"):
+            assert result(folder)[key] == result(tmp_path / "killed")[key]
+    assert result(tmp_path / "None")["weights_sha256"] != alone["weights_sha256"]
 
 
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(

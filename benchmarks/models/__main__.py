@@ -1,0 +1,158 @@
+"""Models that people train: beside plain PyTorch and beside transformers, and keys that change how they compute.
+
+step_vs_plain         tokens or images a second over those of a hand-written loop in plain PyTorch, of the same model,
+                      optimizer and tensors, on one rank of four lanes; the trainer is the whole one, with its reading,
+                      histories and tables (goal: at least 0.97)
+peak_memory_vs_plain  the most resident memory of a rank of one lane above what its process had before, over that of the
+                      plain loop, whose tensors are there before (goal: at most 1.15)
+hf_equal              whether the loss of a run's first step is transformers' own to 1e-6, of the same weights and
+                      rows, and what `export --to hf` writes after it is loaded to the last bit (goal: true)
+hf_loss_apart         how far these losses are from each other, by job
+one_hash              whether live jobs of 1, 2, 3 and 4 ranks, and one of whose 4 a worker is killed in the midst, end
+                      with the same weights to the last bit; `lora` trains adapters of a folder's model (goal: true)
+key_step_vs_plain     as step_vs_plain, with a key that changes how a step computes: compile, bf16, recompute; the plain
+                      loop is as ever, in fp32 and not compiled
+key_peak_vs_plain     as peak_memory_vs_plain, with the key
+key_one_hash          as one_hash, with the key, over 1, 3 and 4 ranks and a kill; each key has its own weights
+
+The jobs: a decoder of 1.2 M parameters on rows of 128 tokens, a BERT of 1.1 M on the same (30 M and 27 M for peaks),
+and a ResNet-18 on images of 64 x 64 pixels; every micro-batch has 8 of them. Both sides compute with one thread, in
+turn, in one process. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.models.beside import in_process, peak_of_ours, peak_of_plain, throughput
+from benchmarks.models.equal import CASES, MOST_APART, beside_transformers
+from benchmarks.models.hashes import hashes_of
+from benchmarks.models.jobs import JOBS
+from benchmarks.sharding.ranks import Effort
+
+Measure = Callable[[Effort], dict[str, object]]
+Keys = Mapping[str, object]
+
+KEYS: Mapping[str, Keys] = {
+    "compile": {"compile": "true"},
+    "bf16": {"precision": "bf16"},
+    "recompute_units": {"parallel.recompute": "units"},
+    "recompute_selective": {"parallel.recompute": "selective"},
+}
+STEPS_A_TURN = 2
+
+
+def step_vs_plain(effort: Effort) -> dict[str, object]:
+    return {"step_vs_plain": {name: _throughput(effort, name, {}) for name in JOBS}}
+
+
+def peak_memory_vs_plain(effort: Effort) -> dict[str, object]:
+    return {"peak_memory_vs_plain": {name: _peak(effort, name, {}) for name in JOBS}}
+
+
+def hf_equal(effort: Effort) -> dict[str, object]:
+    """Compare losses and exports with those of transformers."""
+    apart, are_equal = dict[str, float](), True
+    for name in CASES:
+        apart[name], is_loaded = in_process(beside_transformers, name)
+        are_equal &= is_loaded and apart[name] <= MOST_APART
+        effort.say(f"{name}: losses {apart[name]:.1e} apart, export {'equal' if is_loaded else 'DIFFERENT'}")
+    return {"hf_equal": are_equal, "hf_loss_apart": apart}
+
+
+def one_hash(effort: Effort) -> dict[str, object]:
+    worlds = (1, 4) if effort.is_quick else (1, 2, 3, 4)
+    return {"one_hash": {name: _has_one_hash(effort, name, worlds, {}) for name in (*JOBS, "lora")}}
+
+
+def key_step_vs_plain(effort: Effort) -> dict[str, object]:
+    return {"key_step_vs_plain": _by_key(lambda name, key: _throughput(effort, name, key))}
+
+
+def key_peak_vs_plain(effort: Effort) -> dict[str, object]:
+    return {"key_peak_vs_plain": _by_key(lambda name, key: _peak(effort, name, key))}
+
+
+def key_one_hash(effort: Effort) -> dict[str, object]:
+    worlds = (1, 4) if effort.is_quick else (1, 3, 4)
+    return {"key_one_hash": _by_key(lambda name, key: _has_one_hash(effort, name, worlds, key))}
+
+
+FIGURES: dict[str, Measure] = {
+    "step_vs_plain": step_vs_plain,
+    "peak_memory_vs_plain": peak_memory_vs_plain,
+    "hf_equal": hf_equal,
+    "hf_loss_apart": hf_equal,
+    "one_hash": one_hash,
+    "key_step_vs_plain": key_step_vs_plain,
+    "key_peak_vs_plain": key_peak_vs_plain,
+    "key_one_hash": key_one_hash,
+}
+
+
+def _throughput(effort: Effort, name: str, key: Keys) -> float:
+    num_turns = 6 if effort.is_quick else 20
+    found = float(in_process(throughput, name, num_turns, STEPS_A_TURN, key))
+    effort.say(f"{_called(name, key)}: {found:.3f} of the plain loop's samples a second")
+    return round(found, 3)
+
+
+def _peak(effort: Effort, name: str, key: Keys) -> float:
+    """Return the ratio of the medians of fresh processes."""
+    pairs = [
+        (in_process(peak_of_ours, name, key), in_process(peak_of_plain, name))
+        for _ in range(1 if effort.is_quick else 3)
+    ]
+    ours, plain = (statistics.median(peaks) for peaks in zip(*pairs, strict=True))
+    effort.say(f"{_called(name, key)}: {ours / 1e6:.0f} MB above the base, plain loop {plain / 1e6:.0f} MB")
+    return round(float(ours / plain), 3)
+
+
+def _has_one_hash(effort: Effort, name: str, worlds: Iterable[int], key: Keys) -> bool:
+    arguments = [word for key_name, value in key.items() for word in (f"--{key_name}", str(value))]
+    found = hashes_of(name, tuple(worlds), arguments)
+    effort.say(f"{_called(name, key)}: " + ", ".join(f"{world} {digest[:12]}" for world, digest in found.items()))
+    return len(set(found.values())) == 1
+
+
+def _by_key(measure: Callable[[str, Keys], object]) -> dict[str, object]:
+    return {f"{key}_{name}": measure(name, KEYS[key]) for key in KEYS for name in JOBS}
+
+
+def _called(name: str, key: Keys) -> str:
+    return " ".join([name, *(f"{key_name}={value}" for key_name, value in key.items())])
+
+
+def main() -> None:
+    """Measure what is asked for; print a table, then one JSON line."""
+    arguments = argparse.ArgumentParser(
+        prog="python -m benchmarks.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--json", action="store_true", help="print the last line only, and progress to stderr")
+    arguments.add_argument("--quick", action="store_true", help="fewer turns and worlds, for a look")
+    arguments.add_argument("--only", choices=FIGURES, metavar="NAME", help="measure one figure, and what comes with it")
+    chosen = arguments.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    progress = Console(stderr=True, highlight=False)
+    found: dict[str, object] = {}
+    for measure in [FIGURES[chosen.only]] if chosen.only else dict.fromkeys(FIGURES.values()):
+        progress.print(f"[bold]{', '.join(name for name, by in FIGURES.items() if by is measure)}")
+        found |= measure(Effort(chosen.quick, progress.print))
+    if not chosen.json:
+        table = Table("figure", "case", "value")
+        for name, values in found.items():
+            for case, value in values.items() if isinstance(values, dict) else [("", values)]:
+                table.add_row(name, case, str(value))
+        Console().print(table)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Blocks that compute by compiled kernels (torch.compile): the same in every world, since one shape alone is compiled.
+
+A kernel is a function of the code, the machine and the shapes of a call. What torch compiles by itself also follows
+from which shapes a process has met before: a second one makes kernels for any, a ninth none at all. So here the calls
+that the run's first micro-batch makes are compiled, in every process alike and before it has a world; calls of other
+shapes, such as those of an epoch's last micro-batch, are computed as without. Nothing is compiled in a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Hashable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from elastic_train.errors import ConfigError
+from elastic_train.job.units.blocks import unit_names
+from elastic_train.system.wording import counted
+
+log = logging.getLogger(__name__)
+
+CALLS = "the compiled calls"
+"""What tells the compiled calls of a rank from another rank's."""
+_OPTIONS: dict[str, Any] = {
+    "deterministic": True,
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+}
+"""What would choose kernels by how long they take is off, whatever the environment says."""
+_MOST_CALLS = 4096
+"""How many different calls may be compiled: torch itself gives up after eight, and says so to nobody."""
+
+
+class CompiledBlocks:
+    """The blocks of a model, or all of it if it has none, with what is compiled of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._calls: dict[Hashable, str] = {}
+        self._is_learning = False
+        self._has_warned = False
+        self._seconds = 0.0
+        names = unit_names(model)
+        self._num_blocks = len(names)
+        for name in names or [""]:
+            self._wrap(name, model.get_submodule(name))
+
+    def _wrap(self, name: str, block: nn.Module) -> None:
+        plain = block.forward
+        compiled = torch.compile(plain, dynamic=False, options=_OPTIONS)
+
+        def forward(*arguments: Any, **named: Any) -> Any:
+            return self._run(name, block, plain, compiled, arguments, named)
+
+        block.forward = forward
+
+    def _run(
+        self,
+        name: str,
+        block: nn.Module,
+        plain: Callable[..., Any],
+        compiled: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> Any:
+        """Compute a call of a block: of a validation, and of shapes that were not learned, without compiled kernels."""
+        if not (block.training and torch.is_grad_enabled()):
+            return plain(*arguments, **named)
+        call = (name, *_kind_of((arguments, named)))
+        if self._is_learning:
+            self._calls[call] = f"{name}: {', '.join(map(str, call[1:]))}"
+            return compiled(*arguments, **named)
+        if call not in self._calls:
+            self._warn(call)
+            return plain(*arguments, **named)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            return compiled(*arguments, **named)
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """Compile the calls that are made inside; ConfigError if torch cannot."""
+        import torch._dynamo.config
+        from torch._dynamo.exc import TorchDynamoException
+
+        began, self._is_learning = time.monotonic(), True
+        limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_CALLS)
+        try:
+            with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True}):
+                yield
+        except TorchDynamoException as error:
+            raise ConfigError(
+                f"compile: torch cannot compile the model here: {_reason(error)}. Set compile to false, on all nodes"
+            ) from error
+        finally:
+            self._is_learning = False
+            self._seconds = time.monotonic() - began
+
+    def __str__(self) -> str:
+        what = counted(self._num_blocks, "block") if self._num_blocks else "the whole model"
+        return f"{what} compiled before training, in {self._seconds:.0f} s"
+
+    def described(self) -> list[str]:
+        """Return a line for each call that is compiled, the same in processes that compute alike."""
+        return sorted(self._calls.values())
+
+    def _warn(self, call: tuple[Hashable, ...]) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "compile: a micro-batch has not the shape of the run's first one (a block is called with %s), and is "
+                "computed without compiled kernels, as all such are: give rows one length, or set compile to false",
+                ", ".join(map(str, call[1:])),
+            )
+
+
+def _kind_of(arguments: Any) -> tuple[Hashable, ...]:
+    """Return what of a call's arguments its kernels depend on."""
+    return tuple(map(_kind, pytree.tree_leaves(arguments)))
+
+
+def _kind(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return f"{dtype}{list(leaf.shape)}{'' if leaf.is_contiguous() else leaf.stride()}{'+' * leaf.requires_grad}"
+    return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else type(leaf).__qualname__
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong: what a compiler says, or the first line."""
+    said = str(error)
+    found = re.search(r"^.*\berror: .*$", said, flags=re.MULTILINE)
+    return (found[0] if found else said.strip().partition("\n")[0]).strip()
+
+
+def check_can_compile(device: torch.device) -> None:
+    """Refuse a machine that has no compiler for the device's kernels."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise ConfigError("compile: needs Triton, which is not installed or does not know this GPU")
+        return
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        raise ConfigError(
+            "compile: needs a C++ compiler, and this machine has none: install g++, name one by CXX, or set compile to "
+            "false, on all nodes"
+        ) from error
+
+
+def compiler_of(device: torch.device) -> dict[str, str]:
+    """Return by what kernels are made, for comparison with other ranks."""
+    if device.type == "cuda":
+        return {"compiler": f"triton {version('triton')}"}
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    found = re.search(r"\w+ version [\w.]+", get_compiler_version_info(get_cpp_compiler()))
+    return {"compiler": f"{found[0] if found else get_cpp_compiler()}, {pick_vec_isa()}"}

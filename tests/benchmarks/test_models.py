@@ -1,0 +1,60 @@
+"""The benchmark of models: the plain loop does the trainer's work, and comparisons can fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.models import __main__ as models
+from benchmarks.models.beside import Turns, train_beside
+from benchmarks.models.equal import has_equal_weights
+from benchmarks.models.jobs import JOBS, write_job
+from chaos.judge.evidence.run_files import collect, number
+from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from tests.conftest import run_ranks
+
+SMALL = replace(
+    JOBS["lm"],
+    params={"max_tokens": 128, "model": {"dim": 16, "depth": 1, "heads": 2, "vocabulary": 2048}},
+    micro_batch=2,
+)
+NUM_STEPS = 4
+
+
+def test_every_figure_is_explained() -> None:
+    """What --help prints has a paragraph for each, and for nothing else."""
+    paragraph = (models.__doc__ or "").split("\n\n")[1]
+    assert [line.split()[0] for line in paragraph.splitlines() if line[:1] != " "] == list(models.FIGURES)
+
+
+@pytest.mark.slow
+def test_the_plain_loop_takes_the_trainers_steps(tmp_path: Path) -> None:
+    run_ranks(takes_the_same_steps, 1, str(tmp_path))
+
+
+def takes_the_same_steps(rank: int, size: int, folder: str) -> None:
+    """Both sides' losses are equal, but for rounding, in every step, and every turn of both is timed."""
+    turns = Turns("lm", steps_a_turn=2)
+    train_beside(write_job(Path(folder), SMALL, max_steps=NUM_STEPS + 1), turns, {"optimizer.lr": 0.03})
+    ours = [number(line, "loss") for line in collect(Path(folder) / "run").of("step")][:NUM_STEPS]
+    assert turns.plain is not None and len(ours) == NUM_STEPS
+    torch.testing.assert_close(torch.tensor(turns.plain.losses), torch.tensor(ours), rtol=1e-6, atol=0)
+    assert len(set(ours)) == NUM_STEPS
+    assert [len(turns.ours_s), len(turns.plain_s)] == [2, 2]
+    assert all(seconds > 0 for seconds in (*turns.ours_s, *turns.plain_s))
+
+
+def test_a_weight_that_differs_in_one_bit_is_seen() -> None:
+    model = Decoder(DecoderShape(vocabulary=8, dim=8, heads=2, depth=1))
+    other = torch.nn.Linear(4, 4)
+    copy = torch.nn.Linear(4, 4)
+    copy.load_state_dict(other.state_dict())
+    assert has_equal_weights(other, copy)
+    with torch.no_grad():
+        copy.bias[0] = copy.bias[0].nextafter(torch.tensor(torch.inf))
+    assert not has_equal_weights(other, copy)
+    with pytest.raises(KeyError, match=r"model\.embed_tokens\.weight"):
+        has_equal_weights(model, copy)

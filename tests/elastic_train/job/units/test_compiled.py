@@ -1,0 +1,125 @@
+"""Blocks that are compiled: for the calls of the first micro-batch alone, and refused where they cannot be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_train.errors import ConfigError
+from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile
+
+
+class Block(nn.Module):
+    """A call with two tensors and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
+        return scale * self.linear(x if mask is None else x * mask)  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 0.5) -> Tensor:
+        for block in self.blocks:
+            x = block(x, mask=mask, scale=scale)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the calls that go to compiled kernels, which are torch's ordinary ones here."""
+    calls: list[tuple[int, ...]] = []
+
+    def compile_(forward: Callable[..., Tensor], *, dynamic: bool, options: dict[str, Any]) -> Callable[..., Tensor]:
+        assert not dynamic and options["deterministic"]
+
+        def compiled(x: Tensor, **named: Any) -> Tensor:
+            calls.append(tuple(x.shape))
+            return forward(x, **named)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    return calls
+
+
+def test_calls_of_the_first_micro_batch_alone_are_compiled(
+    compiled_calls: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other shapes, another mask, another number: all as without; so is whatever has no gradient. It is said once."""
+    model = Net().train()
+    compiled = CompiledBlocks(model)
+    with compiled.learning():
+        model(torch.ones(3, 4))
+    assert compiled_calls == [(3, 4)] * 2
+    assert [line.partition(":")[0] for line in compiled.described()] == ["blocks.0", "blocks.1"]
+    compiled_calls.clear()
+    with caplog.at_level(logging.WARNING):
+        model(torch.ones(2, 4))
+        model(torch.ones(3, 4), mask=torch.ones(4))
+        model(torch.ones(3, 4), scale=0.25)
+        with torch.no_grad():
+            model(torch.ones(3, 4))
+        model.eval()(torch.ones(3, 4))
+    assert compiled_calls == []
+    assert caplog.text.count("has not the shape of the run's first one") == 1
+    model.train()(torch.zeros(3, 4))
+    assert compiled_calls == [(3, 4)] * 2
+
+
+def test_what_is_compiled_tells_ranks_apart(compiled_calls: list[tuple[int, ...]]) -> None:
+    """By shapes and by names, not by the numbers in a tensor."""
+    described = []
+    for x, mask in ((torch.ones(3, 4), None), (torch.zeros(3, 4), None), (torch.ones(3, 4), torch.ones(4))):
+        model = Net().train()
+        compiled = CompiledBlocks(model)
+        with compiled.learning():
+            model(x, mask=mask)
+        described.append(compiled.described())
+    assert described[0] == described[1] != described[2]
+
+
+def test_a_model_without_blocks_is_compiled_whole(compiled_calls: list[tuple[int, ...]]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).train()
+    compiled = CompiledBlocks(model)
+    with compiled.learning():
+        model(torch.ones(3, 4))
+    assert compiled_calls == [(3, 4)]
+    assert str(compiled).startswith("the whole model compiled before training")
+
+
+def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    monkeypatch.setattr(cpp_builder.config.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler, and this machine has none: install g\+\+"):
+        check_can_compile(torch.device("cpu"))
+
+
+def test_a_model_that_torch_cannot_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the line in which a compiler says what is wrong."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    said = "C++ compile error\n\nOutput:\nmain.cpp:1:10: fatal error: Python.h: No such file or directory\n"
+
+    def fails(*arguments: object, **named: object) -> Tensor:
+        raise BackendCompilerFailed(lambda: None, RuntimeError(said), None)
+
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: fails)
+    model = Net().train()
+    compiled, why = CompiledBlocks(model), r"the model here: main\.cpp:1:10: fatal error: Python\.h: No such file"
+    with pytest.raises(ConfigError, match=why), compiled.learning():
+        model(torch.ones(3, 4))
