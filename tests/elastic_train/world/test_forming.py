@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic_train.config.schema import Config
+from elastic_train.config.schema import Config, ParallelConfig
 from elastic_train.errors import ConfigError, NoProgressError, PeerLostError, Preempted, StorageError
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.history import UnformedWorlds
@@ -20,6 +20,12 @@ from rendezvous.membership.records import Closed, Job
 
 PATIENT = Standstill(None, 1.0, lambda: 0)
 NOWHERE: UnformedWorlds = SimpleNamespace(note=None)  # type: ignore[assignment]
+
+
+def a_config() -> Config:
+    """Return what of a configuration worlds are formed by."""
+    batch = SimpleNamespace(num_lanes=8)
+    return SimpleNamespace(batch=batch, peer_timeout_s=60.0, parallel=ParallelConfig())  # type: ignore[return-value]
 
 
 class Away(Exception):  # noqa: N818 - where the test ends
@@ -41,7 +47,7 @@ def begin(
     monkeypatch.setattr(forming, "LiveMember", member)
     monkeypatch.setattr(forming, "ETCD_PAUSE_S", 0.0)
     context = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, timeout_s)
-    config: Config = SimpleNamespace(batch=SimpleNamespace(num_lanes=8), peer_timeout_s=60.0)  # type: ignore[assignment]
+    config = a_config()
     watchdog: Watchdog = SimpleNamespace(resting=None)  # type: ignore[assignment]
     formed = LiveWorlds(context, config, torch.device("cpu"), watchdog, lambda: is_stopped, Job(), PATIENT, NOWHERE)
     with pytest.raises(Away):
@@ -79,7 +85,7 @@ def test_another_job_was_done_under_the_same_run_id(
     ended = SimpleNamespace(next_world=lambda _, *, as_last: None, closed=DONE)
     monkeypatch.setattr(forming, "LiveMember", lambda *_: ended)
     context = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, 60.0)
-    config: Config = SimpleNamespace(batch=SimpleNamespace(num_lanes=8), peer_timeout_s=60.0)  # type: ignore[assignment]
+    config = a_config()
     watchdog: Watchdog = SimpleNamespace(resting=None)  # type: ignore[assignment]
 
     def worlds_of(mine: Job) -> LiveWorlds:
@@ -121,7 +127,7 @@ def test_worlds_that_do_not_form_are_counted_logged_with_the_reason_and_given_up
     noted: list[tuple[object, ...]] = []
     unformed: UnformedWorlds = SimpleNamespace(note=lambda *said: noted.append(said))  # type: ignore[assignment]
     told = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, 60.0)
-    config: Config = SimpleNamespace(batch=SimpleNamespace(num_lanes=8), peer_timeout_s=60.0)  # type: ignore[assignment]
+    config = a_config()
     watchdog: Watchdog = SimpleNamespace(resting=None, moved=None)  # type: ignore[assignment]
     worlds = LiveWorlds(
         told, config, torch.device("cpu"), watchdog, lambda: False, Job(), Standstill(4, 0.0, lambda: 0), unformed

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from elastic_train.errors import NoProgressError
 from elastic_train.job.plan import Plan
@@ -34,7 +33,7 @@ def world_after(folder: Path, monkeypatch: pytest.MonkeyPatch, *, dies: bool, va
             past.validate(step=3)
         past.close()
     term = WORLDS + 2
-    group = Group(0, 1, None, 5.0, torch.device("cpu"))
+    group = Group(0, 1, None, 5.0)
     history_ = History(Unqueued(), folder, term, 0)
     return SimpleNamespace(group=group, term=term, history=history_)  # type: ignore[return-value]
 
