@@ -74,6 +74,7 @@ class Beside:
         self._buckets, self._group, self._finish = list(buckets), group, finish
         self._thread = Bystander(f"exchanges of rank {group.rank}")
         self._num_full = 0
+        self._has_failed = False
         self._missing: list[int] | None = None
         self._seen: set[int] = set()
         self._hooks = [
@@ -115,5 +116,19 @@ class Beside:
 
     def _hand_out(self, num_full: int) -> None:
         for bucket in self._buckets[self._num_full : num_full]:
-            self._group.expect(self._thread.begin(partial(self._finish, bucket)))
+            self._group.expect(self._thread.begin(partial(self._finish_in_turn, bucket)))
         self._num_full = num_full
+
+    def _finish_in_turn(self, bucket: Bucket) -> None:
+        """Finish a bucket unless one before it could not be: its world has ended, and no other may follow it.
+
+        A peer that has lost nobody yet still awaits what was not sent. It would take the next bucket for that, and
+        gloo ends a process to which more is sent than it awaits.
+        """
+        if self._has_failed:
+            return
+        try:
+            self._finish(bucket)
+        except BaseException:
+            self._has_failed = True
+            raise

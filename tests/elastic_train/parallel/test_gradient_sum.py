@@ -19,7 +19,7 @@ from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import Assignment, contiguous, lane_seed, owned_lanes
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, PeerLostError
-from elastic_train.parallel.buckets import cut_buckets
+from elastic_train.parallel.buckets import Beside, Bucket, cut_buckets
 from elastic_train.parallel.exchange import halving_turns
 from elastic_train.parallel.gradient_sum import bind_gradients, make_gradient_sum, make_sum, place_gradients
 from elastic_train.parallel.group import Group
@@ -115,6 +115,26 @@ def test_lanes_must_be_run_by_their_owner() -> None:
             net(torch.ones(1, 2)).sum().backward()
     with pytest.raises(AssertionError, match="not all of this replica's lanes"):
         gradients.finish(1.0)
+
+
+def test_after_a_bucket_that_could_not_be_exchanged_none_is() -> None:
+    """A peer would take the next one for it, and gloo ends a process to which more is sent than it awaits."""
+    net, begun = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), list[Bucket]()
+    flats, placed = place_gradients(list(net.parameters()))
+    buckets = cut_buckets(placed, flats, 1)
+
+    def finish(bucket: Bucket) -> None:
+        begun.append(bucket)
+        raise PeerLostError("gone")
+
+    beside = Beside(buckets, Group(0, 1, None, 60), finish)
+    with beside.filling():
+        net(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(PeerLostError, match="gone"):
+        beside.join()
+    beside._thread.begin(lambda: None).result(60)  # after all that it was given before
+    beside.close()
+    assert len(buckets) > 1 and begun == buckets[:1]
 
 
 def beside(rank: int, size: int, folder: str) -> None:
