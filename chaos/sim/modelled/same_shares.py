@@ -10,7 +10,12 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import TypeVar
 
+import torch
+from torch.optim import Optimizer
+
 from elastic_train.core.arrays import Int64s
+from elastic_train.job.optimizers.cuts import MakeOptimizer
+from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.shards.arcs import Arc
 from elastic_train.shards.domains import Path
 from elastic_train.shards.grains import Layout
@@ -44,6 +49,7 @@ class SameShares:
 
     def __init__(self) -> None:
         self._seatings, self._seats, self._plans, self._runs, self._grains, self._owned = (Known() for _ in range(6))
+        self._slots = Known()
 
     def seating(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> Seating:
         common = self._seatings(tuple(seats), lambda: _CommonSeating(layout, circle, seats, 0))
@@ -58,6 +64,11 @@ class SameShares:
     def plan_recut(self, had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) -> Recut:
         key = tuple((one.reached, one.grains.tobytes()) for one in had), _bytes_of(wants)
         return self._plans(key, lambda: plan_recut(had, wants, spans))
+
+    def slots_of(self, optimizer: Optimizer, make: MakeOptimizer, device: torch.device) -> Slots:
+        """Return what an optimizer keeps, which is tried out once: all processes of a job make the same one."""
+        groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
+        return self._slots(repr((type(optimizer), groups, device)), lambda: slots_of(optimizer, make, device))
 
     def runs_of(self, layout: Layout, grains: Int64s) -> list[Run]:
         return self._runs(grains.tobytes(), lambda: runs_of(layout, grains))

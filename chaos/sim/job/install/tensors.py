@@ -109,6 +109,7 @@ def _of_real_models() -> Iterable[Replacement]:
         norm_of_grains=lambda layout, gathered, holders: norm_of(gathered, layout, holders),
     )
     yield from within("elastic_train.job.sharded.gathered_state", runs_of=same.runs_of)
+    yield from within("elastic_train.job.state", slots_of=same.slots_of)
     yield from within("elastic_train.parallel.dealt_sum", runs_of=same.runs_of)
     planner = {"Planner": piece_files.PiecePlanner}
     yield from within("elastic_train.checkpoint.saving.background_saves", **planner)
