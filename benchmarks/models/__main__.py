@@ -22,22 +22,15 @@ turn, in one process. The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.figures import Effort, Measure, measure_chosen
 from benchmarks.models.beside import in_process, peak_of_ours, peak_of_plain, throughput
 from benchmarks.models.equal import CASES, MOST_APART, beside_transformers
 from benchmarks.models.hashes import hashes_of
 from benchmarks.models.jobs import JOBS
-from benchmarks.sharding.ranks import Effort
 
-Measure = Callable[[Effort], dict[str, object]]
 Keys = Mapping[str, object]
 
 KEYS: Mapping[str, Keys] = {
@@ -130,29 +123,5 @@ def _called(name: str, key: Keys) -> str:
     return " ".join([name, *(f"{key_name}={value}" for key_name, value in key.items())])
 
 
-def main() -> None:
-    """Measure what is asked for; print a table, then one JSON line."""
-    arguments = argparse.ArgumentParser(
-        prog="python -m benchmarks.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    arguments.add_argument("--json", action="store_true", help="print the last line only, and progress to stderr")
-    arguments.add_argument("--quick", action="store_true", help="fewer turns and worlds, for a look")
-    arguments.add_argument("--only", choices=FIGURES, metavar="NAME", help="measure one figure, and what comes with it")
-    chosen = arguments.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    progress = Console(stderr=True, highlight=False)
-    found: dict[str, object] = {}
-    for measure in [FIGURES[chosen.only]] if chosen.only else dict.fromkeys(FIGURES.values()):
-        progress.print(f"[bold]{', '.join(name for name, by in FIGURES.items() if by is measure)}")
-        found |= measure(Effort(chosen.quick, progress.print))
-    if not chosen.json:
-        table = Table("figure", "case", "value")
-        for name, values in found.items():
-            for case, value in values.items() if isinstance(values, dict) else [("", values)]:
-                table.add_row(name, case, str(value))
-        Console().print(table)
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    measure_chosen("benchmarks.models", __doc__, FIGURES)

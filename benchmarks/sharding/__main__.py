@@ -43,18 +43,9 @@ Steps are of a transformer encoder with AdamW and clipping, its lanes dealt to a
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-from collections.abc import Callable
-
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.figures import Measure, measure_chosen
 from benchmarks.sharding import commits, decoder, moving, one_hash, overlap, peers, recovery, steps
-from benchmarks.sharding.ranks import Effort
 
-Measure = Callable[[Effort], dict[str, object]]
 FIGURES: dict[str, Measure] = {
     "one_hash": one_hash.one_hash,
     "live_ratio": steps.beside_whole,
@@ -76,29 +67,5 @@ FIGURES: dict[str, Measure] = {
 }
 
 
-def main() -> None:
-    """Measure what is asked for; print a table, then one JSON line."""
-    arguments = argparse.ArgumentParser(
-        prog="python -m benchmarks.sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    arguments.add_argument("--json", action="store_true", help="print the last line only, and progress to stderr")
-    arguments.add_argument("--quick", action="store_true", help="fewer rounds and kills, for a look")
-    arguments.add_argument("--only", choices=FIGURES, metavar="NAME", help="measure one figure, and what comes with it")
-    chosen = arguments.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    progress = Console(stderr=True, highlight=False)
-    found: dict[str, object] = {}
-    for measure in [FIGURES[chosen.only]] if chosen.only else dict.fromkeys(FIGURES.values()):
-        progress.print(f"[bold]{', '.join(name for name, by in FIGURES.items() if by is measure)}")
-        found |= measure(Effort(chosen.quick, progress.print))
-    if not chosen.json:
-        table = Table("figure", "case", "value")
-        for name, values in found.items():
-            for case, value in values.items() if isinstance(values, dict) else [("", values)]:
-                table.add_row(name, case, str(value))
-        Console().print(table)
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    measure_chosen("benchmarks.sharding", __doc__, FIGURES)

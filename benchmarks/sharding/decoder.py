@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-from benchmarks.sharding.ranks import Effort
+from benchmarks.figures import Effort
 from elastic_train.data.corpora.synthetic import synthesise
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.tasks.task import Batch, LaneLoss

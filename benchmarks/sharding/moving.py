@@ -7,8 +7,9 @@ import time
 
 import torch
 
+from benchmarks.figures import Effort
 from benchmarks.sharding.jobs import MODES, WIDE, Job, Mode
-from benchmarks.sharding.ranks import Effort, Meeting, run
+from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.job.reseating import bring, reseat, roll_forward
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.parallel.group import Group

@@ -8,11 +8,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.figures import Effort
 from benchmarks.jobs import write_live_job
 from benchmarks.live import repeat, run_job
 from benchmarks.sharding.commits import SavingJob
 from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode
-from benchmarks.sharding.ranks import Effort, Meeting, run
+from benchmarks.sharding.ranks import Meeting, run
 from chaos.judge.evidence.run_files import collect, whole
 from chaos.scenario.schedule import Due
 

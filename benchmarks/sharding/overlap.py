@@ -12,8 +12,9 @@ import time
 
 from torch import Tensor
 
+from benchmarks.figures import Effort
 from benchmarks.sharding.jobs import SMALL, Job, Mode
-from benchmarks.sharding.ranks import Effort, Meeting, run
+from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint, Work
 

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.figures import Effort
 from benchmarks.sharding.jobs import CLIP_NORM, MODES, OPTIMIZER, SMALL, TOTAL_STEPS, WIDE, Job, Work
-from benchmarks.sharding.ranks import Effort, Meeting, run
+from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.job.optimizers.schedule import rate_factor
 

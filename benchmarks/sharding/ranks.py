@@ -27,14 +27,6 @@ _IMPORTED = ["benchmarks.sharding.jobs", "benchmarks.sharding.peers", "benchmark
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """How much to measure, and where to say how far it has come."""
-
-    is_quick: bool
-    say: Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
 class Meeting:
     """A rank's world, and a folder that all of its ranks can write to."""
 

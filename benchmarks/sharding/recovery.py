@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.figures import Effort
 from benchmarks.jobs import write_live_job
 from benchmarks.live import LEAVE, repeat, run_job
 from benchmarks.sharding.jobs import MODES
-from benchmarks.sharding.ranks import Effort, Meeting, run
+from benchmarks.sharding.ranks import Meeting, run
 from benchmarks.sharding.watched_task import num_models
 from chaos.judge.evidence.applied import pids_of, steps_of
 from chaos.judge.evidence.recovery_cost import Recovery, recoveries

@@ -7,8 +7,9 @@ import statistics
 from dataclasses import replace
 from functools import wraps
 
+from benchmarks.figures import Effort
 from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode, live_bytes
-from benchmarks.sharding.ranks import Effort, Meeting, run
+from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.core.lanes import Part
 from elastic_train.shards.deal import Counter
 

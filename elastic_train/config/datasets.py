@@ -59,6 +59,16 @@ class DataConfig(Section):
 
     _is_folder = field_validator("cache_dir")(folder)
 
+    @field_validator("mixture", mode="before")
+    @classmethod
+    def _is_list(cls, mixture: object) -> object:
+        if mixture is not None and not isinstance(mixture, list | tuple):
+            raise ValueError(
+                "must be a list of sources, such as [{source: data/wiki, weight: 2}]; a number such as mixture.0 stands "
+                "for an element that the file has"
+            )
+        return mixture
+
     @model_validator(mode="after")
     def _names_a_training_set(self) -> DataConfig:
         if (self.train is None) == (self.mixture is None):

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 import yaml
 
 from chaos.judge.evidence.run_files import collect
-from chaos.judge.invariants.whole_run import check_kept
-from elastic_train.system.failpoints import VARIABLE, arm
+from elastic_train.system.failpoints import VARIABLE
 from rendezvous import EtcdServer
 from tests.conftest import start
 from tests.elastic_train.training.live.test_live import (
     etcd,
-    eventually,
     launch,
+    lose_peers,
     nothing_left,
-    until_whole,
+    steps_of,
     weights,
     write_config,
 )
@@ -81,23 +78,7 @@ def test_a_killed_and_a_frozen_rank_cost_no_step(tmp_path: Path, rows: Path, etc
     config = write_job(tmp_path, rows, device, steps=100_000)
     job = launch(tmp_path, etcd, config, ranks=3, nnodes="1:1", **{VARIABLE: str(points)})
     try:
-        term = 0
-        for point in ("exchange", "applied"):
-            term, _ = until_whole(tmp_path / "run", 3, above=term)
-            arm(points, point, "kill")
-            eventually(lambda: not (points / point).exists(), f"a fault at {point}")  # noqa: B023 - called at once
-        term, ranks = until_whole(tmp_path / "run", 3, above=term)
-        os.kill(ranks[1], signal.SIGSTOP)
-        term, alone = until_whole(tmp_path / "run", 2, above=term)
-        assert set(alone.values()) <= set(ranks.values())
-        os.kill(ranks[1], signal.SIGCONT)
-        until_whole(tmp_path / "run", 3, above=term)
-        job.send_signal(signal.SIGTERM)
-        job.wait(60)
+        run = lose_peers(job, tmp_path, points, ("exchange", "applied"))
     finally:
         job.kill()
-    run = collect(tmp_path / "run")
-    assert run.result is not None, (tmp_path / "node.log").read_text()
-    check_kept(run)
-    steps = int(str(run.result["step"]))
-    assert weights(run) == hash_of(tmp_path / "alone", rows, device, steps=steps)
+    assert weights(run) == hash_of(tmp_path / "alone", rows, device, steps=steps_of(run))

@@ -37,6 +37,11 @@ def test_an_element_can_be_set_from_the_command_line(tmp_path: Path) -> None:
     assert (whole.data.sources, whole.data.shares) == (("a",), (1,))
 
 
+def test_an_element_that_the_file_does_not_have_cannot_be_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'data\.mixture': must be a list of sources.*an element that the file has"):
+        load(tmp_path, {"train": "x"}, "--data.mixture.0.source", "data/wiki")
+
+
 @pytest.mark.parametrize(
     ("data", "arguments", "expected"),
     [

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -157,14 +157,41 @@ def test_a_fault_in_any_phase_ends_in_the_same_place(
                 os.kill(ranks[2], signal.SIGKILL)
             eventually(lambda: not (points / point).exists(), f"a fault at {point}")  # noqa: B023 - called at once
         until_whole(tmp_path / "run", 3, above=term)
-        job.send_signal(signal.SIGTERM)
-        job.wait(60)
+        run = leave(job, tmp_path)
     finally:
         job.kill()
-    run = collect(tmp_path / "run")
-    assert run.result is not None, (tmp_path / "node.log").read_text()
+    assert weights(run) == undisturbed(steps_of(run))
+
+
+def leave(job: ForkedWorker, folder: Path) -> Evidence:
+    """Ask a job's node to leave, and return what it left: a result, and every applied step."""
+    job.send_signal(signal.SIGTERM)
+    job.wait(60)
+    run = collect(folder / "run")
+    assert run.result is not None, (folder / "node.log").read_text()
     check_kept(run)
-    assert weights(run) == undisturbed(int(str(run.result["step"])))
+    return run
+
+
+def steps_of(run: Evidence) -> int:
+    assert run.result is not None
+    return int(str(run.result["step"]))
+
+
+def lose_peers(job: ForkedWorker, folder: Path, points: Path, names: Sequence[str]) -> Evidence:
+    """Kill one rank of three at each of these points of a step, freeze one for a while, and ask all to leave."""
+    term = 0
+    for point in names:
+        term, _ = until_whole(folder / "run", 3, above=term)
+        arm(points, point, "kill")
+        eventually(lambda: not (points / point).exists(), f"a fault at {point}")  # noqa: B023 - called at once
+    term, ranks = until_whole(folder / "run", 3, above=term)
+    os.kill(ranks[1], signal.SIGSTOP)
+    term, _ = until_whole(folder / "run", 2, above=term)
+    os.kill(ranks[1], signal.SIGCONT)
+    _, again = until_whole(folder / "run", 3, above=term)
+    assert set(again.values()) == set(ranks.values()), "survivors keep their processes, and so does the frozen one"
+    return leave(job, folder)
 
 
 def until_whole(run: Path, size: int, *, above: int = 0) -> tuple[int, dict[int, int]]:

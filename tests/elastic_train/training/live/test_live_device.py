@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
-from chaos.judge.evidence.run_files import collect
-from chaos.judge.invariants.whole_run import check_kept
-from elastic_train.system.failpoints import VARIABLE, arm
+from elastic_train.system.failpoints import VARIABLE
 from rendezvous import EtcdServer
 from tests.elastic_train.training.live.test_live import (
     PARAMS,
     etcd,
-    eventually,
     launch,
+    lose_peers,
     nothing_left,
+    steps_of,
     undisturbed,
-    until_whole,
     weights,
     write_config,
 )
@@ -39,32 +35,11 @@ def test_a_peer_lost_around_an_exchange_between_devices_costs_no_step(
     points.mkdir()
     path = Path(write_config(tmp_path, rows, 100_000))
     params = {**PARAMS, "lane_ms": 10.0}
-    path.write_text(
-        yaml.safe_dump(
-            {
-                **yaml.safe_load(path.read_text()),
-                "task": {"path": "tests.device_task:PacedClassifier", "params": params},
-            }
-        )
-    )
+    task = {"path": "tests.device_task:PacedClassifier", "params": params}
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "task": task}))
     job = launch(tmp_path, etcd, str(path), ranks=3, nnodes="1:1", **{VARIABLE: str(points)})
     try:
-        term = 0
-        for point in AROUND_AN_EXCHANGE:
-            term, ranks = until_whole(tmp_path / "run", 3, above=term)
-            arm(points, point, "kill")
-            eventually(lambda: not (points / point).exists(), f"a fault at {point}")  # noqa: B023 - called at once
-        term, ranks = until_whole(tmp_path / "run", 3, above=term)
-        os.kill(ranks[1], signal.SIGSTOP)
-        term, _ = until_whole(tmp_path / "run", 2, above=term)
-        os.kill(ranks[1], signal.SIGCONT)
-        term, again = until_whole(tmp_path / "run", 3, above=term)
-        assert set(again.values()) == set(ranks.values()), "the frozen process comes back with its device"
-        job.send_signal(signal.SIGTERM)
-        job.wait(60)
+        run = lose_peers(job, tmp_path, points, AROUND_AN_EXCHANGE)
     finally:
         job.kill()
-    run = collect(tmp_path / "run")
-    assert run.result is not None, (tmp_path / "node.log").read_text()
-    check_kept(run)
-    assert weights(run) == undisturbed(int(str(run.result["step"])))
+    assert weights(run) == undisturbed(steps_of(run))

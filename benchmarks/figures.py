@@ -1,0 +1,51 @@
+"""A benchmark of several figures, as a command: which to measure, how much of each, and how they are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much to measure, and where to say how far it has come."""
+
+    is_quick: bool
+    say: Callable[[str], None]
+
+
+Measure = Callable[[Effort], dict[str, object]]
+"""Returns figures by name; one that has cases has a mapping of them."""
+
+
+def measure_chosen(program: str, explanation: str | None, figures: Mapping[str, Measure]) -> None:
+    """Measure what the command line asks for; print a table, then one JSON line.
+
+    `explanation` has a paragraph for each figure. What comes with several figures is measured once.
+    """
+    arguments = argparse.ArgumentParser(
+        prog=f"python -m {program}", description=explanation, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--json", action="store_true", help="print the last line only, and progress to stderr")
+    arguments.add_argument("--quick", action="store_true", help="fewer rounds, worlds and faults, for a look")
+    arguments.add_argument("--only", choices=figures, metavar="NAME", help="measure one figure, and what comes with it")
+    chosen = arguments.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    progress = Console(stderr=True, highlight=False)
+    found: dict[str, object] = {}
+    for measure in [figures[chosen.only]] if chosen.only else dict.fromkeys(figures.values()):
+        progress.print(f"[bold]{', '.join(name for name, by in figures.items() if by is measure)}")
+        found |= measure(Effort(chosen.quick, progress.print))
+    if not chosen.json:
+        table = Table("figure", "case", "value")
+        for name, values in found.items():
+            for case, value in values.items() if isinstance(values, dict) else [("", values)]:
+                table.add_row(name, case, str(value))
+        Console().print(table)
+    print(json.dumps(found))
