@@ -64,8 +64,8 @@ class DataConfig(Section):
     def _is_list(cls, mixture: object) -> object:
         if mixture is not None and not isinstance(mixture, list | tuple):
             raise ValueError(
-                "must be a list of sources, such as [{source: data/wiki, weight: 2}]; a number such as mixture.0 stands "
-                "for an element that the file has"
+                "must be a list of sources, such as [{source: data/wiki, weight: 2}]; "
+                "a number such as mixture.0 stands for an element that the file has"
             )
         return mixture
 
