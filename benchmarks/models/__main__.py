@@ -14,6 +14,11 @@ key_step_vs_plain     as step_vs_plain, with a key that changes how a step compu
                       loop is as ever, in fp32 and not compiled
 key_peak_vs_plain     as peak_memory_vs_plain, with the key
 key_one_hash          as one_hash, with the key, over 1, 3 and 4 ranks and a kill; each key has its own weights
+over_ddp_on_slow_wire
+                      tokens or images a second over those of DDP with its overlap, two ranks of one lane, models of
+                      30, 27 and 11 million parameters, on a network on which exchanging the gradient after the backward
+                      pass is half of a step (goal: at least 0.97); needs root and iproute2
+overlap_on_slow_wire  the same over the trainer without overlap (goal: above 1.2)
 
 The jobs: a decoder of 1.2 M parameters on rows of 128 tokens, a BERT of 1.1 M on the same (30 M and 27 M for peaks),
 and a ResNet-18 on images of 64 x 64 pixels; every micro-batch has 8 of them. Both sides compute with one thread, in
@@ -29,7 +34,8 @@ from benchmarks.figures import Effort, Measure, measure_chosen
 from benchmarks.models.beside import in_process, peak_of_ours, peak_of_plain, throughput
 from benchmarks.models.equal import CASES, MOST_APART, beside_transformers
 from benchmarks.models.hashes import hashes_of
-from benchmarks.models.jobs import JOBS
+from benchmarks.models.jobs import JOBS, LARGE
+from benchmarks.models.slow_wire import beside_ddp
 
 Keys = Mapping[str, object]
 
@@ -78,6 +84,20 @@ def key_one_hash(effort: Effort) -> dict[str, object]:
     return {"key_one_hash": _by_key(lambda name, key: _has_one_hash(effort, name, worlds, key))}
 
 
+def on_slow_wire(effort: Effort) -> dict[str, object]:
+    """Compare with DDP, and with no overlap, where half of a step without overlap is communication."""
+    over_ddp, gained = dict[str, float](), dict[str, float]()
+    for name in LARGE:
+        overlapped, after, rate = beside_ddp(name, 2 if effort.is_quick else 6)
+        over_ddp[name] = round(overlapped.over_ddp, 3)
+        gained[name] = round(overlapped.over_ddp / after.over_ddp, 3)
+        effort.say(
+            f"{name} at {rate / 1e6:.0f} MB/s: a step of {overlapped.step_s:.2f} s, exchanged after the pass "
+            f"{after.step_s:.2f} s; {over_ddp[name]} of DDP's samples a second, {gained[name]} of those without overlap"
+        )
+    return {"over_ddp_on_slow_wire": over_ddp, "overlap_on_slow_wire": gained}
+
+
 FIGURES: dict[str, Measure] = {
     "step_vs_plain": step_vs_plain,
     "peak_memory_vs_plain": peak_memory_vs_plain,
@@ -87,6 +107,8 @@ FIGURES: dict[str, Measure] = {
     "key_step_vs_plain": key_step_vs_plain,
     "key_peak_vs_plain": key_peak_vs_plain,
     "key_one_hash": key_one_hash,
+    "over_ddp_on_slow_wire": on_slow_wire,
+    "overlap_on_slow_wire": on_slow_wire,
 }
 
 

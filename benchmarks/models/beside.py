@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 from unittest import mock
 
 import torch
@@ -120,7 +120,14 @@ def plain_loop(name: str, plan: Plan, model: nn.Module) -> PlainLoop:
     return PlainLoop(name, own.train(), plan.config.optimizer.model_dump())
 
 
-def train_beside(config: str, turns: Turns, overrides: Mapping[str, object]) -> None:
+class Between(Protocol):
+    """What takes turns with the trainer."""
+
+    def between(self, session: Session, steps: Iterator[Sequence[LaneBatch]]) -> Iterator[Sequence[LaneBatch]]:
+        """Yield the trainer's steps, and do something else after some."""
+
+
+def train_beside(config: str, turns: Between, overrides: Mapping[str, object]) -> None:
     """Train a job to its end, a plain loop beside it."""
     steps = Session.steps
     with mock.patch.object(Session, "steps", lambda session: turns.between(session, steps(session))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from benchmarks.models import __main__ as models
 from benchmarks.models.beside import Turns, train_beside
 from benchmarks.models.equal import has_equal_weights
 from benchmarks.models.jobs import JOBS, write_job
+from benchmarks.models.ranks_beside_ddp import RanksInTurn
 from chaos.judge.evidence.run_files import collect, number
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from rendezvous.etcd.server import free_ports
 from tests.conftest import run_ranks
 
 SMALL = replace(
@@ -45,6 +48,28 @@ def takes_the_same_steps(rank: int, size: int, folder: str) -> None:
     assert len(set(ours)) == NUM_STEPS
     assert [len(turns.ours_s), len(turns.plain_s)] == [2, 2]
     assert all(seconds > 0 for seconds in (*turns.ours_s, *turns.plain_s))
+
+
+@pytest.mark.slow
+def test_ddp_takes_the_trainers_steps(tmp_path: Path) -> None:
+    path = write_job(tmp_path, SMALL, num_lanes=2, max_steps=NUM_STEPS + 1)
+    run_ranks(takes_the_same_steps_as_ddp, 2, path, *map(str, free_ports(2)))
+
+
+def takes_the_same_steps_as_ddp(rank: int, size: int, path: str, port: str, ddp_port: str) -> None:
+    """The mean of both ranks' losses by DDP is the trainer's loss of the step, but for rounding."""
+    os.environ |= {"WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    turns = RanksInTurn("lm", 1, ddp_port)
+    train_beside(path, turns, {"optimizer.lr": 0.03})
+    by_step = {number(line, "step"): number(line, "loss") for line in collect(Path(path).parent / "run").of("step")}
+    ours = [by_step[step + 1] for step in range(NUM_STEPS)]
+    assert turns.ddp is not None
+    losses = torch.tensor(turns.ddp.losses)
+    torch.distributed.all_reduce(losses)
+    torch.testing.assert_close(losses / size, torch.tensor(ours), rtol=1e-6, atol=0)
+    assert [len(turns.ours_s), len(turns.ddp_s)] == [NUM_STEPS, NUM_STEPS]
+    assert turns.num_bytes == 4 * sum(one.numel() for one in turns.ddp.model.parameters())
 
 
 def test_a_weight_that_differs_in_one_bit_is_seen() -> None:
