@@ -10,20 +10,27 @@ import torch
 from elastic_train.system import huge_pages
 from elastic_train.system.huge_pages import LEAST_BYTES, on_huge_pages
 
-ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SMAPS = Path("/proc/self/smaps")
 
 
-def huge_kilobytes() -> int:
-    rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(row.split()[1]) for row in rows if row.startswith("AnonHugePages:"))
+def is_asked_for(address: int) -> bool:
+    """Whether the kernel was asked for huge pages at an address; it has granted them or not (it may find none free)."""
+    lo = hi = 0
+    for line in SMAPS.read_text().splitlines():
+        first, *flags = line.split()
+        if "-" in first:
+            lo, hi = (int(end, 16) for end in first.split("-"))
+        elif first == "VmFlags:" and lo <= address < hi:
+            return "hg" in flags
+    raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
-@pytest.mark.skipif(not ENABLED.exists() or "[never]" in ENABLED.read_text(), reason="no transparent huge pages here")
-def test_large_memory_is_made_of_huge_pages() -> None:
-    before = huge_kilobytes()
-    large = on_huge_pages(torch.empty(64 << 20, dtype=torch.uint8)).fill_(1)
-    assert huge_kilobytes() - before > 48 << 10
-    assert int(large[-1]) == 1
+@pytest.mark.skipif(not SMAPS.exists(), reason="no list of this process's memory here")
+def test_the_kernel_is_asked_for_huge_pages_for_large_memory() -> None:
+    large, other = (torch.empty(64 << 20, dtype=torch.uint8) for _ in range(2))
+    assert int(on_huge_pages(large).fill_(1)[-1]) == 1
+    assert is_asked_for(large.data_ptr() + (32 << 20))
+    assert not is_asked_for(other.data_ptr() + (32 << 20))
 
 
 def test_small_or_empty_memory_and_views_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
