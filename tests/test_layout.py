@@ -10,9 +10,8 @@ import pytest
 from tests.conftest import ROOT
 
 MOST_MODULES = 12
-FOLDERS = sorted(
-    {path.parent for package in ("elastic_train", "rendezvous", "chaos") for path in (ROOT / package).rglob("*.py")}
-)
+PACKAGES = ("elastic_train", "rendezvous", "chaos", "benchmarks")
+FOLDERS = sorted({path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")})
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))

@@ -1,0 +1,1 @@
+"""Real models in the trainer, beside plain PyTorch, transformers and DDP."""

@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.figures import Effort
-from benchmarks.jobs import write_live_job
-from benchmarks.live import repeat, run_job
+from benchmarks.recovery.jobs import write_live_job
+from benchmarks.recovery.live import repeat, run_job
 from benchmarks.sharding.commits import SavingJob
 from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode
 from benchmarks.sharding.ranks import Meeting, run

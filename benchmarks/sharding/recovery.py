@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.figures import Effort
-from benchmarks.jobs import write_live_job
-from benchmarks.live import LEAVE, repeat, run_job
+from benchmarks.recovery.jobs import write_live_job
+from benchmarks.recovery.live import LEAVE, repeat, run_job
 from benchmarks.sharding.jobs import MODES
 from benchmarks.sharding.ranks import Meeting, run
 from benchmarks.sharding.watched_task import num_models

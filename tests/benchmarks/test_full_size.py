@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.full_size import write_full_size
+from benchmarks.data.full_size import write_full_size
 from elastic_train.data.dataset.verify import verify
 from elastic_train.data.loading.reader import Reader
 

@@ -118,7 +118,7 @@ def test_the_light_store_serves_the_files_contents(
     """The store of the benchmark, with one of five requests refused or broken off: each range is the file's own."""
     monkeypatch.setattr(sources._again, "wait", lambda _: 0.0)
     rows = write_rows(tmp_path / "some rows", 40, group_rows=7)
-    command = [sys.executable, "-m", "benchmarks.light_store", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.data.light_store", str(tmp_path)]
     trouble = ["--delay-s=0", "--refused=0.1", "--broken=0.1"]
     with subprocess.Popen([*command, *trouble], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as store:
         assert store.stdout is not None

@@ -1,6 +1,6 @@
 """What writing commits past the page cache (O_DIRECT) costs and saves, against ordinary buffered writes.
 
-    python -m benchmarks.page_cache [--sizes 0.25,1] [--rounds 7] [--folder DIR]
+    python -m benchmarks.checkpoint.page_cache [--sizes 0.25,1] [--rounds 7] [--folder DIR]
 
 Both sides save the same state (sizes in GB) in the same process, in turn, each into a store of its own of which the
 newest commit is kept. Per save: wall seconds until it is published and CPU seconds of the process (user + system);
@@ -26,10 +26,9 @@ from typing import BinaryIO
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-from benchmarks.checkpoint import BYTES_OF_LAYER, ROWS, WIDTH, evict
-from benchmarks.savers import Training, committed, open_saves, train
+from benchmarks.checkpoint.bare import evict
+from benchmarks.checkpoint.savers import Training, committed, open_saves, train
 from elastic_train.checkpoint import CommitRecord, Retention, SaveMemory, Saves, Store, load, prune
 from elastic_train.checkpoint.stores.disk import RealDisk
 from elastic_train.checkpoint.stores.local import LocalStore
@@ -47,7 +46,7 @@ class BufferedDisk(RealDisk):
 
 def main() -> None:
     """Run all sizes and print a table for each, then one JSON line."""
-    arguments = argparse.ArgumentParser(prog="python -m benchmarks.page_cache", description=__doc__)
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint.page_cache", description=__doc__)
     arguments.add_argument("--sizes", default="0.25,1", help="sizes of the state in GB (default: 0.25,1)")
     arguments.add_argument("--rounds", type=int, default=7, help="saves of each side (default: 7)")
     arguments.add_argument("--folder", type=Path, default=None, help="where to write (default: a temporary folder)")
@@ -63,9 +62,7 @@ def main() -> None:
 
 def _measure(size_gb: float, rounds: int, folder: Path) -> tuple[Figures, float]:
     """Return the figures of both sides, and the size of the state in GB; the first round warms up."""
-    layers = max(1, round(size_gb * 1e9 / BYTES_OF_LAYER))
-    torch.manual_seed(0)
-    training = train(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))), torch.randn(ROWS, WIDTH))
+    training, num_bytes = train(size_gb)
     stores = {
         "direct": LocalStore(folder / "direct"),
         "buffered": LocalStore(folder / "buffered", BufferedDisk()),
@@ -77,7 +74,7 @@ def _measure(size_gb: float, rounds: int, folder: Path) -> tuple[Figures, float]
             times = _round(training, stores[side], saves[side], folder / side, number)
             for name, seconds in times.items() if number else ():
                 figures[side][name].append(seconds)
-    return figures, layers * BYTES_OF_LAYER / 1e9
+    return figures, num_bytes / 1e9
 
 
 def _round(training: Training, store: Store, saves: Saves, folder: Path, number: int) -> dict[str, float]:

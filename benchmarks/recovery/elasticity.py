@@ -1,6 +1,7 @@
 """What stock torchrun fails at, tried again and again: a worker restarts, a node joins, the node of rank 0 is lost.
 
-    python -m benchmarks.elasticity [--json] [--turns N] [--stock-turns M] [--only stock,restart,live] [--keep DIR]
+    python -m benchmarks.recovery.elasticity [--json] [--turns N] [--stock-turns M]
+        [--only stock,restart,live] [--keep DIR]
 
 stock         plain DDP under torchrun's own c10d rendezvous, default settings: the first node hosts its store
 stock_apart   the same with the store in a process of its own, as etcd is, so that no node takes it along (--only)
@@ -30,7 +31,16 @@ from rich.console import Console
 from rich.table import Table
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.jobs import LIVE_LOGS, LOG, TTL_S, Steps, folder_for, free_endpoint, plain_nodes, write_live_job
+from benchmarks.recovery.jobs import (
+    LIVE_LOGS,
+    LOG,
+    TTL_S,
+    Steps,
+    folder_for,
+    free_endpoint,
+    plain_nodes,
+    write_live_job,
+)
 from chaos.real.launch import launch
 from chaos.scenario.model import Nodes, Scenario
 from chaos.services.torchrun_node import Node
@@ -149,7 +159,7 @@ CASES: dict[str, tuple[int, Case]] = {
 def main() -> None:
     """Run what is asked for; print a table and one JSON line."""
     arguments = argparse.ArgumentParser(
-        prog="python -m benchmarks.elasticity",
+        prog="python -m benchmarks.recovery.elasticity",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Saves to an S3 that is some way off: streamed, as they are now, beside staged on the local disk, as they were.
 
-    python -m benchmarks.uploads [--json] [--gb 0.5] [--rounds 3] [--delay-s 0.05] [--mb-per-s 80]
+    python -m benchmarks.checkpoint.uploads [--json] [--gb 0.5] [--rounds 3] [--delay-s 0.05] [--mb-per-s 80]
 
 Both sides write one part of a commit's size in pieces of 1 MiB, as saves do, to a server of this machine that drops
 what it gets, answers `--delay-s` late, and takes `--mb-per-s` from each connection at most. The last line is JSON:
@@ -109,7 +109,7 @@ def _peak_mb() -> float:
 
 def main() -> None:
     """Measure both sides in turn, each time in a process of its own, and print one JSON line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.uploads", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint.uploads", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the last line only")
     parser.add_argument("--gb", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=3)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.jobs import TTL_S
+from benchmarks.recovery.jobs import TTL_S
 from chaos.errors import RunError
 from chaos.judge.evidence.run_files import Evidence, collect, whole
 from chaos.real.job import Job

@@ -1,4 +1,6 @@
-"""One measurement of one loader, in a process of its own: `python -m benchmarks.peers.measure PEER WHAT ROWS OUT ...`.
+"""One measurement of one loader, in a process of its own.
+
+    python -m benchmarks.data.peers.measure PEER WHAT ROWS OUT ...
 
 The last line is JSON. `prepare` converts the rows. `speed SECONDS` reads for a while, epoch after epoch. `half STATE`
 reads half an epoch and keeps the state there; `resume STATE` opens from it and takes one batch.
@@ -19,13 +21,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks.peers.peer import BATCH, Batch, Peer, World, files_of
+from benchmarks.data.peers.peer import BATCH, Batch, Peer, World, files_of
 
 
 def main(name: str, what: str, rows: Path, out: Path, *rest: str) -> None:
     """Measure, and print what was found."""
     torch.set_num_threads(1)
-    peer: Peer = importlib.import_module(f"benchmarks.peers.{name}").PEER
+    peer: Peer = importlib.import_module(f"benchmarks.data.peers.{name}").PEER
     found: dict[str, Any]
     if what == "prepare":
         out.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """Our loader over S3 that is 50 ms away and fails now and then, beside the same files on the local disk.
 
-    python -m benchmarks.remote [--json] [--rows 96000] [--rows-per-group 2000] [--pace 10000]
+    python -m benchmarks.data.remote [--json] [--rows 96000] [--rows-per-group 2000] [--pace 10000]
 
 Two stores in turn, each in a process of its own, 50 ms away, with 1 % errors and 1 % of answers a second late: `moto`,
-behind `benchmarks.slow_network`, Python under one lock; and `light`, `benchmarks.light_store`, which takes little CPU
+behind `benchmarks.slow_network`, Python under one lock; and `light`, `light_store`, which takes little CPU
 time. All ratios are samples/s after the first fifth over the same from local files, read in turn with them:
 `paced_vs_local` for a consumer that takes `--pace` samples/s at most; `free_vs_local` as fast as it goes, where the
 store takes `store_cpu_share` of all CPU time of the same cores; `apart_vs_local` with the loader on one half of the
@@ -30,9 +30,9 @@ from pathlib import Path
 
 import fsspec
 
-from benchmarks.fetchers import compare
-from benchmarks.peers.ours import COLUMNS, collate
-from benchmarks.rows import write_rows
+from benchmarks.data.fetchers import compare
+from benchmarks.data.peers.ours import COLUMNS, collate
+from benchmarks.data.rows import write_rows
 from elastic_train.core.order import Order
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.loader import LaneLoader
@@ -48,7 +48,7 @@ Run = dict[str, float]
 
 def main() -> None:
     """Measure, and print one JSON line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data.remote", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the last line only")
     parser.add_argument("--rows", type=int, default=96_000)
     parser.add_argument("--rows-per-group", type=int, default=2000)
@@ -65,7 +65,7 @@ def main() -> None:
             fsspec.filesystem("s3").put(f"{local}/", f"{S3_URL}/", recursive=True)
             found |= {f"moto_{name}": value for name, value in _measure(local, store, chosen.pace, runs).items()}
             found["cached_vs_local"] = _with_caches(local, folder / "cache", runs)
-        with _serving("benchmarks.light_store", temporary) as store:
+        with _serving("benchmarks.data.light_store", temporary) as store:
             found |= {f"light_{name}": value for name, value in _measure(local, store, chosen.pace, runs).items()}
             found |= compare(folder / "rows", S3_URL, EPOCHS)
     found |= {name: sum(int(run[name]) for run in runs) for name in ("lost", "repeated")}

@@ -26,8 +26,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.full_size import write_full_size
-from benchmarks.rows import write_numbered_rows, write_rows
+from benchmarks.data.full_size import write_full_size
+from benchmarks.data.rows import write_numbered_rows, write_rows
 
 OURS, CACHED = "ours", "ours_cached"
 PEERS = {
@@ -59,12 +59,12 @@ class Loader:
 
     def run(self, module: str, *arguments: str) -> Found:
         """Run a measurement in a process of its own; what it cannot do is noted, and the result empty."""
-        command = [self.python, "-m", f"benchmarks.peers.{module}", self.name, *arguments]
+        command = [self.python, "-m", f"benchmarks.data.peers.{module}", self.name, *arguments]
         quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
         try:
             done = subprocess.run(
                 command,
-                env={**os.environ, **quiet, "PYTHONPATH": str(Path(__file__).parent.parent)},
+                env={**os.environ, **quiet, "PYTHONPATH": str(Path(__file__).parents[2])},
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_S,
@@ -181,7 +181,7 @@ def _run_alone(folder: Path, num_rows: int) -> Found:
     found: Found = {}
     for what in ("scale", "decode"):
         rows = folder / ("full" if what == "scale" else f"rows-{num_rows}")
-        command = [sys.executable, "-m", "benchmarks.data_alone", what, str(rows)]
+        command = [sys.executable, "-m", "benchmarks.data.data_alone", what, str(rows)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
         found |= json.loads(done.stdout.strip().splitlines()[-1])
     return found

@@ -23,6 +23,9 @@ from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.world.fencing import StoreFence
 
 OURS = "elastic_train"
+WIDTH, NUM_ROWS = 1024, 64
+BYTES_OF_LAYER = 3 * 4 * (WIDTH * WIDTH + WIDTH)
+"""Weights and both of AdamW's moments."""
 
 
 @dataclass
@@ -53,13 +56,18 @@ class Training:
         )
 
 
-def train(model: nn.Module, batch: torch.Tensor) -> Training:
-    """Build the loop, and take two steps, so that all of the state is there."""
-    training = Training(build_state(model, OptimizerConfig(), 10_000, "cpu", is_fp16=False), batch)
+def train(size_gb: float) -> tuple[Training, int]:
+    """Build a loop whose state has about that size, and its exact size in bytes; two steps make all of it be there."""
+    num_layers = max(1, round(size_gb * 1e9 / BYTES_OF_LAYER))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
+    training = Training(
+        build_state(model, OptimizerConfig(), 10_000, "cpu", is_fp16=False), torch.randn(NUM_ROWS, WIDTH)
+    )
     for _ in range(2):
         training.compute()
         training.update()
-    return training
+    return training, num_layers * BYTES_OF_LAYER
 
 
 Waits = tuple[Callable[[], None], Callable[[], None] | None]

@@ -1,6 +1,6 @@
 """What it costs to compare row groups, and entries of the row cache, with their checksums.
 
-    python -m benchmarks.checked_reading [--rows 40000] [--rounds 7] [--folder FOLDER]
+    python -m benchmarks.data.checked_reading [--rows 40000] [--rounds 7] [--folder FOLDER]
 
 Everything is measured twice in turn, with checksums and without, in one process, and given as the median over the
 rounds of the ratio of both. All are CPU time, of all threads. `decode` and `cached` are that of a row group, decoded or
@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import torch
 from isal.isal_zlib import crc32
 
-from benchmarks.rows import VOCABULARY, write_rows
+from benchmarks.data.rows import VOCABULARY, write_rows
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset import row_groups
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
@@ -116,7 +116,7 @@ def training(manifest: Manifest) -> Measure:
 
 def main() -> int:
     """Print a line for each measurement, then one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checked_reading", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data.checked_reading", description=__doc__)
     parser.add_argument("--rows", type=int, default=40_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="where the rows are made, on the disk that is measured")

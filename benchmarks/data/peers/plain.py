@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from benchmarks.peers.peer import SEED, Batch, World, files_of, pad_table
+from benchmarks.data.peers.peer import SEED, Batch, World, files_of, pad_table
 
 
 class Rows:

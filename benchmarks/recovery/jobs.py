@@ -92,7 +92,7 @@ def plain_nodes(folder: Path, flags: list[str], endpoint: str, *, max_restarts: 
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "torch.distributed.run", *flags, f"--rdzv_endpoint={endpoint}"]
     command += [f"--rdzv_id={folder.name}", "--nnodes=1:2", "--nproc-per-node=1", f"--max-restarts={max_restarts}"]
-    command += ["-m", "benchmarks.plain_ddp", str(folder / LOG)]
+    command += ["-m", "benchmarks.recovery.plain_ddp", str(folder / LOG)]
     return [Node(turn, command, folder / f"node-{turn}.log", clean_environ(os.environ)) for turn in range(2)]
 
 

@@ -1,4 +1,6 @@
-"""What it costs to know which samples were applied, and what length bucketing saves: `python -m benchmarks.samples`.
+"""What it costs to know which samples were applied, and what length bucketing saves.
+
+    python -m benchmarks.data.samples
 
 * Coverage: the time that a step's coverage sums take, over the step's. The step is forward and backward of the text
   classifier (4 layers of 256) on 8 lanes of 8 rows of 128 tokens on one thread: small, so that the share is large.

@@ -8,8 +8,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.jobs import write_live_job
-from benchmarks.live import LEAVE, run_job
+from benchmarks.recovery.jobs import write_live_job
+from benchmarks.recovery.live import LEAVE, run_job
 from chaos.judge.evidence.run_files import Evidence, number, whole
 from chaos.scenario.schedule import Due
 

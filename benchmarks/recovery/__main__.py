@@ -42,9 +42,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import storm, throughput
-from benchmarks.jobs import LOG, TTL_S, Steps, folder_for, free_endpoint, plain_nodes, write_live_job
-from benchmarks.live import LEAVE, repeat, run_job
+from benchmarks.recovery import storm, throughput
+from benchmarks.recovery.jobs import LOG, TTL_S, Steps, folder_for, free_endpoint, plain_nodes, write_live_job
+from benchmarks.recovery.live import LEAVE, repeat, run_job
 from chaos.judge.evidence.recovery_cost import recoveries
 from chaos.judge.invariants.whole_run import given_up
 from chaos.scenario.schedule import Due

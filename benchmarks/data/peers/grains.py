@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import torch
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from benchmarks.peers.peer import SEED, Batch, World, files_of, pad
+from benchmarks.data.peers.peer import SEED, Batch, World, files_of, pad
 
 Sample = npt.NDArray[np.int32]
 

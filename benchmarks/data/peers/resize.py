@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from benchmarks.peers.peer import Peer, World, files_of
+from benchmarks.data.peers.peer import Peer, World, files_of
 
 BATCH = 8
 OUR_LANES, OUR_MICRO_BATCH = 16, 2
@@ -26,7 +26,7 @@ OUR_LANES, OUR_MICRO_BATCH = 16, 2
 
 def main(name: str, rows: Path, out: Path, stages: list[list[int]]) -> None:
     """Count, and print."""
-    module = importlib.import_module(f"benchmarks.peers.{name}")
+    module = importlib.import_module(f"benchmarks.data.peers.{name}")
     try:
         applied = (
             module.resize(rows, out, stages) if hasattr(module, "resize") else read(module.PEER, rows, out, stages)

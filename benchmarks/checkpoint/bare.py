@@ -50,3 +50,12 @@ def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def evict(folder: Path) -> None:
+    """Take a folder's files, which are on the disk, out of the page cache."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)

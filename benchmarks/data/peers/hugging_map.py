@@ -10,8 +10,8 @@ from datasets import Dataset, load_dataset, load_from_disk
 from datasets.distributed import split_dataset_by_node
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from benchmarks.peers.peer import SEED, World, files_of, pad_table
-from benchmarks.peers.plain import Loader
+from benchmarks.data.peers.peer import SEED, World, files_of, pad_table
+from benchmarks.data.peers.plain import Loader
 
 
 class Batched:

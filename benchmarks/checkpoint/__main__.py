@@ -12,8 +12,7 @@ get 3 rounds, and of more than 2 GB `dcp.async_save` is measured with kept memor
 * `stall_ms_per_gb_p50`: ours, the worst of the sizes (goal at most 110);
 * `stall_vs_best_peer`: ours over the quickest peer's, `dcp.async_save` with kept memory included (at most 0.25);
 * `write_vs_disk`: bytes a second of a whole save, hashed and published, over a bare write of as many with a commit's
-  syncs, past the page cache or through it, whichever is quicker (see `benchmarks.bare`); the worst of the sizes (at
-  least 0.9);
+  syncs, past the page cache or through it, whichever is quicker (see `bare`); the worst of the sizes (at least 0.9);
 * `load_vs_dcp`: time of dcp.load over ours, which checks every block (at least 1.0);
 * `by_size`: all of it, and p99, the share of a step, and loads from the disk instead of the page cache, by size.
 """
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import tempfile
@@ -36,17 +34,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.bare import WAYS, write_bare
-from benchmarks.savers import OURS, Training, all_sides, committed, open_saves, train
+from benchmarks.checkpoint.bare import WAYS, evict, write_bare
+from benchmarks.checkpoint.savers import OURS, Training, all_sides, committed, open_saves, train
 from elastic_train.checkpoint import Retention, SaveMemory, load, open_store, prune
 
-WIDTH, ROWS = 1024, 64
-BYTES_OF_LAYER = 3 * 4 * (WIDTH * WIDTH + WIDTH)
 GOALS = {"stall": 110.0, "vs_peer": 0.25, "write": 0.9, "load": 1.0}
 FEW_ROUNDS, LARGE_GB, HUGE_GB = 3, 1.0, 2.0
 
@@ -88,11 +83,8 @@ def _measure(rank: int, size_gb: float, rounds: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/meeting", 1)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    layers = max(1, round(size_gb * 1e9 / BYTES_OF_LAYER))
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-    training = train(model, torch.randn(ROWS, WIDTH))
-    figures = Figures(num_bytes=layers * BYTES_OF_LAYER)
+    training, num_bytes = train(size_gb)
+    figures = Figures(num_bytes)
     _measure_steps(training, figures, rounds)
     _measure_saves(training, figures, rounds, Path(folder))
     _measure_disk_and_loads(training, figures, rounds, Path(folder))
@@ -169,15 +161,6 @@ def _timed(read: Callable[[dict[str, object]], object], state: dict[str, object]
     started = time.perf_counter()
     read(state)
     return time.perf_counter() - started
-
-
-def evict(folder: Path) -> None:
-    """Take a folder's files, which are on the disk, out of the page cache."""
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def _summary(figures: Figures) -> dict[str, object]:

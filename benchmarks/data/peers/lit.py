@@ -12,7 +12,7 @@ import torch
 from litdata import StreamingDataLoader, StreamingDataset, optimize
 from litdata.utilities.env import _DistributedEnv
 
-from benchmarks.peers.peer import Batch, World, files_of, pad
+from benchmarks.data.peers.peer import Batch, World, files_of, pad
 
 logging.getLogger("litdata").setLevel(logging.ERROR)
 

@@ -1,6 +1,6 @@
 """As much of S3 as readers need, for a folder, at little CPU time: GET and HEAD of objects and of their ranges.
 
-    python -m benchmarks.light_store FOLDER [--delay-s 0.05 ...]
+    python -m benchmarks.data.light_store FOLDER [--delay-s 0.05 ...]
 
 serves the folder as the bucket `rows`, with the same trouble as `benchmarks.slow_network`, prints its address, and ends
 with its input. Bytes go from the page cache into the socket, so that what is measured is the reader and not the store.

@@ -1,4 +1,6 @@
-"""How well a lane's blocks of K row groups shuffle, measured against a full shuffle: `python -m benchmarks.shuffle`.
+"""How well a lane's blocks of K row groups shuffle, measured against a full shuffle.
+
+    python -m benchmarks.data.shuffle
 
 32,768 rows in 128 row groups, once sorted by label (16 of them) and once by source (64, each with labels and features
 of its own kind): the worst that a dataset's file order can be. 8 lanes of 8 rows, few for a job: lanes begin at other

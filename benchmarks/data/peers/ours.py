@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from benchmarks.peers.peer import SEED, Batch, World
+from benchmarks.data.peers.peer import SEED, Batch, World
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.arrow.lists import pad_lists

@@ -10,7 +10,7 @@ import torch
 from datasets import IterableDataset, load_dataset
 from datasets.distributed import split_dataset_by_node
 
-from benchmarks.peers.peer import SEED, Batch, World, files_of, pad
+from benchmarks.data.peers.peer import SEED, Batch, World, files_of, pad
 
 BUFFER = 16_000
 

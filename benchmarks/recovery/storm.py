@@ -11,8 +11,8 @@ import itertools
 import random
 from pathlib import Path
 
-from benchmarks.jobs import TTL_S, write_live_job
-from benchmarks.live import repeat, run_job
+from benchmarks.recovery.jobs import TTL_S, write_live_job
+from benchmarks.recovery.live import repeat, run_job
 from chaos.judge.evidence.run_files import whole
 from chaos.judge.invariants.whole_run import check_kept
 from chaos.scenario.schedule import Due

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from benchmarks.peers.ours import Ours
+from benchmarks.data.peers.ours import Ours
 
 PEER = Ours(is_cached=True)

@@ -18,7 +18,7 @@ from streaming import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: 
 from streaming.base.batching import generate_work  # noqa: E402
 from streaming.base.world import World as BatchingWorld  # noqa: E402
 
-from benchmarks.peers.peer import SEED, Batch, World, files_of, pad  # noqa: E402
+from benchmarks.data.peers.peer import SEED, Batch, World, files_of, pad  # noqa: E402
 
 RESIZE_BATCH = 8
 SHUFFLE_BLOCK = 1 << 18  # its own default for one canonical node

@@ -1,0 +1,1 @@
+"""What saves and loads cost, beside torch.save and torch.distributed.checkpoint."""
