@@ -130,6 +130,7 @@ def run_soak(
         *changes,
         *unslowed(config, spoilt_lanes(config, folder)),
         "--parallel.shards=none",
+        "--parallel.offload=none",
         steps,
     ]  # whole, so that no cut shows in its bits
     copy_holes(folder)

@@ -118,6 +118,9 @@ class ParallelConfig(Section):
     (ZeRO-3)."""
     copies: PositiveInt = 2
     """How many ranks hold each share, on different nodes if there are; once all are lost, the newest commit is read."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What is held in pinned host memory, and goes through the GPU in blocks to be updated: nothing, what the optimizer
+    keeps of each parameter, or the weights that a rank holds, too (which needs shards: parameters). Same bits."""
     recompute: Literal["none", "units", "selective"] = "none"
     """What a backward pass computes again, so that less is kept for it: nothing, each block of the model, or all of a
     block but products of matrices and attention. Same bits."""
@@ -132,6 +135,25 @@ class ParallelConfig(Section):
     memory, also where ranks share a GPU. Between CPUs it is always gloo."""
     domain: str | None = None
     """What may fail together with this node and others, such as a rack's name; copies go to different ones."""
+
+    @model_validator(mode="after")
+    def _offloads_what_is_held(self) -> ParallelConfig:
+        if self.offload == "all" and self.shards != "parameters":
+            raise ValueError(
+                f"offload: all keeps weights in host memory until a pass needs them, and with shards: {self.shards} "
+                "all of them are on the GPU all the time: set shards to parameters (with as many copies as ranks, each "
+                "holds everything), or offload to optimizer"
+            )
+        return self
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether ranks hold runs of the state by their seats, be it that each holds all of it."""
+        return self.shards != "none" or self.has_offload
+
+    @property
+    def has_offload(self) -> bool:
+        return self.offload != "none"
 
 
 class TrackingConfig(Section):
@@ -185,9 +207,19 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _shards_have_one_rounding(self) -> Config:
-        if self.parallel.shards != "none" and self.reduction == "fast":
+        if self.parallel.has_shares and self.reduction == "fast":
+            key = "shards" if self.parallel.shards != "none" else "offload"
             raise ValueError(
-                "reduction: fast gives no two worlds the same bits, and parallel.shards needs them: set one back"
+                f"reduction: fast gives no two worlds the same bits, and parallel.{key} needs them: set one back"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offloads_from_a_device(self) -> Config:
+        if self.parallel.has_offload and self.device == "cpu":
+            raise ValueError(
+                f"parallel.offload: {self.parallel.offload} spares a GPU's memory, and with device: cpu all is in host "
+                "memory: set offload to none, or device to auto or cuda"
             )
         return self
 

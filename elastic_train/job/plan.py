@@ -141,6 +141,7 @@ class Plan:
             **({"steps an epoch": order.num_steps(self.micro_batch)} if isinstance(order, Order) else {}),
             "steps": self.total_steps,
             "device": str(self.device),
+            **({"offload": describe_offload(self.config, self.device)} if self.config.parallel.has_offload else {}),
             "commits in": self.config.checkpoint_url,
         }
 
@@ -170,7 +171,7 @@ def make_plan(config: Config) -> Plan:
     total_steps = count_steps(config, order)
     check_schedule(config.optimizer, total_steps)
     choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
-    if config.parallel.shards != "none":
+    if config.parallel.has_shares:
         slots_of(choice.tried(), choice.make, device)
     return Plan(
         config=config,
@@ -192,6 +193,15 @@ def describe_sources(order: Mixture, sources: Sequence[Source], length: int) -> 
         f"{count / source.manifest.num_rows:.2f} epochs"
         for source, count in zip(sources, counts, strict=True)
     }
+
+
+def describe_offload(config: Config, device: torch.device) -> str:
+    """Return what of a parameter that a rank holds is in host memory, beside what is on its device."""
+    choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
+    num = len(slots_of(choice.tried(), choice.make, device).moments) + (config.optimizer.ema is not None)
+    weights = 4 if config.parallel.offload == "all" else 0
+    where = "the host's memory, which is this device's" if device.type == "cpu" else "pinned host memory"
+    return f"{4 * num + weights} of {4 * num + 8} bytes of each fp32 parameter that a rank holds are in {where}"
 
 
 def check_same_sources(config: Config, sources: Sequence[Source], record: CommitRecord) -> None:

@@ -33,14 +33,19 @@ from elastic_train.job.sharded.elementwise import slots_of
 from elastic_train.job.sharded.gathered_state import GatheredState
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.shared_scaler import SharedScaler
+from elastic_train.job.sharded.streamed_update import Offload
 from elastic_train.job.state_shards import Place, ReplicatedState, StateShards
 from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.job.units.compiled import CompiledBlocks
 from elastic_train.job.units.recompute import recompute_blocks
+from elastic_train.parallel.devices.host_memory import host_memory_of
 from elastic_train.shards.grains import Layout
 from elastic_train.tasks.task import ParameterGroup
 
 SHARDED: Mapping[str, type[HeldState]] = {"optimizer": HeldState, "gradients": DealtState, "parameters": GatheredState}
+
+EVERYWHERE = 1 << 30
+"""More copies than there are ranks: each holds all. So is whole state held where it is offloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +245,7 @@ def build_state(
     if config.ema is not None:
         keep_average(optimizer, config.ema.decay, lambda: scheduler.last_epoch)
     scaler = SharedScaler(device, enabled=is_fp16)
-    kind = None if parallel is None else SHARDED.get(parallel.shards)
+    kind = None if parallel is None or not parallel.has_shares else SHARDED.get(parallel.shards, HeldState)
     units = unit_names(model) if kind is not None else []
     layout = layout_of(model, optimizer, lambda name: unit_of(name, units))
     outline = {
@@ -255,7 +260,11 @@ def build_state(
     else:
         slots = slots_of(optimizer, choice.make, next(model.parameters()).device)
         slots = slots if config.ema is None else slots.with_moment(AVERAGE)
-        shards = kind(model, optimizer, scheduler, scaler, layout, slots, parallel.copies, bucket_bytes, parallel.wire)
+        offload = None
+        if parallel.has_offload:
+            offload = Offload(host_memory_of(next(model.parameters()).device), parallel.offload == "all")
+        copies = parallel.copies if parallel.shards != "none" else EVERYWHERE
+        shards = kind(model, optimizer, scheduler, scaler, layout, slots, copies, bucket_bytes, parallel.wire, offload)
     return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
 
 

@@ -91,10 +91,13 @@ class Group(PointToPoint):
     def begin_exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> tuple[list[Work], list[Work]]:
-        if self._device is None or not any(self._holds(tensor) for _, tensor in (*sends, *receives)):
-            return super().begin_exchange(sends, receives)
-        self.num_bytes += sum(tensor.nbytes for _, tensor in (*sends, *receives))
-        return [self._device.begin_exchange(sends, receives, self._tag)], []
+        to_host, from_host = [[one for one in pairs if not self.is_on_device(one[1])] for pairs in (sends, receives)]
+        to, source = [[one for one in pairs if self.is_on_device(one[1])] for pairs in (sends, receives)]
+        arriving, leaving = super().begin_exchange(to_host, from_host)
+        if self._device is not None and (to or source):
+            self.num_bytes += sum(tensor.nbytes for _, tensor in (*to, *source))
+            arriving.append(self._device.begin_exchange(to, source, self._tag))
+        return arriving, leaving
 
     def begin(self, operation: Callable[[Backend], Work], tensor: Tensor) -> Work:
         if self._device is None or not self._holds(tensor):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from elastic_train.errors import ConfigError
+from elastic_train.parallel.devices.host_memory import Event, HostMemory
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Work
 from elastic_train.shards.holdings import Run
@@ -59,12 +60,18 @@ class UnitWeights:
         group: Group,
         shares: Mapping[int, Mapping[int, Sequence[Run]]],
         held: Callable[[Run], Tensor],
+        memory: HostMemory | None = None,
     ) -> None:
+        """With `memory`, what is held may be in host memory, from which it comes beside the computation."""
+        self._memory = memory
+        self._coming: dict[int, Event] = {}
         self._blocks, self._rest, self._group, self._shares, self._held = blocks, rest, group, shares, held
         self._others = [rank for rank in shares if rank != group.rank]
         self._receivers: Collection[int] = ()
         self._arriving: dict[int, list[Work]] = {}
         self._leaving: list[Work] = []
+        self._lent: list[Tensor] = []
+        """Memory that what leaves is read from, if it is not held there."""
         self._whole: set[int] = set()
         self._is_running, self._has_rest, self._is_dirty = False, False, False
         self._forward, self._back = 0, 0
@@ -84,6 +91,8 @@ class UnitWeights:
         """Leave the model alone from now on; return whether what is on its way may still reach the flat vectors."""
         for hook in self._hooks:
             hook.remove()
+        if self._memory is not None:
+            self._memory.settle("in")
         return self._is_dirty
 
     def end_pass(self) -> None:
@@ -118,6 +127,7 @@ class UnitWeights:
             self._group.wait(self._leaving)
         except BaseException as error:
             self._arriving.clear()  # or they would keep the group's connections
+            self._coming.clear()
             if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NOT_THERE):
                 raise ConfigError(
                     "a block's parameter is used while the block does not run, and parallel.shards: parameters has it "
@@ -125,7 +135,7 @@ class UnitWeights:
                 ) from error
             raise
         finally:
-            self._leaving, self._is_running = [], False
+            self._leaving, self._lent, self._is_running = [], [], False
         self._is_dirty = False
 
     def back_to(self, number: int) -> None:
@@ -209,28 +219,58 @@ class UnitWeights:
         """Send this rank's share of a unit's weights, and begin to receive the others'."""
         unit, rank = self._rest if number == REST else self._blocks[number], self._group.rank
         receives, sends = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+        own = list[tuple[Tensor, Tensor]]()
         for flat, whole in unit.flats.items():
-            mine = self._shares[rank].get(flat, ())
-            sends += [(to, self._held(run)) for to in self._others if to in self._receivers for run in mine]
             if self._is_running:
                 whole.untyped_storage().resize_(whole.nbytes)
                 on_huge_pages(whole)
-                for run in mine:
-                    whole[run.lo : run.hi].copy_(self._held(run))
+            for run in self._shares[rank].get(flat, ()):
+                given = self._given(run, whole, own)
+                sends += [(to, given) for to in self._others if to in self._receivers]
+            if self._is_running:
                 receives += [
                     (giver, whole[run.lo : run.hi])
                     for giver in self._others
                     for run in self._shares[giver].get(flat, ())
                 ]
+        self._bring(number, own)
         arriving, leaving = self._group.begin_exchange(sends, receives)
         self._leaving += leaving
         if self._is_running:
             self._arriving[number] = arriving
 
+    def _given(self, run: Run, whole: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return what others are sent of a run, and add to `own` where it goes here; a device sends what it holds."""
+        held = self._held(run)
+        place = whole[run.lo : run.hi] if self._is_running else None
+        is_brought = self._group.is_on_device(whole) and not self._group.is_on_device(held)
+        if place is None and is_brought and any(to in self._receivers for to in self._others):
+            self._lent.append(place := whole.new_empty(held.shape))
+        if place is None:
+            return held
+        own.append((place, held))
+        return place if is_brought else held
+
+    def _bring(self, number: int, own: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Put this rank's share of a unit's weights where it belongs; from host memory, beside the computation."""
+        if self._memory is None:
+            for place, held in own:
+                place.copy_(held)
+        elif own:  # what used this memory before is computed by then
+            self._coming[number] = self._memory.copy("in", own, [self._memory.compute(lambda: None)])
+            if any(self._group.is_on_device(place) for place, _ in own):  # whose exchange comes after what is computed
+                self._await_own(number)
+
+    def _await_own(self, number: int) -> None:
+        if self._memory is not None and number in self._coming:
+            self._memory.compute(lambda: None, [self._coming.pop(number)])
+            self._memory.join()
+
     def _await(self, number: int) -> None:
         if number in self._arriving:
             self._group.wait(self._arriving.pop(number))
             self._whole.add(number)
+        self._await_own(number)
 
     def _release(self, number: int) -> None:
         self._await(number)

@@ -44,7 +44,7 @@ from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_sum
 from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import hazards
-from elastic_train.system.wording import counted
+from elastic_train.system.wording import counted, size
 from elastic_train.tasks.task import Counting
 from elastic_train.tracking.history_files import Stagnation
 from elastic_train.tracking.mlflow_run import (
@@ -119,6 +119,8 @@ def _open_in(process: Process, world: World) -> Session:
     )
     if isinstance(state.shards, HeldState):
         world.announce(_redundancy_of(state.shards))
+        if state.shards.offload is not None:
+            world.announce(_saving_of(state.shards, plan.device))
     if plan.config.compile:
         world.announce(f"{state.compiled}")
     _warn_of_file_system(process, world)
@@ -134,6 +136,16 @@ def _redundancy_of(shards: HeldState) -> str:
             "(parallel.copies, and the number of ranks, decide)"
         )
     return f"{what} held {num} times: a fault that leaves one of the holders costs no applied step"
+
+
+def _saving_of(shards: HeldState, device: torch.device) -> str:
+    """Say what this rank has in host memory in place of its device's."""
+    if device.type == "cpu":
+        return f"parallel.offload saves nothing on {device}, whose memory is the host's"
+    return (
+        f"{size(shards.offloaded_bytes())} of rank 0's state are in pinned host memory in place of {device}, which "
+        f"has {size(shards.room_bytes())} for what it updates at a time"
+    )
 
 
 def _warn_of_file_system(process: Process, world: World) -> None:

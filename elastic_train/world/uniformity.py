@@ -162,10 +162,12 @@ def check_can_be_sharded(group: Group, plan: Plan, differing: Sequence[str]) -> 
     `differing` is what `differing_kernels` has found.
     """
     mine = [line for line in differing if line.startswith(f"rank {group.rank} ")]
-    if plan.config.parallel.shards != "none" and mine:
+    parallel = plan.config.parallel
+    if parallel.has_shares and mine:
+        key, value = ("shards", parallel.shards) if parallel.shards != "none" else ("offload", parallel.offload)
         raise ConfigError(
-            f"parallel.shards: {plan.config.parallel.shards} needs ranks that compute alike, since several update each "
-            f"share of the state: {mine[0]}. Use equal machines, or set parallel.shards to none"
+            f"parallel.{key}: {value} needs ranks that compute alike, since several update each share of the state: "
+            f"{mine[0]}. Use equal machines, or set parallel.{key} to none"
         )
 
 

@@ -61,6 +61,24 @@ def test_state_in_shards_has_the_hash_of_whole_state(tmp_path: Path, rows: Path,
     assert len(set(found.values())) == 1, found
 
 
+@pytest.mark.parametrize(
+    ("shards", "offload"), [("none", "optimizer"), ("gradients", "optimizer"), ("parameters", "all")]
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_state_in_host_memory_has_the_hash_of_state_on_the_device(
+    tmp_path: Path, rows: Path, device: str, shards: str, offload: str, num_ranks: int
+) -> None:
+    """It is pinned, goes through the device in blocks, and is committed from where it is."""
+    checkpoint = {"every_steps": 5, "every_s": None, "keep_last": 2}
+    found = {
+        parallel["offload"]: hash_of(
+            tmp_path / str(parallel["offload"]), rows, device, num_ranks, parallel=parallel, checkpoint=checkpoint
+        )
+        for parallel in ({"offload": "none"}, {"offload": offload, "shards": shards, "copies": 1})
+    }
+    assert len(set(found.values())) == 1, found
+
+
 def test_a_commit_from_a_device_continues_with_the_same_bits(tmp_path: Path, rows: Path, device: str) -> None:
     """It is copied from the device while the next steps compute there."""
     whole = hash_of(tmp_path / "whole", rows, device)

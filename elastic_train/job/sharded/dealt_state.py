@@ -34,7 +34,7 @@ class DealtState(HeldState):
 
     def gradients_at(self, run: Run) -> Tensor:
         start = 0
-        for one in (one.run for one in self.runs if one.run.flat == run.flat):
+        for one in (one.run for one in self._runs if one.run.flat == run.flat):
             if one.lo <= run.lo and run.hi <= one.hi:
                 return self._homes[run.flat][start + run.lo - one.lo : start + run.hi - one.lo]
             start += one.hi - one.lo

@@ -113,6 +113,6 @@ def _tried(
 
 def _not_elementwise(kind: type[Optimizer], why: str) -> ConfigError:
     return ConfigError(
-        f"{kind.__name__} does not update a parameter element by element ({why}), so its state cannot be sharded: set "
-        "parallel.shards to none, or optimizer.name to adamw"
+        f"{kind.__name__} does not update a parameter element by element ({why}), so its state cannot be sharded, nor "
+        "offloaded: set parallel.shards to none and parallel.offload, too, or optimizer.name to adamw"
     )

@@ -112,6 +112,16 @@ class FlatModel:
             for (one, _, _), weights in zip(changed, before, strict=True):
                 one.data = weights
 
+    def standing_for(self, weights: Tensor) -> Tensor:
+        """Return weights, or, if they are not on the model's device, what takes gradients there in their place."""
+        if weights.device == self._device:
+            return weights
+        return torch.empty(1, dtype=weights.dtype, device=self._device).expand(weights.shape)
+
+    def brought(self, held: Tensor) -> Tensor:
+        """Return what is held, on the model's device."""
+        return held.to(self._device)
+
     def weights_at(self, run: Run) -> Tensor:
         """Return a run of the weights, which must be whole."""
         return self.weights[run.flat][run.lo : run.hi]

@@ -53,7 +53,10 @@ class GatheredState(DealtState):
 
     def memory_of(self, run: Run) -> Tensor:
         """Return new memory, with the weights in it while they are whole."""
-        return self.flat.weights_at(run).clone() if self._is_whole else self.flat.zeros(run.flat, run.hi - run.lo)
+        dtype = self.flat.weights[run.flat].dtype
+        keeps = self.offload is not None and self.offload.with_weights
+        memory = self.kept_zeros(run, dtype) if keeps else self.flat.zeros(run.flat, run.hi - run.lo)
+        return memory.copy_(self.flat.weights_at(run)) if self._is_whole else memory
 
     def make_room(self) -> None:
         super().make_room()
@@ -67,10 +70,12 @@ class GatheredState(DealtState):
         seating, held = self.seated, {one.run: one for one in self.runs}
         ranks = (seating.rank, *seating.neighbours())
         shares = {rank: by_flat(runs_of(self.layout, seating.holdings[rank])) for rank in ranks}
-        self._units = UnitWeights(*self.flat.blocks(), replicas, shares, lambda run: self._shown_of(held[run]))
+        memory = None if self.offload is None else self.offload.memory
+        self._units = UnitWeights(*self.flat.blocks(), replicas, shares, lambda run: self._shown_of(held[run]), memory)
         return self._units
 
     def _shown_of(self, one: HeldRun) -> Tensor:
+        self.settle()
         return one.moments.get(AVERAGE, one.weights) if self._shows_averages else one.weights
 
     @contextlib.contextmanager
@@ -104,7 +109,7 @@ class GatheredState(DealtState):
     def make_whole(self, group: Group) -> None:
         if group.rank == 0:
             self.flat.allocate()
-        gather_whole(group, self.seated, self._weights_at, self.flat.weights_at)
+        gather_whole(group, self.seated, lambda run: self.flat.brought(self._weights_at(run)), self.flat.weights_at)
 
     def held_weights(self) -> State:
         return {**super().held_weights(), **{name: pieces.weights for name, pieces in self.pieces().items()}}

@@ -33,6 +33,7 @@ from elastic_train.job.sharded.settings import Settings
 from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.shared_weights import grain_run
+from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state_shards import stillness_of
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
@@ -62,6 +63,7 @@ class HeldState:
         copies: int,
         bucket_bytes: float | None = None,
         wire: Wire = "exact",
+        offload: Offload | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.layout, self.circle, self.copies = layout, circle_of(layout), copies
@@ -70,7 +72,7 @@ class HeldState:
         self.make_gradients()
         self.settings = Settings(model, optimizer, scheduler, scaler)
         self.seating: Seating | None = None
-        self.runs: list[HeldRun] = []
+        self._runs: list[HeldRun] = []
         self.spare = Spare()
         self._written: list[Int64s] = []
         self._named: Mapping[str, TensorPieces] | None = None
@@ -78,15 +80,39 @@ class HeldState:
         """The last world in which this rank trained, by its term."""
         self._names, self.slots = names_of(model, optimizer), slots
         self._views: list[Tensor] = []
-        self._updated: list[tuple[nn.Parameter, Run]] = []
+        self._updated: list[Updated] = []
         for group in optimizer.param_groups:  # the optimizer never sees the model's own parameters
             group["params"] = []
         optimizer.state.clear()
+        self.offload = offload
+        self._stream = None if offload is None else StreamedUpdate(optimizer, offload)
 
     @property
     def seat(self) -> Seat | None:
         """This rank's seat; None before its first world."""
         return None if self.seating is None else self.seating.seat
+
+    @property
+    def runs(self) -> list[HeldRun]:
+        """What this rank holds, after all that was on its way there."""
+        self.settle()
+        return self._runs
+
+    def settle(self) -> None:
+        """Return when the host's memory has what the last update has come to; at once without offload."""
+        if self.offload is not None:
+            self.offload.memory.settle()
+
+    def offloaded_bytes(self) -> int:
+        """Return how much this rank has in host memory in place of its device's."""
+        if self.offload is None:
+            return 0
+        weights = [one.weights for one in self._runs] if self.offload.with_weights else []
+        return sum(tensor.nbytes for tensor in (*weights, *(m for one in self._runs for m in one.moments.values())))
+
+    def room_bytes(self) -> int:
+        """Return how much of the device's memory is kept for updates of what is in host memory."""
+        return 0 if self._stream is None else self._stream.room_bytes
 
     @property
     def holds_nothing(self) -> bool:
@@ -104,10 +130,16 @@ class HeldState:
     def new_run(self, run: Run) -> HeldRun:
         """Return a run to hold; its weights are live where they are whole."""
         weights, moments = self.memory_of(run), self._moments_of(run.flat)
-        begun = {name: self.flat.zeros(run.flat, run.hi - run.lo) for name in moments}
+        begun = {name: self.kept_zeros(run, weights.dtype) for name in moments}
         if AVERAGE in begun:
             begun[AVERAGE].copy_(weights)
         return HeldRun(run, weights, begun)
+
+    def kept_zeros(self, run: Run, dtype: torch.dtype) -> Tensor:
+        """Return zeros for a run, where what an optimizer keeps is."""
+        if self.offload is None:
+            return self.flat.zeros(run.flat, run.hi - run.lo)
+        return self.offload.memory.zeros(run.hi - run.lo, dtype)
 
     def memory_of(self, run: Run) -> Tensor:
         """Return memory for the weights of a run that this rank is to hold."""
@@ -132,20 +164,22 @@ class HeldState:
         """
         counts = self.settings.num_updates() if num_updates is None else list(num_updates)
         self.spare = spare or Spare()
-        self.seating, self.runs, self._named = seating, list(runs), None
+        self.seating, self._runs, self._named = seating, list(runs), None
         self.make_room()
         self.optimizer.state.clear()
         self._updated = []
         for number, group in enumerate(self.optimizer.param_groups):
             mine = [one for one in self.runs if self.layout.flats[one.run.flat].group == number]
-            held = [self._parameter(one, counts[number]) for one in mine]
+            held = [self._parameter(number, one, counts[number]) for one in mine]
             group["params"] = held or [self._nothing(number, counts[number])]
         self.bind_gradients()
+        if self._stream is not None:
+            self._stream.take(self._updated)
 
     def bind_gradients(self) -> None:
         """Give the optimizer's parameters the gradients of what is held, and the norm those of its grains."""
-        for parameter, run in self._updated:
-            parameter.grad = self.gradients_at(run)
+        for one in self._updated:
+            one.parameter.grad = self.gradients_at(one.held.run)
         grains = self.seated.trained[self.seated.rank].tolist()
         self._views = [self.gradients_at(grain_run(self.layout, number)) for number in grains]
 
@@ -264,6 +298,7 @@ class HeldState:
         return True
 
     def held(self) -> State:
+        self.settle()
         named = self.pieces()
         counts = zip(self._names, self.settings.num_updates(), strict=True)
         kept = {name: self.slots.filled(named[name].moments, count) for names, count in counts for name in names}
@@ -314,9 +349,9 @@ class HeldState:
         """The held runs that are updated."""
         return [one for one in self.runs if self.layout.flats[one.run.flat].group is not None]
 
-    def _parameter(self, one: HeldRun, num_updates: float) -> nn.Parameter:
-        parameter = nn.Parameter(one.weights)
-        self._updated.append((parameter, one.run))
+    def _parameter(self, group: int, one: HeldRun, num_updates: float) -> nn.Parameter:
+        parameter = nn.Parameter(self.flat.standing_for(one.weights))
+        self._updated.append(Updated(group, parameter, one))
         if kept := self.slots.filled(one.moments, num_updates):
             self.optimizer.state[parameter] = kept
         return parameter
@@ -329,4 +364,4 @@ class HeldState:
         """Return what stands for a parameter group of which nothing is held, so that its updates are counted."""
         flat = next(place for place, flat in enumerate(self.layout.flats) if flat.group == number)
         run = Run(flat, 0, 0)
-        return self._parameter(self.new_run(run), num_updates)
+        return self._parameter(number, self.new_run(run), num_updates)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -23,6 +22,8 @@ from elastic_train.parallel.group import Group
 from elastic_train.shards.seats import seats_of
 from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import (
+    Offloads,
+    Shards,
     build,
     compute,
     facts_of,
@@ -34,7 +35,6 @@ from tests.elastic_train.job.sharded.shard_jobs import (
 )
 
 STEPS = 6
-Shards = Literal["optimizer", "gradients", "parameters"]
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,18 @@ def step_with(fault: Fault, who: int, group: Group, state: AppliedState, term: i
         os._exit(0)
 
 
-def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int, shards_of_what: Shards) -> None:
+def member(
+    who: int,
+    num: int,
+    folder: str,
+    worlds: Sequence[World],
+    copies: int,
+    shards_of_what: Shards,
+    offload: Offloads = "none",
+) -> None:
     """Live through the worlds that this member is in; leave what it saw."""
     torch.set_num_threads(1)
-    state, seen = build(shards_of_what, copies), []
+    state, seen = build(shards_of_what, copies, offload=offload), []
     shards = shards_of(state)
     for term, world in enumerate(worlds, start=1):
         if who not in world.members:
@@ -137,11 +145,15 @@ def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int
 
 
 def live_through(
-    tmp_path: Path, worlds: Sequence[World], copies: int = 2, shards: Shards = "optimizer"
+    tmp_path: Path,
+    worlds: Sequence[World],
+    copies: int = 2,
+    shards: Shards = "optimizer",
+    offload: Offloads = "none",
 ) -> dict[int, list[list[object]]]:
     """Return what each member that did not die saw: [term, step, weights, grains lost, bytes] at every beginning."""
     num = 1 + max(who for world in worlds for who in world.members)
-    run_ranks(member, num, str(tmp_path), worlds, copies, shards)
+    run_ranks(member, num, str(tmp_path), worlds, copies, shards, offload)
     found = {who: tmp_path / f"{who}.json" for who in range(num)}
     return {who: json.loads(path.read_text()) for who, path in found.items() if path.exists()}
 
@@ -178,6 +190,27 @@ def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, fault: Fault, kept: i
             [3, 6, expected[5], 0],
             [3, 6, expected[5], 0],
         ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shards", "offload"), [("none", "optimizer"), ("gradients", "optimizer"), ("parameters", "all")]
+)
+def test_what_is_in_host_memory_lives_through_faults_alike(tmp_path: Path, shards: Shards, offload: Offloads) -> None:
+    """A step is rolled forward there, shares of lost ranks are taken over from there, and a joiner gets its own."""
+    expected = replicated(STEPS)
+    worlds = [
+        World([0, 1, 2], Fault(2, "applied", dying=[1], missing=[0, 2])),
+        World([0, 2], Fault(4, "summed", dying=[])),
+        World([3, 2, 0]),
+    ]
+    seen = live_through(tmp_path, worlds, shards=shards, offload=offload)
+    assert [row[:4] for row in seen[0]][1:] == [
+        [2, 3, expected[2], 0],
+        [3, 5, expected[4], 0],
+        [3, STEPS, expected[-1], 0],
+    ]
+    assert seen[3][-1][:3] == [3, STEPS, expected[-1]]
 
 
 @pytest.mark.slow

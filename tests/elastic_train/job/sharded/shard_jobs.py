@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,13 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
+from elastic_train.job import state as state_module
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.tasks.task import ParameterGroup
+from tests.fake_memory import FakeMemory
 
 NUM_LANES, TERM = 7, 3
 CLIPPING = 1e-3
@@ -58,16 +61,27 @@ GROUPS = (
 
 
 Shards = Literal["none", "optimizer", "gradients", "parameters"]
+Offloads = Literal["none", "optimizer", "all"]
 
 
 def build(
-    shards: Shards, copies: int = 2, *, seed: int = 1, wire: Wire = "exact", recipe: Mapping[str, Any] | None = None
+    shards: Shards,
+    copies: int = 2,
+    *,
+    seed: int = 1,
+    wire: Wire = "exact",
+    recipe: Mapping[str, Any] | None = None,
+    offload: Offloads = "none",
 ) -> AppliedState:
-    """Return a state as a process begins with it; a newcomer has the same weights, by the seed."""
+    """Return a state as a process begins with it; a newcomer has the same weights, by the seed.
+
+    What is offloaded is beside a stand-in for a device, whose copies are made whenever events allow.
+    """
     torch.manual_seed(seed)
     config = OptimizerConfig(**{"lr": 0.01, "warmup_steps": 2, "clip_norm": CLIPPING, **(recipe or {})})
-    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire)
-    return build_state(Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel)
+    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire, offload=offload)
+    with mock.patch.object(state_module, "host_memory_of", lambda device: FakeMemory(seed)):
+        return build_state(Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel)
 
 
 def shards_of(state: AppliedState) -> HeldState:

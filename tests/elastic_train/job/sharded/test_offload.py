@@ -1,0 +1,207 @@
+"""State in host memory has the bits of state on the device, whatever the order in which its copies are made."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from elastic_train.checkpoint.format.pieces import Pieces
+from elastic_train.checkpoint.format.state_tree import leaves_of
+from elastic_train.config.schema import Config
+from elastic_train.errors import ConfigError
+from elastic_train.job.reseating import take_first_seats
+from elastic_train.job.state import AppliedState
+from elastic_train.parallel.devices.device import Device
+from elastic_train.parallel.group import Group
+from tests.conftest import run_ranks
+from tests.elastic_train.job.sharded.shard_jobs import (
+    Offloads,
+    Shards,
+    build,
+    compute,
+    facts_of,
+    fingerprint,
+    replicated,
+    shards_of,
+    train,
+)
+from tests.elastic_train.job.sharded.test_held_state import newcomers
+from tests.fake_device import KINDS, FakeDevice
+from tests.fake_memory import DeviceBytes, FakeMemory, is_on_host
+
+STEPS = 2
+_SMALL = 4096
+"""Bytes of all that belongs to no element."""
+MODES: Sequence[tuple[Shards, Offloads]] = (
+    ("none", "optimizer"),
+    ("optimizer", "optimizer"),
+    ("gradients", "optimizer"),
+    ("parameters", "optimizer"),
+    ("parameters", "all"),
+)
+
+
+def seated(group: Group, shards: Shards, offload: Offloads, seed: int = 1) -> AppliedState:
+    """Return a state that has its seat in a world; the schedule of its device is the seed's, its weights are not."""
+    state = build(shards, 2, offload=offload)
+    if offload != "none":
+        memory_of(state).draw(seed)
+    take_first_seats(group, shards_of(state), newcomers(group.size))
+    return state
+
+
+def memory_of(state: AppliedState) -> FakeMemory:
+    offloaded = shards_of(state).offload
+    assert offloaded is not None and isinstance(offloaded.memory, FakeMemory)
+    return offloaded.memory
+
+
+def seen_by_groups() -> Device:
+    """Return a device that exchanges what is not in host memory."""
+    device = FakeDevice()
+    return Device(
+        torch.device("cpu"),
+        lambda tensor: tensor.dtype in KINDS and not is_on_host(tensor),
+        lambda: device,
+        device.seen().connect,
+    )
+
+
+def ranks(rank: int, size: int, folder: str, connect: Callable[[], Device] | None) -> None:
+    """Train in every mode; leave the weights after each step."""
+    torch.set_num_threads(1)
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60, connect() if connect else None)
+    found = {}
+    for shards, offload in MODES:
+        state, digests = seated(group, shards, offload, seed=rank), []
+        for step in range(STEPS):
+            train(group, state, step + 1)
+            digests.append(fingerprint(group, state))
+        found[f"{shards}, {offload}"] = digests
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    group.barrier()
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "connect"), [(3, None), (3, seen_by_groups)], ids=["through hosts", "by devices"])
+def test_no_world_and_no_offload_show_in_the_bits(
+    tmp_path: Path, size: int, connect: Callable[[], Device] | None, whole: Sequence[str]
+) -> None:
+    run_ranks(ranks, size, str(tmp_path), connect)
+    for rank in range(size):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == {f"{shards}, {offload}": whole for shards, offload in MODES}
+
+
+@pytest.fixture(scope="module")
+def whole() -> Sequence[str]:
+    """The weights of one rank that holds everything on its device, after each step."""
+    return replicated(STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "offload"), MODES)
+def test_no_order_of_copies_shows_in_the_bits(shards: Shards, offload: Offloads, whole: Sequence[str]) -> None:
+    """Whenever a device makes them, if only each event has come: nothing is read before, nor written over."""
+    group, orders = Group(0, 1, None, 60), set()
+    for seed in range(3):
+        state = seated(group, shards, offload, seed)
+        train(group, state, STEPS)
+        assert fingerprint(group, state) == whole[-1]
+        orders.add(tuple(memory_of(state).order))
+    assert len(orders) == 3, "schedules differ"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "offload"), MODES)
+def test_the_device_has_blocks_in_place_of_what_is_offloaded(shards: Shards, offload: Offloads) -> None:
+    """Beside weights and gradients, as far as they are there without; nor does an update need more than blocks."""
+    group, found = Group(0, 1, None, 60), []
+    for what in ("none", offload):
+        counted = DeviceBytes()
+        state = (
+            seated(group, "optimizer" if shards == "none" else shards, "none")
+            if what == "none"
+            else seated(group, shards, offload)
+        )
+        measured = compute(group, state)
+        with counted:
+            found.append(counted.now())
+            if what != "none":
+                state.apply(facts_of(state), shards_of(state).norm_of(group.all_gather(measured)))
+    weights = sum(one.weights.nbytes for one in shards_of(state).trained_runs)
+    saved_bytes, rooms = shards_of(state).offloaded_bytes(), 2 * FakeMemory.room_bytes
+    assert saved_bytes >= (2 + (offload == "all")) * weights > 10 * rooms / 2
+    assert shards_of(state).room_bytes() == rooms
+    assert found[1] <= found[0] - saved_bytes + rooms + _SMALL
+    assert counted.peak <= found[1] + 2 * rooms
+
+
+def saved(state: AppliedState) -> dict[tuple[object, ...], object]:
+    """Return what a commit would have, by path."""
+    found: dict[tuple[object, ...], object] = {}
+    for path, leaf in leaves_of(state.shards.held()):
+        if isinstance(leaf, Pieces):
+            found |= {(*path, span): memory.tolist() for span, memory in leaf.held.items()}
+        else:
+            found[tuple(path)] = leaf.tolist() if isinstance(leaf, Tensor) else leaf
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "offload"), MODES)
+def test_a_commit_right_after_an_update_has_what_it_came_to(shards: Shards, offload: Offloads) -> None:
+    """It is staged from host memory, where the last blocks may not have come yet; and it is taken up again."""
+    group, sharded = Group(0, 1, None, 60), "optimizer" if shards == "none" else shards
+    plain, state = seated(group, sharded, "none"), seated(group, shards, offload, seed=2)
+    for one in (plain, state):
+        one.shards.stand_alone()
+        train(group, one, 2)
+    assert saved(state) == saved(plain)
+    tree, other = copy.deepcopy(state.shards.held()), seated(group, shards, offload, seed=3)
+    other.restore(lambda tensors: fill_from(tensors, tree), state.reached)
+    for one in (other, plain):
+        train(group, one, 3)
+    assert fingerprint(group, other) == fingerprint(group, plain)
+
+
+def fill_from(tensors: dict[str, object], tree: dict[str, object]) -> None:
+    """Fill a nested state in place with the values of another, as a reader of commits does."""
+    for key, value in tree.items():
+        mine = tensors.get(key)
+        if isinstance(mine, dict) and isinstance(value, dict):
+            fill_from(mine, value)
+        elif isinstance(mine, Pieces) and isinstance(value, Pieces):
+            for span, memory in value.held.items():
+                mine.held[span].copy_(memory)
+        elif isinstance(mine, Tensor) and isinstance(value, Tensor):
+            mine.copy_(value)
+        else:
+            tensors[key] = value
+
+
+def test_an_update_that_needs_more_than_an_element_is_not_offloaded() -> None:
+    with pytest.raises(ConfigError, match=r"nor offloaded: set parallel.shards to none and parallel.offload, too"):
+        build("none", offload="optimizer", recipe={"name": "muon"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "remedy"),
+    [
+        ({"parallel": {"offload": "all"}}, "set shards to parameters .* or offload to optimizer"),
+        ({"parallel": {"offload": "optimizer"}, "device": "cpu"}, "set offload to none, or device to auto or cuda"),
+        ({"parallel": {"offload": "optimizer"}, "reduction": "fast"}, "parallel.offload needs them: set one back"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused_with_the_remedy(keys: dict[str, object], remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        Config(data={"train": "rows"}, **keys)  # type: ignore[arg-type]
