@@ -25,6 +25,7 @@ from pydantic import (
 
 from elastic_train.config import yaml12
 from elastic_train.config.datasets import DataConfig
+from elastic_train.config.monitoring import MonitoringConfig
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig, checked_best
 from elastic_train.config.section import Section, Value, folder, home
 from elastic_train.system.wording import nearest
@@ -179,6 +180,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
     epochs: PositiveInt = 1
     """Passes over the training set; of a mixture, over each source, until the slowest has had them all."""
     max_steps: PositiveInt | None = None

@@ -8,6 +8,7 @@ bit can change: a bucket cuts the vectors, never the tree of lanes. (Li et al. 2
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -75,6 +76,7 @@ class Beside:
         self._thread = Bystander(f"exchanges of rank {group.rank}")
         self._num_full = 0
         self._has_failed = False
+        self._busy_s = 0.0
         self._missing: list[int] | None = None
         self._seen: set[int] = set()
         self._hooks = [
@@ -97,6 +99,11 @@ class Beside:
         """Wait until all buckets that were full are finished; raises what went wrong there."""
         self._num_full = 0
         self._group.join()
+
+    def take_busy_s(self) -> float:
+        """Return how long the thread took for the buckets since the last time; after `join`."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
 
     def close(self) -> None:
         """Leave the parameters alone from now on, and end the thread once it is free."""
@@ -127,8 +134,10 @@ class Beside:
         """
         if self._has_failed:
             return
+        started = time.perf_counter()
         try:
             self._finish(bucket)
+            self._busy_s += time.perf_counter() - started
         except BaseException:
             self._has_failed = True
             raise

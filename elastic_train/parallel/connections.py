@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +21,11 @@ from elastic_train.errors import ConfigError
 
 _FDS = "/proc/self/fd"
 _INTERFACES = "GLOO_SOCKET_IFNAME"
+LOOK_EVERY_S = 1.0
+"""How often connections are asked for their round trips."""
+MOST_ASKED = 16
+_ROUND_TRIP_AT = 68
+"""Where linux' `struct tcp_info` has the smoothed round trip, in microseconds."""
 
 
 class Connections:
@@ -30,10 +37,24 @@ class Connections:
     def __init__(self) -> None:
         self._before = _sockets()
         self._opened: dict[int, int] = {}
+        self._round_trip_s, self._asked_at = 0.0, 0.0
 
     def note(self) -> None:
         """Remember what has been opened by now."""
         self._opened = {fd: inode for fd, inode in _sockets().items() if self._before.get(fd) != inode}
+
+    def round_trip_s(self) -> float:
+        """Return the seconds to the nearest peer and back, as the kernel measures them; 0 where it does not say.
+
+        The nearest one's, because a slow link spoils all connections of the rank that has it, and one of each other's.
+        A few connections are asked, and not at every step.
+        """
+        now = time.monotonic()
+        if now - self._asked_at >= LOOK_EVERY_S:
+            self._asked_at = now
+            known = [seconds for fd in list(self._opened)[:MOST_ASKED] if (seconds := _round_trip_s(fd)) > 0]
+            self._round_trip_s = min(known, default=0.0)
+        return self._round_trip_s
 
     def shut_down(self) -> None:
         """End those that are still open, as a peer's death would; a descriptor of another file now is left alone."""
@@ -70,6 +91,19 @@ def _shut_down(fd: int) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass  # it listens, or is closed already
+
+
+def _round_trip_s(fd: int) -> float:
+    """Ask the kernel for a connection's round trip; 0 for a socket that has none, or is closed by now."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+                return 0.0
+            connection.getpeername()
+            state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP_AT + 4)
+    except (OSError, AttributeError):  # it listens or is closed, or this is not Linux
+        return 0.0
+    return float(struct.unpack_from("I", state, _ROUND_TRIP_AT)[0]) / 1e6
 
 
 def gloo_options(timeout: timedelta, address: str | None) -> Any:

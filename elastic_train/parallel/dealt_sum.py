@@ -15,6 +15,7 @@ Where weights are shared out, too, they are gathered in between (`unit_weights`,
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,7 @@ class _Flight:
     leaving: list[Work]
     leaves: list[tuple[FlatGradient, Tensor]]
     chunks: Mapping[int, Mapping[int, Tensor]]
+    begun_s: float
 
 
 class DealtSum:
@@ -208,14 +210,17 @@ class DealtSum:
                     part.copy_(leaf[flat.number][run.lo : run.hi])
         self.is_dirty = True
         begun = self._replicas.begin_exchange(sends, receives)
+        begun_s = time.perf_counter()
         self._land()  # what was begun before this has had a block's time
         leaves = [] if leaf is None else [(flat, leaf[flat.number]) for flat in unit]
-        self._in_flight = _Flight(*begun, leaves, {lanes[other]: parts for other, parts in chunks.items()})
+        theirs = {lanes[other]: parts for other, parts in chunks.items()}
+        self._in_flight = _Flight(*begun, leaves, theirs, begun_s)
 
     def _land(self) -> None:
         """Wait for the exchange that is under way, if any, and add what has come, in the lanes' order."""
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
+            self._replicas.beside_s += time.perf_counter() - flight.begun_s
             self._replicas.wait(flight.arriving + flight.leaving)
             for flat, leaf in flight.leaves:
                 self._leaves.give_back(flat, leaf)

@@ -232,7 +232,10 @@ class TreeSum(ABC):
             for number, flat in enumerate(self._flats):
                 self.reduce(number, 0, flat.numel(), self._mine, self._replicas)
         else:
+            waited_s = self._replicas.waited_s
             self._beside.join()
+            waited_s = self._replicas.waited_s - waited_s
+            self._replicas.beside_s += max(0.0, self._beside.take_busy_s() - waited_s)
             self._tree.check_complete(self._mine)
             self._replicas.num_bytes, self._aside.num_bytes = self._replicas.num_bytes + self._aside.num_bytes, 0
         self.divide(divisor)

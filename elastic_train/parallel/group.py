@@ -41,6 +41,8 @@ class Group(PointToPoint):
     the interface GLOO_SOCKET_IFNAME, or of this machine's name.
     """
 
+    _connections: Connections | None = None
+
     def __init__(
         self,
         rank: int,
@@ -60,7 +62,6 @@ class Group(PointToPoint):
         self._device: DeviceGroup | None = None
         self._holds = device.holds if device is not None else _is_elsewhere
         self._bystander = Bystander(f"group of rank {rank}") if is_broken is not None and size > 1 else None
-        self._connections: Connections | None = None
         self._is_stuck = False
         self._expected: list[Call[Any]] = []
         if size == 1:
@@ -198,6 +199,10 @@ class Group(PointToPoint):
         """Return when every rank has come here."""
         self.all_reduce(torch.zeros(1, dtype=torch.int64))
 
+    def round_trip_s(self) -> float:
+        """Return the seconds to a peer and back of the connection that is best now; 0 where that is not known."""
+        return 0.0 if self._connections is None else self._connections.round_trip_s()
+
     def check(self, waited_s: float) -> None:
         """Raise PeerLostError if the world is broken; for who has waited so long for peers outside of a collective."""
         if self._is_broken is not None and self._is_broken(waited_s):
@@ -265,6 +270,8 @@ class Group(PointToPoint):
             raise
         except (RuntimeError, TimeoutError) as error:
             raise self.lost(str(error)) from error
+        finally:
+            self.waited_s += time.monotonic() - started
 
 
 class _Guard:

@@ -34,11 +34,17 @@ class Backend(Protocol):
 
 
 class PointToPoint(ABC):
-    """`size` ranks, of which this process is `rank`; `num_bytes` counts what this rank has given to exchanges."""
+    """`size` ranks, of which this process is `rank`.
+
+    `num_bytes` counts what this rank has given to exchanges, `waited_s` the seconds that its own thread has waited for
+    peers, and `beside_s` those in which exchanges were under way while it computed.
+    """
 
     rank: int
     size: int
     num_bytes = 0
+    waited_s = 0.0
+    beside_s = 0.0
     _tag = 0
 
     def send(self, rank: int, tensor: Tensor) -> Work:

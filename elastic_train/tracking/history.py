@@ -11,7 +11,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -142,6 +142,11 @@ class History:
         times = {"created_at": created_at, "seconds": seconds, "stall_s": stall_s}
         what = {"key": key, "digest": digest, "parent": parent, "weights_sha256": weights_sha256}
         self._write("commit", step=step, **what, **times)
+
+    def phases(self, *, step: int, steps: int, seconds: Sequence[Sequence[float]]) -> None:
+        """What every rank has spent over so many steps, up to this one, by rank: see `RankFacts` for the columns."""
+        rows = [[round(value, 6) for value in row] for row in seconds]
+        self._write("phases", step=step, steps=steps, seconds=rows)
 
     def unwritable(self, *, step: int, why: str) -> None:
         """This process cannot write where the commits are, although others can."""

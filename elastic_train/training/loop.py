@@ -51,7 +51,7 @@ def train_steps(session: Session) -> Outcome:
     _catch_up(session)
     clock.start()
     for lanes in session.leave.dropping(session.steps()):
-        clock.data_s = clock.lap()
+        clock.mark("data")
         started = time.perf_counter()
         with session.leave.droppable():
             computed = compute_step(session, lanes)
@@ -61,18 +61,25 @@ def train_steps(session: Session) -> Outcome:
             clock.start()
             continue
         cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
+        clock.mark("rest")
         session.commits.await_staging()
+        clock.mark("save")
         reach("apply")
         account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
         is_fast, term = session.reduction == "fast", session.world.term
         facts = StepFacts(cursor, sums.coverage, term, account, computed.buffers, sums.loss, is_fast, sums.sources)
         _check_ends(session, facts)
-        norm, lost = meet(session, measured := state.measure())
+        clock.mark("rest")
+        measured = state.measure()
+        clock.mark("optimizer")
+        norm, lost = meet(session, measured)
+        clock.mark("wait")
         if norm is None:
             state.hold(facts, measured)
             session.record_step(sums, math.nan, time.perf_counter() - started, standing="pending")
             raise lost or AssertionError("a norm is unknown only where a peer is lost")
         state.apply(facts, norm)
+        clock.mark("optimizer")
         reach("applied")
         seconds = time.perf_counter() - started
         session.record_step(sums, float(norm), seconds, standing="settled" if lost is None else "unsettled")
@@ -87,17 +94,19 @@ def train_steps(session: Session) -> Outcome:
         if session.is_validation_due():
             with session.leave.droppable():
                 session.validate()
+            clock.start()
         if session.is_over:
             break
+        clock.mark("rest")
         session.commits.collect()
         end = _end(session, computed.flags, sums)
         if end is Outcome.PREEMPTED:
             session.commits.finish()
         elif end is None and _is_time_to_commit(session, sums):
             session.commits.begin(is_any_busy=bool(sums.any_flags & BUSY))
+        clock.mark("save")
         if end is not None:
             return end
-        clock.start()
     if not session.is_exhausted:
         session.validate()
     session.commits.finish()

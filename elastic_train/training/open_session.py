@@ -35,6 +35,7 @@ from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment, owned_lanes
 from elastic_train.errors import StorageError
+from elastic_train.insight.phases import StepClock
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.held_state import HeldState
@@ -56,6 +57,7 @@ from elastic_train.tracking.mlflow_run import (
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
 from elastic_train.training.session import Process, Session
+from elastic_train.training.watch import Watch
 from elastic_train.world.fencing import CONFIGS, StoreFence
 from elastic_train.world.forming import Formed
 from elastic_train.world.no_progress import check_progress
@@ -112,6 +114,8 @@ def _open_in(process: Process, world: World) -> Session:
         tracker=tracker,
         holes=_holes(process, world, stuck),
         reduction=kind,
+        clock=StepClock(world.group),
+        watch=open_watch(process, world, tracker),
     )
     world.announce(
         f"term {world.term}: {counted(world.group.size, 'rank')}, {counted(plan.num_lanes, 'lane')}, "
@@ -198,6 +202,12 @@ def _pick_reduction(plan: Plan, world: World, differing: list[str]) -> Reduction
 def sum_of_gradients(state: AppliedState, kind: Reduction, replicas: Group, num_lanes: int) -> GradientSum:
     """Bind the gradients to the sum of a kind; a canonical one leaves them where they are held."""
     return state.shards.sum_of(replicas, num_lanes, kind)
+
+
+def open_watch(process: Process, world: World, tracker: Tracker | None) -> Watch | None:
+    """Return what rank 0 makes of the rows of all ranks."""
+    every = process.plan.config.monitoring.phases_every_steps
+    return Watch(world.history, tracker, process.totals, every) if world.is_leader else None
 
 
 def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:

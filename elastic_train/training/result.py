@@ -145,6 +145,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
         "format": FORMAT,
         "num_failed_saves": session.commits.num_failed,
         "num_skipped_saves": session.commits.num_skipped,
+        **_phases_of(session),
         "mlflow_run_id": session.tracker.wait_run_id(TRACKER_TIMEOUT_S) if session.tracker else None,
     }
     with _noting(unwritten, f"{folder}/result.json"):
@@ -156,6 +157,15 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
         f"step {result.step} is committed, but the result could not be written: {'; '.join(unwritten)}; "
         "make room there and start again: no step is trained twice"
     )
+
+
+def _phases_of(session: Session) -> dict[str, object]:
+    """Say where the time of the steps went that this process has led."""
+    if session.watch is None:
+        return {}
+    session.watch.say()
+    phases = session.watch.totals.summary()
+    return {} if phases is None else {"phases": phases}
 
 
 @contextlib.contextmanager

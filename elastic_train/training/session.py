@@ -19,6 +19,8 @@ from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError
+from elastic_train.insight.phases import StepClock, slowest
+from elastic_train.insight.totals import PhaseTotals
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
@@ -32,8 +34,8 @@ from elastic_train.tracking.progress import Status
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
 from elastic_train.training.evaluation import evaluate
-from elastic_train.training.step_clock import StepClock, slowest
 from elastic_train.training.step_sums import StepSums
+from elastic_train.training.watch import Watch
 from elastic_train.world.forming import Worlds
 from elastic_train.world.quarantine import find_holes
 from elastic_train.world.world import World
@@ -56,6 +58,8 @@ class Process:
     use: StoreUse
     save_memory: SaveMemory = field(default_factory=SaveMemory)
     files: BackgroundFiles = field(default_factory=BackgroundFiles)
+    totals: PhaseTotals = field(default_factory=PhaseTotals)
+    """Of the worlds that it has led."""
     warned: set[str] = field(default_factory=set)
     """What it has said about the file system of its commits."""
 
@@ -78,6 +82,8 @@ class Session:
     tracker: Tracker | None
     reduction: Reduction = "canonical"
     clock: StepClock = field(default_factory=StepClock)
+    watch: Watch | None = None
+    """Rank 0's."""
     holes: tuple[Hole, ...] = ()
     num_repeats: int = 0
     """How often a step has to come again because samples of it could not be read."""
@@ -214,6 +220,8 @@ class Session:
         )
         if standing == "pending":
             return
+        if self.watch is not None:
+            self.watch.step(state.step, sums)
         if self.tracker is not None:
             learning_rate = float(state.scheduler.get_last_lr()[0])
             values = {"train/loss": loss, "train/gradient_norm": norm, "train/learning_rate": learning_rate}
@@ -290,6 +298,8 @@ class Session:
     def pause(self) -> None:
         """End this world's saves, displays and records; the tracker's run continues in the next world."""
         self.commits.abandon(is_live=self.worlds.is_live)
+        if self.watch is not None:
+            self.watch.say()
         if self.tracker is not None:
             self.tracker.pause()
         self.world.close()
@@ -300,6 +310,8 @@ class Session:
         `goes_on` says that another process may take this one's place.
         """
         self.commits.abandon(is_live=self.worlds.is_live)
+        if self.watch is not None:
+            self.watch.say()
         if self.tracker is not None:
             self.tracker.finish(status, goes_on=goes_on)
         self.world.close()

@@ -59,12 +59,11 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
         _keep_ids(session, lanes)
     while True:
         results = run_lanes(session, lanes)
-        compute_s = session.clock.lap()
         # As late as can be: a request to leave or to join, in the midst of a long step, need not wait for the next one.
         flags = _flags(session, lanes)
         reach("reduce")
-        sums = fold(_gather(session, lanes, results, flags, compute_s))
-        session.clock.wait_s = session.clock.lap()
+        sums = fold(_gather(session, lanes, results, flags))
+        session.clock.mark("wait")
         if not sums.any_flags & BUFFERS or sums.is_unreadable:
             break
         session.buffers.track()
@@ -76,11 +75,9 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
 def _exchange(session: Session, sums: StepSums) -> Sequence[tuple[Tensor, Tensor]]:
     """Finish the sums over all replicas; return what the buffers become."""
     reach("exchange")
-    clock, replicas = session.clock, session.world.replicas
-    before = replicas.num_bytes
     session.gradients.finish(sums.divisor)
     buffers = session.buffers.finish(sums.buffers)
-    clock.exchange_s, clock.exchanged_bytes = clock.lap(), replicas.num_bytes - before
+    session.clock.mark("exchange")
     return buffers
 
 
@@ -120,13 +117,20 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums:
     """Add one lane's gradient. A lane without samples adds zero."""
     if batch.tensors is None:
         return LaneSums()
+    clock = session.clock
+    clock.mark("rest")
     seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
+    tensors = session.to_device(batch.tensors)
+    clock.mark("to_device")
     reach("forward")
     with session.plan.autocast():
-        loss = session.plan.task.loss(session.state.model, session.to_device(batch.tensors))
+        loss = session.plan.task.loss(session.state.model, tensors)
+    clock.mark("forward")
     reach("backward")
     torch.autograd.backward(session.state.scaler.scale(loss.total))
-    return LaneSums(float(loss.total.detach()), loss.weight, session.buffers.digest())
+    total = float(loss.total.detach())  # a device has computed it, and the gradients, by then
+    clock.mark("backward")
+    return LaneSums(total, loss.weight, session.buffers.digest())
 
 
 def _flags(session: Session, lanes: Sequence[LaneBatch]) -> int:
@@ -138,16 +142,14 @@ def _flags(session: Session, lanes: Sequence[LaneBatch]) -> int:
     return flags + UNREADABLE * any(batch.unreadable for batch in lanes)
 
 
-def _gather(
-    session: Session, lanes: Sequence[LaneBatch], results: dict[int, LaneSums], flags: int, compute_s: float
-) -> StepTables:
+def _gather(session: Session, lanes: Sequence[LaneBatch], results: dict[int, LaneSums], flags: int) -> StepTables:
     """Gather the rows of all lanes and ranks."""
     rows: dict[int, Row] = {}
     for batch in lanes:
         lane, has_samples = results[batch.lane], int(batch.tensors is not None)
         rows[batch.lane] = [lane.loss, lane.weight, batch.num_left_out, batch.num_truncated, has_samples, lane.buffers]
     coverage = _coverage_of(lanes)
-    rank = [coverage.count, coverage.sum_a, coverage.sum_b, flags, *session.clock.row(compute_s)]
+    rank = [coverage.count, coverage.sum_a, coverage.sum_b, flags, *session.clock.row()]
     for sums in _sums_of_sources(session.plan.order, lanes):
         rank += [sums.count, sums.sum_a, sums.sum_b]
     return gather_tables(session.world.group, session.world.mesh, session.assigned, rows, rank)

@@ -9,11 +9,11 @@ from functools import reduce
 from operator import and_, or_
 
 from elastic_train.core.coverage import CoverageSums
+from elastic_train.insight.phases import RankFacts, facts_of
 from elastic_train.parallel.step_tables import Row, StepTables, tree_sum
-from elastic_train.training.step_clock import RankFacts
 
 _WORD = 1 << 64
-_OF_SOURCES = 9
+_OF_SOURCES = 4 + len(RankFacts._fields)
 """Where a rank's row has the sums of sources: after its coverage, its flags, and what its clock says."""
 LEAVE, COMMIT, GROW, BUSY, GIVE_UP, UNREADABLE, BUFFERS, UNABLE, ABLE = (1 << bit for bit in range(9))
 """Flags that ride on the table of ranks."""
@@ -72,7 +72,7 @@ def fold(tables: StepTables) -> StepSums:
         reduce(or_, flags),
         reduce(and_, flags),
         tuple(digest for digest, has in zip(buffers, has_samples, strict=True) if has),
-        tuple(_facts_of(row[4:_OF_SOURCES]) for row in tables.ranks),
+        tuple(facts_of(row[4:_OF_SOURCES]) for row in tables.ranks),
         tuple(lane for lane, loss in enumerate(losses) if not math.isfinite(loss)),
         _sources_of([row[_OF_SOURCES:] for row in tables.ranks]),
     )
@@ -84,9 +84,3 @@ def _sources_of(rows: Sequence[Row]) -> tuple[CoverageSums, ...]:
     return tuple(
         CoverageSums(total[at], total[at + 1] % _WORD, total[at + 2] % _WORD) for at in range(0, len(total), 3)
     )
-
-
-def _facts_of(row: Row) -> RankFacts:
-    """Read what `StepClock.row` wrote."""
-    data_s, compute_s, wait_s, exchange_s, exchanged_bytes = row
-    return RankFacts(data_s, compute_s, wait_s, exchange_s, int(exchanged_bytes))

@@ -13,11 +13,11 @@ from elastic_train.config.recipe import EarlyStoppingConfig, ValidationConfig
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
+from elastic_train.insight.phases import StepClock
 from elastic_train.job.state import Reached
 from elastic_train.parallel.step_tables import StepTables
 from elastic_train.training import loop, step
 from elastic_train.training.session import Session
-from elastic_train.training.step_clock import StepClock
 from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums
 
 
@@ -32,7 +32,6 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
         asked.return_value = False
     commits.is_vouching = False
     session.buffers.has_changed, session.clock = False, StepClock()
-    session.world.replicas.num_bytes = 0
 
     def run_lane(_: object, batch: object) -> LaneSums:
         session.leave.is_set = True

@@ -32,7 +32,7 @@ PRODUCT = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "elastic_train.training.supervisor",
     "elastic_train.training.loop",
-    "elastic_train.training.step_clock",
+    "elastic_train.insight.phases",
     "elastic_train.training.commits",
     "elastic_train.training.open_session",
     "elastic_train.world.world",

@@ -72,6 +72,8 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
         _version=lambda _: "other" if around.kernel.process.node in around.other_code else "ours",
     )
     yield from within("elastic_train.training.open_session", hazards=lambda _: iter(()))
+    # What it says depends on seconds alone, and decides nothing.
+    yield from within("elastic_train.training.open_session", open_watch=nothing)
     yield from within("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from within(
         "elastic_train.training.supervisor",

@@ -1,0 +1,95 @@
+"""What measuring phases costs a step, in CPU time: the machine may be shared, and the work is the same.
+
+The work that phases add to a step is done alone, as often as the loop does it, and so is a step of a small encoder's
+lanes. The two alternate, so that a clock that changes its frequency changes both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from unittest.mock import MagicMock
+
+import torch
+from torch import nn
+
+from benchmarks.figures import Effort
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.insight.phases import RankFacts, StepClock
+from elastic_train.insight.totals import PhaseTotals
+from elastic_train.parallel.point_to_point import PointToPoint
+from elastic_train.parallel.step_tables import _packed
+from elastic_train.training.step_sums import StepSums
+from elastic_train.training.watch import Watch
+
+RANKS = LANES = 8
+BATCH, TOKENS, DIM = 8, 128, 96
+STEPS = 200
+"""Of what phases add, for each step of the model: it takes microseconds."""
+
+
+class _Peers(PointToPoint):
+    """A group's counters, without a group."""
+
+    def round_trip_s(self) -> float:
+        return 0.0
+
+    def wait(self, works: object) -> None: ...
+    def backend(self, tensor: object) -> object:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def overhead(effort: Effort) -> dict[str, object]:
+    """Return the share of a step's CPU time, the median of rounds."""
+    step, watched = _model_step(), _watched_step()
+    step()
+    rounds = [(_cpu_s(watched, STEPS), _cpu_s(step, 1)) for _ in range(3 if effort.is_quick else 15)]
+    ours, whole = (statistics.median(column) for column in zip(*rounds, strict=True))
+    return {
+        "overhead_always_on": round(statistics.median(a / b for a, b in rounds), 6),
+        "always_on_us": {"phases": round(ours * 1e6, 1), "step": round(whole * 1e6)},
+    }
+
+
+def _watched_step() -> Callable[[], None]:
+    """Return what phases add to one step."""
+    clock = StepClock(_Peers())
+    watch = Watch(MagicMock(), None, PhaseTotals(), every_steps=50)
+    facts = RankFacts._make([*[0.01] * 10, 1 << 20, 0.0001])
+    sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, 0, 0, ranks=(facts,) * RANKS)
+
+    def step() -> None:
+        clock.mark("data")
+        for _ in range(LANES):
+            clock.mark("rest")
+            clock.mark("to_device")
+            clock.mark("forward")
+            clock.mark("backward")
+        _packed(clock.row())
+        for phase in ("wait", "exchange", "rest", "save", "rest", "optimizer", "wait", "optimizer", "rest", "save"):
+            clock.mark(phase)
+        watch.step(1, sums)
+
+    return step
+
+
+def _model_step() -> Callable[[], None]:
+    """Return one step of an encoder's lanes: forward and backward, without an optimizer."""
+    torch.set_num_threads(1)
+    layer = nn.TransformerEncoderLayer(DIM, 4, 4 * DIM, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    rows = torch.randn(BATCH, TOKENS, DIM)
+
+    def step() -> None:
+        for _ in range(LANES):
+            torch.autograd.backward(model(rows).square().mean())
+
+    return step
+
+
+def _cpu_s(act: Callable[[], None], times: int) -> float:
+    started = time.process_time()
+    for _ in range(times):
+        act()
+    return (time.process_time() - started) / times

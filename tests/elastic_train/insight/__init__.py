@@ -1,0 +1,1 @@
+"""Tests of phases, detection, pages and traces."""
