@@ -6,6 +6,7 @@ lanes. The two alternate, so that a clock that changes its frequency changes bot
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -55,8 +56,9 @@ def overhead(effort: Effort) -> dict[str, object]:
 def _watched_step() -> Callable[[], None]:
     """Return what phases add to one step."""
     clock = StepClock(_Peers())
-    watch = Watch(MagicMock(), None, PhaseTotals(), every_steps=50)
+    watch = Watch(MagicMock(), None, PhaseTotals(), 50, [LANES] * RANKS, {}, lambda rank: None)
     facts = RankFacts._make([*[0.01] * 10, 1 << 20, 0.0001])
+    steps = itertools.count(1)
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, 0, 0, ranks=(facts,) * RANKS)
 
     def step() -> None:
@@ -69,7 +71,7 @@ def _watched_step() -> Callable[[], None]:
         _packed(clock.row())
         for phase in ("wait", "exchange", "rest", "save", "rest", "optimizer", "wait", "optimizer", "rest", "save"):
             clock.mark(phase)
-        watch.step(1, sums)
+        watch.step(next(steps), sums, 1.0, 0)
 
     return step
 

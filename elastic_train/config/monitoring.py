@@ -1,12 +1,31 @@
-"""The keys of what a run says of itself while it trains: phases, events, pages and traces."""
+"""The keys of what a run says of itself while it trains: phases, events, pages."""
 
 from __future__ import annotations
 
-from pydantic import PositiveInt
+from typing import Literal
+
+from pydantic import Field, PositiveInt
 
 from elastic_train.config.section import Section
+
+EventKind = Literal[
+    "slow_compute",
+    "slow_data",
+    "slow_link",
+    "slow_steps",
+    "data_wait",
+    "save_stall",
+    "failed_saves",
+    "loss_spike",
+    "gradient_spike",
+    "nonfinite",
+]
+Action = Literal["tell", "snapshot", "stop"]
 
 
 class MonitoringConfig(Section):
     phases_every_steps: PositiveInt = 50
     """After how many steps the seconds that every rank has spent, phase by phase, go to the history and the tracker."""
+    on_event: dict[EventKind, Action] = Field(default_factory=dict)
+    """What follows an event, by its kind: tell (the default of each) says so in log, history and tracker; snapshot also
+    commits at the next step; stop commits, and ends the job with exit code 93. Such as {slow_link: snapshot}."""

@@ -8,6 +8,7 @@ judged afterwards: form, restore, step, commit, rollback, end.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import uuid
@@ -147,6 +148,23 @@ class History:
         """What every rank has spent over so many steps, up to this one, by rank: see `RankFacts` for the columns."""
         rows = [[round(value, 6) for value in row] for row in seconds]
         self._write("phases", step=step, steps=steps, seconds=rows)
+
+    def event(
+        self,
+        *,
+        kind: str,
+        step: int,
+        since: int,
+        who: tuple[int, str | None] | None,
+        measured: tuple[float, float, str],
+        is_over: bool,
+    ) -> None:
+        """Something began, or ended, to be wrong: of which rank and host, what was measured, and usual, in a unit."""
+        rank, host = who or (None, None)
+        value, usual, unit = measured
+        evidence = {"value": repr(value) if not math.isfinite(value) else value, "usual": usual, "unit": unit.strip()}
+        what = {"kind": kind, "step": step, "since": since, "of_rank": rank, "host": host, "over": is_over}
+        self._write("event", **what, **({} if is_over else evidence))
 
     def unwritable(self, *, step: int, why: str) -> None:
         """This process cannot write where the commits are, although others can."""

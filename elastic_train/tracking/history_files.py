@@ -113,6 +113,15 @@ def term_of(path: Path) -> int:
     return int(path.name.partition("-")[0])
 
 
+def host_in(run_dir: str | Path, term: int, rank: int) -> str | None:
+    """Return the host of a rank of a term, if its history is in this folder; reads the beginning of that only."""
+    for path in (Path(run_dir) / FOLDER).glob(f"{term:08d}-{rank:05d}-*.jsonl"):
+        host = next((line["host"] for line in _head_of(path) if line["op"] == "form"), None)
+        if host is not None:
+            return str(host)
+    return None
+
+
 def restore_line(path: Path) -> dict[str, object] | None:
     """Return the line that says how a process's state was restored; reads the beginning of its file only."""
     return next((line for line in _head_of(path) if line["op"] == "restore"), None)

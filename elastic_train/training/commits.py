@@ -53,6 +53,8 @@ class Commits:
     is_vouching: bool = False
     is_pin_due: bool = False
     """Whether the commit that is being saved is to be pinned, or the head if it comes to nothing."""
+    is_asked: bool = False
+    """Whether rank 0 is asked to have a commit made, whenever the next is due."""
     num_failed: int = 0
     num_failed_in_a_row: int = 0
     num_skipped: int = 0
@@ -74,7 +76,7 @@ class Commits:
         """Say whether the time for a commit has come: by rank 0's clock, or since an earlier world's was given up."""
         if self.saves.is_busy:
             return False
-        return self.saves.is_owed or (self.world.is_leader and self.cadence.is_overdue())
+        return self.saves.is_owed or (self.world.is_leader and (self.is_asked or self.cadence.is_overdue()))
 
     def is_hopeless(self) -> bool:
         """Say whether so many saves in a row have failed that training should end; only rank 0 knows."""
@@ -171,6 +173,7 @@ class Commits:
 
     def _begin(self, *, is_last: bool) -> None:
         self.cadence.begin()
+        self.is_asked = False
         reach("commit")
         facts = describe_commit(self.plan, self.state, self.world.group.size)
         shards = self.state.shards

@@ -14,12 +14,13 @@ import time
 from elastic_train.core.accounting import check_epoch
 from elastic_train.core.mixture.account import check_passes
 from elastic_train.core.mixture.dealing import Mixture
+from elastic_train.errors import NoProgressError
 from elastic_train.job.state import StepFacts, add_sources
 from elastic_train.system.failpoints import reach
 from elastic_train.training.nonfinite import report_nonfinite
 from elastic_train.training.session import Session
 from elastic_train.training.step import compute_step, meet
-from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, UNABLE, StepSums
+from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, STOP, UNABLE, StepSums
 
 LEAVING_QUIET_S, MOST_LOOKS = 0.2, 6
 """How long nobody else may have been asked to leave before some of a world's ranks leave the others, and how often that
@@ -182,6 +183,12 @@ def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
         return Outcome.REGROUP
     if sums.any_flags & GIVE_UP:
         raise session.commits.failed()
+    if sums.any_flags & STOP:
+        session.commits.finish()
+        raise NoProgressError(
+            f"an event that monitoring.on_event has end the job: step {session.state.step} is committed; the log and "
+            f"{session.plan.config.run.dir}/history (op event) say what it was. Mend that, and start again to resume"
+        )
     if sums.all_flags & LEAVE:
         return Outcome.PREEMPTED
     if sums.any_flags & LEAVE:

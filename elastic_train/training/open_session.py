@@ -47,7 +47,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import hazards
 from elastic_train.system.wording import counted, size
 from elastic_train.tasks.task import Counting
-from elastic_train.tracking.history_files import Stagnation
+from elastic_train.tracking.history_files import Stagnation, host_in
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
     HOSTS_TAG,
@@ -115,7 +115,7 @@ def _open_in(process: Process, world: World) -> Session:
         holes=_holes(process, world, stuck),
         reduction=kind,
         clock=StepClock(world.group),
-        watch=open_watch(process, world, tracker),
+        watch=open_watch(process, world, tracker, assigned),
     )
     world.announce(
         f"term {world.term}: {counted(world.group.size, 'rank')}, {counted(plan.num_lanes, 'lane')}, "
@@ -204,10 +204,18 @@ def sum_of_gradients(state: AppliedState, kind: Reduction, replicas: Group, num_
     return state.shards.sum_of(replicas, num_lanes, kind)
 
 
-def open_watch(process: Process, world: World, tracker: Tracker | None) -> Watch | None:
+def open_watch(process: Process, world: World, tracker: Tracker | None, assigned: Assignment) -> Watch | None:
     """Return what rank 0 makes of the rows of all ranks."""
-    every = process.plan.config.monitoring.phases_every_steps
-    return Watch(world.history, tracker, process.totals, every) if world.is_leader else None
+    if not world.is_leader:
+        return None
+    config, term = process.plan.config, world.term
+
+    def host_of(rank: int) -> str | None:
+        return process.files.ask(lambda: host_in(config.run.dir, term, rank), None)
+
+    keys = config.monitoring
+    num_lanes = [len(lanes) for lanes in assigned]
+    return Watch(world, tracker, process.totals, keys.phases_every_steps, num_lanes, keys.on_event, host_of)
 
 
 def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:

@@ -124,6 +124,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
 
     Nothing in here waits for peers. Returns what is wrong if some of it could not be written.
     """
+    phases = _phases_of(session)  # before the history's last line
     session.world.history.end(
         status=result.status, step=result.step, weights_sha256=result.weights_sha256, coverage=result.coverage
     )
@@ -145,7 +146,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
         "format": FORMAT,
         "num_failed_saves": session.commits.num_failed,
         "num_skipped_saves": session.commits.num_skipped,
-        **_phases_of(session),
+        **phases,
         "mlflow_run_id": session.tracker.wait_run_id(TRACKER_TIMEOUT_S) if session.tracker else None,
     }
     with _noting(unwritten, f"{folder}/result.json"):

@@ -221,7 +221,8 @@ class Session:
         if standing == "pending":
             return
         if self.watch is not None:
-            self.watch.step(state.step, sums)
+            self.watch.step(state.step, sums, norm, self.commits.num_failed_in_a_row)
+            self.commits.is_asked |= self.watch.take_wanted_commit()
         if self.tracker is not None:
             learning_rate = float(state.scheduler.get_last_lr()[0])
             values = {"train/loss": loss, "train/gradient_norm": norm, "train/learning_rate": learning_rate}

@@ -32,6 +32,7 @@ from elastic_train.training.step_sums import (
     GIVE_UP,
     GROW,
     LEAVE,
+    STOP,
     UNABLE,
     UNREADABLE,
     LaneSums,
@@ -139,6 +140,7 @@ def _flags(session: Session, lanes: Sequence[LaneBatch]) -> int:
     flags += COMMIT * session.commits.is_overdue() + GIVE_UP * session.commits.is_hopeless()
     flags += BUFFERS * (session.buffers.has_changed and not session.buffers.is_tracking)
     flags += UNABLE * session.commits.is_unable() + ABLE * session.commits.is_vouching
+    flags += STOP * (session.watch is not None and session.watch.wants_to_stop)
     return flags + UNREADABLE * any(batch.unreadable for batch in lanes)
 
 

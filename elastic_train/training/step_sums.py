@@ -15,7 +15,7 @@ from elastic_train.parallel.step_tables import Row, StepTables, tree_sum
 _WORD = 1 << 64
 _OF_SOURCES = 4 + len(RankFacts._fields)
 """Where a rank's row has the sums of sources: after its coverage, its flags, and what its clock says."""
-LEAVE, COMMIT, GROW, BUSY, GIVE_UP, UNREADABLE, BUFFERS, UNABLE, ABLE = (1 << bit for bit in range(9))
+LEAVE, COMMIT, GROW, BUSY, GIVE_UP, UNREADABLE, BUFFERS, UNABLE, ABLE, STOP = (1 << bit for bit in range(10))
 """Flags that ride on the table of ranks."""
 
 

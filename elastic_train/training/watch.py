@@ -1,32 +1,62 @@
-"""What a world's first rank makes of the rows that all ranks have given with a step: it says them, and decides nothing.
+"""What a world's first rank makes of the rows that all ranks have given with a step: it says what it sees.
 
 Sums over a window go to the history and the tracker, and those of all the worlds that a process has led to its result.
+What is wrong is an event, in the history, the log and the tracker; what follows from it is the configuration's choice,
+and reaches the other ranks with the next step's flags. Nothing here decides a bit.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from elastic_train.insight.detection import Detector
+from elastic_train.insight.events import Event, Kind
 from elastic_train.insight.phases import PHASES
 from elastic_train.insight.totals import PhaseTotals, PhaseWindow
-from elastic_train.tracking.history import History
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.step_sums import StepSums
+from elastic_train.world.world import World
 
 
 class Watch:
-    """The rows of one world; `totals` are the process's, over all of its worlds."""
+    """The rows of one world, whose ranks have so many lanes; `totals` are the process's, over all of its worlds.
 
-    def __init__(self, history: History, tracker: Tracker | None, totals: PhaseTotals, every_steps: int) -> None:
+    `wants_to_stop` says whether an event is to end the job, by `actions`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        tracker: Tracker | None,
+        totals: PhaseTotals,
+        every_steps: int,
+        num_lanes: Sequence[int],
+        actions: Mapping[Kind, str],
+        host_of: Callable[[int], str | None],
+    ) -> None:
         self.totals = totals
-        self._history, self._tracker, self._every_steps = history, tracker, every_steps
-        self._window = PhaseWindow()
+        self.num_events = Counter[str]()
+        self.wants_to_stop = self._wants_commit = False
+        self._world, self._tracker, self._every_steps = world, tracker, every_steps
+        self._actions, self._host_of = actions, host_of
+        self._window, self._detector = PhaseWindow(), Detector(num_lanes)
         self._step = 0
 
-    def step(self, step: int, sums: StepSums) -> None:
-        """Take the rows of a step that was applied."""
+    def step(self, step: int, sums: StepSums, norm: float, num_failed_saves: int) -> None:
+        """Take the rows of a step that was applied, and the norm of its gradient; of saves those failed in a row."""
         self._window.add(sums.ranks)
         self._step = step
+        loss = sums.loss / sums.divisor
+        for event in self._detector.step(step, sums.ranks, loss, norm, num_failed_saves):
+            self._tell(event)
         if self._window.num_steps >= self._every_steps:
             self.say()
+
+    def take_wanted_commit(self) -> bool:
+        """Say whether an event since the last time is to be followed by a commit."""
+        wants, self._wants_commit = self._wants_commit, False
+        return wants
 
     def say(self) -> None:
         """Say what the steps since the last time have cost; nothing if there are none."""
@@ -34,7 +64,28 @@ class Watch:
         if window.num_steps == 0:
             return
         self.totals.add(window)
-        self._history.phases(step=self._step, steps=window.num_steps, seconds=window.by_rank())
+        self._world.history.phases(step=self._step, steps=window.num_steps, seconds=window.by_rank())
         if self._tracker is not None:
             means = window.mean()
             self._tracker.log(self._step, {f"time/{phase}_s": means[phase] for phase in (*PHASES, "hidden")})
+
+    def _tell(self, event: Event) -> None:
+        """Say what begins or ends to be wrong, and do what the configuration says of its kind."""
+        host = None if event.rank is None else self._host_of(event.rank)
+        self._world.history.event(
+            kind=event.kind,
+            step=event.step,
+            since=event.since,
+            who=None if event.rank is None else (event.rank, host),
+            measured=(event.value, event.usual, event.unit),
+            is_over=event.is_over,
+        )
+        self._world.announce(f"EVENT {event.kind}: {event.render(host)}")
+        if event.is_over:
+            return
+        self.num_events[event.kind] += 1
+        if self._tracker is not None:
+            self._tracker.log(event.step, {f"events/{event.kind}": self.num_events[event.kind]})
+        action = self._actions.get(event.kind, "tell")
+        self._wants_commit |= action == "snapshot"
+        self.wants_to_stop |= action == "stop"

@@ -31,7 +31,7 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
     for asked in (session.worlds.wants_to_grow, commits.is_overdue, commits.is_hopeless, commits.is_unable):
         asked.return_value = False
     commits.is_vouching = False
-    session.buffers.has_changed, session.clock = False, StepClock()
+    session.buffers.has_changed, session.clock, session.watch = False, StepClock(), None
 
     def run_lane(_: object, batch: object) -> LaneSums:
         session.leave.is_set = True

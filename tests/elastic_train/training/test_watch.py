@@ -1,19 +1,26 @@
-"""What rank 0 says of the rows of all ranks."""
+"""What rank 0 says of the rows of all ranks, and what follows from it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
+
 from elastic_train.core.coverage import CoverageSums
+from elastic_train.errors import NoProgressError
 from elastic_train.insight.phases import RankFacts
 from elastic_train.insight.totals import PhaseTotals
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
+from elastic_train.tracking.history_files import host_in
+from elastic_train.training import loop
+from elastic_train.training.commits import Commits
 from elastic_train.training.result import _phases_of
-from elastic_train.training.step_sums import StepSums
+from elastic_train.training.step_sums import STOP, StepSums
 from elastic_train.training.watch import Watch
 
 ROW = RankFacts(0.5, 0.0, 1.0, 2.0, 0.25, 0.25, 0.5, 0.0, 0.5, 0.125, 64, 0.001)
@@ -23,21 +30,34 @@ def sums(*ranks: RankFacts) -> StepSums:
     return StepSums(0.0, 1.0, CoverageSums(), 0, 0, 0, 0, ranks=ranks)
 
 
+class Said:
+    """A watch, and the lines that it writes."""
+
+    def __init__(self, folder: Path, every_steps: int = 1000, **actions: str) -> None:
+        self.files, self.tracker, self.folder = BackgroundFiles(), MagicMock(), folder
+        self.history = History(self.files, folder, 3, 0)
+        self.world = MagicMock(history=self.history)
+        hosts = {1: "n7"}
+        self.watch = Watch(self.world, self.tracker, PhaseTotals(), every_steps, [2, 2, 2], actions, hosts.get)  # type: ignore[arg-type]
+
+    def lines(self) -> list[dict[str, Any]]:
+        assert self.files.flush(5.0)
+        (path,) = (self.folder / "history").glob("*.jsonl")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_windows_of_every_ranks_phases_reach_history_tracker_and_result(tmp_path: Path) -> None:
     """Every so many steps, and what is left at a world's end; the result has all, whatever the windows."""
-    files, tracker = BackgroundFiles(), MagicMock()
-    watch = Watch(History(files, tmp_path, 3, 0), tracker, PhaseTotals(), every_steps=2)
+    said = Said(tmp_path, every_steps=2)
     for step in (7, 8, 9):
-        watch.step(step, sums(ROW, ROW._replace(data_s=1.5)))
-    session = SimpleNamespace(watch=watch)
-    result = _phases_of(session)  # type: ignore[arg-type]
-    assert _phases_of(session) == result, "what was said is not said again"  # type: ignore[arg-type]
-    assert files.flush(5.0)
-    (path,) = (tmp_path / "history").glob("*.jsonl")
-    first, last = (json.loads(line) for line in path.read_text().splitlines())
+        said.watch.step(step, sums(ROW, ROW._replace(data_s=1.5)), 1.0, 0)
+    session: Any = SimpleNamespace(watch=said.watch)
+    result = _phases_of(session)
+    assert _phases_of(session) == result, "what was said is not said again"
+    first, last = said.lines()
     assert (first["op"], first["step"], first["steps"], last["step"], last["steps"]) == ("phases", 8, 2, 9, 1)
     assert first["seconds"] == [[1.0, 0, 2, 4, 0.5, 0.5, 1, 0, 1, 0.25, 128, 0.001], [3.0, *first["seconds"][0][1:]]]
-    (at, values), _ = (call.args for call in tracker.log.call_args_list)
+    (at, values), _ = (call.args for call in said.tracker.log.call_args_list)
     assert (at, values["time/data_s"], values["time/backward_s"], values["time/hidden_s"]) == (8, 1.0, 2.0, 0.125)
     phases = result["phases"]
     assert isinstance(phases, dict) and (phases["steps"], phases["step_s"]) == (3, 5.5)
@@ -46,3 +66,56 @@ def test_windows_of_every_ranks_phases_reach_history_tracker_and_result(tmp_path
 
 def test_only_rank_0_says_so() -> None:
     assert _phases_of(SimpleNamespace(watch=None)) == {}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("action", "commits", "stops"), [("tell", 0, 0), ("snapshot", 1, 0), ("stop", 0, 1)])
+def test_a_slow_rank_is_an_event_with_its_evidence_and_what_is_to_follow(
+    tmp_path: Path, action: str, commits: int, stops: int
+) -> None:
+    """In history, log and tracker; a commit is asked for once. The host is what its own history says."""
+    said = Said(tmp_path, slow_compute=action)
+    wanted = 0
+    for step in range(1, 61):
+        slow = ROW._replace(backward_s=9.0) if step > 20 else ROW
+        said.watch.step(step, sums(ROW, slow, ROW), 1.0, 0)
+        wanted += said.watch.take_wanted_commit()
+    assert (wanted, said.watch.wants_to_stop) == (commits, bool(stops))
+    events = [line for line in said.lines() if line["op"] == "event" and line["of_rank"] is not None]
+    (event,) = events
+    assert (event["kind"], event["of_rank"], event["host"], event["over"]) == ("slow_compute", 1, "n7", False)
+    assert (event["value"], event["usual"], event["unit"]) == (10.0, 3.0, "s") and event["since"] <= 25 < event["step"]
+    shown = [call.args[0] for call in said.world.announce.call_args_list]
+    assert any(text.startswith("EVENT slow_compute: after step") and "rank 1 on n7:" in text for text in shown)
+    assert said.tracker.log.call_args_list[0].args == (event["step"], {"events/slow_compute": 1})
+
+
+def test_a_commit_that_is_asked_for_is_overdue_until_one_begins() -> None:
+    """By rank 0, whose word counts; what is due anyway fulfils it."""
+    plan, world, cadence = MagicMock(), MagicMock(is_leader=True), MagicMock()
+    cadence.is_overdue.return_value = False
+    saves = MagicMock(is_busy=False, is_owed=False)
+    commits = Commits(plan, world, MagicMock(), MagicMock(), saves, cadence, None, None, MagicMock())
+    assert not commits.is_overdue()
+    commits.is_asked = True
+    assert commits.is_overdue()
+    world.is_leader = False
+    assert not commits.is_overdue()
+
+
+def test_a_job_that_an_event_ends_is_committed_first() -> None:
+    """On every rank alike, by the flag of one; exit code 93, so that nobody starts it again by itself."""
+    session = MagicMock()
+    with pytest.raises(NoProgressError, match=r"monitoring\.on_event") as error:
+        loop._end(session, 0, StepSums(0.0, 1.0, CoverageSums(), 0, 0, STOP, 0))
+    assert session.commits.finish.called and error.value.exit_code == 93
+
+
+def test_the_host_of_a_rank_is_in_its_history(tmp_path: Path) -> None:
+    """None where that is not in this folder, as on a node of its own disk."""
+    files = BackgroundFiles()
+    history = History(files, tmp_path, 4, 2)
+    history.form(world=3, cause="start", joined_at=None, sealed_at=None, started_at=0.0)
+    assert files.flush(5.0)
+    (path,) = (tmp_path / "history").glob("*.jsonl")
+    host = json.loads(path.read_text().splitlines()[0])["host"]
+    assert (host_in(tmp_path, 4, 2), host_in(tmp_path, 4, 1), host_in(tmp_path, 5, 2)) == (host, None, None)

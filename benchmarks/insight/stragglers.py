@@ -1,0 +1,105 @@
+"""Does the detector name the slow rank, and nobody else? Drawn cases of rows, as ranks of a synchronous step give them.
+
+Every rank's phases have a mean, noise and rare hiccups; in two cases of three one rank becomes slow, from some step
+on: its lanes, its data, or its link. Who is ready first waits for who is last, as in the product. A case is right if
+the first thing that is said of any rank is of the slow one, of what is slow of it, and after it has begun; nothing may
+be said where nothing is slow.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.figures import Effort
+from elastic_train.insight.detection import Detector
+from elastic_train.insight.events import Event, Kind
+from elastic_train.insight.phases import RankFacts
+
+CASES, STEPS = 100, 150
+OF_RANKS: tuple[Kind, ...] = ("slow_compute", "slow_data", "slow_link")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A job whose `rank` is slow by `factor` from `begins` on, in one way; None if nothing is."""
+
+    num_ranks: int
+    step_s: float
+    noise: float
+    hiccups: float
+    kind: Kind | None
+    rank: int
+    factor: float
+    begins: int
+
+
+def drawn(seed: int) -> Case:
+    """Draw a case; what is slow is so by enough to cost a step 15 % or more."""
+    draws = random.Random(f"straggler/{seed}")
+    kind = draws.choice([None, *OF_RANKS]) if seed % 3 else None
+    num_ranks = draws.randint(3 if kind == "slow_link" else 2, 16)
+    return Case(
+        num_ranks,
+        10 ** draws.uniform(-2, 1),
+        draws.uniform(0.01, 0.08),
+        draws.uniform(0.0, 0.02),
+        kind,
+        draws.randrange(num_ranks),
+        draws.uniform(1.5, 4.0),
+        draws.randint(30, 90),
+    )
+
+
+def rows(case: Case, seed: int) -> Iterator[list[RankFacts]]:
+    """Yield the rows of every step."""
+    draws = random.Random(f"rows/{seed}")
+    for step in range(STEPS):
+        slow = case.rank if case.kind is not None and step >= case.begins else None
+        one = [_of(case, rank == slow, draws) for rank in range(case.num_ranks)]
+        last_s = max(facts.data_s + facts.compute_s for facts in one)
+        yield [facts._replace(wait_s=last_s - facts.data_s - facts.compute_s) for facts in one]
+
+
+def _of(case: Case, is_slow: bool, draws: random.Random) -> RankFacts:
+    def around(seconds: float) -> float:
+        hiccup = draws.uniform(2.0, 10.0) if draws.random() < case.hiccups else 1.0
+        return seconds * draws.lognormvariate(0.0, case.noise) * hiccup
+
+    compute_s, data_s = around(0.7 * case.step_s), around(0.02 * case.step_s)
+    exchange_s, trip_s = around(0.2 * case.step_s), around(0.0003)
+    if is_slow and case.kind == "slow_compute":
+        compute_s *= case.factor
+    if is_slow and case.kind == "slow_data":
+        data_s += (case.factor - 1.0) * 0.7 * case.step_s
+    if is_slow and case.kind == "slow_link":
+        exchange_s, trip_s = exchange_s * case.factor, trip_s + 0.005 * case.factor
+    return RankFacts(data_s, 0.0, compute_s / 3, compute_s * 2 / 3, 0.0, exchange_s, 0.0, 0.0, 0.0, 0.0, 0, trip_s)
+
+
+def said(case: Case, seed: int) -> list[Event]:
+    """Return what the detector says of ranks."""
+    detector, found = Detector([1] * case.num_ranks), list[Event]()
+    for step, ranks in enumerate(rows(case, seed)):
+        found += [event for event in detector.step(step, ranks, 1.0, 1.0) if event.rank is not None]
+    return [event for event in found if not event.is_over]
+
+
+def straggler_figures(effort: Effort) -> dict[str, object]:
+    """Return precision and recall over the cases, and the most steps until a slow rank was named."""
+    right = wrong = slow = 0
+    latencies = [0]
+    for seed in range(12 if effort.is_quick else CASES):
+        case = drawn(seed)
+        events = said(case, seed)
+        slow += case.kind is not None
+        good = [e for e in events if (e.kind, e.rank) == (case.kind, case.rank) and e.step >= case.begins]
+        right += bool(good)
+        wrong += len(events) - len(good)
+        latencies += [good[0].step - case.begins] if good else []
+    return {
+        "straggler_precision": round(right / max(1, right + wrong), 4),
+        "straggler_recall": round(right / max(1, slow), 4),
+        "straggler_latency_steps": max(latencies),
+    }

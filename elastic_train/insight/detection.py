@@ -1,0 +1,168 @@
+"""The detector: which rank is slow, by phase, and what else is wrong, from windows of the rows that all ranks give.
+
+Pure, and in robust statistics: a rank is compared with the median of the others over a window without its worst steps,
+so that one hiccup is none. What is judged by windows must be so at two looks in a row before it is said, and not be
+so at two before it is over; so it is said within `LATENCY` steps. Steps of two ranks have no majority, but the slow one
+is the one that computes while the other waits. What concerns a link needs three ranks: of two, each has the other's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_train.insight.events import Event, Kind
+from elastic_train.insight.phases import PHASES, RankFacts
+
+WINDOW, LOOK_EVERY, LOOKS = 10, 5, 2
+LATENCY = WINDOW + LOOK_EVERY * LOOKS
+"""The most steps from the first one that is wrong until that is said."""
+WORST = 2
+"""How many of a window's steps are left out, those in which a rank took longest."""
+SLOW_RATIO, SLOW_SHARE = 1.3, 0.1
+"""A rank is slow at so many times the others' median, if that is also so much of a step more."""
+LINK_RATIO, LINK_LEAST_S, LINK_SHARE = 3.0, 0.002, 0.15
+"""A link is slow at so many times the others' round trip, so many seconds more, if so much of a step is exchange."""
+STEPS_RATIO, BASELINE_LOOKS = 1.4, 6
+"""Steps are slow at so many times the best quarter of earlier looks, of which there must be so many."""
+DATA_SHARE, SAVE_SHARE, SAVE_WINDOW = 0.2, 0.1, 50
+SPIKE_HISTORY, SPIKE_LEAST, SPIKE_DEVIATIONS, NORM_RATIO = 64, 16, 10.0, 10.0
+_MAD_TO_SIGMA = 1.4826
+_COMPUTE = (RankFacts._fields.index("forward_s"), RankFacts._fields.index("backward_s"))
+_DATA, _SAVE = RankFacts._fields.index("data_s"), RankFacts._fields.index("save_s")
+_WAIT, _EXCHANGE = RankFacts._fields.index("wait_s"), RankFacts._fields.index("exchange_s")
+_TRIP = RankFacts._fields.index("round_trip_s")
+
+Key = tuple[Kind, int | None]
+
+
+@dataclass(slots=True)
+class _Standing:
+    """How often in a row something was found, or was not, since which step, and whether that was said."""
+
+    since: int
+    num_found: int = 0
+    num_missed: int = 0
+    is_said: bool = False
+
+
+class Detector:
+    """The steps of one world, one after another; `num_lanes` says how many each rank has, all along."""
+
+    def __init__(self, num_lanes: Sequence[int]) -> None:
+        self._lanes = np.array(num_lanes, dtype=np.float64) / max(1.0, float(np.median(num_lanes)))
+        self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=WINDOW)
+        self._standing: dict[Key, _Standing] = {}
+        self._looks: deque[float] = deque(maxlen=200)
+        self._losses: deque[float] = deque(maxlen=SPIKE_HISTORY)
+        self._norms: deque[float] = deque(maxlen=SPIKE_HISTORY)
+        self._saves: deque[tuple[float, float]] = deque(maxlen=SAVE_WINDOW)
+        self._num_failed = 0
+        self._num_steps = 0
+
+    def step(
+        self, step: int, ranks: Sequence[RankFacts], loss: float, norm: float, num_failed_saves: int = 0
+    ) -> list[Event]:
+        """Return what begins and ends to be wrong with a step; `loss` is the mean, of saves those failed in a row."""
+        rows = np.array(ranks)
+        self._rows.append(rows)
+        self._saves.append((float(rows[:, _SAVE].max()), float(rows[0, : len(PHASES)].sum())))
+        self._num_steps += 1
+        events = [*self._numbers(step, loss, norm), *self._failed(step, num_failed_saves)]
+        if len(self._rows) == WINDOW and self._num_steps % LOOK_EVERY == 0:
+            events += self._look(step)
+        return events
+
+    def _look(self, step: int) -> Iterator[Event]:
+        """Judge the window that ends with a step."""
+        window = np.stack(self._rows)
+        step_s = float(np.median(window[:, :, : len(PHASES)].sum(axis=2)))
+        found = {
+            event[0]: event[1:] for event in (*_slow_ranks(window, step_s, self._lanes), *self._of_all(window, step_s))
+        }
+        for key, (value, usual, unit) in found.items():
+            standing = self._standing.setdefault(key, _Standing(max(1, step - WINDOW + 1)))
+            standing.num_found, standing.num_missed = standing.num_found + 1, 0
+            if standing.num_found == LOOKS:
+                standing.is_said = True
+                yield Event(key[0], step, standing.since, key[1], value, usual, unit)
+        for key in [key for key in self._standing if key not in found]:
+            standing = self._standing[key]
+            standing.num_missed += 1
+            if not standing.is_said or standing.num_missed == LOOKS:
+                del self._standing[key]
+                if standing.is_said:
+                    yield Event(key[0], step, standing.since, key[1], 0.0, 0.0, "", is_over=True)
+
+    def _of_all(self, window: npt.NDArray[np.float64], step_s: float) -> Iterator[tuple[Key, float, float, str]]:
+        """Find what is wrong with all ranks: their steps, data and saves."""
+        if len(self._looks) >= BASELINE_LOOKS:
+            usual = float(np.quantile(self._looks, 0.25))
+            if step_s > STEPS_RATIO * usual:
+                yield ("slow_steps", None), step_s, usual, " s"
+        if len(self._looks) < BASELINE_LOOKS or ("slow_steps", None) not in self._standing:
+            self._looks.append(step_s)
+        waiting = float(np.median(_without_worst(window[:, :, _DATA])))
+        if waiting > DATA_SHARE * step_s:
+            yield ("data_wait", None), 100 * waiting / step_s, 100 * DATA_SHARE, " %"
+        if len(self._saves) == SAVE_WINDOW:
+            stalled, whole = (sum(column) for column in zip(*self._saves, strict=True))
+            if stalled > SAVE_SHARE * whole:
+                yield ("save_stall", None), 100 * stalled / whole, 100 * SAVE_SHARE, " %"
+
+    def _numbers(self, step: int, loss: float, norm: float) -> Iterator[Event]:
+        """Judge a step's loss and norm by those before it."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            yield Event("nonfinite", step, step, None, loss if not math.isfinite(loss) else norm, 0.0, "")
+            return
+        if len(self._losses) >= SPIKE_LEAST:
+            usual = statistics.median(self._losses)
+            deviation = _MAD_TO_SIGMA * statistics.median(abs(value - usual) for value in self._losses)
+            if loss > usual + max(SPIKE_DEVIATIONS * deviation, 0.5 * abs(usual)):
+                yield Event("loss_spike", step, step, None, loss, usual, "")
+            usual = statistics.median(self._norms)
+            if norm > NORM_RATIO * usual > 0:
+                yield Event("gradient_spike", step, step, None, norm, usual, "")
+        self._losses.append(loss)
+        self._norms.append(norm)
+
+    def _failed(self, step: int, num_failed: int) -> Iterator[Event]:
+        before, self._num_failed = self._num_failed, num_failed
+        if num_failed > before:
+            yield Event("failed_saves", step, step, None, float(num_failed), 0.0, "")
+
+
+def _slow_ranks(
+    window: npt.NDArray[np.float64], step_s: float, lanes: npt.NDArray[np.float64]
+) -> Iterator[tuple[Key, float, float, str]]:
+    """Find the ranks whose compute, for their lanes, whose data or whose link is slower than the others'."""
+    if window.shape[1] < 2:
+        return
+    compute = _without_worst(window[:, :, _COMPUTE].sum(axis=2)) / np.maximum(lanes, 1e-9)
+    for kind, values in (("slow_compute", compute), ("slow_data", _without_worst(window[:, :, _DATA]))):
+        for rank, value, usual in _beside_others(values):
+            if value > SLOW_RATIO * usual and value - usual > SLOW_SHARE * step_s:
+                yield (kind, rank), value, usual, " s"  # type: ignore[misc]
+    exchange_s = float(np.median(window[:, :, _WAIT] + window[:, :, _EXCHANGE]))
+    if window.shape[1] > 2 and exchange_s > LINK_SHARE * step_s:
+        for rank, value, usual in _beside_others(np.median(window[:, :, _TRIP], axis=0)):
+            if usual > 0 and value > LINK_RATIO * usual and value - usual > LINK_LEAST_S:
+                yield ("slow_link", rank), 1e3 * value, 1e3 * usual, " ms"
+
+
+def _without_worst(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the mean of every rank's (steps, ranks) values without those of its worst steps."""
+    mean: npt.NDArray[np.float64] = np.sort(values, axis=0)[: len(values) - WORST].mean(axis=0)
+    return mean
+
+
+def _beside_others(values: npt.NDArray[np.float64]) -> Iterator[tuple[int, float, float]]:
+    """Yield (rank, its value, the median of the others')."""
+    for rank, value in enumerate(values.tolist()):
+        yield rank, value, float(np.median(np.delete(values, rank)))

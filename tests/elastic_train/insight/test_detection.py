@@ -1,0 +1,115 @@
+"""The detector: who is slow, in which phase, and what else is wrong; and that it holds its tongue otherwise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from benchmarks.figures import Effort
+from benchmarks.insight.stragglers import straggler_figures
+from elastic_train.insight.detection import LATENCY, Detector
+from elastic_train.insight.events import Event
+from elastic_train.insight.phases import RankFacts
+
+QUIET = RankFacts(0.01, 0.0, 0.3, 0.6, 0.0, 0.2, 0.05, 0.0, 0.0, 0.0, 0, 0.0003)
+Change = Callable[[int, int], RankFacts]
+
+
+def watched(change: Change, steps: int = 120, ranks: int = 4) -> Iterator[Event]:
+    """Yield the events of ranks that are quiet but for a change of (step, rank)."""
+    detector, draws = Detector([1] * ranks), random.Random(7)
+    for step in range(1, steps + 1):
+        rows = [change(step, rank) for rank in range(ranks)]
+        noisy = [row._replace(forward_s=row.forward_s * draws.uniform(0.97, 1.03)) for row in rows]
+        yield from detector.step(step, noisy, 2.0 + draws.uniform(-0.1, 0.1), 1.0)
+
+
+def kinds(change: Change, steps: int = 120, ranks: int = 4) -> list[tuple[str, int | None]]:
+    return [(event.kind, event.rank) for event in watched(change, steps, ranks) if not event.is_over]
+
+
+def test_a_quiet_run_and_one_with_hiccups_say_nothing() -> None:
+    """A step of a rank that takes ten times as long now and then is no slow rank."""
+    assert kinds(lambda step, rank: QUIET) == []
+    assert kinds(lambda step, rank: QUIET._replace(backward_s=6.0) if (step + 7 * rank) % 15 == 0 else QUIET) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"backward_s": 1.2}, "slow_compute"),
+        ({"data_s": 0.4}, "slow_data"),
+        ({"round_trip_s": 0.02}, "slow_link"),
+    ],
+)
+def test_a_slow_rank_is_named_with_its_phase_and_no_other(change: dict[str, float], expected: str) -> None:
+    """And by when it began; what it makes the others wait is theirs by no fault of their own."""
+
+    def slow(step: int, rank: int) -> RankFacts:
+        return QUIET._replace(**change) if rank == 2 and step > 60 else QUIET
+
+    (event,) = watched(slow)
+    assert (event.kind, event.rank) == (expected, 2)
+    assert 60 < event.step <= 60 + LATENCY and 50 <= event.since <= 65
+    assert event.value > event.usual > 0
+    assert "rank 2 on h2:" in event.render("h2") and f"since step {event.since}" in event.render()
+
+
+def test_a_rank_with_more_lanes_is_no_slow_one() -> None:
+    """Five lanes over four ranks: one has two, and takes twice as long; it is slow if it takes longer than that."""
+    for seconds, expected in ((1.2, []), (2.4, ["slow_compute"])):
+        detector, said = Detector([1, 1, 1, 2]), list[Event]()
+        for step in range(1, 60):
+            said += detector.step(step, [*[QUIET] * 3, QUIET._replace(forward_s=0.6, backward_s=seconds)], 1.0, 1.0)
+        assert [event.kind for event in said] == expected
+
+
+def test_what_is_over_is_said_to_be_once() -> None:
+    begins, ends = watched(lambda s, rank: QUIET._replace(backward_s=1.5) if rank == 1 and 40 < s <= 70 else QUIET)
+    assert (begins.kind, begins.rank, begins.is_over) == ("slow_compute", 1, False)
+    assert (ends.kind, ends.rank, ends.is_over, ends.since) == ("slow_compute", 1, True, begins.since)
+    assert 70 < ends.step <= 70 + LATENCY
+
+
+def test_a_link_of_two_ranks_is_nobodys() -> None:
+    """Each of the two connections' ends measures the same; steps that are slower than they were are all ranks'."""
+
+    def slow(step: int, rank: int) -> RankFacts:
+        return QUIET._replace(round_trip_s=0.02, exchange_s=1.5) if step > 60 else QUIET
+
+    assert kinds(slow, ranks=2) == [("slow_steps", None)]
+
+
+@pytest.mark.parametrize(("phase", "kind"), [("data_s", "data_wait"), ("save_s", "save_stall")])
+def test_what_all_ranks_wait_for_is_said_of_none(phase: str, kind: str) -> None:
+    assert kinds(lambda step, rank: QUIET._replace(**{phase: 0.4})) == [(kind, None)]
+
+
+def test_losses_and_norms_are_judged_by_the_steps_before() -> None:
+    """A spike is one at once; a loss that falls, or is noisy, is none. Failed saves count by the run of them."""
+    detector = Detector([1])
+    events = []
+    for step in range(1, 40):
+        falling = 4.0 - step / 20
+        loss, norm = (9.0, 30.0) if step == 30 else (falling, 1.0 + step % 3)
+        loss = float("nan") if step == 35 else loss
+        failed = 2 if step >= 37 else 1 if step >= 33 else 0
+        events += detector.step(step, [QUIET], loss, norm, failed)
+    said = [(event.kind, event.step) for event in events]
+    expected = [
+        ("loss_spike", 30),
+        ("gradient_spike", 30),
+        ("failed_saves", 33),
+        ("nonfinite", 35),
+        ("failed_saves", 37),
+    ]
+    assert said == expected
+
+
+def test_precision_recall_and_latency_over_drawn_cases() -> None:
+    """The benchmark's own figures, over a fifth of its cases."""
+    figures = straggler_figures(Effort(True, print))
+    assert figures["straggler_precision"] >= 0.95 and figures["straggler_recall"] >= 0.95  # type: ignore[operator]
+    assert figures["straggler_latency_steps"] <= 30  # type: ignore[operator]
