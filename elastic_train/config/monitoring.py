@@ -24,6 +24,10 @@ Action = Literal["tell", "snapshot", "stop"]
 
 
 class MonitoringConfig(Section):
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Serve a page for Prometheus at this port of every node; null for none, 0 for a free one that the log names."""
+    host: str = "127.0.0.1"
+    """Where that page listens: this machine alone, or 0.0.0.0 for everybody who reaches it. It asks for no password."""
     phases_every_steps: PositiveInt = 50
     """After how many steps the seconds that every rank has spent, phase by phase, go to the history and the tracker."""
     on_event: dict[EventKind, Action] = Field(default_factory=dict)

@@ -55,6 +55,7 @@ class Commits:
     """Whether the commit that is being saved is to be pinned, or the head if it comes to nothing."""
     is_asked: bool = False
     """Whether rank 0 is asked to have a commit made, whenever the next is due."""
+    last_stall_s: float = 0.0
     num_failed: int = 0
     num_failed_in_a_row: int = 0
     num_skipped: int = 0
@@ -227,7 +228,7 @@ class Commits:
             self.tracker.log(ended.step, {f"commit/{name}": value for name, value in {**counts, **times}.items()})
 
     def _record_commit(self, ended: SaveOutcome, commit: CommitRecord) -> None:
-        self.head, self.num_failed_in_a_row = commit, 0
+        self.head, self.num_failed_in_a_row, self.last_stall_s = commit, 0, ended.stall_s
         self.world.history.commit(
             step=commit.step,
             key=commit.key,

@@ -35,6 +35,7 @@ from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment, owned_lanes
 from elastic_train.errors import StorageError
+from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
@@ -115,8 +116,12 @@ def _open_in(process: Process, world: World) -> Session:
         holes=_holes(process, world, stuck),
         reduction=kind,
         clock=StepClock(world.group),
+        page=process.page,
         watch=open_watch(process, world, tracker, assigned),
     )
+    if process.page is not None:
+        facts, size = process.page.facts, world.group.size
+        facts.enter_world(world.term, size, state.step, plan.total_steps, is_leader=world.is_leader)
     world.announce(
         f"term {world.term}: {counted(world.group.size, 'rank')}, {counted(plan.num_lanes, 'lane')}, "
         f"{counted(plan.total_steps, 'step')}, {plan.device}"
@@ -216,6 +221,18 @@ def open_watch(process: Process, world: World, tracker: Tracker | None, assigned
     keys = config.monitoring
     num_lanes = [len(lanes) for lanes in assigned]
     return Watch(world, tracker, process.totals, keys.phases_every_steps, num_lanes, keys.on_event, host_of)
+
+
+def open_page(config: Config) -> Page | None:
+    """Serve the node's page for Prometheus, if there is to be one: a node's first process does."""
+    keys = config.monitoring
+    if keys.port is None or os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    page = Page(Facts(), config.run_name, socket.gethostname())
+    page.open(keys.host, keys.port)
+    if page.port is not None:
+        log.warning("metrics for Prometheus: http://%s:%d/metrics", keys.host, page.port)
+    return page
 
 
 def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:

@@ -19,6 +19,7 @@ from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError
+from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock, slowest
 from elastic_train.insight.totals import PhaseTotals
 from elastic_train.job.plan import Plan
@@ -58,6 +59,8 @@ class Process:
     use: StoreUse
     save_memory: SaveMemory = field(default_factory=SaveMemory)
     files: BackgroundFiles = field(default_factory=BackgroundFiles)
+    page: Page | None = None
+    """What it serves for Prometheus."""
     totals: PhaseTotals = field(default_factory=PhaseTotals)
     """Of the worlds that it has led."""
     warned: set[str] = field(default_factory=set)
@@ -84,6 +87,7 @@ class Session:
     clock: StepClock = field(default_factory=StepClock)
     watch: Watch | None = None
     """Rank 0's."""
+    page: Page | None = None
     holes: tuple[Hole, ...] = ()
     num_repeats: int = 0
     """How often a step has to come again because samples of it could not be read."""
@@ -220,6 +224,8 @@ class Session:
         )
         if standing == "pending":
             return
+        if self.page is not None:
+            self._show(self.page.facts, sums, norm, seconds)
         if self.watch is not None:
             self.watch.step(state.step, sums, norm, self.commits.num_failed_in_a_row)
             self.commits.is_asked |= self.watch.take_wanted_commit()
@@ -248,6 +254,18 @@ class Session:
                     slowest=slowest(sums.ranks),
                 )
             )
+
+    def _show(self, facts: Facts, sums: StepSums, norm: float, seconds: float) -> None:
+        """Put the step that was just applied on the node's page."""
+        facts.add_step(self.state.step, sums.loss / sums.divisor, norm, seconds, sums.coverage.count)
+        facts.add_row(sums.ranks[self.world.group.rank])
+        facts.samples_left_out = self.state.reached.account.left_out
+        if self.watch is not None:
+            commits = self.commits
+            facts.events, facts.save_stall_s = self.watch.num_events, commits.last_stall_s
+            facts.num_failed_saves, facts.num_skipped_saves = commits.num_failed, commits.num_skipped
+            if commits.head is not None:
+                facts.last_commit_step, facts.last_commit_at = commits.head.step, commits.head.created_at
 
     def validate(self) -> None:
         """Validate over all ranks and record the values; nothing without a validation set."""

@@ -1,0 +1,181 @@
+"""A node's page for Prometheus: what its first process knows of the run, served by a thread beside training.
+
+Training writes plain numbers into `Facts`; a scrape reads them. A port that is taken, or a missing package, costs the
+page and nothing else. The page ends with its process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from elastic_train.insight.events import MEANINGS
+from elastic_train.insight.phases import PHASES, RankFacts
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+log = logging.getLogger(__name__)
+PREFIX = "elastic_train_"
+
+
+@dataclass(slots=True)
+class Facts:
+    """What a process knows of its run; times are unix seconds. What only rank 0 knows is None on other nodes."""
+
+    started_at: float = field(default_factory=time.time)
+    step: int = 0
+    total_steps: int = 0
+    loss: float = 0.0
+    gradient_norm: float = 0.0
+    samples_per_s: float = 0.0
+    step_s: float = 0.0
+    last_step_at: float = 0.0
+    world_size: int = 0
+    term: int = 0
+    num_worlds: int = 0
+    recovery_s: float = 0.0
+    lost_steps: int = 0
+    samples_left_out: int = 0
+    trained_s: float = 0.0
+    phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    hidden_s: float = 0.0
+    exchanged_bytes: int = 0
+    is_leader: bool = False
+    last_commit_step: int | None = None
+    last_commit_at: float | None = None
+    save_stall_s: float | None = None
+    num_failed_saves: int | None = None
+    num_skipped_saves: int | None = None
+    events: Mapping[str, int] = field(default_factory=dict)
+    is_recovering: bool = False
+
+    def enter_world(self, term: int, size: int, step: int, total_steps: int, *, is_leader: bool) -> None:
+        """A world of so many ranks begins with the state of a step: what was applied beyond it is lost."""
+        self.lost_steps += max(0, self.step - step)
+        self.term, self.world_size, self.is_leader = term, size, is_leader
+        self.step, self.total_steps = step, total_steps
+        self.num_worlds += 1
+        self.is_recovering = self.last_step_at > 0
+
+    def add_step(self, step: int, loss: float, norm: float, seconds: float, num_samples: int) -> None:
+        """A step was applied; the first of a world ends a recovery, unless the process has just begun."""
+        now = time.time()
+        if self.is_recovering:
+            self.recovery_s, self.is_recovering = now - self.last_step_at, False
+        self.step, self.loss, self.gradient_norm, self.step_s = step, loss, norm, seconds
+        self.samples_per_s = num_samples / seconds if seconds else 0.0
+        self.last_step_at = now
+
+    def add_row(self, row: RankFacts) -> None:
+        """Add what this process's rank has spent."""
+        for phase, seconds in zip(PHASES, row, strict=False):
+            self.phases_s[phase] += seconds
+        self.trained_s += row.total_s
+        self.hidden_s += row.hidden_s
+        self.exchanged_bytes += row.exchanged_bytes
+
+    @property
+    def goodput(self) -> float:
+        """The share of the process's time that went into steps that count: lost ones are taken at the mean."""
+        elapsed_s = max(1e-9, time.time() - self.started_at)
+        kept = self.step / (self.step + self.lost_steps) if self.step else 0.0
+        return min(1.0, kept * self.trained_s / elapsed_s)
+
+
+class Server(Protocol):
+    def shutdown(self) -> None: ...
+
+
+class Page:
+    """Facts at http://host:port/metrics, labelled with the run's name and the node's."""
+
+    def __init__(self, facts: Facts, run: str, node: str) -> None:
+        self.facts, self._labels = facts, (run, node)
+        self._server: Server | None = None
+        self.port: int | None = None
+
+    def open(self, host: str, port: int) -> None:
+        """Serve the page; where that cannot be it is said once, and training continues."""
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server
+        except ImportError:
+            log.warning(
+                "monitoring.port is %d, and prometheus-client is not installed: no page is served, training continues; "
+                "pip install 'elastic-train[monitoring]'",
+                port,
+            )
+            return
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            server, _ = start_http_server(port, host, registry)
+        except OSError as error:
+            log.warning(
+                "no page for Prometheus can be served at %s:%d (%s): training continues without; is it another job's "
+                "port? Set monitoring.port to a free one",
+                host,
+                port,
+                error,
+            )
+            return
+        self._server, self.port = server, server.server_port
+
+    def close(self) -> None:
+        """End the page."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what a scrape gets."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        facts = self.facts
+        for name, meaning, value in _gauges(facts):
+            if value is not None:
+                family = GaugeMetricFamily(PREFIX + name, meaning, labels=["run", "node"])
+                family.add_metric(self._labels, float(value))
+                yield family
+        for name, meaning, label, values in _counters(facts):
+            counter = CounterMetricFamily(PREFIX + name, meaning, labels=["run", "node", *([label] if label else [])])
+            for key, value in values.items():
+                counter.add_metric((*self._labels, *([key] if label else [])), float(value))
+            yield counter
+
+
+def _gauges(facts: Facts) -> Sequence[tuple[str, str, float | None]]:
+    return (
+        ("step", "Steps applied so far.", facts.step),
+        ("total_steps", "Steps of the whole job.", facts.total_steps),
+        ("loss", "Mean loss of the last step.", facts.loss),
+        ("gradient_norm", "Norm of the last step's gradient.", facts.gradient_norm),
+        ("samples_per_second", "Samples of the last step over its seconds.", facts.samples_per_s),
+        ("step_seconds", "Seconds of the last step.", facts.step_s),
+        ("last_step_timestamp_seconds", "When the last step was applied; 0 before the first.", facts.last_step_at),
+        ("world_size", "Ranks that train together.", facts.world_size),
+        ("term", "Number of the world.", facts.term),
+        ("leader", "Whether this process is rank 0.", facts.is_leader),
+        ("recovery_seconds", "RTO: from the last step before the last fault to the first after it.", facts.recovery_s),
+        ("goodput_ratio", "Share of this process's time in steps that count.", facts.goodput),
+        ("samples_left_out", "Samples in row groups that could not be read.", facts.samples_left_out),
+        ("last_commit_step", "Step of the newest commit; rank 0.", facts.last_commit_step),
+        ("last_commit_timestamp_seconds", "When the newest commit was made; rank 0.", facts.last_commit_at),
+        ("save_stall_seconds", "How long training waited for the last save; rank 0.", facts.save_stall_s),
+    )
+
+
+def _counters(facts: Facts) -> Iterator[tuple[str, str, str | None, Mapping[str, float]]]:
+    yield "phase_seconds", "What this process's rank has spent, by phase.", "phase", facts.phases_s
+    yield "hidden_exchange_seconds", "Exchanges beside computing.", None, {"": facts.hidden_s}
+    yield "exchanged_bytes", "Bytes given to collectives.", None, {"": facts.exchanged_bytes}
+    yield "worlds", "Worlds that this process has entered.", None, {"": facts.num_worlds}
+    yield "lost_steps", "RPO: applied steps that were given up.", None, {"": facts.lost_steps}
+    if facts.num_failed_saves is not None and facts.num_skipped_saves is not None:
+        yield "failed_saves", "Commits that failed in this world; rank 0.", None, {"": facts.num_failed_saves}
+        yield "skipped_saves", "Commits that were skipped in this world; rank 0.", None, {"": facts.num_skipped_saves}
+        events: dict[str, float] = {kind: facts.events.get(kind, 0) for kind in MEANINGS}
+        yield "events", "Events in this world, by kind; rank 0.", "kind", events
