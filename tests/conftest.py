@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 CLASSES = 4
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 400.0
 RANKS_TIMEOUT_S = 300.0
 MOST_UNSEEN = 50_000
 """So many objects are made before garbage is looked for."""

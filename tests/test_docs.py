@@ -41,6 +41,10 @@ def code_of(page: str) -> Iterator[str]:
 CODE = {name: list(code_of(page)) for name, page in PAGES.items()}
 
 
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].split()) <= 700
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_named_files_and_modules_exist(name: str) -> None:
     missing = []

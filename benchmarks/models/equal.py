@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from benchmarks.models.jobs import JOBS, LLAMA, NUM_LANES, NUM_TOKENS, Job, write_job
@@ -52,6 +51,8 @@ def beside_transformers(name: str) -> tuple[float, bool]:
 
     Theirs is computed of a model that begins with the same weights, and draws the same random numbers.
     """
+    import transformers
+
     job, kind, loss = CASES[name]
     auto = getattr(transformers, kind)
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,4 +1,4 @@
-"""Packages that only an optional extra installs, and what to do if one is missing.
+"""Packages: which version is installed, which only an optional extra installs, and what to do if one is missing.
 
 The base installation trains, reads data and sends metrics. Code that needs more imports it within `needed_for`, so that
 importing this project, and `--help`, need no extra.
@@ -6,8 +6,10 @@ importing this project, and `--help`, need no extra.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 
 from elastic_train.errors import ConfigError
 
@@ -24,6 +26,15 @@ _EXTRA_OF = {
     "aiobotocore": "s3",
     "botocore": "s3",
 }
+
+
+@functools.cache
+def version_of(package: str) -> str | None:
+    """Return a package's version, None if it is not installed; to find out, its whole description is parsed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @contextmanager

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAUROC, MulticlassF1Score
+
+from elastic_train.tasks.metric_library import (
+    BinaryAUROC,
+    BinaryF1Score,
+    Metric,
+    MulticlassAUROC,
+    MulticlassF1Score,
+)
 
 _THRESHOLDS = 200  # a curve over all predictions would keep floats; a binned one counts
 _BINS, _UNIT = 15, 1 << 30

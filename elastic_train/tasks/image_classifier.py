@@ -192,9 +192,8 @@ class ImageClassifier:
         self.normalisation.write(folder, self.size, self.augmentation.centre_share)
 
     def metrics(self) -> Mapping[str, Metric]:
-        from torchmetrics.classification import MulticlassAccuracy
-
         from elastic_train.tasks.classification_metrics import classification_metrics
+        from elastic_train.tasks.metric_library import MulticlassAccuracy
 
         return {
             "accuracy": MulticlassAccuracy(self.num_classes, average="micro"),

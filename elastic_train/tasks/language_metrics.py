@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+
+from elastic_train.tasks.metric_library import Metric
 
 _UNIT = 1 << 20
 """A token's negative log-likelihood is counted in parts of this: 1e12 tokens of 8 nats each fit 64 bits."""

@@ -7,12 +7,12 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 import yaml
 
 from elastic_train.errors import ConfigError
+from elastic_train.system.extras import version_of
 from elastic_train.tracking.metric_log import Settled, Values
 from elastic_train.tracking.mlflow_run import (
     ENDED_TAG,
@@ -124,8 +124,8 @@ def code_tags() -> dict[str, str]:
     """Return tags for the code that runs: versions of this package and torch, the working folder's git commit."""
     tags = {}
     for tag, package in ((VERSION_TAG, "elastic-train"), (TORCH_TAG, "torch")):
-        with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
-            tags[tag] = metadata.version(package)
+        if (version := version_of(package)) is not None:  # as of a checkout that is not installed
+            tags[tag] = version
     with suppress(OSError, subprocess.SubprocessError):  # no git, or no answer from it
         command = ["git", "rev-parse", "--verify", "HEAD"]
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)

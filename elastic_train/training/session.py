@@ -276,7 +276,7 @@ class Session:
             return
         self.world.history.validate(step=self.state.step)
         with self.watchdog.resting():  # the first time a process asks, it imports them, for seconds
-            self.plan.task.metrics()
+            higher = {name: metric.higher_is_better for name, metric in self.plan.task.metrics().items()}
         shards, shows = self.state.shards, self.plan.config.validation.weights
         averaged = shards.averaged(self.world.group) if shows == "ema" else contextlib.nullcontext()
         with self.buffers.untouched(), averaged:
@@ -291,11 +291,11 @@ class Session:
             )
         self._note(values)
         if self.tracker is not None:
-            better = {name: metric.higher_is_better for name, metric in self.plan.task.metrics().items()}
+            better = {"loss": False, **higher}
             self.tracker.log(
                 self.state.step,
                 {f"validation/{name}": value for name, value in values.items()},
-                {f"validation/{name}": is_so for name, is_so in {"loss": False, **better}.items() if is_so is not None},
+                {f"validation/{name}": is_so for name, is_so in better.items() if is_so is not None},
             )
         shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "samples")
         self.world.announce(f"validation at step {self.state.step}: {shown}")

@@ -8,14 +8,12 @@ other for ever.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import socket
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from elastic_train.job.optimizers.dotted_path import import_named
 from elastic_train.job.plan import Plan
 from elastic_train.job.units.compiled import CALLS, compiler_of
 from elastic_train.parallel.group import Group
+from elastic_train.system.extras import version_of
 from elastic_train.tasks.task_source import source_of
 from rendezvous.membership.records import Job
 
@@ -113,12 +112,8 @@ def job_of(plan: Plan) -> Job:
     return Job(plan.config.checkpoint_url, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
-@functools.cache
 def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a folder of sources
-        return "unknown"
+    return version_of(package) or "unknown"  # run from a folder of sources
 
 
 def kernels_of(device: torch.device) -> dict[str, str]:

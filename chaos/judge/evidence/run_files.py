@@ -25,6 +25,8 @@ from chaos.judge.evidence.stored_weights import Tensors, load_weights
 Line = dict[str, object]
 _LARGEST_VOID = 100
 MANIFEST = "manifest.json"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's, ten times as fast, where PyYAML was built with it."""
 T = TypeVar("T")
 
 
@@ -108,7 +110,7 @@ def once(derive: Callable[[Evidence], T]) -> Callable[[Evidence], T]:
 def collect(folder: Path) -> Evidence:
     """Read everything below a run's folder."""
     witness = folder / "witness.npy"
-    config = _mapping(yaml.safe_load(_text(folder / "config.yaml") or "{}"))
+    config = _mapping(yaml.load(_text(folder / "config.yaml") or "{}", Loader=_LOADER))
     result, held = _text(folder / "result.json"), _text(folder / "tracked.json")
     manifests = manifests_of(folder, config or {})
     sizes = [rows_of(manifest) for manifest in manifests]

@@ -153,7 +153,7 @@ def test_an_unreadable_file_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         sources.load(tmp_path / "none.yaml", environ={})
     (tmp_path / "bad.yaml").write_text("a: [1")
-    with pytest.raises(ConfigError, match="not valid YAML"):
+    with pytest.raises(ConfigError, match=r"not valid YAML.*\n.*\n    a: \[1\n"):  # and the line is shown
         sources.load(tmp_path / "bad.yaml", environ={})
     (tmp_path / "latin.yaml").write_bytes("run:\n  name: naïve\n".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin\.yaml:2: not valid UTF-8"):

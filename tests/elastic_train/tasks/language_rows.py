@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
 from elastic_train.tasks.causal_lm import CausalLM
 
+WITH_TRANSFORMERS = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+    pytest.mark.xdist_group("transformers"),  # one process imports it
+]
 VOCABULARY = 40
 MODEL = {"vocabulary": VOCABULARY, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 24}
 GPT2 = {

@@ -204,6 +204,7 @@ def test_the_small_resnet_has_the_layers_it_is_named_after() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("transformers")
 @pytest.mark.parametrize("config", [TINY_RESNET, TINY_VIT], ids=["resnet", "vit"])
 def test_models_of_transformers_classify(tmp_path: Path, config: dict[str, Any]) -> None:
     """From a configuration, and from a folder; of a folder for other classes the head is drawn, and the body kept.
@@ -232,6 +233,7 @@ def test_models_of_transformers_classify(tmp_path: Path, config: dict[str, Any])
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("transformers")
 def test_images_of_another_size_than_the_models_are_refused(tmp_path: Path) -> None:
     manifest = described(tmp_path / "rows")
     with pytest.raises(ConfigError, match=r"task\.params\.size: 16, but the model \(ViTConfig\) has image_size 8"):

@@ -15,11 +15,9 @@ from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.classification_metrics import CalibrationError
 from elastic_train.tasks.models.metadata_head import WithMetadata
 from elastic_train.tasks.sequence_classifier import SequenceClassifier
-from tests.elastic_train.tasks.language_rows import BERT, GPT2, described, lists
+from tests.elastic_train.tasks.language_rows import BERT, GPT2, WITH_TRANSFORMERS, described, lists
 
-pytestmark = pytest.mark.slow
-
-pytest.importorskip("transformers")
+pytestmark = WITH_TRANSFORMERS
 
 COLUMNS = {
     "input_ids": lists([5, 6, 7, 8, 9, 10, 11, 12, 13], [9, 10], [], [12, 13, 14]),

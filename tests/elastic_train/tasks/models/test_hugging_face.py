@@ -14,15 +14,24 @@ from elastic_train.errors import ConfigError
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape, llama_name
 from elastic_train.tasks.models.hugging_face import Source
-from tests.elastic_train.tasks.language_rows import BERT, GPT2, LLAMA, counting_rows, described, lists, prepared
+from tests.elastic_train.tasks.language_rows import (
+    BERT,
+    GPT2,
+    LLAMA,
+    WITH_TRANSFORMERS,
+    counting_rows,
+    described,
+    lists,
+    prepared,
+)
 
-pytestmark = pytest.mark.slow
-
-transformers = pytest.importorskip("transformers")
+pytestmark = WITH_TRANSFORMERS
 
 
 def saved(folder: Path, config: dict[str, Any], **options: Any) -> Path:
     """Write the folder of a model with drawn weights."""
+    import transformers
+
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     model.save_pretrained(folder, **options)
@@ -50,6 +59,8 @@ def test_the_first_loss_is_that_of_transformers(tmp_path: Path, config: dict[str
     )
     assert loss.total.item() / loss.weight == pytest.approx(theirs.loss.item(), rel=1e-6)
     if is_saved:
+        import transformers
+
         own = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
         assert all(own.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items())
 
@@ -69,6 +80,8 @@ def test_documents_of_a_row_are_computed_as_if_each_were_alone(tmp_path: Path, c
 
 def test_the_own_decoder_computes_what_llama_does() -> None:
     """With grouped queries, an MLP of any width, and weights under Llama's names."""
+    import transformers
+
     torch.manual_seed(1)
     shape = DecoderShape(vocabulary=40, dim=32, depth=2, heads=4, kv_heads=2, hidden=40, tied=False, rope_base=5000.0)
     own = Decoder(shape)

@@ -33,7 +33,7 @@ __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
 RECIPE = {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.1, "ema": {"decay": 0.9}}
 JOB = {**CLASSIFIER, "optimizer": RECIPE, "validation": {"every_steps": 10, "weights": "ema"}}
 STEPS = 20
-LIVE_STEPS = 70
+LIVE_STEPS = 45
 SHARDED = {"ELASTIC_TRAIN__PARALLEL__SHARDS": "optimizer"}
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_dies_costs_no_applied_step(
     known = tmp_path / "known"
     environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__COPIES": str(copies)}
     environ["ELASTIC_TRAIN__PARALLEL__SHARDS"] = shards
-    config = write_config(tmp_path, rows, LIVE_STEPS, lane_ms=60.0, until=known)
+    config = write_config(tmp_path, rows, LIVE_STEPS, lane_ms=90.0, until=known)
     job = launch(tmp_path, etcd, config, ranks=3, **environ)
     term, ranks = until_whole(tmp_path / "run", 3)
     arm(points, point, "raise" if point == "backward" else "kill")
@@ -122,7 +122,7 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
 ) -> None:
     """It is said at the start what a lost rank will cost, and what it has cost; no bit differs in the end."""
     known = tmp_path / "known"
-    config = write_config(tmp_path, rows, LIVE_STEPS, lane_ms=30.0, until=known)
+    config = write_config(tmp_path, rows, LIVE_STEPS, lane_ms=90.0, until=known)
     job = launch(tmp_path, etcd, config, ranks=2, ELASTIC_TRAIN__PARALLEL__COPIES="1", **SHARDED)
     until_whole(tmp_path / "run", 2)
     eventually(lambda: any(line["op"] == "commit" for line in history(tmp_path / "run")), "a commit")

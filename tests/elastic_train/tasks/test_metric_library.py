@@ -1,0 +1,62 @@
+"""Modules that are imported later than by who names them, and then are themselves."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from elastic_train.tasks.metric_library import _later
+
+NAME = "a_library_for_metrics"
+SOURCE = """
+class Model:
+    kind = "the real one"
+
+def score(word):
+    return f"scored {word}"
+"""
+
+
+@pytest.fixture
+def used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module that has imported two names of a library while that was to be imported later."""
+    (tmp_path / f"{NAME}.py").write_text(SOURCE)
+    (tmp_path / "a_user_of_it.py").write_text(f"import {NAME}\nfrom {NAME} import Model, score\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_user_of_it", raising=False)
+    with _later(NAME):
+        user = importlib.import_module("a_user_of_it")
+    assert NAME not in sys.modules
+    yield user
+    sys.modules.pop(NAME, None)
+
+
+def test_what_was_taken_is_the_real_thing_once_it_is_used(used: ModuleType) -> None:
+    """The library is imported by the first use of a class, and not by having its name."""
+    taken = used.Model
+    assert NAME not in sys.modules
+    assert taken.kind == "the real one"
+    assert NAME in sys.modules
+
+
+def test_who_imports_the_library_afterwards_gets_it(used: ModuleType) -> None:
+    library = importlib.import_module(NAME)
+    assert library.score("it") == "scored it" and library.__file__ is not None
+
+
+def test_a_library_that_is_loaded_is_left_as_it_is(used: ModuleType) -> None:
+    library = importlib.import_module(NAME)
+    with _later(NAME):
+        assert sys.modules[NAME] is library
+    assert sys.modules[NAME] is library
+
+
+def test_a_failed_import_leaves_no_placeholder() -> None:
+    with pytest.raises(ImportError), _later("no_such_library"):
+        importlib.import_module("no_such_other_library")
+    assert "no_such_library" not in sys.modules
