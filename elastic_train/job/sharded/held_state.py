@@ -26,9 +26,18 @@ from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Assignment, contiguous
+from elastic_train.errors import ConfigError
 from elastic_train.job.sharded.elementwise import Slots
 from elastic_train.job.sharded.flat_model import FlatModel
-from elastic_train.job.sharded.held_tree import HeldRun, Spare, TensorPieces, count_of, names_of, pieces_of
+from elastic_train.job.sharded.held_tree import (
+    HeldRun,
+    Spare,
+    TensorPieces,
+    count_of,
+    names_of,
+    pieces_of,
+    tree_to_fill,
+)
 from elastic_train.job.sharded.settings import Settings
 from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.sharded.shared_scaler import SharedScaler
@@ -316,15 +325,24 @@ class HeldState:
         return stillness_of(self.model)
 
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
-        """Fill what the seat holds from a commit; see `StateShards.take`. The seat must have been taken."""
-        held = self.held()
-        moments: Mapping[str, Mapping[str, object]] = held["optimizer"]["state"]  # type: ignore[index]
-        tree: State = {"model": held["model"], "optimizer": {"state": moments}, "scheduler": {}, "scaler": {}}
-        fill(tree)
+        """Fill what the seat holds from a commit; see `StateShards.take`. The seat must have been taken.
+
+        Averages that a commit has not, because none were kept, begin with its weights.
+        """
+        tree = tree_to_fill(self.held())
+        try:
+            fill(tree)
+        except ConfigError:  # nothing has changed yet
+            if AVERAGE not in self.slots.moments:
+                raise
+            tree = tree_to_fill(self.held(), leaving_out=AVERAGE)
+            fill(tree)
+            for one in self.trained_runs:
+                one.moments[AVERAGE].copy_(one.weights)
+        moments: Mapping[str, Mapping[str, object]] = tree["optimizer"]["state"]  # type: ignore[index]
         self.settings.take(tree["optimizer"]["param_groups"], tree, keeps_rates=keeps_rates)  # type: ignore[index]
         steps = [[moments[name].get("step", 0.0) for name in names if name in moments] for names in self._names]
-        counts = [count_of(group) for group in steps]
-        self.sit(self.seated, self.runs, counts)
+        self.sit(self.seated, self.runs, [count_of(group) for group in steps])
 
     def pieces(self) -> Mapping[str, TensorPieces]:
         """Return the pieces of every tensor under each of its names; the same objects as long as the seat is."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
@@ -101,6 +102,13 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Return the names of each parameter group's parameters, as torch's state dicts have them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def tree_to_fill(held: State, leaving_out: str = "") -> State:
+    """Return what a commit is to fill of what is held: all but settings, and but the moment that is left out."""
+    kept: Mapping[str, Mapping[str, object]] = held["optimizer"]["state"]  # type: ignore[index]
+    moments = {name: {key: one[key] for key in one if key != leaving_out} for name, one in kept.items()}
+    return {"model": held["model"], "optimizer": {"state": moments}, "scheduler": {}, "scaler": {}}
 
 
 def count_of(steps: Sequence[object]) -> float:

@@ -13,18 +13,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elastic_train.checkpoint import CommitFacts, CommitWriter, load, open_store
+from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.config.schema import Config
 from elastic_train.core.lanes import lane_additions
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.reseating import Brought, take_first_seats
 from elastic_train.job.sharded.elementwise import Slots, slots_of
+from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.holdings import num_elements
+from elastic_train.world.fencing import StoreFence
 from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import (
     NUM_LANES,
+    Shards,
     build,
     compute,
     facts_of,
@@ -194,6 +199,54 @@ def test_copies_of_weights_that_differ_are_found_by_all(tmp_path: Path) -> None:
     for rank in range(4):
         before, after = json.loads((tmp_path / f"{rank}.json").read_text())
         assert not before and "step 1: rank" in after and "have different weights, first in '" in after
+
+
+@pytest.mark.parametrize("shards", ["optimizer", "parameters"])
+def test_averages_that_a_commit_has_not_begin_with_its_weights(shards: Shards, tmp_path: Path) -> None:
+    """As where states are whole; a commit that lacks anything else is refused as before."""
+    torch.set_num_threads(1)
+    group, store = Group(0, 1, None, 60), open_store(str(tmp_path))
+    begun = build("none")
+    train(group, begun, 2)
+    facts = CommitFacts(
+        step=2,
+        cursor=begun.cursor,
+        coverage=begun.coverage,
+        rng={},
+        metrics={},
+        config_digest="",
+        manifest_digest="",
+        world_size=1,
+    )
+    fence = StoreFence(store)
+    record = CommitWriter(store, fence, fence.claim(), None).save(begun.shards.held(), facts, begun.reached.intervals)
+    found = list[dict[str, Tensor]]()
+    for kind in ("none", shards):
+        state = build(kind, recipe={"ema": {"decay": 0.5}})
+        if kind != "none":
+            take_first_seats(group, shards_of(state), newcomers(1))
+        state.restore(lambda tree: load(store, record, tree), begun.reached, keeps_rates=True)
+        train(group, state, 4)
+        found.append(averages_of(state))
+    whole, in_shards = found
+    assert whole.keys() == in_shards.keys() and len(whole) > 5
+    assert all(torch.equal(average, in_shards[name]) for name, average in whole.items())
+    state = build(shards, recipe={"name": "sgd", "options": {"momentum": 0.9}, "ema": {"decay": 0.5}})
+    take_first_seats(group, shards_of(state), newcomers(1))
+    with pytest.raises(ConfigError, match=r"momentum_buffer.*the commit holds nothing"):
+        state.restore(lambda tree: load(store, record, tree), begun.reached, keeps_rates=True)
+
+
+def averages_of(state: AppliedState) -> dict[str, Tensor]:
+    """Return all averages that a rank has which holds everything, as vectors."""
+    kept: dict[str, dict[str, Tensor | Pieces]] = state.shards.held()["optimizer"]["state"]  # type: ignore[index, assignment]
+    averages = {name: one["ema"] for name, one in kept.items()}
+    return {
+        name: torch.cat([memory for _, memory in sorted(one.held.items())])
+        if isinstance(one, Pieces)
+        else one.flatten()
+        for name, one in averages.items()
+    }
 
 
 def slots(kind: Callable[..., torch.optim.Optimizer]) -> Slots:
