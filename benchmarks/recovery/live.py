@@ -36,15 +36,19 @@ def run_job(
     timeout_s: float,
     num_nodes: int = 2,
     laid: Cable | None = None,
+    forked: bool = False,
 ) -> Evidence:
     """Run a live job through its faults, ask its nodes to leave so many seconds later, and return what it left.
 
     Without a fault the seconds count from the first step. Nodes are asked once all train again: one waiting for a
     world has no result to leave.
+    With `forked`, nodes are forks of a process that has imported what they need, where only their end counts.
     The last node is put at the other end of a cable, if one is laid. A fault at a failpoint to which no process comes
     is recorded as missed.
     """
-    nodes = Nodes(count=num_nodes, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live")
+    nodes = Nodes(
+        count=num_nodes, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live", forked=forked
+    )
     scenario = Scenario(name=folder.name, description="", config=config, nodes=nodes, timeout_s=timeout_s)
     if folder.exists():
         shutil.rmtree(folder)

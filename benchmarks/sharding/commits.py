@@ -45,8 +45,8 @@ WORLDS = (1, 3, 4, 7)
 class SavingJob:
     """A job and its saves in the background, one world's, in a folder that all of its ranks see."""
 
-    def __init__(self, meeting: Meeting, job: Job, folder: str) -> None:
-        group = meeting.group
+    def __init__(self, job: Job, folder: str) -> None:
+        group = job.group
         self.job, self.store = job, open_store(folder)
         fence = StoreFence(self.store)
         (term, *_) = group.all_gather_objects(fence.claim() if group.rank == 0 else 0)
@@ -75,7 +75,7 @@ class SavingJob:
 
         self.job.step(await_copy)
         ended = self.saves.wait()
-        assert ended is not None and ended.error is None, f"the save failed: {ended}"
+        assert ended is None or ended.error is None, f"the save failed: {ended}"  # a rank may have nothing to write
         self.job.group.barrier()
         head = discover(self.store, damage=lambda store, key: None).head
         assert head is not None, "it was published"
@@ -115,7 +115,7 @@ def save_stall(effort: Effort) -> dict[str, object]:
 def _stall(meeting: Meeting, shards: Mode, folder: str, rounds: int) -> dict[str, float]:
     job = Job(meeting.group, WIDE, shards)
     job.step()
-    saving = SavingJob(meeting, job, folder)
+    saving = SavingJob(job, folder)
     here, there = (torch.ones(saving.num_bytes, dtype=torch.uint8) for _ in range(2))
     stalls, copies = list[float](), list[float]()
     for _ in range(rounds + 1):  # the first one warms up
@@ -145,7 +145,7 @@ def _loads(meeting: Meeting, folder: str, rounds: int) -> dict[str, list[float]]
     group = meeting.group
     job = Job(group, WIDE, MODES[-1], 2)
     job.step()
-    saving = SavingJob(meeting, job, folder)
+    saving = SavingJob(job, folder)
     _, record = saving.save()
     whole, mesh, files = read_state(saving.store, record), mesh_of(meeting), f"{folder}/{record.attempt}"
     theirs = cast(State, _mapped(whole, lambda tensor: zeros(tensor.shape, device_mesh=mesh, placements=[Shard(0)])))
@@ -211,7 +211,7 @@ def _write(meeting: Meeting, shards: Mode, folder: str, whole: str) -> str:
     if whole:
         torch.save(job.state.shards.held(), whole)
     Path(folder).mkdir(exist_ok=True)
-    _, record = SavingJob(meeting, job, folder).save()
+    _, record = SavingJob(job, folder).save()
     return record.attempt
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,11 +16,12 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
-from elastic_train.job.reseating import bring, reseat
+from elastic_train.job.reseating import Brought, bring, reseat, roll_forward, take_first_seats
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
+from elastic_train.world.handover import gather_places, hand_over
 
 Mode = Literal["none", "optimizer", "gradients", "parameters"]
 MODES: tuple[Mode, ...] = get_args(Mode)[1:]
@@ -68,21 +69,54 @@ class Job:
     """A state and how it takes steps."""
 
     def __init__(
-        self, group: Group, work: Work, shards: Mode, copies: int = 1, bucket_mb: float | None = BUCKET_MB
+        self,
+        group: Group,
+        work: Work,
+        shards: Mode,
+        copies: int = 1,
+        bucket_mb: float | None = BUCKET_MB,
+        term: int = 1,
     ) -> None:
         parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=bucket_mb)
-        self.group, self.work = group, work
+        self.work, self._path = work, ("", str(group.rank))
         self.state: AppliedState = build_state(
             work.build(), OPTIMIZER, TOTAL_STEPS, "cpu", is_fp16=False, parallel=parallel
         )
         if isinstance(self.state.shards, HeldState):
-            brought = bring(group, self.state, self.state.shards, ("", str(group.rank)), counts=True)
             with self.state.shards.recording():
                 work.loss(self.state.model, 0, 0)
-            reseat(group, self.state, self.state.shards, brought)
-            self.state.shards.agree_on_order(group)
-        self.gradients = self.state.shards.sum_of(group, work.num_lanes)
-        self.lanes = self.state.shards.assigned(group.size, work.num_lanes)[group.rank]
+        self.enter(group, term)
+
+    def enter(self, group: Group, term: int = 1) -> list[Brought]:
+        """Come to the furthest step of a world's ranks, with a seat where the state is in shards.
+
+        Returns what each rank brought of shards that nobody holds any more: nothing has changed then, and the next is
+        to `begin_anew`.
+        """
+        self.group, self.term, state = group, term, self.state
+        if isinstance(state.shards, HeldState):
+            brought = bring(group, state, state.shards, self._path, counts=True)
+            brought = roll_forward(group, state, state.shards, brought)
+            if reseat(group, state, state.shards, brought).size:
+                return brought
+        else:
+            hand_over(group, state, gather_places(group, state))
+        self._bind()
+        return []
+
+    def begin_anew(self, brought: Sequence[Brought]) -> None:
+        """Take a seat whose content a commit is to bring."""
+        assert isinstance(self.state.shards, HeldState), "the state is sharded"
+        self.state.drop_pending()
+        take_first_seats(self.group, self.state.shards, brought)
+        self._bind()
+
+    def _bind(self) -> None:
+        if isinstance(self.state.shards, HeldState):
+            self.state.shards.agree_on_order(self.group)
+            self.state.shards.trained_in = self.term
+        self.gradients = self.state.shards.sum_of(self.group, self.work.num_lanes)
+        self.lanes = self.state.shards.assigned(self.group.size, self.work.num_lanes)[self.group.rank]
 
     @property
     def num_parameters(self) -> int:
@@ -90,17 +124,33 @@ class Job:
 
     def step(self, before_update: Callable[[], object] = lambda: None) -> None:
         """Take one step as the training loop does; what a save has to wait for comes before the update."""
+        measured = self.compute(before_update=before_update)
+        self.apply(self.state.shards.norm_of(self.group.all_gather(measured)))
+        self.state.shards.refresh(self.group)
+
+    def compute(
+        self, in_lane: Callable[[], object] = lambda: None, before_update: Callable[[], object] = lambda: None
+    ) -> Tensor:
+        """Leave a step's mean gradient where it is held; return what this rank measures of it."""
         state = self.state
         self.gradients.begin(self.lanes)
         for lane in self.lanes:
             with self.gradients.lane(lane):
                 torch.autograd.backward(self.work.loss(state.model, state.step, lane))
+                in_lane()
         self.gradients.serve()
         self.gradients.finish(float(self.work.num_samples))
         before_update()
-        norm = state.shards.norm_of(self.group.all_gather(state.measure()))
-        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), norm)
-        state.shards.refresh(self.group)
+        return state.measure()
+
+    @property
+    def facts(self) -> StepFacts:
+        """What is known of the next step."""
+        return StepFacts(Cursor(0, self.state.step + 1), CoverageSums(), self.term, SampleAccount())
+
+    def apply(self, norm: Tensor) -> None:
+        """Apply the step that was computed."""
+        self.state.apply(self.facts, norm)
 
 
 def live_bytes() -> int:

@@ -13,6 +13,7 @@ from benchmarks.recovery.jobs import write_live_job
 from benchmarks.recovery.live import repeat, run_job
 from benchmarks.sharding.commits import SavingJob
 from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode
+from benchmarks.sharding.matrix import through_changes
 from benchmarks.sharding.ranks import Meeting, run
 from chaos.judge.evidence.run_files import collect, whole
 from chaos.scenario.schedule import Due
@@ -28,7 +29,7 @@ CHANGES = (
 
 def one_hash(effort: Effort) -> dict[str, object]:
     """Say whether all worlds and all jobs end with the weights of one rank that holds everything."""
-    return {"one_hash": _of_worlds(effort) & _of_jobs(effort)}
+    return {"one_hash": _of_worlds(effort) & through_changes(effort) & _of_jobs(effort)}
 
 
 def _of_worlds(effort: Effort) -> bool:
@@ -46,7 +47,7 @@ def _digest(meeting: Meeting, shards: Mode, copies: int) -> str:
     job = Job(meeting.group, SMALL, shards, copies)
     for _ in range(4):
         job.step()
-    _, record = SavingJob(meeting, job, str(meeting.folder / "commits")).save()
+    _, record = SavingJob(job, str(meeting.folder / "commits")).save()
     return record.weights_sha256
 
 
@@ -71,7 +72,7 @@ def _is_equal(effort: Effort, shards: str, copies: int, then: str) -> bool:
             "checkpoint": {"every_steps": 20, "every_s": None, "keep_last": 2},
         }
         config, job = write_live_job(Path(folder) / "job", 2 * RANKS, changes), Path(folder) / "faulted"
-        left = run_job(job, config, [*CHANGES], ranks=RANKS, leave_after_s=3.0, timeout_s=240)
+        left = run_job(job, config, [*CHANGES], ranks=RANKS, leave_after_s=3.0, timeout_s=240, forked=True)
         assert left.result is not None, "every run leaves one"
         steps = whole(left.result, "step") + MORE_STEPS
         command = [sys.executable, "-m", "elastic_train", config, "--run.dir", str(job), "--max_steps", str(steps)]

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -23,7 +23,7 @@ from elastic_train.parallel.group import Group
 
 P = ParamSpec("P")
 TIMEOUT_S = 300.0
-_IMPORTED = ["benchmarks.sharding.jobs", "benchmarks.sharding.peers", "benchmarks.sharding.commits"]
+_IMPORTED = ["benchmarks.sharding.jobs", "benchmarks.sharding.peers", "benchmarks.sharding.commits", "torch._dynamo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,13 @@ class Meeting:
 
     def again(self, name: str, size: int) -> Group:
         """Form another world of the first `size` ranks."""
-        return Group(self.group.rank, size, FileStore(str(self.folder / name), size), TIMEOUT_S)
+        return self.of(range(size), name)
+
+    def of(self, members: Sequence[int], name: str) -> Group:
+        """Form another world of some of these ranks, in their order."""
+        rank, size = list(members).index(self.group.rank), len(members)
+        # A store that nothing was ever written to waits for its file when it is let go of.
+        return Group(rank, size, FileStore(str(self.folder / name), size) if size > 1 else None, TIMEOUT_S)
 
     def timed(self, act: Callable[[], object]) -> float:
         """Return the seconds that this rank takes for what all begin together."""

@@ -1,0 +1,219 @@
+"""Every mode, number of copies and ranks through every change of its world: the bits of one rank that holds everything.
+
+The ranks are processes with real connections, which train a tiny model with the trainer's own state, sums and commits.
+A rank that is killed leaves its group at a point of a step and forgets what it held; a job of the whole trainer, whose
+processes do get killed, goes through some of these changes in `one_hash`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+from benchmarks.figures import Effort
+from benchmarks.sharding.commits import SavingJob
+from benchmarks.sharding.jobs import MODES, Job, Mode, Work
+from benchmarks.sharding.ranks import Meeting, run
+from elastic_train.checkpoint import discover, load, open_store
+from elastic_train.errors import ElasticTrainError, PeerLostError
+from elastic_train.job.state import Reached
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.models.text_encoder import EncoderShape
+
+T = TypeVar("T")
+TINY = Work(EncoderShape(4096, 11, 16, 32, 3, 2, 0.1, 1, 1, 8), num_lanes=5, micro_batch=1, num_tokens=8)
+"""Its embedding is two grains; no number of ranks but one and five divides its lanes."""
+SIZES, COPIES = (1, 2, 3, 4), (1, 2)
+COMMITTED, CHANGED, STEPS = 2, 3, 5
+"""The steps of the commit, of the change, and of the end."""
+ALONE, TIMEOUT_S = "alone", 60.0
+POINTS = ("backward", "summed", "met")
+"""Where a rank is killed: in a backward pass; with a step's sum, before the ranks meet; when it alone has met them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A job of `size` ranks, what changes after some steps, and for a resumed one its mode from then on."""
+
+    shards: Mode
+    copies: int
+    size: int
+    change: str
+    then: Mode | None = None
+
+    def __str__(self) -> str:
+        return f"{self.shards}, {self.copies} copies, {self.size} ranks: {self.change} {self.then or ''}".rstrip()
+
+    def members(self, number: int) -> tuple[Sequence[int], int | None]:
+        """Return who is in the second world, and who is killed or leaves: one after the other, by the case's number."""
+        everybody = range(self.size)
+        if self.change == "join":
+            return range(self.size + 1), None
+        if self.change == "resume":
+            return range(self.size % len(SIZES) + 1), None
+        gone = number % self.size
+        left = [who for who in everybody if who != gone]
+        return left or [self.size], gone  # where nobody is left, a new rank goes on
+
+
+def cases() -> Iterator[Case]:
+    """Return all cases; a world of one rank is not made smaller, but its rank replaced."""
+    modes: tuple[Mode, ...] = ("none", *MODES)
+    for shards, copies, size in itertools.product(modes, COPIES, SIZES):
+        yield from (Case(shards, copies, size, change) for change in (*POINTS, "join", "shrink"))
+        yield from (Case(shards, copies, size, "resume", then) for then in modes if then != shards)
+
+
+def through_changes(effort: Effort) -> bool:
+    """Say whether all cases end with the weights of one rank that holds everything, and name those that do not."""
+    every = list(enumerate(cases()))
+    chosen = every[::7] if effort.is_quick else every
+    effort.say(f"{len(chosen)} cases of one change each")
+    found = run(live_through, 1 + max(SIZES), [number for number, _ in chosen])
+    alone = found[0][ALONE]
+    wrong = 0
+    for number, case in chosen:
+        ends = sorted({of_rank[str(number)] for of_rank in found if str(number) in of_rank})
+        if ends != [alone]:
+            wrong += 1
+            effort.say(f"{case}: {', '.join(ends)}; alone {alone}")
+    effort.say(f"{wrong} of {len(chosen)} with other weights")
+    return not wrong
+
+
+def live_through(meeting: Meeting, numbers: Sequence[int]) -> dict[str, str]:
+    """Return what this rank has at the end of each case that it is in then, by number: a digest, or what went wrong.
+
+    Rank 0 also returns the digest of one rank that holds everything, and to which nothing happens.
+    """
+    every, found = list(cases()), dict[str, str]()
+    for number in numbers:
+        end = Life(meeting, every[number], number).lived()
+        if end is not None:
+            found[str(number)] = end
+    if meeting.group.rank == 0:
+        found[ALONE] = finished(Job(Group(0, 1, None, TIMEOUT_S), TINY, "none"))
+    return found
+
+
+def finished(job: Job) -> str:
+    """Return the digest of the weights after the last step."""
+    while job.state.step < STEPS:
+        job.step()
+    return job.state.shards.digest(job.group)
+
+
+class Life:
+    """A rank in a case: in the world before the change, in that after it, or in both."""
+
+    def __init__(self, meeting: Meeting, case: Case, number: int) -> None:
+        self._meeting, self._case, self._number = meeting, case, number
+        self._who = meeting.group.rank
+        self._later, self._gone = case.members(number)
+        self._commits = str(meeting.folder / f"commits-{number}")
+
+    def lived(self) -> str | None:
+        """Return the digest in the end, or what went wrong; None if this rank is not in the second world."""
+        job: Job | None = None
+        wrong = ""
+        if self._who < self._case.size:
+            before = self._world(range(self._case.size), 1)
+            job, wrong = _tried(before, lambda: self._begin(before))
+        self._meeting.group.barrier()  # the commit is there once all are here
+        if wrong or self._who not in self._later:
+            return wrong or None
+        after = self._world(self._later, 2)
+        digest, wrong = _tried(after, lambda: self._go_on(after, job))
+        return wrong or digest
+
+    def _begin(self, group: Group) -> Job:
+        """Take the steps before the change, beside a commit, and leave the world as the change has it."""
+        case = self._case
+        job = Job(group, TINY, case.shards, case.copies)
+        while job.state.step < COMMITTED:
+            job.step()
+        SavingJob(job, self._commits).save()
+        assert job.state.step == CHANGED, "it is saved beside a step"
+        if case.change in POINTS:
+            with contextlib.suppress(KilledError):
+                self._lose_one(job, case.change)
+        else:
+            group.barrier()
+        return job
+
+    def _lose_one(self, job: Job, point: str) -> None:
+        """Take a step in which a rank is lost, as far as this one comes in it."""
+        shards, is_gone = job.state.shards, self._who == self._gone
+        try:
+            measured = job.compute(_die if is_gone and point == "backward" else _live)
+        except PeerLostError:
+            return
+        if is_gone and point == "summed":
+            _die()
+        norm = shards.norm_alone(measured)  # what those know that miss the others' norms
+        with contextlib.suppress(PeerLostError):
+            gathered = job.group.all_gather(measured)
+            norm = shards.norm_of(gathered) if is_gone else norm
+        if norm is None:
+            job.state.hold(job.facts, measured)  # what is left decides
+        else:
+            job.apply(norm)
+
+    def _go_on(self, group: Group, job: Job | None) -> str:
+        """Come to the furthest step with the others of the second world, and train to the end."""
+        case = self._case
+        if case.then is not None:
+            job = Job(group, TINY, case.then, len(COPIES) + 1 - case.copies, term=2)
+            self._load(job)
+        elif job is None:
+            job = Job(group, TINY, case.shards, case.copies, term=2)
+            if case.change != "join":
+                self._load(job)  # the only rank is gone
+        elif lost := job.enter(group, term=2):
+            job.begin_anew(lost)
+            self._load(job)
+        reached, digest = job.state.step, finished(job)
+        return digest if reached >= self._least() else f"step {self._least()} was given up for {reached}"
+
+    def _least(self) -> int:
+        """Return the step that may not be given up: all that was applied, or the commit where shares are lost."""
+        case = self._case
+        holders = case.size if case.shards == "none" else min(case.copies, case.size)
+        if case.then is not None or (case.change != "join" and holders == 1):
+            return COMMITTED
+        return CHANGED + (case.change == "met")
+
+    def _load(self, job: Job) -> None:
+        store = open_store(self._commits)
+        head = discover(store, damage=lambda store, key: None).head
+        assert head is not None, "there is a commit"
+        reached = Reached(head.step, head.cursor, head.coverage, head.intervals)
+        job.state.restore(lambda tensors: load(store, head, tensors), reached, keeps_rates=True)
+
+    def _world(self, members: Sequence[int], term: int) -> Group:
+        return self._meeting.of(members, f"case-{self._number}-{term}")
+
+
+def _tried(group: Group, act: Callable[[], T]) -> tuple[T | None, str]:
+    """Return what an act in a world gives, or what went wrong, and leave the world: more cases are to be tried."""
+    try:
+        return act(), ""
+    except (ElasticTrainError, AssertionError, LookupError, RuntimeError, ValueError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    finally:
+        group.abandon()
+
+
+class KilledError(Exception):
+    """This rank is gone, for its peers."""
+
+
+def _die() -> NoReturn:
+    raise KilledError
+
+
+def _live() -> None:
+    """Nothing happens."""
