@@ -43,8 +43,17 @@ class LiveWorld:
 class LiveMember:
     """A worker's membership over the life of its process."""
 
-    def __init__(self, context: LiveContext, max_members: int, job: Job = Job()) -> None:  # noqa: B008 - it is frozen
+    def __init__(
+        self,
+        context: LiveContext,
+        max_members: int,
+        job: Job = Job(),  # noqa: B008 - it is frozen
+        *,
+        cell_size: int = 1,
+    ) -> None:
         """`max_members` is the most that a world can use: further ones wait, warmed up, until one is lost.
+
+        Each `cell_size` workers of a node make up a cell; a world has whole ones only.
 
         `job` says what is trained, for members that come when it is done. Raises StoreUnavailableError if etcd does not
         answer.
@@ -61,7 +70,7 @@ class LiveMember:
             node_members=local_size,
             agent=context.agent,
         )
-        policy = Policy(context.min_nodes, context.max_nodes, context.last_call_s, max_members)
+        policy = Policy(context.min_nodes, context.max_nodes, context.last_call_s, max_members, cell_size)
         store = EtcdStore(options)
         try:
             self._participant = Participant(store, context.run_id, policy, place, ttl_s=context.ttl_s)

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.config.schema import ParallelConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed

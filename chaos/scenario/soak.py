@@ -27,7 +27,7 @@ from chaos.scenario.kinds import (
 )
 from chaos.scenario.model import Point, Scenario
 from chaos.scenario.schedule import Due
-from elastic_train.config.schema import ParallelConfig
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.system.failpoints import POINTS
 
 MOST_COPIES = 3

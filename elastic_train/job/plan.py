@@ -26,6 +26,7 @@ from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
 from elastic_train.data.dataset.run_order import count_steps, fingerprint_of, order_of
 from elastic_train.data.dataset.training_sources import Source, join, load_sources
 from elastic_train.errors import ConfigError, DataError
+from elastic_train.job.cells.cut_model import tensor_plan_of
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.schedule import check_schedule
 from elastic_train.job.sample_streams import Feed
@@ -86,8 +87,9 @@ class Plan:
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
         config = self.config
         compiled = CompiledBlocks(model) if config.compile else None  # before recomputation, which runs it twice
+        plan = tensor_plan_of(self.task, model, config.parallel.tensor)
         state = build_state(
-            model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, config.parallel
+            model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, config.parallel, plan
         )
         state.compiled = compiled
         return state
@@ -137,7 +139,7 @@ class Plan:
             "samples": self.manifest.num_rows,
             **(describe_sources(order, self.sources, length) if isinstance(order, Mixture) else {}),
             "lanes": self.num_lanes,
-            "ranks at most": self.num_lanes,
+            "ranks at most": self.num_lanes * self.config.parallel.cell.size,
             **({"steps an epoch": order.num_steps(self.micro_batch)} if isinstance(order, Order) else {}),
             "steps": self.total_steps,
             "device": str(self.device),
@@ -171,7 +173,8 @@ def make_plan(config: Config) -> Plan:
     total_steps = count_steps(config, order)
     check_schedule(config.optimizer, total_steps)
     choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
-    if config.parallel.has_shares:
+    check_can_be_in_cells(config, device)
+    if config.parallel.has_shares or config.parallel.tensor > 1:
         slots_of(choice.tried(), choice.make, device)
     return Plan(
         config=config,
@@ -224,11 +227,26 @@ def check_same_sources(config: Config, sources: Sequence[Source], record: Commit
 
 def check_world_size(config: Config, world_size: int) -> None:
     """Refuse a world with more ranks than lanes."""
-    batch = config.batch
-    if world_size > batch.num_lanes:
+    batch, num_replicas = config.batch, world_size // config.parallel.cell.size
+    if num_replicas > batch.num_lanes:
+        who = f"{world_size} ranks" if config.parallel.cell.size == 1 else f"{num_replicas} cells of ranks"
         raise ConfigError(
-            f"{world_size} ranks, but only {batch.num_lanes} lanes (batch.global_batch {batch.global_batch} / "
+            f"{who}, but only {batch.num_lanes} lanes (batch.global_batch {batch.global_batch} / "
             f"batch.micro_batch {batch.micro_batch}): start fewer ranks, or make batch.micro_batch smaller"
+        )
+
+
+def check_can_be_in_cells(config: Config, device: torch.device) -> None:
+    """Refuse cells where they were not tried, or on nodes that do not make whole ones."""
+    degree, num_workers = config.parallel.tensor, os.environ.get("LOCAL_WORLD_SIZE")
+    if degree > 1 and device.type != "cpu":
+        raise ConfigError(
+            f"parallel.tensor: {degree} was not tried on GPUs: set device to cpu, or parallel.tensor to 1"
+        )
+    if num_workers is not None and int(num_workers) % degree:
+        raise ConfigError(
+            f"parallel.tensor: {degree} needs workers of one node, and this node has {num_workers}: start a multiple "
+            f"of {degree} on each (--nproc-per-node, --ranks), or set it to a divisor of {num_workers}"
         )
 
 

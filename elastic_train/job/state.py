@@ -15,14 +15,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.commits.improvement import Improvement
 from elastic_train.checkpoint.format.layout import AVERAGE, State
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.config.schema import ParallelConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.optimizers.averaging import keep_average
 from elastic_train.job.optimizers.choice import choose
@@ -38,9 +40,10 @@ from elastic_train.job.state_shards import Place, ReplicatedState, StateShards
 from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.job.units.compiled import CompiledBlocks
 from elastic_train.job.units.recompute import recompute_blocks
+from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.devices.host_memory import host_memory_of
 from elastic_train.shards.grains import Layout
-from elastic_train.tasks.task import ParameterGroup
+from elastic_train.tasks.task import ParameterGroup, TensorPlan
 
 SHARDED: Mapping[str, type[HeldState]] = {"optimizer": HeldState, "gradients": DealtState, "parameters": GatheredState}
 
@@ -233,8 +236,11 @@ def build_state(
     is_fp16: bool,
     groups: Sequence[ParameterGroup] = (),
     parallel: ParallelConfig | None = None,
+    tensor_plan: TensorPlan | None = None,
 ) -> AppliedState:
     """Build optimizer, schedule and scaler around a model that is on its device; freezes what `groups` say.
+
+    With a `tensor_plan` cells of `parallel.tensor` ranks hold the model.
 
     Raises ConfigError if the groups do not fit the model, or the model cannot be sharded as `parallel` says.
     """
@@ -255,8 +261,12 @@ def build_state(
     if kind is GatheredState:
         _check_state_is_whole(model)
     bucket_bytes = None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
-    if parallel is None or kind is None:
-        shards: StateShards = ReplicatedState(model, optimizer, scheduler, scaler, bucket_bytes)
+    shards: StateShards
+    if parallel is not None and tensor_plan is not None:
+        cut = CutModel(model, tensor_plan, parallel.tensor, CellLinks())
+        shards = CellState(model, optimizer, scheduler, scaler, bucket_bytes, cut=cut)
+    elif parallel is None or kind is None:
+        shards = ReplicatedState(model, optimizer, scheduler, scaler, bucket_bytes)
     else:
         slots = slots_of(optimizer, choice.make, next(model.parameters()).device)
         slots = slots if config.ema is None else slots.with_moment(AVERAGE)

@@ -1,6 +1,7 @@
 """What of the applied state a rank holds: commits, hand-over, comparison and clipping go through these six questions.
 
-Today every rank holds a whole copy, the state in one shard (`ReplicatedState`). Sharded states hold pieces.
+By default every rank holds a whole copy, the state in one shard (`ReplicatedState`). Sharded states hold pieces, and a
+place in a cell holds parts.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class StateShards(Protocol):
     def held(self) -> State:
         """Return this rank's pieces as a nested dict, parameters by their full names; its tensors are the live ones."""
 
+    def to_save(self) -> State:
+        """Return what a commit is made of, as `held` has it; all ranks of a world call it."""
+
     def stillness(self) -> Callable[[StatePath], bool]:
         """Return whether `apply` alone changes the tensor at a path of `held`; others a forward pass may change."""
 
@@ -69,6 +73,9 @@ class StateShards(Protocol):
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights and buffers that every rank has as a whole, by name; all must have the same bits."""
+
+    def outlined(self) -> Mapping[str, Tensor]:
+        """Return all weights and buffers as they are in a whole model, by name; for names, shapes and types alone."""
 
     def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
         """Return which lanes each replica runs."""
@@ -163,6 +170,9 @@ class ReplicatedState:
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
 
+    def outlined(self) -> Mapping[str, Tensor]:
+        return self.model.state_dict()
+
     def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
         return contiguous(num_replicas, num_lanes)
 
@@ -245,6 +255,9 @@ class ReplicatedState:
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
+
+    def to_save(self) -> State:
+        return self.held()
 
     def _memory(self) -> Iterator[object]:
         """Yield where the memory of every saved tensor is, and the other values of the optimizer's state."""

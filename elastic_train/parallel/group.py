@@ -56,6 +56,8 @@ class Group(PointToPoint):
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.rank, self.size = rank, size
+        self._store, self._timeout_s, self._address, self._of = store, timeout_s, address, device
+        self._parts: list[Group] = []
         self._resting = resting
         self._is_broken = is_broken
         self._host: Backend | None = None
@@ -85,6 +87,25 @@ class Group(PointToPoint):
         if device is not None and device.connect is not None:
             self._device = DeviceGroup(device, PrefixStore("device", store), rank, size, timeout, _Guard(self))
             self._device.connect()
+
+    def part(self, name: str, ranks: Sequence[int]) -> Group:
+        """Return the group of some ranks, this one among them, in their order; it is given up together with this one.
+
+        All of them call it, with a name that no other part has.
+        """
+        store = None if self._store is None else PrefixStore(name, self._store)
+        made = Group(
+            ranks.index(self.rank),
+            len(ranks),
+            store,
+            self._timeout_s,
+            self._of,
+            address=self._address,
+            is_broken=self._is_broken,
+            resting=self._resting,
+        )
+        self._parts.append(made)
+        return made
 
     def is_on_device(self, tensor: Tensor) -> bool:
         return self._device is not None and self._holds(tensor)
@@ -221,6 +242,8 @@ class Group(PointToPoint):
         are shut down. What a device does for the group is ended; raises HungError if the device is not free then, and
         the process is of no more use.
         """
+        while self._parts:
+            self._parts.pop().abandon()
         groups = [group for group in (self._host, self._device) if group is not None]
         self._host = None
         if self._bystander is not None:

@@ -18,14 +18,14 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.models.adapters import attach, check_base, frozen_groups, leave_base_out
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.models.decoder import TENSOR_PLAN, Decoder, DecoderShape
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids, check_tokenizer
-from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, Sampling, Tokenizer
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, Sampling, TensorPlan, Tokenizer
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -128,6 +128,20 @@ class CausalLM:
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
         return frozen_groups(model)
+
+    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
+        if not isinstance(model, Decoder):
+            raise ConfigError(
+                f"parallel.tensor: {degree} cuts the package's own decoder (task.params.model), not models of "
+                "transformers: set it to 1, or use parallel.shards to hold less on each rank"
+            )
+        for name in ("heads", "kv_heads", "hidden"):
+            if (size := getattr(model.shape, name)) % degree:
+                raise ConfigError(
+                    f"parallel.tensor: {degree} does not divide task.params.model.{name}, which is {size}: change "
+                    "either"
+                )
+        return TENSOR_PLAN
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)

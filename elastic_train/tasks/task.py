@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -161,6 +161,25 @@ class Exporting(Protocol):
         """
 
 
+TensorPlan = Mapping[str, Literal["shared", "column", "row"]]
+"""What becomes of a model's modules, by name, where several ranks compute a lane together; * stands for one part of a
+name.
+
+`shared`: its first argument is the same on all ranks, which use it each in its own way. `column`: a linear layer each
+rank of which computes some outputs. `row`: one each rank of which has some inputs; their outputs are added."""
+
+
+@runtime_checkable
+class Splitting(Protocol):
+    """A task whose model can be cut, so that several ranks hold it together (`parallel.tensor`)."""
+
+    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
+        """Say how the model that `build_model` built is cut for so many ranks.
+
+        Must depend on nothing but the task's parameters and the model. Raises ConfigError if it cannot be cut so often.
+        """
+
+
 class Tokenizer(Protocol):
     """Turns a text into token ids, and back."""
 
@@ -239,7 +258,9 @@ __all__ = [
     "Matching",
     "ParameterGroup",
     "Sampling",
+    "Splitting",
     "Task",
+    "TensorPlan",
     "Tokenizer",
     "load_task",
 ]

@@ -99,8 +99,11 @@ class History:
         world: int,
         loss: float,
         standing: Standing = "settled",
+        place: int | None = None,
     ) -> None:
         """A step was applied: every lane's offsets [lo, hi) of the epoch; `step` counts the steps applied so far.
+
+        `place` is this rank's in a cell, whose ranks compute the same lanes; None where every rank is a replica.
 
         `num_left_out` of these samples are in holes and were not read. `standing` says what this
         rank knew of the others.
@@ -108,7 +111,8 @@ class History:
         which = (lanes.start, lanes.stop, lanes.step)[: 2 if lanes.step == 1 else 3]
         where = {"epoch": epoch, "lo": lo, "hi": hi, "lanes": which}
         counts = {"num_samples": num_samples, **({"num_left_out": num_left_out} if num_left_out else {})}
-        known = {} if standing == "settled" else {standing: True}
+        known: dict[str, object] = {} if standing == "settled" else {standing: True}
+        known |= {} if place is None else {"place": place}
         self._write("step", step=step, **where, **counts, world=world, loss=loss, **known)
 
     def nonfinite(self, *, step: int, loss: float, norm: float, samples: Mapping[int, Ranges]) -> None:

@@ -145,8 +145,7 @@ class Commits:
                     return
                 if num_left < LAST_COMMIT_TRIES:
                     time.sleep(LAST_COMMIT_PAUSE_S)
-            if self.world.is_leader or not is_there:
-                self._begin(is_last=True)
+            self._begin(is_last=True, writes=self.world.is_leader or not is_there)
 
     def abandon(self, *, is_live: bool) -> None:
         """Give up the save in flight; where the job resumes from commits, not from live members, wait for it first."""
@@ -172,13 +171,17 @@ class Commits:
         check_same_weights(self.world.group, self.state.shards.weights(), self.state.step)
         self.state.shards.check_copies(self.world.group, self.state.step)
 
-    def _begin(self, *, is_last: bool) -> None:
+    def _begin(self, *, is_last: bool, writes: bool = True) -> None:
+        """Begin to save what all ranks have put together, those that do not write it, too."""
+        shards = self.state.shards
+        if not writes:
+            shards.to_save()
+            return
         self.cadence.begin()
         self.is_asked = False
         reach("commit")
         facts = describe_commit(self.plan, self.state, self.world.group.size)
-        shards = self.state.shards
-        held, still = shards.held(), shards.stillness()
+        held, still = shards.to_save(), shards.stillness()
         self.saves.begin(held, facts, self.state.reached.intervals, still, is_last=is_last)
 
     def _take(self, ended: SaveOutcome | None) -> None:

@@ -39,6 +39,7 @@ from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
+from elastic_train.job.reseating.placing import redundancy_of, take_place
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
@@ -65,7 +66,7 @@ from elastic_train.world.no_progress import check_progress
 from elastic_train.world.quarantine import known_holes, quarantine_deadly
 from elastic_train.world.restore import parent_of, restore
 from elastic_train.world.uniformity import check_alike, check_can_be_sharded, differing_kernels
-from elastic_train.world.world import World, enter_world
+from elastic_train.world.world import World, enter_world, form_cells
 
 log = logging.getLogger(__name__)
 TRIAL_EVERY = 3
@@ -88,9 +89,12 @@ def open_session(process: Process, formed: Formed) -> Session:
 
 def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
-    check_alike(world.group, plan, state.outline, state.model.state_dict())
+    check_alike(world.group, plan, state.outline, state.shards.outlined())
     differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile)
     check_can_be_sharded(world.group, plan, differing)
+    world = form_cells(world, plan.config.parallel.cell)
+    if world.cell is not None:
+        take_place(plan, state, world.mesh, world.cell)
     head = restore(plan, world, state)
     stuck = check_progress(world, plan)
     kind = _pick_reduction(plan, world, differing)
@@ -130,6 +134,8 @@ def _open_in(process: Process, world: World) -> Session:
         world.announce(_redundancy_of(state.shards))
         if state.shards.offload is not None:
             world.announce(_saving_of(state.shards, plan.device))
+    if world.cell is not None:
+        world.announce(redundancy_of(world.mesh))
     if plan.config.compile:
         world.announce(f"{state.compiled}")
     _warn_of_file_system(process, world)

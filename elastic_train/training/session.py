@@ -221,6 +221,7 @@ class Session:
             world=self.world.group.size,
             loss=loss,
             standing=standing,
+            place=self.world.mesh.place if self.world.cell is not None else None,
         )
         if standing == "pending":
             return

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elastic_train.core.arrays import ranges_of
+from elastic_train.core.arrays import Int64s, ranges_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
 from elastic_train.core.mixture.account import sums_of_sources
@@ -56,7 +56,7 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
     Where a rank cannot read a sample of the step, all learn of it together, and the gradient is left unfinished. Where
     a forward pass has changed a buffer for the first time, all ranks run their lanes once more, the buffers in the sum.
     """
-    if session.plan.config.run.forensic:
+    if session.plan.config.run.forensic and session.world.mesh.place == 0:
         _keep_ids(session, lanes)
     while True:
         results = run_lanes(session, lanes)
@@ -150,27 +150,32 @@ def _gather(session: Session, lanes: Sequence[LaneBatch], results: dict[int, Lan
     for batch in lanes:
         lane, has_samples = results[batch.lane], int(batch.tensors is not None)
         rows[batch.lane] = [lane.loss, lane.weight, batch.num_left_out, batch.num_truncated, has_samples, lane.buffers]
-    coverage = _coverage_of(lanes)
+    spoken_for = lanes if session.world.mesh.place == 0 else ()  # a cell's ranks have all read the same
+    coverage = _coverage_of(spoken_for)
     rank = [coverage.count, coverage.sum_a, coverage.sum_b, flags, *session.clock.row()]
-    for sums in _sums_of_sources(session.plan.order, lanes):
+    for sums in _sums_of_sources(session.plan.order, spoken_for):
         rank += [sums.count, sums.sum_a, sums.sum_b]
     return gather_tables(session.world.group, session.world.mesh, session.assigned, rows, rank)
 
 
 def _keep_ids(session: Session, lanes: Sequence[LaneBatch]) -> None:
     """Write the samples that this rank gives to the next step to the history."""
-    ids = ranges_of(np.concatenate([batch.ids for batch in lanes]))
+    ids = ranges_of(_ids_of(lanes))
     state, world = session.state, session.world
     world.history.read(step=state.step + 1, epoch=state.cursor.epoch, ids=ids, world=world.group.size)
 
 
 def _coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
     """Return the sums over the samples that this rank's lanes have read, at once: a call costs as much as many ids."""
-    return CoverageSums.of_ids(np.concatenate([batch.ids for batch in lanes]))
+    return CoverageSums.of_ids(_ids_of(lanes))
 
 
 def _sums_of_sources(order: RunOrder, lanes: Sequence[LaneBatch]) -> Sequence[CoverageSums]:
     """Return what this rank's lanes have read of each source of a mixture; nothing of one training set."""
     if not isinstance(order, Mixture):
         return ()
-    return sums_of_sources(np.concatenate([batch.ids for batch in lanes]), order.first_id)
+    return sums_of_sources(_ids_of(lanes), order.first_id)
+
+
+def _ids_of(lanes: Sequence[LaneBatch]) -> Int64s:
+    return np.concatenate([batch.ids for batch in lanes]) if lanes else np.empty(0, dtype=np.int64)

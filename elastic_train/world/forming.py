@@ -128,7 +128,8 @@ class LiveWorlds:
         self._standstill, self._unformed = standstill, unformed
         self._has_trained = False
         self._config = config
-        self._num_lanes = config.batch.num_lanes
+        self._cell_size = config.parallel.cell.size
+        self._max_members = config.batch.num_lanes * self._cell_size
         self._timeout_s = config.peer_timeout_s
         self._device = device_of(device, config.parallel.transport)
         self._member: LiveMember | None = None
@@ -221,7 +222,7 @@ class LiveWorlds:
         deadline, outage = time.monotonic() + self._context.timeout_s, OutageLog(log)
         while True:
             try:
-                return LiveMember(self._context, self._num_lanes, self._job)
+                return LiveMember(self._context, self._max_members, self._job, cell_size=self._cell_size)
             except StoreUnavailableError as error:
                 if self._is_stopped():
                     raise Preempted("asked to leave while etcd was away") from error

@@ -10,7 +10,7 @@ do so with kernels that round differently, which only `reduction: fast` allows, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,3 +55,19 @@ def level(group: Group, state: AppliedState) -> list[int]:
         mine = state.place
         hand_over(group, state, [Place(0, 0) if rank in others else mine for rank in range(group.size)])
     return others
+
+
+def begin_alike(group: Group, weights: Mapping[str, Tensor], announce: Callable[[str], None]) -> None:
+    """Give the weights of a group's first rank to those of it that begin a run with others."""
+    others = differing_weights(group, weights)
+    if not others:
+        return
+    announce(
+        f"ranks {others} began with other weights than rank 0 and take its weights: the task draws them without "
+        "torch's generator, or their machines round otherwise, so another run may not have them again"
+    )
+    for tensor in weights.values():
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        group.broadcast(content)
+        with torch.no_grad():
+            tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))

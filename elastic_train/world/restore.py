@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import torch
-
 from elastic_train.checkpoint import CommitRecord, Store, discover, load
 from elastic_train.checkpoint.commits.reader import continues, damage_of, read_record, records
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at
 from elastic_train.errors import CommitError, ElasticTrainError, StorageError
+from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.plan import Plan
 from elastic_train.job.reseating import bring, is_first, leave_out_unfinished, reseat, roll_forward, take_first_seats
+from elastic_train.job.reseating.pending_step import furthest_whole, settle_pending
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.job.state_shards import Place
@@ -28,8 +28,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.world.agreement import agree
 from elastic_train.world.fencing import Fence
 from elastic_train.world.forming import own_path
-from elastic_train.world.handover import gather_places, hand_over, level
-from elastic_train.world.uniformity import differing_weights
+from elastic_train.world.handover import begin_alike, gather_places, hand_over, level
 from elastic_train.world.world import Source, World, banner_of
 
 
@@ -48,6 +47,8 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
         plan.check_continues(found.head)
     if isinstance(state.shards, HeldState):
         found = _take_seats(plan, world, state, state.shards, found)
+    elif isinstance(state.shards, CellState):
+        found = _take_parts(plan, world, state, state.shards, found)
     elif found.is_loaded:
         _load_head(plan, world, state, found)
     else:
@@ -102,11 +103,33 @@ def _load_head(plan: Plan, world: World, state: AppliedState, found: _Found) -> 
 def _take_members_state(world: World, state: AppliedState, found: _Found) -> _Found:
     """Bring this rank to the furthest of the members' places, where states are whole."""
     if max(found.places).step == 0:
-        _begin_alike(world, state)
-    given_by = hand_over(world.group, state, found.places)
+        begin_alike(world.group, state.shards.weights(), world.announce)
+    column = world.mesh.column
+    given_by = hand_over(world.replicas, state, [found.places[rank] for rank in column])
     if state.reached.is_fast:
         level(world.group, state)
-    return replace(found, given_by=given_by)
+    return replace(found, given_by=None if given_by is None else column[given_by])
+
+
+def _take_parts(plan: Plan, world: World, state: AppliedState, shards: CellState, found: _Found) -> _Found:
+    """Bring this rank to the furthest step that is held as a whole, where each holds its place's part."""
+    if found.is_loaded:
+        state.drop_pending()
+    else:
+        places = settle_pending(world.group, state, shards, counts=found.counts)
+        found, whole = replace(found, places=places), furthest_whole(places, world.mesh.cell.size)
+        if whole < max(places):
+            what = f"every cell has lost the same part of the state ({world.mesh.cell.size} ranks hold it together)"
+            found = _find_after_loss(plan, world, found, what, 1, whole.step)
+            found = replace(found, places=[place if place <= whole else Place(0, 0) for place in places])
+    if found.is_loaded:
+        _load_head(plan, world, state, found)
+    else:
+        if max(found.places).step == 0:
+            begin_alike(world.replicas, shards.cut_weights(), world.announce)
+        found = _take_members_state(world, state, found)
+    shards.trained_in = world.term
+    return found
 
 
 def _take_seats(plan: Plan, world: World, state: AppliedState, shards: HeldState, found: _Found) -> _Found:
@@ -117,12 +140,14 @@ def _take_seats(plan: Plan, world: World, state: AppliedState, shards: HeldState
         kept, num_lost = leave_out_unfinished(shards, brought)
         furthest, whole = max(one.place for one in brought), max(one.place for one in kept)
         if whole < furthest:
-            found = _find_after_loss(plan, world, found, num_lost, whole.step)
+            copies = plan.config.parallel.copies
+            what = f"all holders of {num_lost} of the state's shards are lost (parallel.copies: {copies})"
+            found = _find_after_loss(plan, world, found, what, num_lost, whole.step)
         brought = kept
     if not found.is_loaded:
         brought = roll_forward(world.group, state, shards, brought)
         if is_first(shards, brought):
-            _begin_alike(world, state)
+            begin_alike(world.group, shards.weights(), world.announce)
         if reseat(world.group, state, shards, brought).size:
             raise ElasticTrainError(
                 "all holders of some of the first weights are lost, before the first step: start again"
@@ -136,23 +161,24 @@ def _take_seats(plan: Plan, world: World, state: AppliedState, shards: HeldState
     return found
 
 
-def _find_after_loss(plan: Plan, world: World, found: _Found, num_lost: int, whole: int) -> _Found:
+def _find_after_loss(plan: Plan, world: World, found: _Found, what: str, num_lost: int, whole: int) -> _Found:
     """Return where a world begins of which some members are further than all of the state is held, which is at `whole`.
+
+    `what` says how that came.
 
     That is with the newest commit if it is further. If it is as far as the furthest member, nothing was lost: that
     member had loaded it when its world ended.
     """
-    share = f"all holders of {num_lost} of the state's shards are lost (parallel.copies: {plan.config.parallel.copies})"
     key, skipped = agree(world.group, lambda: _find_head(world.store, found.head.key if found.head else None, 0))
     head = read_record(world.store, key) if key else None
     if head is None and whole == 0:
-        raise ElasticTrainError(f"{share}, and there is no commit yet: start again from the beginning")
+        raise ElasticTrainError(f"{what}, and there is no commit yet: start again from the beginning")
     if head is not None and head.step > whole:
         plan.check_continues(head)
         skips = (*found.skipped, *((name, why) for name, why in skipped))
         found, whole = replace(found, head=head, skipped=skips, is_loaded=True), head.step
     if num_lost and whole < (step := max(found.places).step):
-        world.announce(f"{share}: step {step} is given up for step {whole}")
+        world.announce(f"{what}: step {step} is given up for step {whole}")
         return replace(found, num_lost=num_lost)
     return found
 
@@ -182,23 +208,6 @@ def _report(world: World, state: AppliedState, found: _Found, before: Sequence[I
     )
     if banner is not None and world.progress is not None:
         world.progress.banner(banner)
-
-
-def _begin_alike(world: World, state: AppliedState) -> None:
-    """Give rank 0's weights to ranks that begin a run with others."""
-    weights = state.shards.weights()
-    others = differing_weights(world.group, weights)
-    if not others:
-        return
-    world.announce(
-        f"ranks {others} began with other weights than rank 0 and take its weights: the task draws them without "
-        "torch's generator, or their machines round otherwise, so another run may not have them again"
-    )
-    for tensor in weights.values():
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        world.group.broadcast(content)
-        with torch.no_grad():
-            tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
 
 
 def _say_if_clipping_rounds_otherwise(plan: Plan, world: World, head: CommitRecord) -> None:

@@ -37,7 +37,7 @@ _KEYS = {
     "run": ("seed",),
     "data": ("block_row_groups", "length_bucketing", "unreadable", "deadly", "too_long"),
     "checkpoint": ("every_steps", "interval", "when_busy"),
-    "parallel": ("shards", "copies", "wire"),
+    "parallel": ("shards", "tensor", "copies", "wire"),
 }
 _VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "neon", "asimd", "sve", "bf16", "vsx")
 _MODULES, _PARAMETERS, _TENSORS = "the task's modules", "the parameters", "the model's tensors"
@@ -156,14 +156,15 @@ def check_can_be_sharded(group: Group, plan: Plan, differing: Sequence[str]) -> 
 
     `differing` is what `differing_kernels` has found.
     """
-    mine = [line for line in differing if line.startswith(f"rank {group.rank} ")]
-    parallel = plan.config.parallel
-    if parallel.has_shares and mine:
-        key, value = ("shards", parallel.shards) if parallel.shards != "none" else ("offload", parallel.offload)
-        raise ConfigError(
-            f"parallel.{key}: {value} needs ranks that compute alike, since several update each share of the state: "
-            f"{mine[0]}. Use equal machines, or set parallel.{key} to none"
-        )
+    mine, parallel = [line for line in differing if line.startswith(f"rank {group.rank} ")], plan.config.parallel
+    if not mine or not (parallel.has_shares or parallel.tensor > 1):
+        return
+    off = {"tensor": 1, "shards": "none", "offload": "none"}
+    key = next(key for key in off if getattr(parallel, key) != off[key])
+    raise ConfigError(
+        f"parallel.{key}: {getattr(parallel, key)} needs ranks that compute alike, since several update each share of "
+        f"the state: {mine[0]}. Use equal machines, or set parallel.{key} to {off[key]}"
+    )
 
 
 def _processor() -> dict[str, str]:

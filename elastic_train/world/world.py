@@ -13,17 +13,18 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from elastic_train.checkpoint import Store, open_store, sweep
 from elastic_train.checkpoint.commits.sweeping import drop_unfinished
 from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
-from elastic_train.core.mesh import Mesh
-from elastic_train.errors import ElasticTrainError, FencedError, StorageError
+from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.errors import ConfigError, ElasticTrainError, FencedError, StorageError
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
+from elastic_train.system.wording import counted
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from elastic_train.tracking.progress import Progress, ResumeBanner
@@ -62,16 +63,22 @@ class World:
     writes: bool = True
     """Whether this rank writes parts of commits: its store is known to be the job's, and it can write there."""
 
+    shape: Cell = field(default_factory=Cell)
+    """That of a replica; every rank is one by default."""
+    cell: Group | None = None
+    """The ranks of this rank's cell, by place; None where every rank is a replica."""
+    column: Group | None = None
+    """The ranks of this rank's place in all cells; None where every rank is a replica."""
+
     @property
     def mesh(self) -> Mesh:
-        """Who is who among the ranks: today every rank is a replica of its own."""
-        return Mesh(self.group.rank, self.group.size)
+        """Who is who among the ranks."""
+        return Mesh(self.group.rank, self.group.size, self.shape)
 
     @property
     def replicas(self) -> Group:
         """The ranks of this rank's place in all replicas, which sum gradients; a rank's number is its replica's."""
-        assert self.mesh.cell.size == 1, "cells of several ranks need a group for each column"
-        return self.group
+        return self.group if self.column is None else self.column
 
     @property
     def is_leader(self) -> bool:
@@ -155,6 +162,25 @@ def enter_world(
         begin("old terms", lambda: _forget_old_terms(save_store, term))  # nobody waits for it
     progress = Progress() if group.rank == 0 else None
     return World(group, term, store, fence, history, progress, launched, time.time(), save_store, word, writes)
+
+
+def form_cells(world: World, shape: Cell) -> World:
+    """Return the world cut into cells, with the groups of this rank's; raises ConfigError if it is no number of them.
+
+    All ranks have been found to have the same shape.
+    """
+    if shape.size == 1:
+        return world
+    if world.group.size % shape.size:
+        raise ConfigError(
+            f"a world of {counted(world.group.size, 'rank')} is not of whole cells of {shape.size} (parallel.tensor: "
+            f"{shape.tensor}): start a multiple of {shape.size} workers on each node, or set it to 1"
+        )
+    mesh = Mesh(world.group.rank, world.group.size, shape)
+    first = mesh.replica * shape.size
+    cell = world.group.part(f"cell-{mesh.replica}", range(first, first + shape.size))
+    column = world.group.part(f"column-{mesh.place}", mesh.column)
+    return replace(world, shape=shape, cell=cell, column=column)
 
 
 def _word() -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from rendezvous.membership.cells import arrange
 from rendezvous.membership.records import (
     Cause,
     Closed,
@@ -46,6 +47,8 @@ class Policy:
     max_nodes: int
     last_call_s: float = 2.0
     max_members: int = 1 << 30
+    cell_size: int = 1
+    """How many members of one node make up a cell; a world is made of whole cells (`cells`)."""
 
     @property
     def nodes(self) -> str:
@@ -130,11 +133,14 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
         return Wait("nodes")
     if me not in ready.ids:
         return Wait("room")
-    if ready.members[0].id != me:
-        return Wait("leader")
+    chosen = _admitted(ready.members, policy, view.world)
+    if not chosen:
+        return Wait("nodes")
+    if chosen[0].id != me:
+        return Wait("room" if policy.cell_size > 1 and all(member.id != me for member in chosen) else "leader")
     if num_nodes < policy.max_nodes and _is_fresh(view) and quiet_s < policy.last_call_s:
         return Wait("last call", policy.last_call_s - quiet_s)
-    return _seal(view, _admitted(ready.members, policy))
+    return _seal(view, chosen)
 
 
 def disagreement(view: View, nodes: str, me: str = "") -> str | None:
@@ -203,7 +209,7 @@ def _joining(view: View, policy: Policy) -> tuple[Member, ...]:
         return ()  # The job is about to end: nobody is admitted any more.
     newcomers = (member for member in view.members if world.rank_of(member.id) is None and _agrees(view, member))
     staying = (*mates, *newcomers)
-    admitted = _admitted(mutually_reachable(staying, world), policy)
+    admitted = _admitted(mutually_reachable(staying, world), policy, world)
     return tuple(member for member in admitted if world.rank_of(member.id) is None)
 
 
@@ -363,10 +369,16 @@ def _is_fresh(view: View) -> bool:
     return not view.mates
 
 
-def _admitted(members: tuple[Member, ...], policy: Policy) -> tuple[Member, ...]:
-    """The members of the first `max_nodes` nodes, in the order given, and of them the first `max_members`."""
+def _admitted(members: tuple[Member, ...], policy: Policy, last: World | None) -> tuple[Member, ...]:
+    """The members of the first `max_nodes` nodes, in the order given, and of them the first `max_members`.
+
+    Where a cell has several, they are those of whole cells, in the order of their ranks.
+    """
     nodes = set(list(dict.fromkeys(member.node_id for member in members))[: policy.max_nodes])
-    return tuple(member for member in members if member.node_id in nodes)[: policy.max_members]
+    found = tuple(member for member in members if member.node_id in nodes)
+    if policy.cell_size == 1:
+        return found[: policy.max_members]
+    return arrange(found, policy.cell_size, last, policy.max_members // policy.cell_size).members
 
 
 def _of_whole_nodes(members: tuple[Member, ...]) -> tuple[Member, ...]:
@@ -381,6 +393,8 @@ def _has_no_room(view: View, me: str, policy: Policy) -> bool:
     if world is None or mine is None or world.rank_of(me) is not None:
         return False
     if view.is_split and me not in {member.id for member in mutually_reachable((*view.mates, mine), world)}:
+        return True
+    if policy.cell_size > 1 and mine not in _joining(view, policy):
         return True
     is_node_left_out = mine.node_id not in view.nodes and len(view.nodes) >= policy.max_nodes
     return is_node_left_out or len(view.mates) >= policy.max_members

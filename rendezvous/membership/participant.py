@@ -398,6 +398,10 @@ class Participant:
         ready, alive = decisions.count_nodes(view.ready), decisions.count_nodes(view.members)
         return (
             f"{ready} of at least {self.policy.min_nodes} nodes were ready within {waited_s:.0f} s "
-            f"({alive} alive, run id in {self.keys.prefix}, last term {view.term}). "
+            f"({alive} alive, run id in {self.keys.prefix}, last term {view.term}). {self._cells_too_few()}"
             "Start the missing nodes with the same --rdzv_id, or lower the minimum of --nnodes."
         )
+
+    def _cells_too_few(self) -> str:
+        size = self.policy.cell_size
+        return f"A world is made of whole cells, of {size} workers of one node each. " if size > 1 else ""

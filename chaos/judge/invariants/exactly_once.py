@@ -107,16 +107,17 @@ def _differ(value: object, other: object) -> bool:
 
 
 def partition(run: Evidence) -> str:
-    """In every applied step, every lane belongs to exactly one rank of the world."""
+    """In every applied step, every lane belongs to exactly one rank of the world; in cells, to one of each place."""
     steps, num_lanes = steps_of(run), shape_of(run).num_lanes
     last_term, ended_at = whole(result_of(run), "term"), dict[int, float]()
     for (term, _), lines in steps.items():
         ended_at[term] = max(ended_at.get(term, 0.0), *(number(line, "t") for line in lines))
-    for (term, step), lines in steps.items():
-        if _tile(lines, num_lanes):
+    in_places = ((key, lines, alike) for key, lines in steps.items() for alike in _by_place(run, lines))
+    for (term, step), lines, alike in in_places:
+        if _tile(alike, num_lanes):
             continue
-        owners = Counter(lane for line in lines for lane in lanes_of(line))
-        wrong = [lane for lane in range(max(num_lanes, *owners) + 1) if owners[lane] != (lane < num_lanes)]
+        owners = Counter(lane for line in alike for lane in lanes_of(line))
+        wrong = [lane for lane in range(max([num_lanes, *owners]) + 1) if owners[lane] != (lane < num_lanes)]
         # A rank that was killed before its last lines were written leaves a hole at its term's end only.
         at = max(number(line, "t") for line in lines)
         is_last = at >= ended_at[term] - _UNWRITTEN_S or _is_unwritten_to_the_end(run, term, at, wrong)
@@ -125,6 +126,15 @@ def partition(run: Evidence) -> str:
             times = owners[wrong[0]]
             raise Violated(f"term {term}, step {step}: lane {wrong[0]} of {num_lanes} was computed {times} times")
     return f"{len(steps)} applied steps, {num_lanes} lanes, each lane once in each"
+
+
+def _by_place(run: Evidence, lines: list[Line]) -> list[list[Line]]:
+    """Return a step's lines by their ranks' places in cells; all together where every rank is a replica."""
+    parallel = run.config.get("parallel")
+    size = parallel.get("tensor", 1) if isinstance(parallel, dict) else 1
+    if size == 1:
+        return [lines]
+    return [[line for line in lines if line.get("place") == place] for place in range(size)]
 
 
 def _is_unwritten_to_the_end(run: Evidence, term: int, at: float, lanes: list[int]) -> bool:

@@ -144,6 +144,9 @@ class ModelledState:
     def weights(self) -> Mapping[str, object]:
         return self.model.state_dict()
 
+    def outlined(self) -> Mapping[str, object]:
+        return self.model.state_dict()
+
     def turns(self, group: SimGroup, items: Iterator[T]) -> Iterator[T]:
         return items
 
@@ -162,6 +165,9 @@ class ModelledState:
     def held(self) -> State:
         """Return the saved part; its tensors are the live ones."""
         return {"model": self.model.state_dict()}
+
+    def to_save(self) -> State:
+        return self.held()
 
     def stillness(self) -> Callable[[StatePath], bool]:
         """Only `apply` changes anything."""

@@ -317,6 +317,12 @@ class HeldState:
         optimizer = {"state": moments, "param_groups": settings}
         return {"model": self.held_weights(), "optimizer": optimizer, **self.settings.plain()}
 
+    def to_save(self) -> State:
+        return self.held()
+
+    def outlined(self) -> Mapping[str, Tensor]:
+        return self.model.state_dict()
+
     def held_weights(self) -> State:
         """Return weights and buffers as a commit has them."""
         return dict(self.model.state_dict())

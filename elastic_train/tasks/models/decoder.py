@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 _WIDTH_MULTIPLE = 64
+TENSOR_PLAN: Mapping[str, Literal["shared", "column", "row"]] = {
+    "blocks.*.attention": "shared",
+    **{f"blocks.*.attention.{name}": "column" for name in "qkv"},
+    "blocks.*.attention.o": "row",
+    "blocks.*.mlp": "shared",
+    **{f"blocks.*.mlp.{name}": "column" for name in ("gate", "up")},
+    "blocks.*.mlp.down": "row",
+}
+"""How ranks share a block: some heads of its attention each, and a part of its MLP's width."""
 
 
 @dataclass(frozen=True, slots=True)

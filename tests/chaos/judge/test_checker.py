@@ -22,7 +22,7 @@ from chaos.judge.evidence.run_files import (
     number,
 )
 from chaos.judge.findings import find
-from chaos.judge.invariants.exactly_once import closed_form
+from chaos.judge.invariants.exactly_once import closed_form, partition
 from chaos.judge.invariants.tracked_values import tracking
 from chaos.judge.verdict import examine
 from chaos.planted.catalogue import PLANTED, Planted
@@ -388,3 +388,22 @@ def test_a_fault_without_an_effect_counts_for_nothing(healthy: Path, tmp_path: P
 
 def _is_effect_of(line: Line, number: int) -> bool:
     return line["op"] == "effect" and line["fault"] == number
+
+
+def test_in_cells_each_place_computes_every_lane(healthy: Path) -> None:
+    """Not a lane that two cells have, one that lacks a place, or one that a rank of another place speaks for."""
+    run = collect(healthy / "faulted")
+    places = [[{**line, "place": place} for line in lines] for place in (0, 1) for lines in run.processes]
+    cells = replace(run, config={**run.config, "parallel": {"tensor": 2}}, processes=places)
+    assert _partition_of(cells) == "true"
+    assert _partition_of(replace(cells, config=run.config)) == "false", "without cells it is twice too many"
+    process, at = next(
+        (lines, at) for lines in places[len(places) // 2 :] for at, line in enumerate(lines) if line["op"] == "step"
+    )
+    for change in ([], [{**process[at], "place": 0}], [process[at], process[at]]):
+        spoilt = [[*lines[:at], *change, *lines[at + 1 :]] if lines is process else lines for lines in places]
+        assert _partition_of(replace(cells, processes=spoilt)) == "false"
+
+
+def _partition_of(run: Evidence) -> str:
+    return find("partition", lambda: partition(run)).truth

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic_train.config.schema import Config, ParallelConfig
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, NoProgressError, PeerLostError, Preempted, StorageError
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.history import UnformedWorlds
@@ -38,7 +39,7 @@ def begin(
     """Form a world where the first `tries` beginnings of a membership meet no etcd; return those beginnings."""
     begun: list[object] = []
 
-    def member(context: LiveContext, most: int, job: Job) -> object:
+    def member(context: LiveContext, most: int, job: Job, cell_size: int) -> object:
         begun.append(context)
         if len(begun) <= tries:
             raise StoreUnavailableError("no etcd answers")
@@ -83,7 +84,7 @@ def test_another_job_was_done_under_the_same_run_id(
 ) -> None:
     """That is said, and nothing looks as if this one had been done; one that is the same has nothing left to do."""
     ended = SimpleNamespace(next_world=lambda _, *, as_last: None, closed=DONE)
-    monkeypatch.setattr(forming, "LiveMember", lambda *_: ended)
+    monkeypatch.setattr(forming, "LiveMember", lambda *_, **__: ended)
     context = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, 60.0)
     config = a_config()
     watchdog: Watchdog = SimpleNamespace(resting=None)  # type: ignore[assignment]
@@ -121,7 +122,7 @@ def test_worlds_that_do_not_form_are_counted_logged_with_the_reason_and_given_up
             raise PeerLostError("connection refused")
         return "a group"
 
-    monkeypatch.setattr(forming, "LiveMember", lambda *_: member)
+    monkeypatch.setattr(forming, "LiveMember", lambda *_, **__: member)
     monkeypatch.setattr(forming, "Group", group)
     monkeypatch.setattr(forming, "FIRST_PAUSE_S", 0.0)
     noted: list[tuple[object, ...]] = []

@@ -16,8 +16,9 @@ from elastic_train.checkpoint import CommitWriter, SaveMemory, Store, discover, 
 from elastic_train.checkpoint.stores.disk import RealDisk
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Uncertain
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.config.schema import Config, ParallelConfig
+from elastic_train.config.schema import Config
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.job.plan import Plan

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.config.schema import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers import choice as choice_module
 from elastic_train.job.optimizers.choice import choose

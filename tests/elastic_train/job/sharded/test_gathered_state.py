@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.config.schema import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.reseating import take_first_seats
 from elastic_train.job.state import AppliedState, build_state

@@ -12,8 +12,8 @@ import torch
 import tests.conftest
 from elastic_train.checkpoint import discover, load, open_store
 from elastic_train.checkpoint.commits.reader import read_state
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.config.schema import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.state import AppliedState, Reached, build_state
 from elastic_train.system.failpoints import VARIABLE, arm

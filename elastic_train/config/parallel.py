@@ -1,0 +1,62 @@
+"""The section `parallel`: what ranks hold shares of, what they compute together, and how they exchange it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from elastic_train.config.section import Section
+from elastic_train.core.mesh import Cell
+
+
+class ParallelConfig(Section):
+    shards: Literal["none", "optimizer", "gradients", "parameters"] = "none"
+    """What ranks hold shares of: nothing, the optimizer's state (ZeRO-1), the gradients, too (ZeRO-2), or all
+    (ZeRO-3)."""
+    tensor: PositiveInt = 1
+    """How many ranks, workers of one node, hold the model together and compute each lane together (tensor parallelism):
+    a cell. The task has to say how its model is cut. A state is lost when all cells have lost the same part of it."""
+    copies: PositiveInt = 2
+    """How many ranks hold each share, on different nodes if there are; once all are lost, the newest commit is read."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What is held in pinned host memory, and goes through the GPU in blocks to be updated: nothing, what the optimizer
+    keeps of each parameter, or the weights that a rank holds, too (which needs shards: parameters). Same bits."""
+    recompute: Literal["none", "units", "selective"] = "none"
+    """What a backward pass computes again, so that less is kept for it: nothing, each block of the model, or all of a
+    block but products of matrices and attention. Same bits."""
+    bucket_mb: PositiveFloat | None = 2.0
+    """Megabytes of gradients that are exchanged together, beside the backward pass that computes the next ones; null to
+    exchange all after it. With shards: gradients or parameters a block is what is exchanged together."""
+    wire: Literal["exact", "bf16"] = "exact"
+    """Gradients as ranks send them to one another: exact, or each lane's rounded to bf16, half the bytes; they are
+    added in fp32 all the same, and no world shows in the bits. bf16 needs shards: gradients or parameters."""
+    transport: Literal["auto", "gloo"] = "auto"
+    """What carries tensors between ranks' GPUs: auto is NCCL, which needs a GPU for each rank; gloo goes through host
+    memory, also where ranks share a GPU. Between CPUs it is always gloo."""
+    domain: str | None = None
+    """What may fail together with this node and others, such as a rack's name; copies go to different ones."""
+
+    @model_validator(mode="after")
+    def _offloads_what_is_held(self) -> ParallelConfig:
+        if self.offload == "all" and self.shards != "parameters":
+            raise ValueError(
+                f"offload: all keeps weights in host memory until a pass needs them, and with shards: {self.shards} "
+                "all of them are on the GPU all the time: set shards to parameters (with as many copies as ranks, each "
+                "holds everything), or offload to optimizer"
+            )
+        return self
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether ranks hold runs of the state by their seats, be it that each holds all of it."""
+        return self.shards != "none" or self.has_offload
+
+    @property
+    def has_offload(self) -> bool:
+        return self.offload != "none"
+
+    @property
+    def cell(self) -> Cell:
+        """The ranks that make up a replica."""
+        return Cell(tensor=self.tensor)

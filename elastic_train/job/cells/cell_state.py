@@ -1,0 +1,201 @@
+"""The applied state of a rank that has a place in a cell: its part of each cut tensor, and all that is not cut.
+
+Peers of equal place in other cells hold the same. Where ranks give one another the state, they give what they hold; a
+commit has whole tensors, as that of any other job: each is put together by the one rank that writes it, so no rank
+needs memory for more than it writes. What is read from one is cut again, so commits continue at any degree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
+from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
+from elastic_train.core.mesh import Mesh
+from elastic_train.errors import WeightsDifferError
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.state_parts import cut_at, put_together_at, with_tensors
+from elastic_train.job.majority import name_others
+from elastic_train.job.state_shards import ReplicatedState
+from elastic_train.parallel.gradient_sum import GradientSum, Reduction
+from elastic_train.parallel.group import Group
+from elastic_train.shards.norm import grain_squares, split_grains, total_norm
+
+Float64s = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True, kw_only=True)
+class CellState(ReplicatedState):
+    """A place's part of a replica; `cut` is the model, whole until the first world gives this rank a place."""
+
+    cut: CutModel
+    mesh: Mesh | None = None
+    """Where this rank is in the present world."""
+    trained_in: int = 0
+    """The last world in which this rank trained, by its term."""
+    _writers: Sequence[int] = ()
+    _planner: Planner = field(default_factory=Planner)
+
+    def enter(self, mesh: Mesh, cell: Group, whole: Mapping[str, Tensor] | None) -> None:
+        """Take the place that a world gives this rank; `whole` are weights to begin with where the place is another."""
+        self.mesh = mesh
+        self.cut.links.bind(cell)
+        if self.cut.place != mesh.place:
+            self.cut.take_place(mesh.place, whole)
+            self.optimizer.state.clear()
+            self._named = None
+
+    @property
+    def cut_degree(self) -> int:
+        """How many parts the state has: as many as a cell has places."""
+        return self._mesh.cell.size
+
+    def outlined(self) -> Mapping[str, Tensor]:
+        return self.cut.outline
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in self.cut.cuts}
+
+    def cut_weights(self) -> Mapping[str, Tensor]:
+        """Return the parts that ranks of equal place alone have alike, by name."""
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name in self.cut.cuts}
+
+    def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
+        """Sum over the ranks of equal place: `replicas` has one of each cell."""
+        assert kind == "canonical", "places hold parts of one and the same sum"
+        return ReplicatedState.sum_of(self, replicas, num_lanes, kind)
+
+    def measure(self) -> Tensor:
+        """Return the sums of squares of the grains of what this rank holds of the gradient."""
+        return grain_squares(split_grains(self._gradients()))
+
+    def norm_of(self, gathered: Tensor) -> Tensor:
+        rows = gathered.numpy().reshape(-1, self._mesh.cell.size, gathered.shape[1])
+        for replica in range(1, len(rows)):
+            self._check_alike(rows[0], rows[replica], f"cell {replica} of {len(rows)}")
+        return self.norm_of_places(rows[0])
+
+    def norm_of_places(self, rows: Float64s) -> Tensor:
+        """Return the norm from what each place of a cell has measured; shape (places, grains)."""
+        squares: list[Float64s] = []
+        for name, grains in self._grains():
+            if name in self.cut.cuts:
+                squares.extend(rows[:, grains])
+                continue
+            for place in range(1, len(rows)):
+                self._check_alike(rows[0][grains], rows[place][grains], f"place {place} of {len(rows)}")
+            squares.append(rows[0][grains])
+        return torch.tensor(total_norm(np.concatenate(squares) if squares else np.zeros(0)), dtype=torch.float64)
+
+    def _check_alike(self, one: Float64s, other: Float64s, who: str) -> None:
+        if not np.array_equal(one, other, equal_nan=True):
+            raise WeightsDifferError(
+                f"{who} has other gradients than the first, of what both hold: memory or a connection is damaged, or a "
+                "device computes wrongly. The step is not applied: all ranks end, and the next start continues from "
+                "the last commit"
+            )
+
+    def norm_alone(self, measured: Tensor) -> Tensor | None:
+        """Only all places of a cell together know the norm."""
+        return None
+
+    def _grains(self) -> Iterator[tuple[str, slice]]:
+        """Yield every parameter that has a gradient, and which of the measured grains are its."""
+        end = 0
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                start, end = end, end + len(split_grains([parameter]))
+                yield name, slice(start, end)
+
+    @property
+    def num_grains(self) -> int:
+        """How many grains a rank measures: as many on every place."""
+        return len(split_grains(one for one in self.model.parameters() if one.requires_grad))
+
+    def digest(self, group: Group) -> str:
+        named = self.model.state_dict().items()
+        return join_digests({name: digest_of(self._whole(name, tensor)) for name, tensor in named})
+
+    def digest_alone(self) -> str:
+        return ""
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        return self.cut.whole(name, tensor) if name in self.cut.cuts else tensor
+
+    def check_copies(self, group: Group, step: int) -> None:
+        """Raise WeightsDifferError on every rank if ranks of equal place hold other parts."""
+        mine = torch.tensor([checksum(tensor) for tensor in self.cut_weights().values()], dtype=torch.int64)
+        seen = group.all_gather(torch.tensor(checksum(mine))).flatten().tolist()
+        for place in range(self._mesh.cell.size):
+            column = seen[place :: self._mesh.cell.size]
+            if len(set(column)) > 1:
+                who, _ = name_others(column)
+                raise WeightsDifferError(
+                    f"step {step}: of the ranks that hold part {place} of each cell, by cells, {who}: a kernel is not "
+                    "deterministic, or a device computes wrongly. The last commit is intact: all ranks end, and the "
+                    "next start continues from it"
+                )
+
+    def make_whole(self, group: Group) -> None:
+        self.cut.become_whole()
+
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
+        self._writers = tuple(writers)
+        return writers
+
+    def stand_alone(self) -> bool:
+        """It holds a part of most tensors."""
+        return False
+
+    def to_save(self) -> State:
+        """Return the whole state, in which tensors that this rank does not write have no memory; all ranks call it.
+
+        The places of a cell send their parts to the one of them, if any, which writes the tensor.
+        """
+        cuts, cell = self.cut.cuts, self.cut.links.group
+        held = self.held()
+        parts = {path: leaf for path, leaf in leaves_by_path(held).items() if isinstance(leaf, Tensor)}
+        cut = {path: one for path, leaf in parts.items() if (one := cut_at(path, leaf, cuts, is_whole=False))}
+
+        def without_memory(path: StatePath, leaf: Tensor) -> Tensor:
+            return torch.empty(cut[path].shape, dtype=leaf.dtype, device="meta") if path in cut else leaf
+
+        outline = with_tensors(held, without_memory)
+        plan = self._planner.plan(outline, leaves_by_path(outline), len(self._writers))
+        wholes: dict[StatePath, Tensor] = {}
+        for part, rank in zip(plan.parts, self._writers, strict=False):
+            replica, place = divmod(rank, self._mesh.cell.size)
+            for slot in part.slots if replica == self._mesh.replica else ():
+                if slot.path in cut:
+                    whole = put_together_at(place, parts[slot.path], cut[slot.path], cell)
+                    wholes |= {} if whole is None else {slot.path: whole}
+        return with_tensors(outline, lambda path, leaf: wholes.get(path, leaf))
+
+    def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
+        ReplicatedState.take(self, lambda tree: self._fill_parts(tree, fill), keeps_rates=keeps_rates)
+
+    def _fill_parts(self, tree: State, fill: Callable[[State], None]) -> None:
+        """Fill a tree with what this rank holds, from a commit's whole tensors or a peer's parts."""
+        place, cuts = self._mesh.place, self.cut.cuts
+        weights: dict[str, Tensor] = tree["model"]  # type: ignore[assignment]
+        for name in weights.keys() & cuts.keys():
+            weights[name] = torch.empty(cuts[name].shape, dtype=weights[name].dtype, device=weights[name].device)
+        fill(tree)
+
+        def part_of(path: StatePath, leaf: Tensor) -> Tensor:
+            cut = cut_at(path, leaf, cuts, is_whole=True)
+            return leaf if cut is None else cut.part_of(leaf, place)
+
+        tree.update(with_tensors(tree, part_of))
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self.mesh is not None, "no world has given this rank a place"
+        return self.mesh

@@ -1,0 +1,35 @@
+"""Taking a place in a cell, and what that says of faults to come."""
+
+from __future__ import annotations
+
+from elastic_train.core.mesh import Mesh
+from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.plan import Plan
+from elastic_train.job.state import AppliedState, Reached
+from elastic_train.parallel.group import Group
+from elastic_train.system.wording import counted
+
+
+def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group) -> None:
+    """Take the place in a cell that a world gives this rank; what it held at another place is of no use there."""
+    assert isinstance(state.shards, CellState), "a cell needs a model that can be cut"
+    is_elsewhere = state.shards.cut.place not in (None, mesh.place)
+    whole = plan.build_state().model.state_dict() if is_elsewhere else None
+    if is_elsewhere:
+        state.drop_pending()
+        state.reached = Reached()
+    state.shards.enter(mesh, cell, whole)
+
+
+def redundancy_of(mesh: Mesh) -> str:
+    """Say what a fault will cost, by how many cells hold the state."""
+    num_ranks = counted(mesh.cell.size, "rank")
+    if mesh.num_replicas == 1:
+        return (
+            f"{num_ranks} make one cell, which alone holds the state: a rank that is lost takes its part along, and "
+            "the job goes on from the newest commit (more nodes make more cells)"
+        )
+    return (
+        f"{mesh.num_replicas} cells of {num_ranks}: a fault that leaves each part of the state in one of them costs no "
+        "applied step"
+    )

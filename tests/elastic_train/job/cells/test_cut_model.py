@@ -1,0 +1,127 @@
+"""A model cut into parts computes what the whole one does, to rounding; what does not fit is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cut_model import CutModel, tensor_plan_of
+from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.task import TensorPlan
+from elastic_train.tasks.witness import Witness
+from tests.conftest import run_ranks
+
+SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=8, kv_heads=4, hidden=12, dropout=0.2)
+TASK = CausalLM(model={"dim": 16, "heads": 8, "kv_heads": 4, "hidden": 12})
+
+
+def make_model() -> Decoder:
+    torch.manual_seed(3)
+    return Decoder(SHAPE).double()
+
+
+def run_once(model: nn.Module) -> Tensor:
+    """Run forward and backward on the same tokens, with the same dropout; return the output."""
+    torch.manual_seed(5)
+    out: Tensor = model(torch.randint(0, 11, (3, 7)))
+    out.square().sum().backward()
+    return out.detach()
+
+
+def of_rank(rank: int, size: int, folder: str) -> None:
+    whole, model = make_model(), make_model()
+    expected = run_once(whole)
+    links = CellLinks()
+    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+    links.bind(group)
+    plan = tensor_plan_of(TASK, model, size)
+    assert plan is not None
+    cut = CutModel(model, plan, size, links)
+    cut.take_place(rank)
+    torch.testing.assert_close(run_once(model), expected, rtol=1e-12, atol=1e-12)
+    shared: list[Tensor] = []
+    for (name, one), (_, other) in zip(whole.named_parameters(), model.named_parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        mine = cut.cuts[name].part_of(one.grad, rank) if name in cut.cuts else one.grad
+        torch.testing.assert_close(other.grad, mine, rtol=1e-10, atol=1e-12)
+        shared += [] if name in cut.cuts else [other.grad.reshape(-1)]
+        assert torch.equal(cut.whole(name, other) if name in cut.cuts else other, one)
+    gradients = group.all_gather(torch.cat(shared))
+    assert all(torch.equal(one, gradients[0]) for one in gradients), "what all places hold gets the same bits on all"
+    assert sum(one.numel() for one in model.parameters()) < 0.7 * sum(one.numel() for one in whole.parameters())
+    cut.take_place((rank + 1) % size, make_model().state_dict())
+    for name, one in whole.named_parameters():
+        if name in cut.cuts:
+            assert torch.equal(model.get_parameter(name), cut.cuts[name].part_of(one, (rank + 1) % size))
+    cut.take_place(rank, make_model().state_dict())
+    cut.become_whole()
+    model.zero_grad()
+    assert torch.equal(run_once(model), expected), "whole again, it computes by itself"
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_compute_what_the_whole_does(tmp_path: Path, size: int) -> None:
+    """Outputs and gradients, in float64, where a wrong or missing sum would show in the first digits."""
+    run_ranks(of_rank, size, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "degree", "message"),
+    [
+        ({}, 3, "parallel.tensor: 3 does not divide task.params.model.heads, which is 8"),
+        ({"kv_heads": 2}, 4, "parallel.tensor: 4 does not divide task.params.model.kv_heads, which is 2"),
+        ({"hidden": 6}, 4, "parallel.tensor: 4 does not divide task.params.model.hidden, which is 6"),
+    ],
+)
+def test_a_degree_has_to_divide_what_is_cut(changes: dict[str, int], degree: int, message: str) -> None:
+    shape = DecoderShape(**{"vocabulary": 11, "dim": 16, "heads": 8, "kv_heads": 4, "hidden": 12, **changes})
+    with pytest.raises(ConfigError, match=message):
+        tensor_plan_of(TASK, Decoder(shape), degree)
+
+
+class Cutting(Witness):
+    """A task with a plan of its own."""
+
+    def __init__(self, **plan: str) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
+        return self._plan  # type: ignore[return-value]
+
+
+class Block(nn.Module):
+    """Layers of the kinds that a plan may name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 3), nn.LayerNorm(4), nn.Linear(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"up": "column"}, "2 does not divide the 3 columns of 'up'"),
+        ({"norm": "column"}, "'norm' by columns, which a LayerNorm cannot be"),
+        ({"down": "row"}, "'down' by rows, which a linear layer with a bias cannot be"),
+    ],
+)
+def test_a_plan_that_does_not_fit_its_model_is_refused(plan: dict[str, str], message: str) -> None:
+    """A bias would be added by every rank, and no norm is cut."""
+    with pytest.raises(ConfigError, match=message):
+        tensor_plan_of(Cutting(**plan), Block(), 2)
+
+
+def test_a_task_without_a_plan_hears_what_else_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.tensor: 2 needs a task that says how .* or use parallel.shards"):
+        tensor_plan_of(Witness(), nn.Linear(2, 2), 2)

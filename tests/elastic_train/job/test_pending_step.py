@@ -1,0 +1,170 @@
+"""Steps that cells left between the sum and its application: applied where somebody may have, else dropped."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.core.accounting import SampleAccount
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.core.order import Cursor
+from elastic_train.errors import WeightsDifferError
+from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.reseating.pending_step import furthest_whole, settle_pending
+from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.job.state_shards import Place
+from elastic_train.parallel.gradient_sum import bind_gradients
+from elastic_train.parallel.group import Group
+
+TERM = 3
+GRADIENT = torch.linspace(1.0, 2.0, 16).view(4, 4)
+
+
+class Meeting:
+    """Threads that gather what each has, as the ranks of a world do."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._given = threading.Barrier(size, timeout=30), {}
+        self._given: dict[int, Tensor] = {}
+
+    def gather(self, rank: int, tensor: Tensor) -> Tensor:
+        self._given[rank] = tensor.clone()
+        self._barrier.wait()
+        gathered = torch.stack([self._given[one] for one in sorted(self._given)])
+        self._barrier.wait()
+        return gathered
+
+
+class Rank(Group):
+    """One of the threads."""
+
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+        super().__init__(rank, 1, None, 1.0)
+        self.rank, self.size, self._meeting = rank, size, meeting
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._meeting.gather(self.rank, tensor)
+
+
+def make_state(mesh: Mesh, step: int) -> AppliedState:
+    """Return the state of a place in a cell of two at a step, with the next one's gradient in place."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
+    recipe = OptimizerConfig(lr=0.1, warmup_steps=0, clip_norm=0.5)
+    state = build_state(model, recipe, 9, "cpu", False, (), ParallelConfig(tensor=2), {"0": "column"})
+    assert isinstance(state.shards, CellState)
+    state.shards.enter(mesh, Group(0, 1, None, 1.0), None)
+    state.shards.trained_in = TERM
+    bind_gradients(list(model.parameters()))
+    part = state.shards.cut.cuts["0.weight"].part_of
+    for _ in range(step):
+        _fill(state, part(GRADIENT, mesh.place))
+        state.apply(FACTS, torch.tensor(2.0, dtype=torch.float64))
+    _fill(state, part(GRADIENT, mesh.place))
+    return state
+
+
+FACTS = StepFacts(Cursor(), CoverageSums(), TERM, SampleAccount())
+
+
+def _fill(state: AppliedState, gradient: Tensor) -> None:
+    for parameter in state.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.fill_(0.25)
+    state.model.get_parameter("0.weight").grad.copy_(gradient)  # type: ignore[union-attr]
+
+
+def settle(
+    steps: list[int], pending: list[bool], newcomers: tuple[int, ...] = ()
+) -> tuple[list[Place], list[AppliedState]]:
+    """Let ranks of cells of two that have applied so many steps, some holding the next as pending, settle it."""
+    meeting, size = Meeting(len(steps)), len(steps)
+    states = [make_state(Mesh(rank, size, Cell(tensor=2)), step) for rank, step in enumerate(steps)]
+    found: dict[int, list[Place]] = {}
+    for rank, state in enumerate(states):
+        assert isinstance(state.shards, CellState)
+        if pending[rank]:
+            state.hold(FACTS, state.measure())
+        if rank in newcomers:
+            state.shards.trained_in = 0
+
+    def run(rank: int) -> None:
+        state = states[rank]
+        assert isinstance(state.shards, CellState)
+        found[rank] = settle_pending(Rank(rank, size, meeting), state, state.shards, counts=True)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(found[rank] == found[0] for rank in range(size))
+    assert found[0] == [state.place for state in states]
+    assert all(state.pending is None for state in states)
+    return found[0], states
+
+
+def weights_of(state: AppliedState) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in state.model.parameters()]
+
+
+def test_what_one_has_applied_all_apply() -> None:
+    """With its norm, which those that hold the step as pending do not know."""
+    places, states = settle([2, 1, 1, 1], [False, True, True, True])
+    assert places == [Place(2, TERM)] * 4
+    for one, other in ((0, 2), (1, 3)):
+        for mine, theirs in zip(weights_of(states[one]), weights_of(states[other]), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_what_all_that_are_left_hold_is_applied_with_the_norm_of_all_parts() -> None:
+    """A newcomer at the other place of a cell does not keep them from it, as long as each part is known."""
+    places, states = settle([1, 1, 1, 0], [True, True, True, False], newcomers=(3,))
+    assert places == [Place(2, TERM)] * 3 + [Place(0, 0)]
+    squares = GRADIENT.double().square().sum() + 8 * 0.25**2
+    assert states[0].reached.norm == pytest.approx(float(squares.sqrt()), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("steps", "pending", "newcomers"),
+    [([1, 1, 1, 1], [True, True, True, False], ()), ([1, 0], [True, False], (1,))],
+)
+def test_what_somebody_lacks_nobody_has_applied(
+    steps: list[int], pending: list[bool], newcomers: tuple[int, ...]
+) -> None:
+    """A survivor without the step, or a part of the state that nobody is left of: it is dropped."""
+    before = [weights_of(make_state(Mesh(rank, len(steps), Cell(tensor=2)), step)) for rank, step in enumerate(steps)]
+    places, states = settle(steps, pending, newcomers)
+    assert [place.step for place in places] == steps
+    for state, weights in zip(states, before, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(weights_of(state), weights, strict=True))
+
+
+def test_only_what_each_place_holds_is_whole() -> None:
+    a, b, none = Place(5, 2), Place(4, 2), Place(0, 0)
+    assert furthest_whole([a, b, b, a], 2) == a
+    assert furthest_whole([a, b, b, none], 2) == b
+    assert furthest_whole([a, none, b, none], 2) == none
+
+
+def test_copies_of_a_part_have_one_gradient() -> None:
+    """Ranks of equal place must have measured the same, and so must all of what is not cut; else nothing is applied."""
+    shards = make_state(Mesh(0, 4, Cell(tensor=2)), 0).shards
+    assert isinstance(shards, CellState)
+    shards.mesh = replace(shards._mesh, size=4)
+    rows = torch.tensor([[1.0, 2.0, 3.0], [4.0, 2.0, 3.0]] * 2, dtype=torch.float64)
+    assert float(shards.norm_of(rows)) == pytest.approx((1 + 4 + 2 + 3) ** 0.5)
+    for rank, grain, who in [(2, 0, "cell 1 of 2"), (1, 2, "place 1 of 2")]:
+        wrong = rows.clone()
+        wrong[rank, grain] += 1
+        if rank == 1:
+            wrong[3, grain] += 1
+        with pytest.raises(WeightsDifferError, match=who):
+            shards.norm_of(wrong)

@@ -1,0 +1,153 @@
+"""Cells of members: whole, of one node, as many as can be, with as few members as possible at other places."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rendezvous import MemoryStore
+from rendezvous.membership import decisions
+from rendezvous.membership.cells import Arrangement, arrange
+from rendezvous.membership.decisions import Policy, Seal, Wait
+from rendezvous.membership.own_record import Place
+from rendezvous.membership.participant import Participant
+from rendezvous.membership.records import Member, Seat, View, World
+
+CELLS = Policy(1, 4, 0.0, max_members=4, cell_size=2)
+
+
+def worker(name: str, **fields: int) -> Member:
+    """Return a worker whose name begins with its node's."""
+    return Member(name, "host", "address", 1, **{"after": 0, **fields}, node=name[0], node_members=1)
+
+
+def world(term: int, *names: str) -> World:
+    return World(term, tuple(Seat(name, 1) for name in names), "start", "address", 1, 0.0)
+
+
+def places_in(arrangement: Arrangement) -> dict[str, int]:
+    return {member.id: place for cell in arrangement.cells for place, member in enumerate(cell)}
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[int, list[Member], World | None]:
+    """Draw a cell's size, a world of whole cells, and who is there after some have left and others have come."""
+    size = draw(st.integers(1, 4))
+    first = [worker(f"{draw(st.sampled_from('abc'))}{number}") for number in range(draw(st.integers(0, 14)))]
+    before = arrange(first, size, None).members
+    survivors = [member for member in first if draw(st.booleans())]
+    newcomers = [worker(f"{draw(st.sampled_from('abc'))}n{number}") for number in range(draw(st.integers(0, 6)))]
+    return size, [*survivors, *newcomers], world(1, *(member.id for member in before)) if before else None
+
+
+@given(changes())
+def test_cells_are_whole_of_one_node_and_as_many_as_can_be(change: tuple[int, list[Member], World | None]) -> None:
+    """Every member is in one of them, or a spare; a node's spares do not make another one."""
+    size, members, last = change
+    found = arrange(members, size, last)
+    assert Counter([*found.members, *found.spares]) == Counter(members)
+    assert all(len(cell) == size and len({member.node_id for member in cell}) == 1 for cell in found.cells)
+    assert all(number < size for number in Counter(member.node_id for member in found.spares).values())
+    assert [cell[0] for cell in found.cells] == [member for member in members if places_in(found).get(member.id) == 0]
+
+
+@given(changes())
+def test_no_arrangement_moves_fewer_members(change: tuple[int, list[Member], World | None]) -> None:
+    """Of those that had a place as many keep it as a node's cells have such places; newcomers go before the others."""
+    size, members, last = change
+    found, had = arrange(members, size, last), {}
+    for member in members:
+        rank = None if last is None else last.rank_of(member.id)
+        if rank is not None:
+            had[member.id] = rank % size
+    now = places_in(found)
+    for node in {member.node_id for member in members}:
+        num_cells = sum(cell[0].node_id == node for cell in found.cells)
+        mine = [member.id for member in members if member.node_id == node]
+        known = Counter(had[name] for name in mine if name in had)
+        kept = Counter(had[name] for name in mine if name in had and now.get(name) == had[name])
+        assert kept == Counter({place: min(number, num_cells) for place, number in known.items() if num_cells})
+        num_moved = sum(name in had and name in now and now[name] != had[name] for name in mine)
+        num_new = sum(name not in had for name in mine)
+        assert num_moved == max(0, num_cells * size - kept.total() - num_new)
+
+
+@given(changes())
+def test_an_arrangement_stands_until_somebody_comes_or_goes(change: tuple[int, list[Member], World | None]) -> None:
+    """Seen again with the world that was made of it, it is the same, whoever waits beside it."""
+    size, members, last = change
+    found = arrange(members, size, last)
+    if found.cells:
+        assert arrange(members, size, world(2, *(member.id for member in found.members))) == found
+
+
+def test_survivors_of_two_cells_make_one_and_keep_their_parts() -> None:
+    """Each of two cells has lost another part: what is left is one whole replica."""
+    left = [worker("a1"), worker("a2")]
+    assert places_in(arrange(left, 2, world(1, "a0", "a1", "a2", "a3"))) == {"a2": 0, "a1": 1}
+
+
+def test_a_member_without_a_cell_stands_by_until_a_worker_joins_it() -> None:
+    """The world goes on with one cell; the first that comes completes the other, and only then is there a new world."""
+    two = world(1, "a0", "a1", "a2", "a3")
+    left = [worker("a0", after=1), worker("a1", after=1), worker("a3", after=1)]
+    view = View(9, tuple(left), two)
+    assert decisions.decide(view, "a0", CELLS, 0.0) == Seal(2, (Seat("a0", 1), Seat("a1", 1)), "lost")
+    assert decisions.decide(view, "a3", CELLS, 0.0) == Wait("room")
+    one = world(2, "a0", "a1")
+    smaller = View(10, tuple(left), one)
+    assert decisions.num_waiting(smaller, "a0", one, CELLS) == 0
+    assert decisions.decide(smaller, "a3", CELLS, 0.0) == Wait("room")
+    joined = View(11, (*left, worker("a4")), one)
+    assert decisions.num_waiting(joined, "a0", one, CELLS) == 2
+    assert decisions.decide(joined, "a4", CELLS, 0.0) == Wait("members")
+
+
+def test_what_makes_no_cell_makes_no_world() -> None:
+    """Workers of different nodes do not share one."""
+    view = View(9, (worker("a0"), worker("b0")))
+    assert decisions.decide(view, "a0", CELLS, 99.0) == Wait("nodes")
+
+
+def test_a_world_has_no_more_cells_than_it_can_use() -> None:
+    six = View(9, tuple(worker(name) for name in ("a0", "b0", "a1", "b1", "b2", "b3")))
+    assert decisions.decide(six, "a0", CELLS, 99.0) == Seal(
+        1, tuple(Seat(name, 1) for name in ("a0", "a1", "b0", "b1")), "start"
+    )
+    full = world(1, "b0", "b1", "b2", "b3")
+    assert decisions.num_waiting(View(9, six.members, full), "b0", full, CELLS) == 0, "who trains is not replaced"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_members_of_one_node_meet_in_whole_cells(store: MemoryStore, pool: ThreadPoolExecutor, lost: int) -> None:
+    """Three workers make one cell and a spare, which takes the place of the one that leaves."""
+    nodes = [_make_worker(store) for _ in range(3)]
+    for node in nodes:
+        node.join(10.0)
+    first = nodes[:2]
+    worlds = [future.result() for future in [pool.submit(_enter, node) for node in first]]
+    assert worlds[0] == worlds[1] and [seat.member for seat in worlds[0].seats] == [node.id for node in first]
+    waiting = pool.submit(_enter, nodes[2])
+    first[lost].leave()
+    survivor = first[1 - lost]
+    survivor.join(10.0)
+    second = _enter(survivor)
+    assert waiting.result() == second
+    assert second.seats[1 - lost].member == survivor.id and second.seats[lost].member == nodes[2].id
+    for node in nodes:
+        node.leave()
+
+
+def _make_worker(store: MemoryStore) -> Participant:
+    place = Place("host", "127.0.0.1", 1, node="a", node_members=3)
+    return Participant(store, "job", CELLS, place, ttl_s=3.0)
+
+
+def _enter(node: Participant) -> World:
+    found = node.next_world(lambda seal: ("127.0.0.1", 1), 10.0)
+    assert found is not None
+    return found
