@@ -110,11 +110,14 @@ def facts_of(row: Sequence[float | int]) -> RankFacts:
     return RankFacts._make(row)
 
 
-def slowest(ranks: Sequence[RankFacts]) -> tuple[int, float] | None:
-    """Return the rank whose lanes took longest, and how many times the median that was; None if it is unremarkable."""
+def slowest(ranks: Sequence[RankFacts], num_lanes: Sequence[int]) -> tuple[int, float] | None:
+    """Return the rank whose lanes took longest, and how many times the median that was; None if it is unremarkable.
+
+    For each of its lanes: where they do not go into the ranks evenly, who has more takes longer and is not slow.
+    """
     if len(ranks) < 2:
         return None
-    times = [facts.compute_s for facts in ranks]
+    times = [facts.compute_s / max(1, lanes) for facts, lanes in zip(ranks, num_lanes, strict=True)]
     median = statistics.median_low(times)
     rank = max(range(len(times)), key=times.__getitem__)
     return (rank, times[rank] / median) if median > 0 and times[rank] >= SLOW_RATIO * median else None

@@ -28,20 +28,22 @@ def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("compute_s", "expected"),
+    ("compute_s", "num_lanes", "expected"),
     [
-        ((1.0,), None),
-        ((1.0, 1.4), None),
-        ((1.0, 1.5), (1, 1.5)),
-        ((2.0, 6.0, 2.0, 2.0), (1, 3.0)),
-        ((0.0, 0.0), None),
+        ((1.0,), (1,), None),
+        ((1.0, 1.4), (1, 1), None),
+        ((1.0, 1.5), (1, 1), (1, 1.5)),
+        ((2.0, 6.0, 2.0, 2.0), (1, 1, 1, 1), (1, 3.0)),
+        ((0.0, 0.0), (1, 1), None),
+        ((3.0, 3.0, 2.0), (3, 3, 2), None),
+        ((3.0, 6.0, 2.0), (3, 3, 2), (1, 2.0)),
     ],
 )
 def test_the_slowest_rank_is_named_where_it_stands_out(
-    compute_s: tuple[float, ...], expected: tuple[int, float] | None
+    compute_s: tuple[float, ...], num_lanes: tuple[int, ...], expected: tuple[int, float] | None
 ) -> None:
-    """Against the median of all ranks; a world of one, or ranks that are alike, have none."""
-    assert slowest(ranks(*compute_s)) == expected
+    """Against the median of all ranks; a world of one, or ranks that are alike, have none. More lanes take longer."""
+    assert slowest(ranks(*compute_s), num_lanes) == expected
 
 
 def test_phases_add_up_to_the_time_between_rows(now: SimpleNamespace) -> None:
