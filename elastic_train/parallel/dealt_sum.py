@@ -69,6 +69,7 @@ class DealtSum:
         self._turns = deal_lanes(seating.seat, len(seating.seats), num_lanes)
         self._runs = [by_flat(runs_of(seating.layout, grains)) for grains in seating.trained]
         self._neighbours = seating.neighbours()
+        self._shared = sum_chunks(seating.rank, seating.seats, seating.trained)
         self._counters: dict[int, Counter[Tensor]] = {}
         self._turn, self._next = 0, 0
         self._in_flight: _Flight | None = None
@@ -268,15 +269,14 @@ class DealtSum:
 
     def _exchange_sums(self, sums: Mapping[int, dict[Part, Tensor]]) -> None:
         """Add to this rank's sums those of the other groups, from the ranks that hold the same."""
-        seating, rank = self._seating, self._replicas.rank
+        layout = self._seating.layout
         sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
-        shared = sum_chunks(rank, seating.seats, seating.trained)
-        for chunk in shared:
-            runs = runs_of(seating.layout, chunk.grains)
-            for part in self._parts_of(rank):
+        for chunk in self._shared:
+            runs = runs_of(layout, chunk.grains)
+            for part in self._parts_of(self._replicas.rank):
                 sends += [(chunk.to, self._within(run, sums[run.flat][part])) for run in runs]
-        for chunk in shared[::-1]:
-            runs = runs_of(seating.layout, chunk.grains)
+        for chunk in self._shared[::-1]:
+            runs = runs_of(layout, chunk.grains)
             for part in self._parts_of(chunk.to):
                 for run in runs:
                     theirs = sums[run.flat].setdefault(part, on_huge_pages(torch.empty_like(self._homes[run.flat])))

@@ -214,7 +214,7 @@ class Group(PointToPoint):
         content = json.dumps(value).encode()
         lengths = self.all_gather(torch.tensor(len(content))).flatten().tolist()
         padded = torch.frombuffer(bytearray(content.ljust(max(lengths))), dtype=torch.uint8)
-        return [json.loads(row.numpy().tobytes()) for row in self.all_gather(padded)]
+        return _objects_in(self.all_gather(padded))
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
@@ -308,6 +308,11 @@ class _Guard:
 
     def polling(self, wait: Callable[[Callable[[], bool]], T]) -> T:
         return self._group._guard_while(wait)
+
+
+def _objects_in(rows: Tensor) -> list[Any]:
+    """Read every rank's JSON text from the bytes that were gathered."""
+    return [json.loads(row.numpy().tobytes()) for row in rows]
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:

@@ -24,10 +24,11 @@ Runs = Sequence[Run]
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Runs of the flat gradients, by rank: what each owns, and `given[owner][holder]` of it that others hold, too."""
+    """Runs of the flat gradients, by rank: what each owns, and what this one gives others of its own, and is given."""
 
     owned: Sequence[Runs]
-    given: Sequence[Sequence[Runs]]
+    given: Sequence[Runs]
+    taken: Sequence[Runs]
 
 
 class OwnedSum(TreeSum):
@@ -70,10 +71,10 @@ class OwnedSum(TreeSum):
 
     def _give(self) -> None:
         """Give what this rank has finished to its other holders, and take what they have."""
-        given, rank = self._shares.given, self._replicas.rank
+        given, taken = self._shares.given, self._shares.taken
         self._replicas.exchange(
-            [(other, self._at(run)) for other in self._others for run in given[rank][other]],
-            [(other, self._at(run)) for other in self._others[::-1] for run in given[other][rank]],
+            [(other, self._at(run)) for other in self._others for run in given[other]],
+            [(other, self._at(run)) for other in self._others[::-1] for run in taken[other]],
         )
 
     def _at(self, run: Run) -> Tensor:

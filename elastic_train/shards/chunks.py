@@ -39,7 +39,9 @@ def leaf_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) ->
 
 def sum_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[Chunk]:
     """Return what a rank sends of each of its sums: to holders in other groups, the grains that both hold."""
-    chunks = []
+    chunks: list[Chunk] = []
+    if not holdings[rank].size:
+        return chunks
     for distance in range(1, len(seats)):
         other = (rank + distance) % len(seats)
         if seats[other].group != seats[rank].group:

@@ -56,15 +56,20 @@ class Seating:
         """Return the runs that each rank finishes, by rank."""
         return [runs_of(self.layout, grains) for grains in self.owned]
 
-    def given_runs(self) -> list[list[list[Run]]]:
-        """Return, by owner and holder, the runs that the owner gives the holder of what it has finished."""
-        return [
-            [
-                [] if owner == holder else runs_of(self.layout, np.intersect1d(owned, held, assume_unique=True))
-                for holder, held in enumerate(self.trained)
-            ]
-            for owner, owned in enumerate(self.owned)
-        ]
+    def given_runs(self) -> list[list[Run]]:
+        """Return, by holder, the runs that this rank gives each other one of what it has finished."""
+        return [self._shared_runs(self.rank, holder) for holder in range(len(self.seats))]
+
+    def taken_runs(self) -> list[list[Run]]:
+        """Return, by owner, the runs that this rank is given of what each other one has finished."""
+        return [self._shared_runs(owner, self.rank) for owner in range(len(self.seats))]
+
+    def _shared_runs(self, owner: int, holder: int) -> list[Run]:
+        """Return the runs that one rank finishes and another one holds, too."""
+        owned, held = self.owned[owner], self.trained[holder]
+        if owner == holder or not owned.size or not held.size:
+            return []
+        return runs_of(self.layout, np.intersect1d(owned, held, assume_unique=True))
 
     def neighbours(self) -> list[int]:
         """Return the other ranks of this rank's group, its right neighbour first."""

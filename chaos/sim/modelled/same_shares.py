@@ -6,64 +6,40 @@ kept from one job to the next: a planted bug may be in what is worked out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
 
+from chaos.sim.modelled.memory import Known, memory_of
 from elastic_train.core.arrays import Int64s
 from elastic_train.job.optimizers.cuts import MakeOptimizer
+from elastic_train.job.reseating import Brought, leave_out_unfinished, taking
 from elastic_train.job.sharded.elementwise import Slots, slots_of
-from elastic_train.shards.arcs import Arc
-from elastic_train.shards.domains import Path
+from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.shards.grains import Layout
-from elastic_train.shards.holdings import Circle, Run, grains_in, runs_of
+from elastic_train.shards.holdings import Circle, Run, runs_of
 from elastic_train.shards.owners import owned_by_some
-from elastic_train.shards.recut import Holder, Recut, plan_recut
 from elastic_train.shards.seating import Seating
-from elastic_train.shards.seats import Seat, seats_of_holders
-
-T = TypeVar("T")
-MOST_KNOWN = 1 << 12
-"""So many results of a kind are remembered, the last ones."""
-
-
-class Known:
-    """Results by what they follow from."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, object] = {}
-
-    def __call__(self, key: Hashable, work_out: Callable[[], T]) -> T:
-        if key not in self._known:
-            if len(self._known) == MOST_KNOWN:
-                del self._known[next(iter(self._known))]
-            self._known[key] = work_out()
-        return self._known[key]  # type: ignore[return-value]  # each key has results of one kind
+from elastic_train.shards.seats import Seat
 
 
 class SameShares:
-    """The product's functions of seats, for the ranks of one job."""
+    """The product's functions of seats, for the ranks of one job; what follows from one list is remembered with it."""
 
     def __init__(self) -> None:
-        self._seatings, self._seats, self._plans, self._runs, self._grains, self._owned = (Known() for _ in range(6))
-        self._slots = Known()
+        self._runs, self._owned, self._slots = Known(), Known(), Known()
+        self._common = memory_of(lambda seats, layout, circle: _CommonSeating(layout, circle, seats, 0))
+        self.seats_of = memory_of(taking._seats_of)
+        self.plan_of = memory_of(taking._plan_of)
+        self._left = memory_of(lambda brought, shards: leave_out_unfinished(shards, brought))
 
     def seating(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> Seating:
-        common = self._seatings(tuple(seats), lambda: _CommonSeating(layout, circle, seats, 0))
-        return _OwnSeating(common, rank)
+        return _OwnSeating(self._common(seats, layout, circle), rank)
 
-    def seats_of_holders(
-        self, paths: Sequence[Path], copies: int, before: Sequence[Seat | None], is_holder: Sequence[bool]
-    ) -> list[Seat]:
-        key = tuple(paths), copies, tuple(before), tuple(is_holder)
-        return self._seats(key, lambda: seats_of_holders(paths, copies, before, is_holder))
-
-    def plan_recut(self, had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) -> Recut:
-        key = tuple((one.reached, one.grains.tobytes()) for one in had), _bytes_of(wants)
-        return self._plans(key, lambda: plan_recut(had, wants, spans))
+    def leave_out_unfinished(self, shards: HeldState, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
+        return self._left(brought, shards)
 
     def slots_of(self, optimizer: Optimizer, make: MakeOptimizer, device: torch.device) -> Slots:
         """Return what an optimizer keeps, which is tried out once: all processes of a job make the same one."""
@@ -72,9 +48,6 @@ class SameShares:
 
     def runs_of(self, layout: Layout, grains: Int64s) -> list[Run]:
         return self._runs(grains.tobytes(), lambda: runs_of(layout, grains))
-
-    def grains_in(self, circle: Circle, arcs: Sequence[Arc]) -> Int64s:
-        return self._grains(tuple(arcs), lambda: grains_in(circle, arcs))
 
     def owned_by_some(
         self, holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int]
@@ -90,8 +63,8 @@ class _CommonSeating(Seating):
     """What all ranks of a world find of their seats."""
 
     @cached_property
-    def runs(self) -> list[list[list[Run]]]:
-        return super().given_runs()
+    def runs(self) -> list[list[Run]]:
+        return super().owned_runs()
 
 
 class _OwnSeating(Seating):
@@ -109,5 +82,5 @@ class _OwnSeating(Seating):
     def owned(self) -> list[Int64s]:
         return self._common.owned
 
-    def given_runs(self) -> list[list[list[Run]]]:
+    def owned_runs(self) -> list[list[Run]]:
         return self._common.runs

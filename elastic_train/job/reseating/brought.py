@@ -48,9 +48,14 @@ def bring(
     may_hold = may_hold or group.rank == 0
     norm, spare = _bits(state.reached.norm), _encoded_arcs(shards.spare.arcs if counts else ())
     mine = [*place, _encoded(seat), list(path), pending, shards.trained_in, norm, may_hold, spare]
+    return _read(group.all_gather_objects(mine))
+
+
+def _read(told: Sequence[Sequence[Any]]) -> list[Brought]:
+    """Read what every rank has said of what it brings."""
     return [
         Brought(Place(step, term), _decoded(seat), tuple(path), pending, trained_in, _float(norm), may, _arcs(spare))
-        for step, term, seat, path, pending, trained_in, norm, may, spare in group.all_gather_objects(mine)
+        for step, term, seat, path, pending, trained_in, norm, may, spare in told
     ]
 
 

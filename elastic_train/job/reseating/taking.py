@@ -42,7 +42,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.system.huge_pages import on_huge_pages
 
 
-def roll_forward(group: Group, state: AppliedState, shards: HeldState, brought: Sequence[Brought]) -> list[Brought]:
+def roll_forward(group: Group, state: AppliedState, shards: HeldState, brought: Sequence[Brought]) -> Sequence[Brought]:
     """Apply a pending step if it may have been applied, else drop it; return what ranks bring then."""
     furthest = max(one.place for one in brought)
     ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
@@ -54,7 +54,7 @@ def roll_forward(group: Group, state: AppliedState, shards: HeldState, brought: 
     able = _all_left(shards, brought, ahead, term)
     if not able:
         state.drop_pending()
-        return list(brought)
+        return brought
     holders = [(rank, shards.trained_by(brought[rank].seat)) for rank in able]
     most = max(1, *(grains.size for _, grains in holders))
     mine = torch.zeros(most, dtype=torch.float64)
@@ -103,13 +103,13 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     if is_first(shards, brought):
         take_first_seats(group, shards, brought)
         return np.empty(0, dtype=np.int64)
-    before = [one.seat if one.place == furthest else None for one in brought]
-    seating = _seating(group, shards, brought, before)
-    had = [_holder(shards, one, furthest) for one in brought]
-    plan = plan_recut(had, seating.holdings, shards.layout.span)
+    mine = brought[group.rank] if brought[group.rank].place == furthest else Brought(Place(0, 0), None, ())
+    seats = _seats_of(brought, shards.copies, furthest)
+    seating = Seating(shards.layout, shards.circle, seats, group.rank)
+    plan = _plan_of(brought, shards, furthest, seating)
     if plan.lost.size:
         return plan.lost
-    old = [*shards.runs, *shards.spare.runs] if before[group.rank] is not None else []
+    old = [*shards.runs, *shards.spare.runs] if mine.seat is not None else []
     runs = shards.room_for(seating, old)
     reach("hand-over")
     arrived = _move(group, shards, plan, runs, old)
@@ -123,7 +123,7 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     if given is not None:
         settings, state.reached = given
         counts = shards.settings.take_all(settings)
-    arcs = all_arcs_of(brought[group.rank]) if before[group.rank] is not None else ()
+    arcs = all_arcs_of(mine) if mine.seat is not None else ()
     shards.sit(seating, runs, counts, Spare(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
     reach("hand-over")
     group.barrier()
@@ -151,14 +151,20 @@ def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:
 
 def take_first_seats(group: Group, shards: HeldState, brought: Sequence[Brought]) -> None:
     """Take the seats of a world that begins with whole weights on every rank and no updates, or with a commit."""
-    seating = _seating(group, shards, brought, [None] * group.size)
+    seating = Seating(shards.layout, shards.circle, _seats_of(brought, shards.copies, None), group.rank)
     shards.sit(seating, shards.room_for(seating), [0.0] * len(shards.optimizer.param_groups))
 
 
-def _seating(group: Group, shards: HeldState, brought: Sequence[Brought], before: Sequence[Seat | None]) -> Seating:
-    is_holder = [one.may_hold for one in brought]
-    seats = seats_of_holders([one.path for one in brought], shards.copies, before, is_holder)
-    return Seating(shards.layout, shards.circle, seats, group.rank)
+def _seats_of(brought: Sequence[Brought], copies: int, furthest: Place | None) -> list[Seat]:
+    """Return every rank's seat; those that ranks bring count at the furthest step, and none do without it."""
+    before = [one.seat if one.place == furthest else None for one in brought]
+    return seats_of_holders([one.path for one in brought], copies, before, [one.may_hold for one in brought])
+
+
+def _plan_of(brought: Sequence[Brought], shards: HeldState, furthest: Place, seating: Seating) -> Recut:
+    """Return who gives what to whom, the same on all ranks."""
+    had = [_holder(shards, one, furthest) for one in brought]
+    return plan_recut(had, seating.holdings, shards.layout.span)
 
 
 def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:

@@ -215,7 +215,7 @@ class HeldState:
 
     def make_sum(self, replicas: Group, num_lanes: int) -> GradientSum:
         """Return the sum that leaves the mean gradient where it is held."""
-        shares = Shares(self.seated.owned_runs(), self.seated.given_runs())
+        shares = Shares(self.seated.owned_runs(), self.seated.given_runs(), self.seated.taken_runs())
         total = OwnedSum(self.flat.bind(), replicas, num_lanes, shares)
         total.exchange_beside(self.flat.placed(), self._bucket_bytes)
         return total

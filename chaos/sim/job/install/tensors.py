@@ -7,18 +7,20 @@ import math
 from collections.abc import Iterable, Sequence
 
 from chaos.sim.job.host import Host
-from chaos.sim.job.install.replacement import Replacement, memory_of, within
+from chaos.sim.job.install.replacement import Replacement, within
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.modelled import commit_files, piece_files, training
+from chaos.sim.modelled.memory import memory_of
 from chaos.sim.modelled.real_sums import CountedBuffers, RealSum
 from chaos.sim.modelled.same_shares import SameShares
 from elastic_train.checkpoint.commits import record
 from elastic_train.config.schema import Config
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.job.reseating import brought
 from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.state import AppliedState
-from elastic_train.parallel import step_tables
+from elastic_train.parallel import group, step_tables
 from elastic_train.system.failpoints import reach
 from elastic_train.training import step_sums
 from elastic_train.training.session import Session
@@ -68,6 +70,7 @@ def tensors(host: Host) -> Iterable[Replacement]:
     )
     for name in ("identity", "to_yaml"):  # of the one configuration that all processes of a job have
         yield Config, name, memory_of(getattr(Config, name))
+    yield from within("elastic_train.parallel.group", _objects_in=memory_of(group._objects_in))
     yield from within("elastic_train.parallel.step_tables", _read_tables=memory_of(step_tables._read_tables))
     yield from within("elastic_train.world.handover", _read_places=memory_of(handover._read_places))
     yield from within(
@@ -96,12 +99,12 @@ def _of_real_models() -> Iterable[Replacement]:
     yield from within(
         "elastic_train.job.reseating.taking",
         Seating=same.seating,
-        seats_of_holders=same.seats_of_holders,
-        plan_recut=same.plan_recut,
-        grains_in=same.grains_in,
+        _seats_of=same.seats_of,
+        _plan_of=same.plan_of,
         runs_of=same.runs_of,
     )
-    yield from within("elastic_train.job.reseating.brought", grains_in=same.grains_in)
+    yield from within("elastic_train.job.reseating.brought", _read=memory_of(brought._read))
+    yield from within("elastic_train.world.restore", leave_out_unfinished=same.leave_out_unfinished)
     yield from within(
         "elastic_train.job.sharded.held_state",
         runs_of=same.runs_of,

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 from chaos.sim.job.host import Host
-from chaos.sim.job.install.replacement import Replacement, memory_of, nothing, within
+from chaos.sim.job.install.replacement import Replacement, nothing, within
 from chaos.sim.job.install.stand_ins import Launcher, SimHistory, SimUnformedWorlds, client_of, undelayed
 from chaos.sim.machine import stdlib
 from chaos.sim.machine.meeting import MeetingStore
 from chaos.sim.machine.object_store import StorageClient
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.machine.tracker import TrackedRun, Tracking
+from chaos.sim.modelled.memory import memory_of
 from chaos.sim.modelled.silenced import Silent, Uncompacted
 from elastic_train.checkpoint.interval.young_daly import Faults
 from rendezvous.context import RendezvousContext
