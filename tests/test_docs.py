@@ -22,6 +22,8 @@ PAGES = {
 APPS = {"elastic-train": train_app, "elastic-chaos": chaos_app}
 FOLDERS = "benchmarks|chaos|configs|docs|elastic_train|evidence|examples|rendezvous|tests"
 KEYS = {name for name, *_ in keys()}
+TAKE_KEYS = {"train", "validate", "launch", "plan", "calibrate"}
+"""Commands after whose configuration any of its keys can follow."""
 OPTIONS_OF_KEYS = {f"--{key.replace('_', '-')}" for key in KEYS} | {f"--{key}" for key in KEYS}
 REMOVED = {"elastic-chaos emit", "elastic-train data synth --metadata-only"}
 """What the changelog says is gone."""
@@ -83,7 +85,9 @@ def unknown(app: App, words: list[str]) -> Iterator[str]:
             yield from [command] if command.isalpha() and command.islower() else []
             return
         app = app[command]
-    known = {"--help", *OPTIONS_OF_KEYS} if app.name[0] in {"train", "validate", "launch"} else {"--help"}
+    if words and words[0] in app:
+        app = app[words.pop(0)]  # of a command that does something by itself, too
+    known = {"--help", *OPTIONS_OF_KEYS} if app.name[0] in TAKE_KEYS else {"--help"}
     if app.default_command is not None:
         known |= {option for argument in app.assemble_argument_collection() for option in argument.names}
     for word in words:

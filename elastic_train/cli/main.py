@@ -23,6 +23,7 @@ app = App(
 # Imported by name on first use: `--help` need not wait for pyarrow and torch.
 app.command("elastic_train.cli.datasets:app", name="data")
 app.command("elastic_train.cli.checkpoints:app", name="ckpt")
+app.command("elastic_train.cli.planning:app", name="plan")
 
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 

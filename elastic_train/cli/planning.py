@@ -1,0 +1,212 @@
+"""`elastic-train plan`: what a run will need, on which devices, and which layouts are the best for it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
+from elastic_train.config import sources
+from elastic_train.errors import ConfigError
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.wording import did_you_mean, duration, nearest, size
+
+if TYPE_CHECKING:
+    from elastic_train.planning.report import Report
+    from elastic_train.planning.search import Outcome, ScalingRow
+
+app = App(name="plan", help="Say what a run will need before it runs: memory, time, money, and what faults will cost.")
+
+Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+Figure = Literal["throughput", "mfu", "step", "memory", "communication", "goodput", "days", "cost"]
+
+
+@app.default
+def plan(
+    config: Path,
+    *overrides: Overrides,
+    on: str = "CPU",
+    by: str = "throughput",
+    price: float = 0.0,
+    mtbf_h: float = 6300.0,
+    recovery: Literal["live", "restart"] = "live",
+    spares: int = 0,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    cells: Flag = False,
+    json_: Json = False,
+    html: Path | None = None,
+) -> int:
+    """Work out what CONFIG needs, from its real model and its data, and which layouts serve it best.
+
+    The model is built without memory for its weights, so any size can be planned anywhere. Any key of CONFIG can
+    follow, such as --parallel.shards gradients.
+
+    Parameters
+    ----------
+    on
+        The devices: A100, H100, H200, B200, L4 or CPU (one core), as 8xH100, or NODESxDEVICESxDEVICE@LINK such as
+        4x8xH100@IB-NDR; or a YAML file, as `elastic-train plan calibrate` writes it.
+    by
+        What the best layouts are chosen by: throughput, mfu, step, memory, communication, goodput, days or cost.
+    price
+        Of a device for an hour, in any currency.
+    mtbf_h
+        Hours between faults of one node.
+    recovery
+        live (survivors go on) or restart.
+    spares
+        Nodes that wait to take a lost one's place; they cost what others do.
+    tp
+        Ranks of a tensor group; with --pp stages of a pipeline and --ep ranks that share experts they make a cell. The
+        trainer does not run cells yet: these are for what is to come.
+    cells
+        Compare cells, too.
+    html
+        Write a page with charts to this file, too.
+    """
+    from elastic_train.planning.arithmetic.catalogue import parse_cluster
+    from elastic_train.planning.arithmetic.goodput import Reliability
+    from elastic_train.planning.report import make_report
+    from elastic_train.planning.search import FIGURES, Job
+
+    cluster = parse_cluster(on)
+    wrong = [
+        f"--{name} must be at least {least}, not {value}"
+        for name, value, least in (
+            ("tp", tp, 1),
+            ("pp", pp, 1),
+            ("ep", ep, 1),
+            ("spares", spares, 0),
+            ("price", price, 0),
+        )
+        if value < least
+    ]
+    wrong += [] if mtbf_h > 0 else [f"--mtbf-h must be more than 0, not {mtbf_h}"]
+    if by not in FIGURES:
+        meant = did_you_mean(nearest(by, FIGURES), f"; there are {', '.join(FIGURES)}")
+        wrong.append(f"--by: no figure '{by}'{meant}")
+    if wrong:
+        raise ConfigError(*wrong)
+    resolved = sources.load(config, environ=os.environ, arguments=overrides)
+    from elastic_train.planning.reading import read_config  # torch: once all that needs no model is known to be right
+
+    read = read_config(resolved)
+    layout = replace(read.layout, tensor=tp, pipeline=pp, expert=ep)
+    reliability = Reliability(mtbf_h=mtbf_h, recovery=recovery, spares=spares)
+    threads = resolved.threads_per_rank
+    job = Job(read.facts, read.batch, cluster, read.num_steps, price, threads, reliability)
+    report = make_report(job, layout, by, with_cells=cells or layout.cell > 1)
+    if html is not None:
+        from elastic_train.planning.page import render
+
+        write_atomically(html, render(report))
+    if json_:
+        return print_json(report.as_json())
+    show(report)
+    return print_text(f"written to {html}") if html is not None else 0
+
+
+@app.command
+def calibrate(
+    config: Path | None = None, *overrides: Overrides, out: Path | None = None, rounds: int = 5, json_: Json = False
+) -> int:
+    """Measure this machine and its network: FLOP/s, memory bandwidth, and alpha and beta of the links.
+
+    With CONFIG the passes of its own model are timed, too. Under torchrun ranks 0 and 1 measure what is between them;
+    alone, this starts two processes. The machine should have nothing else to do.
+
+    Parameters
+    ----------
+    out
+        Write a file for `elastic-train plan --on` here.
+    rounds
+        How often each is measured.
+    """
+    if rounds < 1:
+        raise ConfigError(f"--rounds must be at least 1, not {rounds}")
+    from elastic_train.planning import calibrating
+    from elastic_train.planning.reading import read_config
+
+    found = calibrating.calibrate(rounds)
+    if config is not None:
+        read = read_config(sources.load(config, environ=os.environ, arguments=overrides))
+        found = replace(found, device=calibrating.measure_pace(read, found.device, rounds))
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if out is not None:
+        write_atomically(out, found.as_yaml())
+    device, link = found.device, found.link
+    if json_:
+        return print_json(
+            {
+                "device": device.name,
+                "tflops_fp32": device.tflops_fp32,
+                "tflops_bf16": device.tflops_bf16,
+                "memory_gb_per_s": device.memory_gb_per_s,
+                "call_s": device.call_s,
+                "pace": device.pace,
+                "alpha_s": link.alpha_s,
+                "gb_per_s": link.gb_per_s,
+            }
+        )
+    return print_text(
+        f"{device.name}: {device.tflops_fp32:.4g} TFLOP/s in fp32, {device.tflops_bf16:.4g} in bf16, memory "
+        f"{device.memory_gb_per_s:.3g} GB/s, {device.call_s * 1e6:.1f} µs a call, pace {device.pace:.2f}\n"
+        f"network: alpha {link.alpha_s * 1e6:.0f} µs, beta {link.gb_per_s:.3g} GB/s each way"
+        + (f"\nwritten to {out}; plan with --on {out}" if out is not None else "")
+    )
+
+
+def show(report: Report) -> None:
+    """Print a report as tables."""
+    console = Console(highlight=False)
+    for line in report.lines():
+        console.print(line)
+    own = report.own
+    if own.memory is not None:
+        table = narrow_table("memory of a device", "bytes")
+        for name, num_bytes in (*own.memory.parts.items(), ("total", own.memory.total)):
+            table.add_row(name, size(num_bytes))
+        if own.memory.host_bytes:
+            table.add_row("(its machine, beside)", size(own.memory.host_bytes))
+        console.print(table)
+    for title, rows in (("the run's global batch", report.strong), ("as many lanes a device", report.weak)):
+        console.print(_scaling(title, rows, report.job.model.amount))
+    console.print(f"The best by {report.by}:")
+    console.print(_outcomes(report.best, report.job.model.amount))
+    if report.refused:
+        console.print("Others are out of the question:")
+        for name, why in report.refused:
+            console.print(f"  {name}: {why}", soft_wrap=True)
+
+
+def _scaling(title: str, rows: list[ScalingRow], amount: str) -> object:
+    table = narrow_table("devices", "step", f"{amount}/s", "speed-up", "efficiency", "waits", "MFU", "fits")
+    table.title = f"Scaling with {title}"
+    for row in rows:
+        step = row.outcome.step
+        assert step is not None, "a row of scaling was worked out"
+        values = (duration(step.total_s), f"{row.outcome.per_s:.4g}", f"{row.speedup:.2f}", f"{row.efficiency:.1%}")
+        shares = (f"{step.communication_share:.1%}", f"{row.outcome.mfu:.1%}")
+        table.add_row(str(row.devices), *values, *shares, "no" if row.outcome.problems else "yes")
+    return table
+
+
+def _outcomes(outcomes: list[Outcome], amount: str) -> object:
+    table = narrow_table(
+        "layout", "memory", "step", f"{amount}/s", "MFU", "waits", "goodput", "days", "cost", "runs today"
+    )
+    for one in outcomes:
+        assert one.memory and one.step and one.goodput, "what fits was worked out"
+        values = (size(one.memory.total), duration(one.step.total_s), f"{one.per_s:.4g}", f"{one.mfu:.1%}")
+        shares = (f"{one.step.communication_share:.1%}", f"{one.goodput.share:.2%}")
+        runs = "yes" if one.layout.runs_today else "no"
+        table.add_row(one.layout.name, *values, *shares, cell(one.days), cell(one.cost or None), runs)
+    return table

@@ -1,0 +1,68 @@
+"""What faults cost a run: the share of time that goes into new steps, and how often to save.
+
+Young (1974) and Daly (2006), as the trainer's own `checkpoint.interval: auto`. In live mode, while another replica
+has every grain, a fault costs the step in flight and the forming of the next world; else steps since the newest commit
+are computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from elastic_train.checkpoint.interval.young_daly import SaveCost, choose, waste
+from elastic_train.planning.arithmetic.catalogue import Cluster
+from elastic_train.planning.arithmetic.layouts import Layout
+from elastic_train.planning.arithmetic.memory import Memory
+
+Recovery = Literal["live", "restart"]
+RPO_S = 900.0
+"""The default of `checkpoint.rpo_s`."""
+STALL_S_PER_GB = 0.11
+"""What training waits for a save in the background, for each GB that a rank writes; docs/benchmarks.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """How often nodes fail and what that costs.
+
+    `mtbf_h` is of one node: by default what Llama 3 405B had, 419 interruptions in 54 days of 2,048 nodes (Grattafiori
+    et al. 2024, section 3.3.4). `form_s` is until a live world goes on without the lost node, `restart_s` until
+    restarted workers compute, `repair_s` until a node is back; `spares` are nodes that wait for that.
+    """
+
+    mtbf_h: float = 6300.0
+    recovery: Recovery = "live"
+    spares: int = 0
+    form_s: float = 5.0
+    restart_s: float = 120.0
+    repair_s: float = 3600.0
+    store_gb_per_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The share of time in new steps; seconds from one save to the next, and between faults of the whole job."""
+
+    share: float
+    save_every_s: float
+    mtbf_s: float
+    lost_steps_s: float
+
+
+def goodput_of(layout: Layout, memory: Memory, step_s: float, cluster: Cluster, reliability: Reliability) -> Goodput:
+    """Return what is left of the time. A rank writes its part of the state to a store, at the store's rate."""
+    mtbf_s = reliability.mtbf_h * 3600 / cluster.nodes
+    staged_gb = max(memory.staging, memory.host_bytes) / 1e9
+    stall_s = STALL_S_PER_GB * staged_gb
+    cost = SaveCost(stall_s, max(stall_s, staged_gb / reliability.store_gb_per_s))
+    is_live = reliability.recovery == "live" and not layout.without_copies(cluster.size) and cluster.nodes > 1
+    interval_s = choose(cost, mtbf_s, RPO_S, reliability.restart_s).interval_s
+    shrunk = 0.0 if reliability.spares else min(1.0, reliability.repair_s / mtbf_s) / cluster.nodes
+    if is_live:
+        fault_s = reliability.form_s + step_s / 2
+        lost = (1 - cost.stall_s / (interval_s + cost.stall_s)) / (1 + fault_s / mtbf_s)
+        return Goodput(lost * (1 - shrunk), interval_s, mtbf_s, 0.0)
+    down_s = reliability.restart_s + (reliability.repair_s if cluster.nodes == 1 and not reliability.spares else 0.0)
+    share = 1 - waste(interval_s, cost, mtbf_s, down_s)
+    return Goodput(max(0.0, share) * (1 - shrunk), interval_s, mtbf_s, interval_s / 2)

@@ -1,0 +1,153 @@
+"""Layouts: how a run is spread over devices, and what rules one out before anything is worked out.
+
+What the trainer runs today are shards and copies over single ranks, recomputation and offload. Cells of several ranks
+(tensor, pipeline and expert parallelism) are arithmetic for what is to come: `runs_today` is false for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from elastic_train.planning.arithmetic.catalogue import Cluster
+from elastic_train.planning.arithmetic.model import ModelFacts
+
+Shards = Literal["none", "optimizer", "gradients", "parameters"]
+Offload = Literal["none", "optimizer", "all"]
+SHARDS: tuple[Shards, ...] = ("none", "optimizer", "gradients", "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's lanes, of `micro_batch` samples each."""
+
+    num_lanes: int
+    micro_batch: int
+
+    @property
+    def samples(self) -> int:
+        return self.num_lanes * self.micro_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How state and work are spread; `interleave` is how many pieces of the model a pipeline's stage has.
+
+    `overlaps` says whether gradients are exchanged beside the backward pass also where the trainer does not do that
+    yet: None for what it does.
+    """
+
+    shards: Shards = "none"
+    copies: int = 1
+    recompute: str = "none"
+    offload: Offload = "none"
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    interleave: int = 1
+    bucket_mb: float | None = 2.0
+    wire: str = "exact"
+    overlaps: bool | None = None
+
+    @property
+    def cell(self) -> int:
+        """Ranks that compute one lane together."""
+        return self.tensor * self.pipeline * self.expert
+
+    @property
+    def runs_today(self) -> bool:
+        return self.cell == 1
+
+    @property
+    def name(self) -> str:
+        words = [f"shards {self.shards}"]
+        words += [f"copies {self.copies}"] if self.shards != "none" else []
+        words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        words += [f"offload {self.offload}"] if self.offload != "none" else []
+        degrees = (("tp", self.tensor), ("pp", self.pipeline), ("ep", self.expert))
+        return ", ".join(words + [f"{short} {degree}" for short, degree in degrees if degree > 1])
+
+    def replicas(self, world: int) -> int:
+        return world // self.cell
+
+    def without_copies(self, world: int) -> bool:
+        """Whether the loss of one rank loses a part of the state."""
+        return self.replicas(world) == 1 or (self.shards != "none" and self.copies == 1)
+
+
+def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -> list[str]:
+    """Return what rules a layout out whatever its memory is: degrees that do not divide, too few lanes."""
+    world, wrong = cluster.size, list[str]()
+    if world % layout.cell:
+        wrong.append(f"tp x pp x ep = {layout.cell} does not divide {world} devices")
+        return wrong
+    if (replicas := layout.replicas(world)) > batch.num_lanes:
+        wrong.append(
+            f"{replicas} replicas, but only {batch.num_lanes} lanes: make batch.micro_batch smaller, or global_batch "
+            "larger"
+        )
+    if layout.tensor > cluster.per_node:
+        wrong.append(f"tp {layout.tensor} reaches beyond a node of {cluster.per_node} devices")
+    if layout.pipeline > 1 and len(model.blocks) % (layout.pipeline * layout.interleave):
+        wrong.append(f"pp {layout.pipeline} does not divide the model's {len(model.blocks)} blocks")
+    if layout.expert > 1 and not any(unit.experts for unit in model.units):
+        wrong.append(f"ep {layout.expert}, but the model has no experts")
+    if layout.offload == "all" and layout.shards != "parameters":
+        wrong.append("offload all keeps weights in host memory, and only with shards parameters a pass gathers them")
+    if layout.offload != "none" and cluster.device.is_cpu:
+        wrong.append(f"offload {layout.offload} spares a GPU's memory, and a CPU's is the host's")
+    if layout.recompute != "none" and not model.blocks:
+        wrong.append(f"recompute {layout.recompute} is for a model's blocks, and it has none")
+    if layout.shards != "none" and layout.copies > replicas:
+        wrong.append(f"copies {layout.copies}, but only {replicas} replicas to hold them")
+    return wrong
+
+
+def candidates(own: Layout, world: int, *, with_cells: bool, is_cpu: bool) -> Iterator[Layout]:
+    """Yield the layouts that are compared: modes with and without recomputation and offload; cells if asked for."""
+    powers = [1 << power for power in range(6)]
+    degrees = [(t, p, 1) for t in powers[:4] for p in powers if t * p <= world] if with_cells else []
+    for tensor, pipeline, expert in dict.fromkeys([own_cell(own), *degrees]):
+        cell = replace(own, tensor=tensor, pipeline=pipeline, expert=expert)
+        for shards in SHARDS:
+            wire = own.wire if shards in ("gradients", "parameters") else "exact"
+            for copies in (1, 2) if shards != "none" else (1,):
+                for recompute in dict.fromkeys(("none", "units", own.recompute)):
+                    for offload in _offloads(shards, is_cpu):
+                        yield replace(
+                            cell, shards=shards, copies=copies, recompute=recompute, offload=offload, wire=wire
+                        )
+
+
+def _offloads(shards: Shards, is_cpu: bool) -> tuple[Offload, ...]:
+    if is_cpu:
+        return ("none",)
+    return ("none", "optimizer", "all") if shards == "parameters" else ("none", "optimizer")
+
+
+def own_cell(layout: Layout) -> tuple[int, int, int]:
+    return layout.tensor, layout.pipeline, layout.expert
+
+
+def stage_share(layout: Layout) -> float:
+    """Return which part of the model's blocks the largest stage of a cell has, of one rank of its tensor group."""
+    return 1 / (layout.pipeline * layout.tensor)
+
+
+def rest_share(layout: Layout) -> float:
+    """Return the same for the rest of the model, whose ends are on the first and the last stage."""
+    return 1 / (min(2, layout.pipeline) * layout.tensor)
+
+
+def place_elements(model: ModelFacts, layout: Layout, *, trained: bool) -> float:
+    """Return how many elements the place of a cell that has most of them has."""
+    blocks, experts = 0.0, 0.0
+    for unit in model.blocks:
+        size = unit.trained if trained else unit.elements
+        experts += unit.experts
+        blocks += size - unit.experts
+    rest = model.rest.trained if trained else model.rest.elements
+    share = stage_share(layout)
+    return math.ceil(blocks * share + experts * share / layout.expert + rest * rest_share(layout))

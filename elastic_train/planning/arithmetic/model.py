@@ -1,0 +1,123 @@
+"""What a plan has to know of a model: its units, what they compute and keep, and the bytes of an element.
+
+A unit is a block, or the rest of the model, as `parallel.shards` exchanges them. Amounts are those of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from elastic_train.shards.grains import Layout as Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a pass takes: operations of products and convolutions, bytes that all else moves, and calls of kernels."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    calls: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.moved_bytes + other.moved_bytes, self.calls + other.calls)
+
+    def over(self, parts: float) -> Work:
+        """Return one of so many parts; each makes all calls."""
+        return Work(self.flops / parts, self.moved_bytes / parts, self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A block or the rest: elements, padding included, of which `trained` get a gradient and `experts` are experts'.
+
+    `saved_bytes` is what its forward pass keeps for the backward pass; `output_bytes` what it hands to the next.
+    """
+
+    name: str
+    elements: int
+    trained: int
+    forward: Work
+    backward: Work
+    saved_bytes: float = 0.0
+    output_bytes: float = 0.0
+    experts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of an element: its weight, its gradient, and what the optimizer keeps of it.
+
+    The trainer's own are 4, 4 and the optimizer's moments; mixed precision as in the ZeRO paper is 2, 2 and 12.
+    """
+
+    weight: float = 4.0
+    gradient: float = 4.0
+    state: float = 8.0
+
+
+MIXED = Sizes(2.0, 2.0, 12.0)
+"""Weights and gradients of 16 bits; fp32 weights and two moments in the optimizer (Rajbhandari et al. 2020)."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model, and what a micro-batch of `samples` samples with `tokens` tokens (0: it has none) takes.
+
+    `transient_bytes` is the most that a pass has in use besides what its units keep. `cut` is the model's cut into
+    grains, by which shares are exact.
+    """
+
+    name: str
+    blocks: tuple[Unit, ...]
+    rest: Unit
+    samples: int
+    tokens: int = 0
+    sizes: Sizes = Sizes()
+    transient_bytes: float = 0.0
+    buffer_bytes: float = 0.0
+    input_bytes: float = 0.0
+    largest_tensor: int = 0
+    precision: str = "fp32"
+    cut: Cut | None = None
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        return (*self.blocks, self.rest)
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(unit.elements for unit in self.units)
+
+    @cached_property
+    def trained(self) -> int:
+        return sum(unit.trained for unit in self.units)
+
+    @cached_property
+    def largest_block(self) -> int:
+        return max((unit.elements for unit in self.blocks), default=0)
+
+    @cached_property
+    def forward(self) -> Work:
+        return sum((unit.forward for unit in self.units), Work())
+
+    @cached_property
+    def backward(self) -> Work:
+        return sum((unit.backward for unit in self.units), Work())
+
+    @cached_property
+    def flops(self) -> float:
+        """Operations that a micro-batch needs, whatever is computed again (model FLOPs)."""
+        return self.forward.flops + self.backward.flops
+
+    @property
+    def amount(self) -> str:
+        """What throughput is counted in."""
+        return "tokens" if self.tokens else "samples"
+
+    @property
+    def amounts(self) -> int:
+        return self.tokens or self.samples
+
+    def with_sizes(self, sizes: Sizes) -> ModelFacts:
+        return replace(self, sizes=sizes)

@@ -1,0 +1,143 @@
+"""How a layout's replicas sit: groups, shares, lanes and turns, by the pure functions that training itself uses.
+
+A share is exact where the model's cut into grains is known and the world is small; else it is the even part, from which
+what a rank holds differs by a grain.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from elastic_train.core.lanes import Part, owned_lanes, parts_of, settle
+from elastic_train.planning.arithmetic.catalogue import Cluster
+from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements
+from elastic_train.planning.arithmetic.model import ModelFacts
+from elastic_train.shards.deal import Counter, deal_lanes, group_lanes
+from elastic_train.shards.domains import cut_groups
+from elastic_train.shards.grains import Layout as Cut
+from elastic_train.shards.holdings import circle_of, held, num_elements
+from elastic_train.shards.seats import Seat, seats_of
+
+MOST_EXACT = 16
+"""Replicas up to which seats are taken as in training; more are cut evenly, in seconds less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """The replica that has most to hold and to do: in a group of `group_size`, of `num_groups`, with `lanes` lanes.
+
+    `held` and `held_trained` are elements of its share; `turns` are those of its group; `put_aside` is how many sums of
+    what it sums up are there at once besides the one that it adds to; `parts` are the sums that it has in the end.
+    """
+
+    replicas: int
+    num_groups: int
+    group_size: int
+    lanes: int
+    turns: int
+    held: float
+    held_trained: float
+    put_aside: int
+    parts: int
+
+
+def seat_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -> Seated:
+    """Return the seat of the replica with the largest share."""
+    replicas = layout.replicas(cluster.size)
+    elements, trained = (place_elements(model, layout, trained=only) for only in (False, True))
+    if layout.shards == "none":
+        lanes = _most_lanes(replicas, batch.num_lanes)
+        return Seated(replicas, 1, replicas, len(lanes), len(lanes), elements, trained, *_replicated(lanes, batch))
+    if layout.shards == "optimizer":
+        lanes = _most_lanes(replicas, batch.num_lanes)
+        sums = _replicated(lanes, batch)
+        seats = group_seats(replicas, layout.copies, cluster)
+    else:
+        seats = group_seats(replicas, layout.copies, cluster)
+        lanes, sums = range(0), (0, 0)
+    seat = min(seats, key=lambda one: one.size)
+    whole, own = shares(model.cut if layout.cell == 1 else None, seat.size, replicas, layout.copies, cluster)
+    held_all, held_trained = (elements * whole, trained * own)
+    if layout.shards != "optimizer":
+        dealt = deal_lanes(seat, replicas, batch.num_lanes)
+        sums = _dealt(group_lanes(seat, replicas, batch.num_lanes), batch.num_lanes)
+        count = max(len(deal_lanes(one, replicas, batch.num_lanes)) for one in seats)
+        return Seated(replicas, len(seats), seat.size, len(dealt), count, held_all, held_trained, *sums)
+    return Seated(replicas, len(seats), seat.size, len(lanes), len(lanes), held_all, held_trained, *sums)
+
+
+def group_seats(replicas: int, copies: int, cluster: Cluster) -> list[Seat]:
+    """Return the first seat of every group, cut over the cluster's nodes as a new world cuts them."""
+    return _group_seats(replicas, min(copies, replicas), max(1, cluster.per_node * replicas // cluster.size))
+
+
+@functools.lru_cache(256)
+def _group_seats(replicas: int, num: int, per_node: int) -> list[Seat]:
+    paths = [(f"node-{rank // per_node}",) for rank in range(replicas)]
+    sizes = [len(group) for group in cut_groups(range(replicas), paths, num)]
+    firsts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [
+        Seat(number, 0, size, first, 0, size, ())
+        for number, (size, first) in enumerate(zip(sizes, firsts, strict=True))
+    ]
+
+
+def shares(cut: Cut | None, size: int, replicas: int, copies: int, cluster: Cluster) -> tuple[float, float]:
+    """Return the largest part of all elements, and of the trained ones, that a rank holds."""
+    if cut is None or replicas > MOST_EXACT:
+        return 1 / size, 1 / size
+    paths = [(f"node-{rank // cluster.per_node}",) for rank in range(replicas)]
+    circle, trained = circle_of(cut), cut.trained
+    holdings = [held(circle, seat) for seat in seats_of(paths, copies)]
+    whole = sum(flat.numel for flat in cut.flats)
+    own = [num_elements(cut, np.intersect1d(one, trained, assume_unique=True)) for one in holdings]
+    return (
+        max(num_elements(cut, one) for one in holdings) / max(1, whole),
+        max(own) / max(1, num_elements(cut, trained)),
+    )
+
+
+def _most_lanes(replicas: int, num_lanes: int) -> range:
+    """Return the lanes of a replica that has most of them, and of these of one that has most sums in the end."""
+    owned = (owned_lanes(rank, replicas, num_lanes) for rank in range(replicas))
+    return max(owned, key=lambda lanes: (len(lanes), len(parts_of(lanes, num_lanes))))
+
+
+def _replicated(lanes: range, batch: Batch) -> tuple[int, int]:
+    """Return how many whole gradients are put aside at once, and how many sums there are in the end."""
+    return most_put_aside(lanes, batch.num_lanes), len(parts_of(lanes, batch.num_lanes))
+
+
+@functools.lru_cache(1024)
+def most_put_aside(lanes: range, num_lanes: int) -> int:
+    """Return the most sums beside the open one that the binary counter of a run of lanes holds."""
+    opened: Part | None = None
+    aside, most = list[Part](), 0
+    for lane in lanes:
+        leaf = Part(0, lane)
+        if opened is not None and opened != leaf.sibling:
+            aside.append(_merged(opened, aside, num_lanes))
+            most, opened = max(most, len(aside)), None
+        opened = settle(leaf.parent if opened is not None else leaf, num_lanes)
+    return most
+
+
+def _merged(part: Part, aside: list[Part], num_lanes: int) -> Part:
+    """Add the sums put aside to their right siblings; return what has come of the part."""
+    while aside and aside[-1] == part.sibling:
+        aside.pop()
+        part = settle(part.parent, num_lanes)
+    return part
+
+
+@functools.lru_cache(1024)
+def _dealt(lanes: range, num_lanes: int) -> tuple[int, int]:
+    """Return the same for a holder of shares: its counter's most sums but one, which is where its gradient stays."""
+    counter, most = Counter[None](num_lanes, lambda left, right: None), 0
+    for lane in lanes:
+        counter.push(Part(0, lane), None)
+        most = max(most, len(counter.parts))
+    return max(0, most - 1), len(counter.parts)

@@ -1,0 +1,206 @@
+"""Read what a plan needs of a configuration's real model: built and run on fakes, which have shapes and no memory.
+
+A model whose passes depend on values (`.item()`) is run for real, once, if it is small enough for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.config.schema import Config
+from elastic_train.core.order import Cursor
+from elastic_train.errors import ConfigError
+from elastic_train.job.model_layout import layout_of
+from elastic_train.job.optimizers.choice import choose
+from elastic_train.job.optimizers.parameter_groups import build_groups
+from elastic_train.job.plan import Plan, make_plan
+from elastic_train.job.units.blocks import unit_names, unit_of
+from elastic_train.job.units.recompute import recompute_blocks
+from elastic_train.planning.arithmetic.layouts import Batch, Layout
+from elastic_train.planning.arithmetic.model import ModelFacts, Sizes, Unit, Work
+from elastic_train.planning.tracing import REST, Trace, UnitTrace
+from elastic_train.system.wording import first_line, size
+from elastic_train.tasks.task import Grouping
+
+MOST_LANES = 8
+"""Lanes of the first step of which the largest micro-batch is traced, and whose mean is taken for the work."""
+MOST_REAL_BYTES = 2e9
+_TRIED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A model, and how its configuration trains it."""
+
+    facts: ModelFacts
+    layout: Layout
+    batch: Batch
+    num_steps: int
+    plan: Plan
+
+
+def read_config(config: Config) -> Read:
+    """Read a configuration's model, data and layout; raises ConfigError or DataError as training would."""
+    parallel = config.parallel
+    # Whether this machine can compile or has a device to spare is not what is asked: the plan may be for another.
+    here = {"compile": False, "parallel": parallel.model_copy(update={"offload": "none"})}
+    plan = make_plan(config.model_copy(update=here))
+    batches = _first_batches(plan)
+    facts = read_model(plan, batches)
+    layout = Layout(
+        shards=parallel.shards,
+        copies=parallel.copies if parallel.shards != "none" else 1,
+        recompute=parallel.recompute,
+        offload=parallel.offload,
+        bucket_mb=parallel.bucket_mb,
+        wire=parallel.wire,
+    )
+    return Read(facts, layout, Batch(plan.num_lanes, plan.micro_batch), plan.total_steps, plan)
+
+
+def read_model(plan: Plan, batches: Sequence[dict[str, Tensor]]) -> ModelFacts:
+    """Trace the largest of some micro-batches; the work is scaled to their mean size."""
+    largest = max(batches, key=_numel)
+    try:
+        facts = _traced(plan, largest, FakeTensorMode(allow_non_fake_inputs=True))
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - what a model's own code raises on fakes is of any kind
+        facts = _traced_for_real(plan, largest, error)
+    mean = sum(_numel(batch) for batch in batches) / len(batches) / _numel(largest)
+    return facts if mean == 1 else _scaled(facts, mean)
+
+
+def _first_batches(plan: Plan) -> list[dict[str, Tensor]]:
+    lanes = range(min(plan.num_lanes, MOST_LANES))
+    steps = plan.feed.training(plan.order, lanes, Cursor(), num_steps=1)
+    found = [batch.tensors for step in steps for batch in step if batch.tensors]
+    if not found:
+        raise ConfigError(f"data.train: {plan.manifest.url}: the first step has no samples to plan with")
+    return found
+
+
+def _numel(batch: dict[str, Tensor]) -> int:
+    return max(1, sum(one.numel() for one in batch.values()))
+
+
+def _traced_for_real(plan: Plan, batch: dict[str, Tensor], why: Exception) -> ModelFacts:
+    name = plan.config.task.path
+    try:
+        model = plan.task.build_model()
+    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+        raise ConfigError(f"task.path: the model of '{name}' cannot be built: {first_line(error)}") from error
+    if (num_bytes := sum(one.nbytes for one in model.parameters())) > MOST_REAL_BYTES:
+        raise ConfigError(
+            f"task.path: the model of '{name}' ({size(num_bytes)}) cannot be planned: its passes depend on values, so "
+            f"they cannot be followed without computing them ({first_line(why)})"
+        ) from why
+    del model
+    return _traced(plan, batch, None)
+
+
+def _traced(plan: Plan, batch: dict[str, Tensor], fakes: FakeTensorMode | None) -> ModelFacts:
+    with fakes or contextlib.nullcontext(), torch.random.fork_rng(devices=[]):
+        model = plan.task.build_model()
+        model.train()
+        given = {name: fakes.from_tensor(one) if fakes else one for name, one in batch.items()}
+        known = [*model.parameters(), *model.buffers(), *given.values()]
+        names = unit_names(model)
+        recompute = plan.config.parallel.recompute
+        recompute_blocks(model, "selective" if recompute == "selective" else "none")
+        trace = Trace(model, names, known)
+        with trace.watching():
+            with _autocast(plan):
+                total = plan.task.loss(model, given).total
+            trace.end_forward()
+            torch.autograd.backward(total)
+        del total
+        return _facts(plan, model, trace, given)
+
+
+def _autocast(plan: Plan) -> contextlib.AbstractContextManager[object]:
+    """Return the context of a lane's loss, on a CPU's fakes."""
+    if plan.config.precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", torch.bfloat16 if plan.config.precision == "bf16" else torch.float16)
+
+
+def _facts(plan: Plan, model: nn.Module, trace: Trace, batch: dict[str, Tensor]) -> ModelFacts:
+    config, names = plan.config, list(trace.units)[:-1]
+    groups = plan.task.parameter_groups(model) if isinstance(plan.task, Grouping) else ()
+    choice = choose(config.optimizer, "cpu", is_fp16=config.precision == "fp16")
+    optimizer = choice.make(build_groups(model, groups, config.optimizer, choice.settings_of(model)))
+    cut = layout_of(model, optimizer, lambda name: unit_of(name, names))
+    elements, trained, experts = Counter[str](), Counter[str](), Counter[str]()
+    for flat in cut.flats:
+        elements[flat.unit] += flat.numel
+        trained[flat.unit] += flat.numel if flat.group is not None else 0
+    for name, parameter in model.named_parameters():
+        experts[unit_of(name, names)] += parameter.numel() if ".experts." in f".{name}" else 0
+    parameters = list(model.parameters())
+    weight = sum(one.nbytes for one in parameters) / max(1, sum(one.numel() for one in parameters))
+
+    def unit(name: str, traced: UnitTrace) -> Unit:
+        return Unit(
+            name, elements[name], trained[name], traced.forward, traced.backward, traced.saved_bytes,
+            traced.output_bytes, experts[name],
+        )  # fmt: skip
+
+    units = {name: unit(name, traced) for name, traced in trace.units.items()}
+    saved = sum(one.saved_bytes for one in units.values())
+    return ModelFacts(
+        name=type(model).__name__,
+        blocks=tuple(units[name] for name in names),
+        rest=units[REST],
+        samples=plan.micro_batch,
+        tokens=int(batch["tokens"].numel()) if "tokens" in batch else 0,
+        sizes=Sizes(weight, weight, _state_bytes(config.optimizer)),
+        transient_bytes=max(0.0, trace.peak_bytes - saved),
+        buffer_bytes=float(sum(one.nbytes for one in model.buffers())),
+        input_bytes=float(sum(one.nbytes for one in batch.values())),
+        largest_tensor=max((one.numel() for one in parameters), default=0),
+        precision=config.precision,
+        cut=cut,
+    )
+
+
+def _state_bytes(config: OptimizerConfig) -> float:
+    """Return what an optimizer keeps of an element of a matrix, found by an update of a small one."""
+    choice = choose(config, "cpu", is_fp16=False)
+    matrix = nn.Parameter(torch.zeros(_TRIED, _TRIED))
+    optimizer = choice.make([{"params": [matrix], **({"use_muon": True} if config.name == "muon" else {})}])
+    matrix.grad = torch.zeros_like(matrix)
+    optimizer.step()
+    kept = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
+    num_bytes = sum(one.nbytes for one in kept if one.numel() > 1)
+    return num_bytes / matrix.numel() + (matrix.element_size() if config.ema is not None else 0)
+
+
+def _scaled(facts: ModelFacts, mean: float) -> ModelFacts:
+    """Return the same with the work of a micro-batch of another size."""
+
+    def times(work: Work) -> Work:
+        return Work(work.flops * mean, work.moved_bytes * mean, work.calls)
+
+    def unit(one: Unit) -> Unit:
+        return Unit(
+            one.name, one.elements, one.trained, times(one.forward), times(one.backward), one.saved_bytes,
+            one.output_bytes * mean, one.experts,
+        )  # fmt: skip
+
+    return ModelFacts(
+        **{
+            **{name: getattr(facts, name) for name in facts.__dataclass_fields__},
+            "blocks": tuple(unit(one) for one in facts.blocks),
+            "rest": unit(facts.rest),
+            "tokens": round(facts.tokens * mean),
+        }
+    )

@@ -1,0 +1,107 @@
+"""A whole plan: a run's own layout, how it scales, the best layouts, why others are none; as JSON and as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from elastic_train.planning.arithmetic.layouts import Layout
+from elastic_train.planning.search import Job, Outcome, ScalingRow, best, compare, scaling, work_out
+from elastic_train.system.wording import counted, duration, size
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was worked out of a job; `best` is by `by`, `refused` names layouts and what is against them."""
+
+    job: Job
+    by: str
+    own: Outcome
+    best: list[Outcome]
+    refused: list[tuple[str, str]]
+    strong: list[ScalingRow]
+    weak: list[ScalingRow]
+
+    def lines(self) -> Iterator[str]:
+        """Yield what there is to say in words."""
+        job, own = self.job, self.own
+        model = job.model
+        yield (
+            f"{model.name}: {model.elements / 1e6:,.1f} M parameters, {model.trained / 1e6:,.1f} M of them trained, in "
+            f"{counted(len(model.blocks), 'block')}; {model.flops / model.samples:.4g} FLOPs a sample"
+            + (f", {model.flops / model.tokens:.4g} a token" if model.tokens else "")
+        )
+        yield f"{job.batch.num_lanes} lanes of {job.batch.micro_batch}, {job.num_steps} steps, on {job.cluster.name}"
+        yield f"This configuration: {own.layout.name}"
+        yield from (f"It cannot be used: {why}" for why in own.problems)
+        if own.step is not None and own.goodput is not None:
+            step = own.step
+            waits = f"waits for links {step.communication_share:.1%}, {duration(step.hidden_s)} of exchanges are hidden"
+            yield (
+                f"A step takes {duration(step.total_s)} ({duration(step.compute_s)} computes, {waits}), "
+                f"{own.per_s:.4g} {model.amount}/s, MFU {own.mfu:.1%}, {size(step.sent_bytes)} sent by a device"
+            )
+            yield (
+                f"The run takes {own.days:.3g} days" + (f" and {own.cost:,.0f}" if own.cost else "") + f" at a goodput "
+                f"of {own.goodput.share:.2%}: a fault is expected every {duration(own.goodput.mtbf_s)}, save every "
+                f"{duration(own.goodput.save_every_s)}"
+            )
+
+    def as_json(self) -> dict[str, object]:
+        """Return everything as values that JSON can say."""
+        job = self.job
+        model = job.model
+        return {
+            "model": {
+                "name": model.name,
+                "parameters": model.elements,
+                "trained": model.trained,
+                "blocks": len(model.blocks),
+                "flops_per_sample": model.flops / model.samples,
+                "flops_per_token": model.flops / model.tokens if model.tokens else None,
+            },
+            "on": job.cluster.name,
+            "lanes": job.batch.num_lanes,
+            "steps": job.num_steps,
+            "own": outcome_json(self.own),
+            "by": self.by,
+            "best": [outcome_json(one) for one in self.best],
+            "refused": [{"layout": name, "why": why} for name, why in self.refused],
+            "scaling": {"strong": [_row(row) for row in self.strong], "weak": [_row(row) for row in self.weak]},
+        }
+
+
+def make_report(job: Job, layout: Layout, by: str, *, with_cells: bool) -> Report:
+    """Work all out."""
+    outcomes = compare(job, layout, with_cells=with_cells)
+    refused = [(one.layout.name, "; ".join(one.problems)) for one in outcomes if one.problems]
+    strong, weak = (scaling(job, layout, weak=weak) for weak in (False, True))
+    return Report(job, by, work_out(job, layout), best(outcomes, by), refused, strong, weak)
+
+
+def outcome_json(one: Outcome) -> dict[str, object]:
+    """Return an outcome as values that JSON can say."""
+    memory = (
+        None if one.memory is None else {**one.memory.parts, "host": one.memory.host_bytes, "total": one.memory.total}
+    )
+    step = None if one.step is None else {**asdict(one.step), "total_s": one.step.total_s}
+    return {
+        "layout": {**asdict(one.layout), "name": one.layout.name, "runs_today": one.layout.runs_today},
+        "devices": one.devices,
+        "problems": list(one.problems),
+        "memory_bytes": memory,
+        "step": step,
+        "goodput": None if one.goodput is None else asdict(one.goodput),
+        **one.figures,
+    }
+
+
+def _row(row: ScalingRow) -> dict[str, object]:
+    figures = row.outcome.figures
+    return {
+        "devices": row.devices,
+        "speedup": row.speedup,
+        "efficiency": row.efficiency,
+        "fits": not row.outcome.problems,
+        **{name: figures[name] for name in ("step", "throughput", "mfu", "communication", "memory")},
+    }

@@ -1,0 +1,151 @@
+"""What a layout comes to, the best ones by a figure, and why others are out of the question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elastic_train.errors import ConfigError
+from elastic_train.planning.arithmetic.catalogue import Cluster
+from elastic_train.planning.arithmetic.goodput import Goodput, Reliability, goodput_of
+from elastic_train.planning.arithmetic.layouts import Batch, Layout, candidates, why_not
+from elastic_train.planning.arithmetic.memory import Memory, memory_of
+from elastic_train.planning.arithmetic.model import ModelFacts
+from elastic_train.planning.arithmetic.step_time import StepTime, model_flops_utilisation, step_time
+from elastic_train.system.wording import did_you_mean, nearest, size
+
+SIZES = tuple(1 << power for power in range(11))
+"""Devices over which scaling is worked out: 1 to 1,024."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is planned: a model and its steps, on a cluster, at a price a device-hour, with its faults."""
+
+    model: ModelFacts
+    batch: Batch
+    cluster: Cluster
+    num_steps: int
+    price: float = 0.0
+    threads: int = 1
+    reliability: Reliability = field(default_factory=Reliability)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A layout, worked out; `problems` say why it cannot be used."""
+
+    layout: Layout
+    devices: int
+    memory: Memory | None
+    step: StepTime | None
+    goodput: Goodput | None
+    per_s: float
+    mfu: float
+    days: float
+    cost: float
+    problems: tuple[str, ...] = ()
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """What layouts are ranked by; more is better but for those in LESS_IS_BETTER."""
+        if self.step is None or self.memory is None or self.goodput is None:
+            return {}
+        return {
+            "throughput": self.per_s,
+            "mfu": self.mfu,
+            "step": self.step.total_s,
+            "memory": self.memory.total,
+            "communication": self.step.communication_share,
+            "goodput": self.goodput.share,
+            "days": self.days,
+            "cost": self.cost,
+        }
+
+
+LESS_IS_BETTER = frozenset({"step", "memory", "communication", "days", "cost"})
+FIGURES = ("throughput", "mfu", "step", "memory", "communication", "goodput", "days", "cost")
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRow:
+    """A number of devices: with the run's global batch, or with as many lanes a device as on one."""
+
+    devices: int
+    outcome: Outcome
+    speedup: float
+
+    @property
+    def efficiency(self) -> float:
+        return self.speedup / self.devices
+
+
+def work_out(job: Job, layout: Layout) -> Outcome:
+    """Return what a layout comes to; one that is ruled out has problems and no figures, one that does not fit both."""
+    model, batch, cluster = job.model, job.batch, job.cluster
+    if wrong := why_not(layout, model, batch, cluster):
+        return Outcome(layout, cluster.size, None, None, None, 0.0, 0.0, 0.0, 0.0, tuple(wrong))
+    memory = memory_of(model, layout, batch, cluster)
+    step = step_time(model, layout, batch, cluster, job.threads)
+    goodput = goodput_of(layout, memory, step.total_s, cluster, job.reliability)
+    per_s = model.amounts * batch.num_lanes / step.total_s
+    days = job.num_steps * step.total_s / max(1e-9, goodput.share) / 86400
+    mfu = model_flops_utilisation(model, batch, cluster, step.total_s)
+    cost = days * 24 * job.price * (cluster.size + job.reliability.spares * cluster.per_node)
+    return Outcome(
+        layout, cluster.size, memory, step, goodput, per_s, mfu, days, cost, tuple(_does_not_fit(memory, cluster))
+    )
+
+
+def _does_not_fit(memory: Memory, cluster: Cluster) -> list[str]:
+    room = cluster.device.usable_bytes
+    if memory.total <= room:
+        return []
+    most = sorted(memory.parts.items(), key=lambda part: -part[1])[:2]
+    shown = " and ".join(f"{size(num)} of {name}" for name, num in most)
+    has = f"{cluster.device.name} has {size(room)} to use of {size(cluster.device.memory_gb * 1e9)}"
+    return [f"needs {size(memory.total)} a device, {shown}; {has}"]
+
+
+def compare(job: Job, own: Layout, *, with_cells: bool) -> list[Outcome]:
+    """Work out all layouts that could be chosen, those that cannot be used last."""
+    cluster = job.cluster
+    layouts = candidates(own, cluster.size, with_cells=with_cells, is_cpu=cluster.device.is_cpu)
+    outcomes = [work_out(job, layout) for layout in dict.fromkeys(layouts)]
+    return sorted(outcomes, key=lambda outcome: bool(outcome.problems))
+
+
+def best(outcomes: Sequence[Outcome], figure: str, count: int = 5) -> list[Outcome]:
+    """Return the best that can be used, by a figure; raises ConfigError for one that there is not."""
+    if figure not in FIGURES:
+        meant = did_you_mean(nearest(figure, FIGURES), f"; there are {', '.join(FIGURES)}")
+        raise ConfigError(f"--by: no figure '{figure}'{meant}")
+    usable = [outcome for outcome in outcomes if not outcome.problems]
+    sign = 1 if figure in LESS_IS_BETTER else -1
+    return sorted(usable, key=lambda outcome: (sign * outcome.figures[figure], outcome.figures["memory"]))[:count]
+
+
+def scaling(job: Job, layout: Layout, *, weak: bool, sizes: Sequence[int] = SIZES) -> list[ScalingRow]:
+    """Return what more devices bring: strong with the run's global batch, weak with its lanes a device.
+
+    Speed-up is over one device that computes the same lanes, whether they fit there or not.
+    """
+    lanes_each = max(1, job.batch.num_lanes // job.cluster.size)
+    rows = []
+    for num_devices in sizes:
+        if num_devices % layout.cell:
+            continue
+        num_lanes = lanes_each * num_devices // layout.cell if weak else job.batch.num_lanes
+        if num_devices // layout.cell > num_lanes:
+            break
+        here = replace(job, cluster=job.cluster.of_size(num_devices), batch=replace(job.batch, num_lanes=num_lanes))
+        fitting = replace(layout, copies=min(layout.copies, num_devices // layout.cell))
+        outcome = work_out(here, fitting)
+        if outcome.step is not None:
+            rows.append(ScalingRow(num_devices, outcome, _alone_s(here) / outcome.step.total_s))
+    return rows
+
+
+def _alone_s(job: Job) -> float:
+    alone = replace(job, cluster=job.cluster.of_size(1))
+    return step_time(alone.model, Layout(), alone.batch, alone.cluster, job.threads).total_s

@@ -1,0 +1,170 @@
+"""What a forward and a backward pass take, unit by unit, counted as their operations come: on fakes, or on tensors.
+
+Products, convolutions and attention count by operations (torch's formulas), all else by the bytes that it reads and
+writes. Memory counts from an operation that makes it to its end, so a unit keeps what is still there when its forward
+pass has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from elastic_train.planning.arithmetic.model import Work
+
+REST = ""
+_ATEN = torch.ops.aten
+_ON_CPU: dict[Any, Callable[..., int]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(  # type: ignore[no-untyped-call]
+        q.shape, k.shape, v.shape
+    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
+        g.shape, q.shape, k.shape, v.shape
+    ),
+}
+"""Attention as a CPU computes it, which torch's counter leaves out."""
+_FREE = {
+    _ATEN.t, _ATEN.transpose, _ATEN.view, _ATEN.detach, _ATEN._unsafe_view, _ATEN.split, _ATEN.as_strided,
+    _ATEN.expand, _ATEN.permute, _ATEN.select, _ATEN.slice, _ATEN.unsqueeze, _ATEN.squeeze, _ATEN.unbind,
+    _ATEN.alias, _ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_strided, _ATEN.lift_fresh,
+    _ATEN._local_scalar_dense, _ATEN.unfold, _ATEN.reshape, _ATEN.view_as_real, _ATEN.chunk,
+    torch.ops.prim.device,
+}  # fmt: skip
+"""What moves no bytes: views, memory that nothing is written to, and what fakes alone are asked, their device."""
+
+
+@dataclass(slots=True)
+class UnitTrace:
+    """A unit's passes, what it keeps, and what it hands on."""
+
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
+    saved_bytes: float = 0.0
+    output_bytes: float = 0.0
+
+
+class Trace(TorchDispatchMode):
+    """Counts a pass that runs inside; `known` is memory that is there before, such as weights."""
+
+    def __init__(self, model: nn.Module, units: Sequence[str], known: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.units = {name: UnitTrace() for name in (*units, REST)}
+        self.live_bytes = self.peak_bytes = 0
+        self._model, self._now = model, REST
+        self._is_backward = False
+        self._known = {id(one.untyped_storage()) for one in known}
+        self._kept = [one.untyped_storage() for one in known]  # or another's identity could be one of theirs
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._entered: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Trace]:
+        """Follow which unit runs, and forget each gradient that is accumulated."""
+        hooks = [
+            hook
+            for name in self.units
+            if name != REST
+            for hook in (
+                self._model.get_submodule(name).register_forward_pre_hook(partial(self._enter, name)),
+                self._model.get_submodule(name).register_forward_hook(partial(self._leave, name)),
+            )
+        ]
+        trained = [one for one in self._model.parameters() if one.requires_grad]
+        hooks += [one.register_post_accumulate_grad_hook(_forget) for one in trained]  # type: ignore[no-untyped-call]
+        try:
+            with self:
+                yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def end_forward(self) -> None:
+        """Note what the forward pass has kept beside what its blocks do."""
+        kept = sum(unit.saved_bytes for unit in self.units.values())
+        self.units[REST].saved_bytes = max(0.0, self.live_bytes - kept)
+        self._is_backward = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._count(func._overloadpacket, args, kwargs, out)
+        for tensor in _tensors(out):
+            self._note(tensor)
+        return out
+
+    def _count(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if packet in _FREE:
+            return
+        if packet in _ON_CPU:
+            work = Work(float(_ON_CPU[packet](*args, **kwargs)), 0.0, 1)
+        elif packet in flop_registry:
+            work = Work(float(flop_registry[packet](*args, **kwargs, out_val=out)), 0.0, 1)
+        else:
+            moved = sum(one.numel() * one.element_size() for one in (*_tensors((args, kwargs)), *_tensors(out)))
+            work = Work(0.0, float(moved), 1)
+        unit = self.units[self._now]
+        if self._is_backward:
+            unit.backward += work
+        else:
+            unit.forward += work
+
+    def _note(self, tensor: Tensor) -> None:
+        """Count a storage that is new, until it is gone."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._known or key in self._storages:
+            return
+        num_bytes = storage.nbytes()
+        self._storages[key] = weakref.ref(storage, partial(self._gone, key, num_bytes))
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _gone(self, key: int, num_bytes: int, _: object) -> None:
+        del self._storages[key]
+        self.live_bytes -= num_bytes
+
+    def _enter(self, name: str, module: nn.Module, arguments: object) -> None:
+        if self._is_backward:
+            return  # computed once more
+        self._entered[name], self._now = self.live_bytes, name
+        for tensor in _tensors(arguments):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._left, name))  # type: ignore[no-untyped-call]
+
+    def _leave(self, name: str, module: nn.Module, arguments: object, output: object) -> None:
+        if self._is_backward:
+            return
+        unit, self._now = self.units[name], REST
+        unit.saved_bytes = float(max(0, self.live_bytes - self._entered[name]))
+        unit.output_bytes = float(sum(one.numel() * one.element_size() for one in _tensors(output)))
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._back, name))  # type: ignore[no-untyped-call]
+
+    def _back(self, name: str, gradient: Tensor) -> None:
+        self._now = name
+
+    def _left(self, name: str, gradient: Tensor) -> None:
+        """A unit's backward pass has come to what it was given; that of the one before may have begun by then."""
+        if self._now == name:
+            self._now = REST
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [one for one in pytree.tree_leaves(tree) if isinstance(one, Tensor)]
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None

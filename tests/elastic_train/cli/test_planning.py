@@ -1,0 +1,62 @@
+"""`elastic-train plan` as it is typed: JSON, tables, a page, and what is wrong said before a model is built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic_train.cli.main import main
+from elastic_train.planning.arithmetic.catalogue import parse_cluster
+from elastic_train.planning.calibrating import Calibrated, measure_device
+from tests.elastic_train.planning.test_reading import written
+
+
+def typed(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words])
+    return int(ended.value.code or 0)
+
+
+def test_a_plan_as_json_and_as_a_page(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, page = written(rows, tmp_path), tmp_path / "plan.html"
+    assert typed(str(config), "--on", "4xH100", "--price", "2", "--by", "memory", "--html", str(page), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["on"] == "1x4xH100" and found["model"]["blocks"] == 2
+    memory = [one["memory"] for one in found["best"]]
+    assert len(memory) == 5 and memory == sorted(memory)
+    assert found["own"]["cost"] == pytest.approx(found["own"]["days"] * 24 * 2 * 4)
+    assert [row["devices"] for row in found["scaling"]["strong"]] == [1, 2, 4]
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_plan_as_tables(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed(str(written(rows, tmp_path)), "--on", "8xCPU", "--parallel.shards", "optimizer") == 0
+    shown = capsys.readouterr().out
+    assert "It cannot be used: 8 replicas, but only 4 lanes" in shown
+    assert "Others are out of the question" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--on", "8xH10"), "did you mean 'H100'"),
+        (("--tp", "0", "--mtbf-h", "-1"), "--mtbf-h must be more than 0"),
+        (("--on", "nowhere.yaml"), "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_model_is_built(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(str(tmp_path / "no.yaml"), *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_calibrated_machine_is_a_cluster(tmp_path: Path) -> None:
+    device = measure_device(1)
+    assert device.tflops_fp32 > 0 and device.memory_gb_per_s > 0 and 0 < device.call_s < 1
+    path = tmp_path / "here.yaml"
+    path.write_text(Calibrated(device, parse_cluster("CPU").inside).as_yaml())
+    found = parse_cluster(str(path))
+    assert (found.device, found.inside) == (device, parse_cluster("CPU").inside)

@@ -1,0 +1,112 @@
+"""What a plan reckons is what training holds and sends: beside its own seats, trees and steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from elastic_train.core.lanes import contiguous
+from elastic_train.parallel.gradient_sum import LaneTree
+from elastic_train.planning.arithmetic.catalogue import parse_cluster
+from elastic_train.planning.arithmetic.layouts import Batch, Layout, Shards
+from elastic_train.planning.arithmetic.memory import memory_of
+from elastic_train.planning.arithmetic.model import ModelFacts, Unit, Work
+from elastic_train.planning.arithmetic.seating import most_put_aside, seat_of
+from elastic_train.planning.arithmetic.traffic import exchanges_of, sent_bytes
+from elastic_train.shards.chunks import num_sent
+from elastic_train.shards.grains import Listed, lay_out
+from elastic_train.shards.holdings import circle_of, num_elements
+from elastic_train.shards.seating import Seating
+from elastic_train.shards.seats import seats_of
+
+CUT = lay_out(
+    [
+        Listed("embed", (3000, 256), "torch.float32"),
+        *(Listed(f"blocks.{n}.w", (700, 256), "torch.float32", unit=f"blocks.{n}") for n in range(4)),
+    ]
+)
+BATCH = Batch(12, 2)
+
+
+def facts() -> ModelFacts:
+    def unit(name: str) -> Unit:
+        size = sum(flat.numel for flat in CUT.flats if flat.unit == name)
+        return Unit(name, size, size, Work(1e9, 1e6, 10), Work(2e9, 2e6, 20), 1e6, 1e5)
+
+    blocks = tuple(unit(f"blocks.{number}") for number in range(4))
+    return ModelFacts("four blocks", blocks, unit(""), 2, cut=CUT, largest_tensor=3000 * 256)
+
+
+def seating(world: int, copies: int) -> Seating:
+    return Seating(CUT, circle_of(CUT), seats_of([("node-0",)] * world, copies), 0)
+
+
+@pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (5, 2), (8, 1)])
+def test_the_largest_share_is_that_of_the_seats(world: int, copies: int) -> None:
+    layout = Layout("optimizer", copies)
+    seated = seat_of(facts(), layout, BATCH, parse_cluster(f"{world}xCPU"))
+    holdings = seating(world, copies).holdings
+    assert seated.held == pytest.approx(max(num_elements(CUT, one) for one in holdings))
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 5, 8, 12, 13])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_sums_put_aside_are_those_of_the_tree(num_lanes: int, world: int) -> None:
+    if world > num_lanes:
+        return
+    assigned = contiguous(world, num_lanes)
+    for rank, lanes in enumerate(assigned):
+        tree, most = LaneTree([torch.zeros(1)], rank, assigned), 0
+        tree.begin(lanes)
+        for lane in lanes:
+            with tree.lane(lane):
+                most = max(most, len(tree._stack))
+        assert most_put_aside(lanes, num_lanes) == most
+
+
+@pytest.mark.parametrize(("world", "copies"), [(2, 1), (2, 2), (3, 1), (4, 1), (4, 2)])
+def test_dealt_gradients_send_what_their_chunks_say(world: int, copies: int) -> None:
+    seats = seating(world, copies)
+    sent = [num_sent(rank, seats.seats, seats.holdings, CUT.span, BATCH.num_lanes) for rank in range(world)]
+    exchanges = exchanges_of(facts(), Layout("gradients", copies), BATCH, parse_cluster(f"{world}xCPU"))
+    planned = {one.what: one.num_bytes * one.times / 4 for one in exchanges}
+    assert planned["leaves"] == pytest.approx(sum(leaves for leaves, _ in sent) / world, rel=0.01)
+    assert planned["sums of groups"] == pytest.approx(max(sums for _, sums in sent), rel=0.01)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+@pytest.mark.parametrize("shards", ["none", "optimizer"])
+def test_whole_gradients_send_an_all_reduces_volume_whatever_the_copies(shards: Shards, copies: int) -> None:
+    """Decision 0124: (W - 1) / W to owners, (R - 1) / W to holders, (S - 1) / S of the weights in the group in all."""
+    model, world = facts(), 4
+    batch = Batch(world, 1)
+    exchanges = exchanges_of(model, Layout(shards, copies), batch, parse_cluster(f"{world}xCPU"))
+    total = sum(one.num_bytes for one in exchanges if one.what != "weights")
+    size = world // copies
+    given = 4 * model.trained * (size - 1) / size
+    expected = 2 * (world - 1) / world if shards == "none" else (world - 1 + copies - 1) / world
+    assert total == pytest.approx(4 * model.trained * expected)
+    assert sent_bytes(exchanges) == pytest.approx(total + (given if shards == "optimizer" else 0))
+
+
+def test_more_in_shards_takes_less_but_for_what_is_whole_for_a_moment() -> None:
+    model, cluster = facts(), parse_cluster("8xCPU")
+    batch = Batch(16, 1)
+    states = [memory_of(model, Layout(shards), batch, cluster) for shards in ("none", "optimizer", "gradients")]
+    assert states[0].optimizer > 7 * states[1].optimizer
+    assert states[1].gradients > states[2].gradients
+    assert states[2].optimizer == states[1].optimizer
+
+
+def test_recomputation_keeps_the_blocks_inputs_and_one_block() -> None:
+    model, cluster = facts(), parse_cluster("CPU")
+    kept, again = (memory_of(model, Layout(recompute=how), BATCH, cluster).activations for how in ("none", "units"))
+    assert (kept, again) == (4e6 + 1e6, 4e5 + 1e6 + 1e6)
+
+
+def test_a_rank_that_is_not_seated_evenly_has_the_smallest_groups_share() -> None:
+    """Five ranks in two copies are groups of three and two."""
+    seated = seat_of(replace(facts(), cut=None), Layout("gradients", 2), BATCH, parse_cluster("5xCPU"))
+    assert seated.held == pytest.approx(facts().elements / 2)

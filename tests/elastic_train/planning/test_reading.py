@@ -1,0 +1,111 @@
+"""A model's facts from its real code: parameters, operations and memory, without memory for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from elastic_train.config.sources import load_config
+from elastic_train.planning.reading import Read, read_config
+from elastic_train.planning.tracing import REST, Trace
+from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.task import Batch, LaneLoss
+from elastic_train.tasks.text_classifier import TextClassifier
+
+SHAPE = DecoderShape(vocabulary=512, dim=64, depth=3, heads=4, kv_heads=2, hidden=128)
+ROWS, TOKENS = 2, 48
+BLOCK = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128
+
+
+def traced(fakes: FakeTensorMode | None) -> Trace:
+    def run() -> Trace:
+        model = Decoder(SHAPE)
+        tokens = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+        trace = Trace(model, [f"blocks.{n}" for n in range(3)], [*model.parameters(), tokens])
+        with trace.watching():
+            total = model(tokens).sum()
+            trace.end_forward()
+            torch.autograd.backward(total)
+        return trace
+
+    if fakes is None:
+        return run()
+    with fakes:
+        return run()
+
+
+def test_operations_are_those_of_the_matrices_and_of_attention() -> None:
+    """Attention is counted on a CPU, too, where torch's own counter leaves it out; its backward pass is 5/2 of it."""
+    trace = traced(FakeTensorMode())
+    tokens, attention = ROWS * TOKENS, 4 * ROWS * TOKENS * TOKENS * 64
+    for number in range(3):
+        unit = trace.units[f"blocks.{number}"]
+        assert unit.forward.flops == 2 * BLOCK * tokens + attention
+        assert unit.backward.flops == 4 * BLOCK * tokens + 2.5 * attention
+    assert trace.units[REST].forward.flops == 2 * tokens * 64 * 512
+    assert trace.units[REST].backward.flops == 4 * tokens * 64 * 512
+
+
+def test_fakes_take_the_memory_that_tensors_take() -> None:
+    fake, real = traced(FakeTensorMode()), traced(None)
+    assert fake.peak_bytes == real.peak_bytes
+    assert {name: unit.saved_bytes for name, unit in fake.units.items()} == {
+        name: unit.saved_bytes for name, unit in real.units.items()
+    }
+    assert fake.units["blocks.1"].output_bytes == ROWS * TOKENS * 64 * 4
+
+
+class AsksForAValue(TextClassifier):
+    """Its loss depends on a value, so it cannot be followed on fakes."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        found = super().loss(model, batch)
+        return LaneLoss(found.total, float(found.total.detach().abs() > -1) * found.weight)
+
+
+def written(rows: Path, folder: Path, **changes: object) -> Path:
+    tree = {
+        "run": {"dir": str(folder / "run")},
+        "task": {
+            "path": "elastic_train.tasks.text_classifier:TextClassifier",
+            "params": {"max_tokens": 32, "dim": 16, "depth": 2, "heads": 2, "vocabulary": 64},
+        },
+        "data": {"train": str(rows / "train")},
+        "batch": {"global_batch": 16, "micro_batch": 4},
+        "device": "cpu",
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**tree, **changes}))
+    return path
+
+
+def read(rows: Path, folder: Path, **changes: object) -> Read:
+    return read_config(load_config(written(rows, folder, **changes)))
+
+
+def test_a_configuration_is_read_with_its_model_data_and_layout(rows: Path, tmp_path: Path) -> None:
+    found = read(rows, tmp_path, parallel={"shards": "gradients"}, optimizer={"ema": {"decay": 0.9}})
+    facts, state = found.facts, found.plan.build_state()
+    parameters = list(state.model.parameters())
+    assert facts.elements == sum(-(-one.numel() // 64) * 64 for one in parameters)
+    assert [unit.name for unit in facts.blocks] == ["blocks.0", "blocks.1"] and facts.samples == 4
+    assert (facts.sizes.weight, facts.sizes.state) == (4, 8 + 4)  # two moments and the average
+    assert (found.layout.shards, found.layout.copies, found.batch.num_lanes) == ("gradients", 2, 4)
+    assert found.num_steps == -(-331 // 16)
+
+
+@pytest.mark.parametrize(("name", "state"), [("adamw", 8), ("sgd", 0), ("muon", 4)])
+def test_what_an_optimizer_keeps_is_tried(name: str, state: float, rows: Path, tmp_path: Path) -> None:
+    assert read(rows, tmp_path, optimizer={"name": name}).facts.sizes.state == state
+
+
+def test_a_model_that_asks_for_values_is_run_for_real(rows: Path, tmp_path: Path) -> None:
+    params = {"max_tokens": 32, "dim": 16, "depth": 2, "heads": 2, "vocabulary": 64}
+    task = {"path": f"{__name__}:AsksForAValue", "params": params}
+    plain, real = read(rows, tmp_path).facts, read(rows, tmp_path, task=task).facts
+    assert real.blocks == plain.blocks

@@ -1,0 +1,117 @@
+"""Layouts that are ruled out say why; the best are the best; and faults cost what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from elastic_train.errors import ConfigError
+from elastic_train.planning.arithmetic.catalogue import parse_cluster
+from elastic_train.planning.arithmetic.goodput import Reliability
+from elastic_train.planning.arithmetic.layouts import Batch, Layout
+from elastic_train.planning.arithmetic.model import Sizes
+from elastic_train.planning.page import render
+from elastic_train.planning.report import make_report
+from elastic_train.planning.search import LESS_IS_BETTER, Job, best, compare, scaling, work_out
+from tests.elastic_train.planning.shapes import LLAMA_7B, LLAMA_70B, Transformer
+
+OWN = Sizes(4.0, 4.0, 8.0)
+SMALL = Transformer(12, 768, 12, 32_000, 1024).facts(4, OWN)
+
+
+def job(on: str = "2x8xH100", lanes: int = 64) -> Job:
+    return Job(SMALL, Batch(lanes, 4), parse_cluster(on), 1000, price=2.0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lanes", "said"),
+    [
+        (Layout(tensor=3), 64, "does not divide 16 devices"),
+        (Layout(), 8, "only 8 lanes"),
+        (Layout(tensor=16), 64, "beyond a node"),
+        (Layout(pipeline=8), 64, "does not divide the model's 12 blocks"),
+        (Layout(expert=2), 64, "has no experts"),
+        (Layout("optimizer", copies=32), 64, "only 16 replicas"),
+    ],
+)
+def test_what_rules_a_layout_out_is_said(layout: Layout, lanes: int, said: str) -> None:
+    outcome = work_out(job(lanes=lanes), layout)
+    assert said in outcome.problems[0]
+    assert not outcome.figures
+
+
+def test_what_does_not_fit_names_what_takes_the_memory() -> None:
+    outcome = work_out(replace(job(), model=LLAMA_70B.facts(1, OWN)), Layout())
+    assert "of optimizer and" in outcome.problems[0]
+    assert "H100 has 77 GB to use of 80 GB" in outcome.problems[0]
+
+
+@pytest.mark.parametrize("figure", ["throughput", "memory", "cost", "goodput"])
+def test_the_best_are_in_order_and_fit(figure: str) -> None:
+    chosen = best(compare(job(), Layout(), with_cells=True), figure)
+    values = [one.figures[figure] for one in chosen]
+    assert len(values) == 5 and not any(one.problems for one in chosen)
+    assert values == sorted(values, reverse=figure not in LESS_IS_BETTER)
+
+
+def test_what_is_offloaded_is_in_the_hosts_memory_and_crosses_the_bus() -> None:
+    facts = replace(job(), model=LLAMA_7B.facts(1, OWN), cluster=parse_cluster("8xH100"))
+    kept, moved = (work_out(facts, Layout("optimizer", 2, offload=where)) for where in ("none", "optimizer"))
+    assert kept.memory and moved.memory and kept.step and moved.step
+    held = 8 * facts.model.trained / 4
+    assert kept.memory.optimizer == pytest.approx(held)
+    assert moved.memory.optimizer == 2 * (32 << 20)
+    assert moved.memory.host_bytes - kept.memory.host_bytes == pytest.approx(held)
+    assert moved.step.update_s == pytest.approx(held / 50e9)
+    assert "only with shards parameters" in work_out(facts, Layout(offload="all")).problems[0]
+
+
+def test_without_cells_only_what_the_trainer_runs_is_compared() -> None:
+    assert all(one.layout.runs_today for one in compare(job(), Layout(), with_cells=False))
+
+
+def test_an_unknown_figure_is_an_error_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'memory'"):
+        best([], "memry")
+
+
+def test_strong_scaling_ends_where_lanes_do_and_weak_scaling_does_not() -> None:
+    strong, weak = (scaling(job(), Layout(), weak=weak) for weak in (False, True))
+    assert strong[-1].devices == 64
+    assert weak[-1].devices == 1024
+    efficiencies = [row.efficiency for row in strong]
+    assert all(later <= before + 1e-9 for before, later in pairwise(efficiencies))
+
+
+def test_a_slower_link_waits_longer() -> None:
+    fast, slow = (work_out(job(on), Layout()).figures for on in ("2x8xH100", "2x8xH100@10GbE"))
+    assert slow["communication"] > 2 * fast["communication"]
+    assert slow["throughput"] < fast["throughput"]
+
+
+def test_live_recovery_loses_less_than_a_restart_and_one_copy_as_much() -> None:
+    def share(recovery: str, layout: Layout) -> float:
+        hours = Reliability(mtbf_h=50.0, recovery=recovery, spares=1)  # type: ignore[arg-type]
+        return work_out(replace(job("8x8xH100"), reliability=hours), layout).figures["goodput"]
+
+    live, restart = share("live", Layout()), share("restart", Layout())
+    assert live > restart
+    assert share("live", Layout("parameters", 1)) < live
+
+
+def test_days_and_cost_follow_from_steps_price_and_goodput() -> None:
+    outcome = work_out(job(), Layout())
+    assert outcome.step is not None and outcome.goodput is not None
+    assert outcome.days == pytest.approx(1000 * outcome.step.total_s / outcome.goodput.share / 86400)
+    assert outcome.cost == pytest.approx(outcome.days * 24 * 2.0 * 16)
+
+
+def test_the_page_needs_nothing_but_itself_and_says_what_the_report_does() -> None:
+    report = make_report(replace(job(), model=LLAMA_7B.facts(1, OWN)), Layout(), "throughput", with_cells=False)
+    page = render(report)
+    assert page.count("<svg") >= 4
+    assert "http" not in page and "<script" not in page
+    assert all(one.layout.name in page for one in report.best)
+    assert report.refused and all(name in page for name, _ in report.refused)
