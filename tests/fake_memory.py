@@ -155,7 +155,7 @@ class DeviceBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
                 del self._known[cdata]
-            elif storage.data_ptr() not in _HOST:
+            elif storage.device.type != "meta" and storage.data_ptr() not in _HOST:
                 total += storage.nbytes()
         return total
 

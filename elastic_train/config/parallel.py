@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
 
 from elastic_train.config.section import Section
 from elastic_train.core.mesh import Cell
@@ -36,6 +36,16 @@ class ParallelConfig(Section):
     memory, also where ranks share a GPU. Between CPUs it is always gloo."""
     domain: str | None = None
     """What may fail together with this node and others, such as a rack's name; copies go to different ones."""
+
+    @field_validator("wire", mode="before")
+    @classmethod
+    def _is_of_one_leaf(cls, value: object) -> object:
+        if isinstance(value, str) and value.lower() == "powersgd":
+            raise ValueError(
+                "powersgd sends factors of sums over the ranks, and keeps on each rank what they leave out, so the "
+                "bits would depend on the world, and a lost rank would take a part of the state along: set wire to bf16"
+            )
+        return value
 
     @model_validator(mode="after")
     def _offloads_what_is_held(self) -> ParallelConfig:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_train.checkpoint import CommitRecord, Retention
 from elastic_train.config.recipe import parse_best
@@ -31,11 +31,13 @@ from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.schedule import check_schedule
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.sharded.elementwise import slots_of
+from elastic_train.job.sharded.first_weights import without_memory
+from elastic_train.job.sharded.gathered_state import GatheredState
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.preparing import prepare
-from elastic_train.tasks.task import OWN_VALUES, Grouping, Task, load_task
+from elastic_train.tasks.task import OWN_VALUES, Deferring, Grouping, Task, load_task
 
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
 
@@ -73,14 +75,16 @@ class Plan:
             budget=keep.storage_budget,
         )
 
-    def build_state(self) -> AppliedState:
+    def build_state(self, *, may_defer: bool = False) -> AppliedState:
         """Build model and optimizer from the run's seed, so that every rank begins with the same bits.
 
         Raises ConfigError if the task's parameter groups do not fit its model.
-        With `compile` nothing is compiled before `warm_up`.
+        With `compile` nothing is compiled before `warm_up`. With `may_defer` weights that are shared out are made when
+        the first seat is taken, each rank's alone, if the task can make them one by one.
         """
-        torch.manual_seed(derive(self.config.run.seed, _INITIAL_WEIGHTS) >> 1)
-        model = self.task.build_model().to(self.device)
+        self._seed_weights()
+        sketch = self._sketch() if may_defer else None
+        model = self.task.build_model().to(self.device) if sketch is None else sketch
         check_model(model)
         model.train()
         is_fp16 = self.config.precision == "fp16"
@@ -92,7 +96,26 @@ class Plan:
             model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, config.parallel, plan
         )
         state.compiled = compiled
+        if sketch is not None and isinstance(state.shards, GatheredState):
+            state.shards.begin_with(self._initial_weights)
         return state
+
+    def _seed_weights(self) -> None:
+        torch.manual_seed(derive(self.config.run.seed, _INITIAL_WEIGHTS) >> 1)
+
+    def _sketch(self) -> nn.Module | None:
+        """Return the model without weights, if it can begin so; a compiler needs a pass with all of them."""
+        config, task = self.config, self.task
+        if config.parallel.shards != "parameters" or config.compile or not isinstance(task, Deferring):
+            return None
+        sketch = task.sketch_model()
+        return None if sketch is None else without_memory(sketch, self.device)
+
+    def _initial_weights(self) -> Iterator[tuple[str, Tensor]]:
+        assert isinstance(self.task, Deferring), "it has made a sketch"
+        with torch.random.fork_rng([]):
+            self._seed_weights()
+            yield from self.task.initial_weights()
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which a lane's loss is computed."""

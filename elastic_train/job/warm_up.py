@@ -14,6 +14,7 @@ from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import DataError, StorageError
 from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
+from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CALLS
 
@@ -23,7 +24,7 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
 
     Opens the data, loads kernels, and starts the autograd engine's threads. Data that cannot be read is left to the
     step that needs it, which says what to do; but where the model is compiled, which is for the shape of the run's
-    first micro-batch, DataError or StorageError is raised.
+    first micro-batch, DataError or StorageError is raised. Without weights nothing is computed.
     """
     plan.task.metrics()
     try:
@@ -37,6 +38,8 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
             "compile: the run's first micro-batch cannot be read, whose shape is what is compiled: restore its files, "
             "or set compile to false, on all nodes"
         )
+    if isinstance(state.shards, HeldState) and not state.shards.has_weights:
+        return
     devices = [plan.device] if plan.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _unchanged(state.model), state.shards.recording(), _compiling(state):
         run_once(plan, state.model, batch, step=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.models.adapters import attach, check_base, frozen_groups, leave_base_out
-from elastic_train.tasks.models.decoder import TENSOR_PLAN, Decoder, DecoderShape
+from elastic_train.tasks.models.decoder import TENSOR_PLAN, Decoder, DecoderShape, drawn_weights
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
@@ -116,7 +116,7 @@ class CausalLM:
 
     def build_model(self) -> nn.Module:
         if self.source is None:
-            return Decoder(DecoderShape(**{**self._sizes, "vocabulary": self.vocabulary}))
+            return Decoder(self._shape)
         built = self.source.build("AutoModelForCausalLM", self.config)
         check_positions(built, self.max_tokens)
         check_causal(built)
@@ -125,6 +125,15 @@ class CausalLM:
             model = attach(model, self.lora, "CAUSAL_LM")
             leave_base_out(model)
         return model
+
+    def sketch_model(self) -> nn.Module | None:
+        if self.source is not None:
+            return None
+        with torch.device("meta"):
+            return self.build_model()
+
+    def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return drawn_weights(self._shape)
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
         return frozen_groups(model)
@@ -176,6 +185,10 @@ class CausalLM:
     def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
         save_folder(model, folder, is_merged=is_merged)
         write_tokenizer(self._folder, self._known, folder)
+
+    @property
+    def _shape(self) -> DecoderShape:
+        return DecoderShape(**{**self._sizes, "vocabulary": self.vocabulary})
 
     @property
     def _folder(self) -> Path | None:

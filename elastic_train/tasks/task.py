@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -151,6 +151,23 @@ class Matching(Protocol):
 
 
 @runtime_checkable
+class Deferring(Protocol):
+    """A task that makes its model's weights one after the other, so that no process need have all of them."""
+
+    def sketch_model(self) -> nn.Module | None:
+        """Return what `build_model` does, on the meta device; None if its weights cannot be made one by one.
+
+        Its blocks, the entries of `nn.ModuleList`s, run in the order in which they are listed, and it has no buffers.
+        """
+
+    def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter by its first name, on the CPU, with the bits that `build_model` gives it.
+
+        What is drawn comes from torch's generator, which is where it is for `build_model`.
+        """
+
+
+@runtime_checkable
 class Exporting(Protocol):
     """A task whose model transformers can load."""
 
@@ -249,6 +266,7 @@ __all__ = [
     "OWN_VALUES",
     "Batch",
     "Counting",
+    "Deferring",
     "Exporting",
     "Finishing",
     "Generating",

@@ -57,7 +57,7 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
     """
     make_repeatable(config)
     plan = make_plan(config)
-    state = plan.build_state()
+    state = plan.build_state(may_defer=True)
     with contextlib.closing(Watchdog(config.hang_timeout_s)) as watchdog:
         return _train_on(plan, state, watchdog, leave, started_at)
 

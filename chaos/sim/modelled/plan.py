@@ -99,7 +99,7 @@ class ModelledPlan:
     def retention(self) -> Retention:
         return Retention.of(last=self.config.checkpoint.keep_last)
 
-    def build_state(self) -> ModelledState | AppliedState:
+    def build_state(self, *, may_defer: bool = False) -> ModelledState | AppliedState:
         state = self._make_state()
         self.take_state(state)
         return state

@@ -101,7 +101,7 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     """
     furthest = max(one.place for one in brought)
     if is_first(shards, brought):
-        take_first_seats(group, shards, brought)
+        take_first_seats(group, shards, brought, begins=True)
         return np.empty(0, dtype=np.int64)
     mine = brought[group.rank] if brought[group.rank].place == furthest else Brought(Place(0, 0), None, ())
     seats = _seats_of(brought, shards.copies, furthest)
@@ -149,10 +149,13 @@ def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:
     return any(one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi for one in others)
 
 
-def take_first_seats(group: Group, shards: HeldState, brought: Sequence[Brought]) -> None:
-    """Take the seats of a world that begins with whole weights on every rank and no updates, or with a commit."""
+def take_first_seats(group: Group, shards: HeldState, brought: Sequence[Brought], *, begins: bool = False) -> None:
+    """Take the seats of a world that has no updates yet, and begins with the first weights, or with a commit."""
     seating = Seating(shards.layout, shards.circle, _seats_of(brought, shards.copies, None), group.rank)
-    shards.sit(seating, shards.room_for(seating), [0.0] * len(shards.optimizer.param_groups))
+    runs = shards.room_for(seating)
+    if begins:
+        shards.begin(runs)
+    shards.sit(seating, runs, [0.0] * len(shards.optimizer.param_groups))
 
 
 def _seats_of(brought: Sequence[Brought], copies: int, furthest: Place | None) -> list[Seat]:

@@ -39,6 +39,12 @@ class FlatModel:
                     "whose state is sharded is on one device; put it there, or set parallel.shards to none"
                 )
         self.weights: list[Tensor] = []
+        self.has_weights = all(one.untyped_storage().nbytes() >= one.nbytes for one, _, _ in self._places)
+        """Whether the model came with weights."""
+        if not self.has_weights:
+            self.weights = [self.zeros(number, 0) for number in range(len(layout.flats))]
+            self.renew()
+            return
         for number, flat in enumerate(layout.flats):  # one after the other, so that one alone is there twice
             self.weights.append(vector := self.zeros(number, flat.numel))
             for parameter, start in self._parameters_of(number):
@@ -94,7 +100,8 @@ class FlatModel:
         What may still arrive goes to the old memory. Nor could it be given back once it was shown to NumPy.
         """
         for number, old in enumerate(self.weights):
-            self.weights[number] = vector = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+            numel = self._layout.flats[number].numel
+            self.weights[number] = vector = torch.empty(numel, dtype=old.dtype, device=old.device)
             for parameter, start in self._parameters_of(number):
                 parameter.data = vector[start : start + parameter.numel()].view(parameter.shape)
             vector.untyped_storage().resize_(0)

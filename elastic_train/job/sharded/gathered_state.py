@@ -7,7 +7,7 @@ blocks run. From then on each run that it holds has memory of its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from elastic_train.checkpoint.format.layout import AVERAGE, State
 from elastic_train.core.arrays import Int64s
 from elastic_train.job.sharded.dealt_state import DealtState
+from elastic_train.job.sharded.first_weights import fill
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
 from elastic_train.job.sharded.shared_weights import check_copies, gather_whole, grain_run, shared_digest
 from elastic_train.job.units.blocks import recording_order
@@ -32,6 +33,24 @@ class GatheredState(DealtState):
     _is_whole, _shows_averages = True, False
     _units: UnitWeights | None = None
     _order: list[str] | None = None
+
+    _first: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+
+    def begin_with(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """Begin a run with weights that come one by one, where the model was built without."""
+        assert not self.flat.has_weights, "the model has weights"
+        self._is_whole, self._first = False, weights
+
+    def begin(self, runs: Sequence[HeldRun]) -> None:
+        if self._first is not None:
+            fill(self.layout, runs, self._first())
+            for one in runs:
+                if AVERAGE in one.moments:
+                    one.moments[AVERAGE].copy_(one.weights)
+
+    @property
+    def has_weights(self) -> bool:
+        return self._first is None
 
     @property
     def is_shared_out(self) -> bool:

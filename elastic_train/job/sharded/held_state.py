@@ -192,6 +192,14 @@ class HeldState:
         grains = self.seated.trained[self.seated.rank].tolist()
         self._views = [self.gradients_at(grain_run(self.layout, number)) for number in grains]
 
+    def begin(self, runs: Sequence[HeldRun]) -> None:
+        """Put into the runs of a first seat what a run begins with; whole weights are there already."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the model was built with its weights, so that it can compute before there is a world."""
+        return True
+
     def make_gradients(self) -> None:
         """Make room for gradients as they are while lanes add to them: whole."""
         self.flat.make_gradients()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -133,9 +133,7 @@ class Decoder(nn.Module):
         if shape.tied:
             self.head.weight = self.embed.weight
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:  # what adds to the residual is smaller in deeper models (Radford et al. 2019)
-                is_added = name.endswith(("attention.o.weight", "mlp.down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * shape.depth) if is_added else 1.0))
+            _draw(name, parameter, shape)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """tokens (batch, width) int64; positions alike, by default 0, 1, …; mask as in `Attention`, by default causal.
@@ -149,6 +147,27 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin, mask)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def _draw(name: str, parameter: Tensor, shape: DecoderShape) -> None:
+    """Draw a parameter; those of norms are ones from the start."""
+    if parameter.ndim == 2:  # what adds to the residual is smaller in deeper models (Radford et al. 2019)
+        is_added = name.endswith(("attention.o.weight", "mlp.down.weight"))
+        nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * shape.depth) if is_added else 1.0))
+
+
+def drawn_weights(shape: DecoderShape) -> Iterator[tuple[str, Tensor]]:
+    """Yield each of a decoder's parameters as `Decoder` draws it; one block of them is in memory at a time."""
+    nn.Embedding(shape.vocabulary, shape.dim)  # what modules draw is drawn over, and moves torch's generator on
+    for _ in range(shape.depth):
+        Block(shape)
+    nn.Linear(shape.dim, shape.vocabulary, bias=False)
+    with torch.device("meta"):
+        sketch = Decoder(shape)
+    for name, parameter in sketch.named_parameters():
+        drawn = torch.ones(parameter.shape)
+        _draw(name, drawn, shape)
+        yield name, drawn
 
 
 def rotations(positions: Tensor, shape: DecoderShape) -> tuple[Tensor, Tensor]:

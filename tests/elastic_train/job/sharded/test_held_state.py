@@ -120,6 +120,11 @@ def test_gradients_that_are_sent_rounded_are_those_of_rounded_lanes(tmp_path: Pa
         assert [held[str(copies)][0] for copies in (1, 2, 3)] == [expected] * 3
 
 
+def test_what_depends_on_the_ranks_is_not_sent() -> None:
+    with pytest.raises(ValueError, match=r"bits would depend on the world, .* set wire to bf16"):
+        Config(data={"train": "rows"}, parallel={"shards": "gradients", "wire": "powersgd"})  # type: ignore[arg-type]
+
+
 def test_sums_are_not_sent_rounded() -> None:
     with pytest.raises(ValueError, match="set shards to gradients or parameters, or wire to exact"):
         Config(data={"train": "rows"}, parallel={"shards": "optimizer", "wire": "bf16"})  # type: ignore[arg-type]

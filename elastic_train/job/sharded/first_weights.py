@@ -1,0 +1,47 @@
+"""The weights that a run begins with, where no process has all of them: each is made, and cut into what a rank holds.
+
+Until then the model's parameters are on its device, with all that belongs to them but memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from elastic_train.errors import ConfigError
+from elastic_train.job.sharded.held_tree import HeldRun
+from elastic_train.shards.grains import Layout
+
+
+def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
+    """Give a model that was built on the meta device parameters on another device that have no memory yet."""
+    known: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module._parameters.items()):
+            if old is not None:
+                if id(old) not in known:
+                    memory = torch.empty(old.shape, dtype=old.dtype, device=device)
+                    memory.untyped_storage().resize_(0)
+                    known[id(old)] = nn.Parameter(memory, requires_grad=old.requires_grad)
+                module._parameters[name] = known[id(old)]
+    return model
+
+
+def fill(layout: Layout, runs: Sequence[HeldRun], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Fill held runs with what they have of a model's parameters, which come by their first names, one by one.
+
+    Raises ConfigError if some do not come.
+    """
+    missing = {place.names[0]: place for place in layout.tensors}
+    for name, tensor in weights:
+        place = missing.pop(name)
+        end = place.start + place.numel
+        for one in runs:
+            lo, hi = max(one.run.lo, place.start), min(one.run.hi, end)
+            if one.run.flat == place.flat and lo < hi:
+                part = tensor.reshape(-1)[lo - place.start : hi - place.start]
+                one.weights[lo - one.run.lo : hi - one.run.lo].copy_(part)
+    if missing:
+        raise ConfigError(f"task.path: initial_weights gives no '{next(iter(missing))}', which sketch_model has")
