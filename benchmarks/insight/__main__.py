@@ -11,6 +11,12 @@ straggler_precision   of what the detector says of ranks, how much is right: the
 straggler_recall      how many of the slow ranks are named (goal: 0.95)
 straggler_latency_steps
                       the most steps until one is (goal: 30)
+plan_step_error       by how much the seconds of a step that `elastic-train plan` gives are off at the most: a decoder,
+                      a text classifier and a small ResNet on 1, 2 and 4 ranks over a wire of known alpha and beta,
+                      and the decoder in each mode of sharding (goal: at most 0.15)
+plan_memory_error     the same of the most memory of a rank (goal: at most 0.10)
+plan_step_errors      the same by case: model, mode, ranks; more than measured is positive
+plan_memory_errors    the same by case
 
 The last line is JSON.
 """
@@ -18,7 +24,7 @@ The last line is JSON.
 from __future__ import annotations
 
 from benchmarks.figures import Measure, measure_chosen
-from benchmarks.insight import always_on, stragglers
+from benchmarks.insight import always_on, planned, stragglers
 
 FIGURES: dict[str, Measure] = {
     "overhead_always_on": always_on.overhead,
@@ -26,6 +32,10 @@ FIGURES: dict[str, Measure] = {
     "straggler_precision": stragglers.straggler_figures,
     "straggler_recall": stragglers.straggler_figures,
     "straggler_latency_steps": stragglers.straggler_figures,
+    "plan_step_error": planned.errors,
+    "plan_memory_error": planned.errors,
+    "plan_step_errors": planned.errors,
+    "plan_memory_errors": planned.errors,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,22 @@ CLIP_NORM = 0.01
 OPTIMIZER = OptimizerConfig(clip_norm=CLIP_NORM, warmup_steps=2)
 TOTAL_STEPS = 10_000
 BUCKET_MB = ParallelConfig().bucket_mb
+
+
+class Computing(Protocol):
+    """What a job needs of what it computes."""
+
+    @property
+    def num_lanes(self) -> int: ...
+
+    @property
+    def num_samples(self) -> int: ...
+
+    def build(self) -> nn.Module:
+        """Build the model, with the same weights on every rank."""
+
+    def loss(self, model: nn.Module, step: int, lane: int) -> Tensor:
+        """Return a lane's loss, summed over its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +87,7 @@ class Job:
     def __init__(
         self,
         group: Group,
-        work: Work,
+        work: Computing,
         shards: Mode,
         copies: int = 1,
         bucket_mb: float | None = BUCKET_MB,

@@ -24,16 +24,17 @@ MODES: tuple[Mode, ...] = ("none", "optimizer")
 
 
 class Wire:
-    """When what a rank has sent has left, if bytes leave one after another."""
+    """When what a rank has sent has left, if bytes leave one after another, and have come `alpha_s` later."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_s: float = WIRE_BYTES_PER_S, alpha_s: float = 0.0) -> None:
+        self.bytes_per_s, self.alpha_s = bytes_per_s, alpha_s
         self._lock = threading.Lock()
         self._free_at = 0.0
 
     def leaves_at(self, num_bytes: float) -> float:
         with self._lock:
-            self._free_at = max(self._free_at, time.perf_counter()) + num_bytes / WIRE_BYTES_PER_S
-            return self._free_at
+            self._free_at = max(self._free_at, time.perf_counter()) + num_bytes / self.bytes_per_s
+            return self._free_at + self.alpha_s
 
 
 class OnWire:
@@ -47,9 +48,9 @@ class OnWire:
         time.sleep(max(0.0, self._leaves_at - time.perf_counter()))
 
 
-def put_on_wire() -> None:
-    """Let all sends of this process leave on one wire; what all ranks add up has a ring's volume."""
-    wire, send, all_reduce = Wire(), PointToPoint.send, Group.all_reduce
+def put_on_wire(bytes_per_s: float = WIRE_BYTES_PER_S, alpha_s: float = 0.0) -> None:
+    """Let all sends of this process leave on one wire; what all ranks add up has a ring's volume, and two rounds."""
+    wire, send, all_reduce = Wire(bytes_per_s, alpha_s), PointToPoint.send, Group.all_reduce
 
     def send_on_wire(self: PointToPoint, rank: int, tensor: Tensor) -> OnWire:
         return OnWire(send(self, rank, tensor), wire.leaves_at(tensor.nbytes))
@@ -57,7 +58,7 @@ def put_on_wire() -> None:
     def all_reduce_on_wire(self: Group, tensor: Tensor) -> None:
         leaves_at = wire.leaves_at(2 * tensor.nbytes * (self.size - 1) / self.size)
         all_reduce(self, tensor)
-        time.sleep(max(0.0, leaves_at - time.perf_counter()))
+        time.sleep(max(0.0, leaves_at + alpha_s - time.perf_counter()))
 
     PointToPoint.send, Group.all_reduce = send_on_wire, all_reduce_on_wire  # type: ignore[method-assign]
 

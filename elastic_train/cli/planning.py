@@ -36,7 +36,6 @@ def plan(
     mtbf_h: float = 6300.0,
     recovery: Literal["live", "restart"] = "live",
     spares: int = 0,
-    tp: int = 1,
     pp: int = 1,
     ep: int = 1,
     cells: Flag = False,
@@ -63,9 +62,9 @@ def plan(
         live (survivors go on) or restart.
     spares
         Nodes that wait to take a lost one's place; they cost what others do.
-    tp
-        Ranks of a tensor group; with --pp stages of a pipeline and --ep ranks that share experts they make a cell. The
-        trainer does not run cells yet: these are for what is to come.
+    pp
+        Stages of a pipeline; with parallel.tensor and --ep, ranks that share experts, they make a cell. The trainer
+        runs neither yet: these are for what is to come.
     cells
         Compare cells, too.
     html
@@ -80,7 +79,6 @@ def plan(
     wrong = [
         f"--{name} must be at least {least}, not {value}"
         for name, value, least in (
-            ("tp", tp, 1),
             ("pp", pp, 1),
             ("ep", ep, 1),
             ("spares", spares, 0),
@@ -98,7 +96,7 @@ def plan(
     from elastic_train.planning.reading import read_config  # torch: once all that needs no model is known to be right
 
     read = read_config(resolved)
-    layout = replace(read.layout, tensor=tp, pipeline=pp, expert=ep)
+    layout = replace(read.layout, pipeline=pp, expert=ep)
     reliability = Reliability(mtbf_h=mtbf_h, recovery=recovery, spares=spares)
     threads = resolved.threads_per_rank
     job = Job(read.facts, read.batch, cluster, read.num_steps, price, threads, reliability)

@@ -51,7 +51,7 @@ def read_config(config: Config) -> Read:
     """Read a configuration's model, data and layout; raises ConfigError or DataError as training would."""
     parallel = config.parallel
     # Whether this machine can compile or has a device to spare is not what is asked: the plan may be for another.
-    here = {"compile": False, "parallel": parallel.model_copy(update={"offload": "none"})}
+    here = {"compile": False, "parallel": parallel.model_copy(update={"offload": "none", "tensor": 1})}
     plan = make_plan(config.model_copy(update=here))
     batches = _first_batches(plan)
     facts = read_model(plan, batches)
@@ -60,6 +60,7 @@ def read_config(config: Config) -> Read:
         copies=parallel.copies if parallel.shards != "none" else 1,
         recompute=parallel.recompute,
         offload=parallel.offload,
+        tensor=parallel.tensor,
         bucket_mb=parallel.bucket_mb,
         wire=parallel.wire,
     )
@@ -167,6 +168,7 @@ def _facts(plan: Plan, model: nn.Module, trace: Trace, batch: dict[str, Tensor])
         buffer_bytes=float(sum(one.nbytes for one in model.buffers())),
         input_bytes=float(sum(one.nbytes for one in batch.values())),
         largest_tensor=max((one.numel() for one in parameters), default=0),
+        num_tensors=len(parameters),
         precision=config.precision,
         cut=cut,
     )

@@ -42,6 +42,9 @@ _FREE = {
 }  # fmt: skip
 """What moves no bytes: views, memory that nothing is written to, and what fakes alone are asked, their device."""
 
+_REORDERS = {_ATEN.convolution, _ATEN.convolution_backward}
+"""What a library computes on copies, of what it is given and returns, in an order of its own: in use while it does."""
+
 
 @dataclass(slots=True)
 class UnitTrace:
@@ -114,6 +117,9 @@ class Trace(TorchDispatchMode):
         else:
             moved = sum(one.numel() * one.element_size() for one in (*_tensors((args, kwargs)), *_tensors(out)))
             work = Work(0.0, float(moved), 1)
+        if packet in _REORDERS:
+            arranged = sum(one.numel() * one.element_size() for one in (*_tensors((args, kwargs)), *_tensors(out)))
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + arranged)
         unit = self.units[self._now]
         if self._is_backward:
             unit.backward += work

@@ -78,6 +78,7 @@ class ModelFacts:
     buffer_bytes: float = 0.0
     input_bytes: float = 0.0
     largest_tensor: int = 0
+    num_tensors: int = 0
     precision: str = "fp32"
     cut: Cut | None = None
 

@@ -18,6 +18,9 @@ from elastic_train.planning.arithmetic.model import ModelFacts, Work
 from elastic_train.planning.arithmetic.seating import Seated, seat_of
 from elastic_train.planning.arithmetic.traffic import Exchange, exchanges_of, seconds_of, sent_bytes
 
+UPDATE_CALLS = 16
+"""Kernels that a CPU's update and norm take for each tensor; GPUs' are fused."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -122,7 +125,8 @@ def _exposed(exchanges: Sequence[Exchange], layout: Layout, passes: Passes, clus
     exposed = hidden = 0.0
     for one in exchanges:
         seconds = seconds_of(one, cluster, layout.cell)
-        beside = min(max(0.0, room.get(one.beside, 0.0)), seconds * (1 - 1 / one.pieces)) if one.beside else 0.0
+        ready = 1 - 1 / one.pieces  # the last piece is there when the pass ends, and each one after its part of it
+        beside = ready * min(room[one.beside], seconds) if one.beside else 0.0
         if one.beside:
             room[one.beside] -= beside
         exposed, hidden = exposed + one.times * (seconds - beside), hidden + one.times * beside
@@ -170,7 +174,8 @@ def _update_s(model: ModelFacts, layout: Layout, seated: Seated, device: Device,
         sums, mean = seated.lanes * seated.group_size * 3 * size.gradient * held, size.gradient * held * 2
     norm = size.gradient * held
     update = (2 * size.weight + size.gradient + 2 * size.state) * held
-    seconds = waits * (sums + mean + norm + update) / device.bytes_per_s
+    calls = UPDATE_CALLS * model.num_tensors * device.call_s if device.is_cpu else 0.0
+    seconds = waits * ((sums + mean + norm + update) / device.bytes_per_s + calls)
     if layout.offload == "none":
         return seconds
     moved = held * (size.state + (size.weight if layout.offload == "all" else 0.0))

@@ -42,7 +42,7 @@ def test_a_plan_as_tables(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     ("words", "said"),
     [
         (("--on", "8xH10"), "did you mean 'H100'"),
-        (("--tp", "0", "--mtbf-h", "-1"), "--mtbf-h must be more than 0"),
+        (("--pp", "0", "--mtbf-h", "-1"), "--mtbf-h must be more than 0"),
         (("--on", "nowhere.yaml"), "cannot be read"),
     ],
 )
