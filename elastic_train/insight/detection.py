@@ -123,9 +123,10 @@ class Detector:
             return
         if len(self._losses) >= SPIKE_LEAST:
             usual = statistics.median(self._losses)
-            deviation = _MAD_TO_SIGMA * statistics.median(abs(value - usual) for value in self._losses)
-            if loss > usual + max(SPIKE_DEVIATIONS * deviation, 0.5 * abs(usual)):
-                yield Event("loss_spike", step, step, None, loss, usual, "")
+            if loss > usual + 0.5 * abs(usual):  # what is not has no need of the deviation
+                deviation = _MAD_TO_SIGMA * statistics.median(abs(value - usual) for value in self._losses)
+                if loss > usual + SPIKE_DEVIATIONS * deviation:
+                    yield Event("loss_spike", step, step, None, loss, usual, "")
             usual = statistics.median(self._norms)
             if norm > NORM_RATIO * usual > 0:
                 yield Event("gradient_spike", step, step, None, norm, usual, "")
@@ -163,6 +164,10 @@ def _without_worst(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _beside_others(values: npt.NDArray[np.float64]) -> Iterator[tuple[int, float, float]]:
-    """Yield (rank, its value, the median of the others')."""
-    for rank, value in enumerate(values.tolist()):
-        yield rank, value, float(np.median(np.delete(values, rank)))
+    """Yield (rank, its value, the median of the others'), after one sorting of all."""
+    order, num_others = np.argsort(values, kind="stable"), len(values) - 1
+    ascending = values[order].tolist()
+    middle = ((num_others - 1) // 2, num_others // 2)
+    for place, rank in enumerate(order.tolist()):
+        low, high = (ascending[at + (place <= at)] for at in middle)
+        yield rank, ascending[place], (low + high) / 2

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 from benchmarks.figures import Effort
 from benchmarks.insight.stragglers import straggler_figures
-from elastic_train.insight.detection import LATENCY, Detector
+from elastic_train.insight.detection import LATENCY, Detector, _beside_others
 from elastic_train.insight.events import Event
 from elastic_train.insight.phases import RankFacts
 
@@ -113,3 +114,12 @@ def test_precision_recall_and_latency_over_drawn_cases() -> None:
     figures = straggler_figures(Effort(True, print))
     assert figures["straggler_precision"] >= 0.95 and figures["straggler_recall"] >= 0.95  # type: ignore[operator]
     assert figures["straggler_latency_steps"] <= 30  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7, 8])
+def test_the_others_median_is_that_of_all_but_one(num_ranks: int) -> None:
+    """Also where several are equal."""
+    draws = random.Random(num_ranks)
+    values = np.array([float(draws.randint(1, 5)) for _ in range(num_ranks)])
+    expected = [(rank, values[rank], float(np.median(np.delete(values, rank)))) for rank in range(num_ranks)]
+    assert sorted(_beside_others(values)) == expected
