@@ -12,7 +12,7 @@ OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
-.PHONY: setup demo test test-fast test-long gpu sim soak check docs format bench clean
+.PHONY: setup demo test test-fast test-long test-deploy gpu sim soak check docs format bench clean
 
 setup: .venv/.installed
 
@@ -37,19 +37,24 @@ demo: setup
 test: setup
 	@echo "test: the whole suite, with real etcd, torchrun, signals, S3 and MLflow, in two passes"
 	@echo "test: pass 1 of 2, on every core"
-	@$(PYTEST) $(OVERLAPPING) -m "not long and not alone"; code=$$?; \
+	@$(PYTEST) $(OVERLAPPING) -m "not long and not deploy and not alone"; code=$$?; \
 	echo "test: pass 2 of 2, one at a time: what measures time and needs a quiet machine"; \
-	$(PYTEST) -m "alone and not long" $(ALONE) && exit $$code
+	$(PYTEST) -m "alone and not long and not deploy" $(ALONE) && exit $$code
 
 test-fast: setup
 	@echo "test-fast: what starts no processes and takes no time, and beside it fifty jobs in virtual time"
 	@simulated=$$(mktemp); $(RUN) -m chaos.cli sim --seeds 50 --json > $$simulated & simulation=$$!; \
-	$(PYTEST) $(ON_EVERY_CORE) -m "not long and not alone and not slow"; code=$$?; \
+	$(PYTEST) $(ON_EVERY_CORE) -m "not long and not deploy and not alone and not slow"; code=$$?; \
 	wait $$simulation || code=1; cat $$simulated; rm -f $$simulated; exit $$code
 
 test-long: test
 	@echo "test-long: what takes minutes, one at a time"
 	@$(PYTEST) -m long
+
+# -rs names what is skipped and why: without root, or the packages, there is no cluster.
+test-deploy: setup
+	@echo "test-deploy: jobs as a cluster runs them, with Slurm's own programs on machines in namespaces"
+	@$(PYTEST) -rs -m deploy tests/deploy
 
 # Jobs of several ranks share the first device; NCCL gets one for each rank where there are as many.
 gpu: setup

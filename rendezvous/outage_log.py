@@ -1,11 +1,17 @@
 """One line for each thing that a member waits for, not one for each try.
 
-An alarm of etcd may last for hours, in which every worker of a job tries again every few seconds.
+An alarm of etcd may last for hours, in which every worker of a job tries again every few seconds. And nobody is to sit
+before a silent terminal while nodes are missing.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections.abc import Callable
+
+FIRST_WORD_S, EVERY_S = 5.0, 60.0
 
 
 class OutageLog:
@@ -26,3 +32,19 @@ class OutageLog:
         if self._said:
             self._said = ""
             self._log.warning("etcd answers again")
+
+
+class WaitingLog:
+    """Says what is waited for once that has taken some seconds, and then each minute."""
+
+    def __init__(self, log: logging.Logger, timeout_s: float = math.inf) -> None:
+        self._log = log
+        self._deadline = time.monotonic() + timeout_s
+        self._due_at = time.monotonic() + FIRST_WORD_S
+
+    def waits(self, what: Callable[[float], str]) -> None:
+        """Say it if it is time to; `what` is given the seconds that are left."""
+        now = time.monotonic()
+        if now >= self._due_at:
+            self._due_at = now + EVERY_S
+            self._log.warning("%s", what(max(0.0, self._deadline - now)))

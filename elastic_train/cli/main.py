@@ -63,19 +63,22 @@ def launch(
     endpoint: str | None = None,
     run_id: Annotated[str | None, Parameter(name="--id")] = None,
     recovery: str = "live",
-    max_restarts: int = 100,
-    ttl_s: float = 3.0,
+    max_restarts: int | None = None,
+    ttl_s: float | None = None,
     grace_s: float = 30.0,
+    timeout_s: float | None = None,
     local_addr: str | None = None,
     compact: bool = True,
 ) -> int:
     """Start one node of a job (the same line on every node), with exit codes that a scheduler can act on.
 
     --nodes MIN:MAX (default 1), --ranks N per node (its GPUs, else 1), --endpoint HOST:PORT of an etcd, --id JOB. What
-    is not given is read from PET_* variables (Kubernetes operators set them), then from Slurm's. Without an endpoint,
-    launch starts an etcd for a job of one node, or on the first node of a Slurm job; several nodes elsewhere need one.
-    --recovery live (survivors never stop) or restart. --max-restarts of workers (live: per cause and hour). --ttl-s:
-    seconds after which a silent worker counts as lost. --grace-s: seconds from SIGTERM to SIGKILL. --local-addr: the
+    is not given is read from PET_* variables (Kubernetes operators set them), else from Slurm's, else from SkyPilot's.
+    Under Slurm and SkyPilot any number of the job's nodes trains: 1:N. Without an endpoint, launch starts an etcd for
+    a job of one node, or on the first node that a scheduler names; several nodes elsewhere need one. --recovery live
+    (survivors never stop) or restart. --max-restarts of workers (100; live: per cause and hour). --ttl-s: seconds after
+    which a silent worker counts as lost (3). --grace-s: seconds from SIGTERM to SIGKILL. --timeout-s: how long to wait
+    for MIN nodes, and for the etcd of the first (900); then the exit code is 77. --local-addr: the
     address by which other nodes reach this one (default: the one by which it reaches etcd). --no-compact: leave etcd's
     history alone; else the leader compacts what is older than ten minutes, if etcd holds nothing but such jobs. Any key
     of CONFIG can follow.
@@ -83,7 +86,9 @@ def launch(
     from elastic_train.launch import node, options
 
     sources.load(config, environ=os.environ, arguments=overrides)  # report a mistake once, not from every rank
-    flags = options.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s, local_addr, compact)
+    flags = options.Flags(
+        nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s, local_addr, compact, timeout_s
+    )
     return node.launch(options.resolve(config, overrides, flags, os.environ, options.count_gpus()))
 
 
@@ -143,6 +148,18 @@ def audit(
     from elastic_train.cli.audit import audit as audit_run
 
     return audit_run(run, data=data or (), is_forensic=forensic, is_json=json_)
+
+
+@app.command
+def status(run: str, *, json_: Json = False) -> int:
+    """Say whether RUN is done, can be resumed or has failed, for the scripts that start jobs.
+
+    RUN is a run's folder, or the configuration that names it; of a URL of commits it can be said whether it can be
+    resumed. Exit code 0: done; 75: the same line again goes on, or begins; 65: it has commits, and none is whole.
+    """
+    from elastic_train.cli.status import status as status_of
+
+    return status_of(run, is_json=json_)
 
 
 Weights = Literal["trained", "ema"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 
 from elastic_train.errors import (
@@ -14,6 +13,7 @@ from elastic_train.errors import (
     ResultError,
     TooFewNodesError,
 )
+from elastic_train.launch.departure import REQUESTS
 
 TELLING_CODES = (
     CorruptError.exit_code,
@@ -29,11 +29,12 @@ TELLING_CODES = (
 def exit_code(codes: Sequence[int], *, has_failed: bool, is_asked: bool = False) -> int:
     """Return the node's code: its workers' most specific one; 75 if all left cleanly and some early; else 0 or 1.
 
-    `is_asked`: this node was asked to leave. A worker that SIGTERM killed had not installed its handler yet and held
-    no state, so it counts as preempted; so does a node without workers.
+    `is_asked`: this node was asked to leave. A worker that the same signal killed had not installed its handler yet and
+    held no state, so it counts as preempted; so does a node without workers.
     """
     if is_asked:
-        codes = [Preempted.exit_code if code == -signal.SIGTERM else code for code in codes] or [Preempted.exit_code]
+        early = [-number for number in REQUESTS]
+        codes = [Preempted.exit_code if code in early else code for code in codes] or [Preempted.exit_code]
     telling = next((code for code in TELLING_CODES if code in codes), None)
     if telling is not None:
         return telling

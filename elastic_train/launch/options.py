@@ -1,7 +1,7 @@
 """What `elastic-train launch` starts, resolved from its flags and the environment; every mistake is reported at once.
 
-A flag wins over torchrun's own PET_* variables (Kubernetes operators set them), and those win over Slurm's. Nothing
-here imports torch, so a mistake is reported before its seconds of imports.
+A flag wins over what the variables of a scheduler say (`schedulers`). Nothing here imports torch, so a mistake is
+reported before its seconds of imports.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import os
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_train.errors import ConfigError
+from elastic_train.launch.schedulers import Found, found_in, lonely
 
 RECOVERIES = ("live", "restart")
+MAX_RESTARTS, TTL_S, TIMEOUT_S = 100, 3.0, 900.0
+SYNONYMS = {"ttl": ("ttl", "keep_alive_interval", "keep_alive_max_attempt"), "timeout": ("timeout", "join_timeout")}
+"""Names of one option in --rdzv_conf, by the flag that sets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,20 @@ class Launch:
     compact: bool = True
     is_etcd_host: bool = True
     etcd_address: str = "127.0.0.1"
+    timeout_s: float = TIMEOUT_S
+    conf: Mapping[str, str] = field(default_factory=dict)
+    """Options of the rendezvous that have no flag, as torchrun's --rdzv_conf has them."""
+    warnings: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
         """Return a worker's command line without the interpreter."""
         return ["-m", "elastic_train", str(self.config), *self.overrides]
+
+    def rendezvous_options(self) -> dict[str, object]:
+        """Return what torchrun's --rdzv_conf would say: that of the environment, and for the rest the flags."""
+        flags = {"recovery": self.recovery, "ttl": self.ttl_s, "compact": self.compact, "timeout": self.timeout_s}
+        said = {flag for flag in flags if any(name in self.conf for name in SYNONYMS.get(flag, (flag,)))}
+        return {**{flag: value for flag, value in flags.items() if flag not in said}, **self.conf}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +67,31 @@ class Flags:
     endpoint: str | None = None
     run_id: str | None = None
     recovery: str = "live"
-    max_restarts: int = 100
-    ttl_s: float = 3.0
+    max_restarts: int | None = None
+    ttl_s: float | None = None
     grace_s: float = 30.0
     local_addr: str | None = None
     compact: bool = True
+    timeout_s: float | None = None
 
 
 def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mapping[str, str], num_gpus: int) -> Launch:
     """Fill in what the flags leave open; raise ConfigError with every mistake found."""
     problems: list[str] = []
-    slurm_nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")
-    nodes = flags.nodes or environ.get("PET_NNODES") or slurm_nodes or "1"
-    least, most = _nodes(nodes, problems)
-    ranks = flags.ranks
-    if ranks is None:
-        ranks = _count(environ, "PET_NPROC_PER_NODE", problems) or max(1, num_gpus)
+    warnings: list[str] = []
+    found = found_in(environ, problems, warnings)
+    nodes = flags.nodes or found.nodes
+    least, most = _nodes(nodes or "1", problems)
     problems += _wrong_numbers(flags)
-    endpoint = flags.endpoint or environ.get("PET_RDZV_ENDPOINT") or None
-    run_id = flags.run_id or environ.get("PET_RDZV_ID") or environ.get("SLURM_JOB_ID")
+    endpoint, run_id = flags.endpoint or found.endpoint, flags.run_id or found.run_id
     if flags.recovery not in RECOVERIES:
         problems.append(f"--recovery must be one of {', '.join(RECOVERIES)}, not {flags.recovery!r}")
-    is_slurm = slurm_nodes is not None and "SLURM_JOB_NODELIST" in environ
-    if most > 1 and endpoint is None and not is_slurm:
-        problems.append(
-            "--endpoint HOST:PORT of an etcd is needed for several nodes outside Slurm (or set PET_RDZV_ENDPOINT)"
-        )
-    if most > 1 and run_id is None:
-        problems.append("--id NAME is needed for several nodes: give all of them the same name")
+    problems += _nowhere_to_meet(most, endpoint, run_id, found)
+    if nodes is None and endpoint is None and (why := lonely(environ)):
+        problems.append(why)
+    ranks = flags.ranks or _count(found.ranks, "the number of ranks of a node", problems) or max(1, num_gpus)
+    max_restarts = _count(found.max_restarts, "PET_MAX_RESTARTS", problems, least=0)
+    ttl_s, timeout_s = flags.ttl_s, flags.timeout_s
     if problems:
         raise ConfigError(*problems)
     shared = most > 1 and endpoint is None
@@ -93,22 +104,33 @@ def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mappi
         run_id=run_id or uuid.uuid4().hex[:12],
         endpoint=endpoint,
         recovery=flags.recovery,
-        max_restarts=flags.max_restarts,
-        ttl_s=flags.ttl_s,
+        max_restarts=next(n for n in (flags.max_restarts, max_restarts, MAX_RESTARTS) if n is not None),
+        ttl_s=TTL_S if ttl_s is None else ttl_s,
         grace_s=flags.grace_s,
-        local_addr=flags.local_addr or environ.get("PET_LOCAL_ADDR") or None,
+        local_addr=flags.local_addr or found.local_addr,
         compact=flags.compact,
-        is_etcd_host=not shared or environ.get("SLURM_NODEID", "0") == "0",
-        etcd_address=first_host(environ["SLURM_JOB_NODELIST"]) if shared else "127.0.0.1",
+        is_etcd_host=not shared or found.is_host,
+        etcd_address=found.host if shared and found.host else "127.0.0.1",
+        timeout_s=TIMEOUT_S if timeout_s is None else timeout_s,
+        conf=_without(found.conf, ttl=ttl_s, timeout=timeout_s),
+        warnings=tuple(warnings),
     )
 
 
-def first_host(nodelist: str) -> str:
-    """Return the first host of a Slurm node list such as 'a1,b[3-5]'."""
-    head, bracket, rest = nodelist.partition("[")
-    if not bracket or "," in head:
-        return head.split(",")[0]
-    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+def _nowhere_to_meet(most: int, endpoint: str | None, run_id: str | None, found: Found) -> Iterator[str]:
+    if most > 1 and endpoint is None and found.host is None:
+        yield (
+            "--endpoint HOST:PORT of an etcd is needed for several nodes (or set PET_RDZV_ENDPOINT), unless Slurm, "
+            "SkyPilot or PET_MASTER_ADDR says which node is the first, to start one there"
+        )
+    if most > 1 and run_id is None:
+        yield "--id NAME is needed for several nodes: give all of them the same name"
+
+
+def _without(conf: Mapping[str, str], **given: float | None) -> dict[str, str]:
+    """Return the options that no flag sets."""
+    taken = {name for flag, value in given.items() if value is not None for name in SYNONYMS[flag]}
+    return {name: value for name, value in conf.items() if name not in taken}
 
 
 def _nodes(text: str, problems: list[str]) -> tuple[int, int]:
@@ -125,17 +147,16 @@ def _nodes(text: str, problems: list[str]) -> tuple[int, int]:
 def _wrong_numbers(flags: Flags) -> Iterator[str]:
     if flags.ranks is not None and flags.ranks < 1:
         yield f"--ranks must be at least 1, not {flags.ranks}; leave it out for one rank per GPU"
-    for name, seconds in (("--ttl-s", flags.ttl_s), ("--grace-s", flags.grace_s)):
-        if not 0 <= seconds < math.inf:
+    for name, seconds in (("--ttl-s", flags.ttl_s), ("--grace-s", flags.grace_s), ("--timeout-s", flags.timeout_s)):
+        if seconds is not None and not 0 <= seconds < math.inf:
             yield f"{name} must be a number of seconds, 0 or more, not {seconds}"
 
 
-def _count(environ: Mapping[str, str], name: str, problems: list[str]) -> int | None:
-    text = environ.get(name)
+def _count(text: str | None, name: str, problems: list[str], *, least: int = 1) -> int | None:
     if text is None or text in ("auto", "gpu", "cpu"):
         return None
-    if not text.isdigit() or int(text) < 1:
-        problems.append(f"{name} must be a number of ranks, not {text!r}")
+    if not text.isdigit() or (least and not int(text)):
+        problems.append(f"{name} has to be a number, {least} or more, not {text!r}")
         return None
     return int(text)
 

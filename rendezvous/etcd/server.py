@@ -69,11 +69,21 @@ class EtcdServer:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was started and has ended by itself, or by a signal that was not this object's."""
+        return self._process is not None and self._process.poll() is not None
+
     def start(self) -> EtcdServer:
         """Start, or start again on the same data, and return once it answers."""
         self.begin()
         self.await_answer()
         return self
+
+    def start_again(self) -> None:
+        """Start it on the same data after it has ended by itself; whatever fails may be tried again."""
+        self._end(signal.SIGKILL)
+        self.start()
 
     def begin(self) -> None:
         """Start without waiting: of several members, the first answers once most of them are up.
@@ -183,13 +193,13 @@ class EtcdServer:
             process.wait()
 
 
-def refuse_other_etcd(endpoint: str, name: str, give_up_after_s: float) -> None:
-    """Raise ServerError if the etcd at an endpoint is not the one of that name; silent if none answers in time."""
+def is_answered_by(endpoint: str, name: str, *, give_up_after_s: float) -> bool:
+    """Say whether the etcd of that name is at an endpoint; raise ServerError if another is, False if none answers."""
     connection = Connection(etcd_options(endpoint))
     try:
         found = _members(connection, give_up_after_s)
     except StoreUnavailableError:
-        return
+        return False
     finally:
         connection.close()
     if name not in found:
@@ -197,6 +207,7 @@ def refuse_other_etcd(endpoint: str, name: str, give_up_after_s: float) -> None:
             f"the etcd at {endpoint} is not this job's ({', '.join(found)} instead of {name}): another job holds that "
             "port. Start one etcd for all jobs, and give it to each (--endpoint HOST:PORT)."
         )
+    return True
 
 
 def _members(connection: Connection, give_up_after_s: float) -> list[str]:

@@ -47,7 +47,7 @@ from rendezvous.membership.records import (
     World,
 )
 from rendezvous.membership.store import Snapshot, Store
-from rendezvous.outage_log import OutageLog
+from rendezvous.outage_log import OutageLog, WaitingLog
 
 CLOSED_S = 300.0
 """How long a finished job is marked as done, in seconds."""
@@ -149,6 +149,7 @@ class Participant:
         for which there is no room waits without end.
         """
         deadline = time.monotonic() + timeout_s
+        waiting = WaitingLog(_log, timeout_s)
         while True:
             decision, snapshot = self._decide()
             if isinstance(decision, Enter):
@@ -165,6 +166,8 @@ class Participant:
                 raise StoppedWaiting("asked to leave while waiting for a world")
             if left_s <= 0:
                 raise TooFewNodesError(self._too_few(timeout_s))
+            if isinstance(decision, Wait) and decision.why == "nodes" and self._speaks_for_its_node():
+                waiting.waits(self._waiting)
             self._act(decision, snapshot, host, left_s)
 
     def _check_limits(self, is_stopped: Callable[[], bool]) -> None:
@@ -392,6 +395,18 @@ class Participant:
             self._own.update(lambda member, view: replace(member, seen=term))
         except StoreError as error:
             _log.debug("could not show a sign of life: %s", error)
+
+    def _speaks_for_its_node(self) -> bool:
+        """Whether this is the first of the members of its node, one of which is enough to say what all wait for."""
+        mates = [member.id for member in self.view.members if member.node_id == (self.place.node or self.id)]
+        return self.id == min(mates, default=self.id)
+
+    def _waiting(self, left_s: float) -> str:
+        ready = decisions.count_nodes(self.view.ready)
+        return (
+            f"{ready} of at least {self.policy.min_nodes} nodes are there, under {self.keys.prefix}: waiting for the "
+            f"others, giving up in {left_s:.0f} s"
+        )
 
     def _too_few(self, waited_s: float) -> str:
         view = self.view

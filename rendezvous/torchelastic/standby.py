@@ -227,10 +227,15 @@ def _forked(ours: socket.socket, theirs: socket.socket) -> Process | subprocess.
         stream.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads, which know how to be forked
-        pid = os.fork()
-    if pid == 0:
-        ours.close()
-        standby_process.serve(theirs, agent)
+        # what the agent does when it is signalled is not for the other process, which begins with it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, standby_process.IGNORED)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                standby_process.serve(theirs, agent, before)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return Process(pid)
 
 

@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,14 +43,22 @@ LONGEST_NAME = 4096
 THREADS = "OMP_NUM_THREADS"
 
 
-def serve(control: socket.socket, agent: int) -> NoReturn:
-    """Import and fork as told, until the agent ends."""
+def serve(control: socket.socket, agent: int, unblocked: Iterable[int] | None = None) -> NoReturn:
+    """Import and fork as told, until the agent ends.
+
+    A fork of the agent begins with the signals blocked that it ignores, and gives the mask that held before: what the
+    agent does when it is signalled is neither for this process nor for the workers.
+    """
+    dispositions = {number: _inherited(number, signal.signal(number, signal.SIG_IGN)) for number in IGNORED}
+    if unblocked is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     die_with_parent()
     set_name(NAME)
     if is_poisoned():
         control.set_inheritable(True)
+        for number, how in dispositions.items():
+            signal.signal(number, how)
         os.execv(sys.executable, command(control, agent))
-    dispositions = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
     while os.getppid() == agent:
         message, descriptors, _, _ = socket.recv_fds(control, LONGEST_NAME, 1)
         if descriptors:
@@ -62,6 +71,13 @@ def serve(control: socket.socket, agent: int) -> NoReturn:
         else:
             break
     os._exit(0)
+
+
+def _inherited(number: signal.Signals, before: Any) -> Any:
+    """Return what a program that is started makes of a signal: ignored ones stay so, and a function is lost."""
+    if before is signal.SIG_IGN:
+        return before
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
 
 
 def command(control: socket.socket, agent: int) -> list[str]:

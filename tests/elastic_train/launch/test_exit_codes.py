@@ -29,8 +29,18 @@ def test_more_specific_exit_codes_win(codes: list[int], has_failed: bool, expect
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
-    [([-15], 75), ([75, -15], 75), ([0, -15], 75), ([], 75), ([-9], 1), ([65, -15], 65), ([0], 0)],
+    [
+        ([-15], 75),
+        ([-10], 75),
+        ([-2, 75], 75),
+        ([75, -15], 75),
+        ([0, -15], 75),
+        ([], 75),
+        ([-9], 1),
+        ([65, -15], 65),
+        ([0], 0),
+    ],
 )
-def test_sigterm_before_the_workers_listen_loses_nothing(codes: list[int], expected: int) -> None:
-    """A worker that SIGTERM killed was still importing; asked at any other time it leaves with its own exit code."""
+def test_a_signal_before_the_workers_listen_loses_nothing(codes: list[int], expected: int) -> None:
+    """A worker that it killed was still importing; asked at any other time it leaves with its own exit code."""
     assert exit_code(codes, has_failed=False, is_asked=True) == expected

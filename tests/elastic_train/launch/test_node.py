@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,13 +18,14 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import elastic_train as et
 from elastic_train.cli import main
-from elastic_train.launch import node
+from elastic_train.launch import job_etcd
 from elastic_train.launch.options import Flags, Launch, resolve
-from rendezvous import EtcdServer, EtcdStore, ServerError, TooFewNodesError, etcd_options
+from rendezvous import EtcdServer, EtcdStore, ServerError, TooFewNodesError, etcd_options, outage_log
 from rendezvous.etcd.server import free_ports
 from rendezvous.membership.participant import Participant
+from rendezvous.membership.records import Keys
 from rendezvous.membership.store import Put
-from rendezvous.process_table import children_of, name_of
+from rendezvous.process_table import children_of, is_alive, name_of
 from rendezvous.torchelastic import entry_point, live_handler
 from rendezvous.torchelastic.conf import Conf
 from tests.conftest import Finished, begin, run, start
@@ -239,22 +243,105 @@ def test_two_slurm_jobs_on_one_first_node_have_an_etcd_each(tmp_path: Path, monk
 
     def plan(run_id: str, *, is_first: bool) -> Launch:
         job = {"SLURM_JOB_ID": run_id, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1"}
+        job["SLURM_STEP_ID"] = "0"
         return resolve(tmp_path / "c.yaml", [], Flags(), {**job, "SLURM_NODEID": "0" if is_first else "1"}, 0)
 
     ports = free_ports(7)
-    monkeypatch.setattr(node, "ETCD_PORTS", ports)
-    monkeypatch.setattr(node, "ETCD_PATIENCE_S", 1.0)
-    with node._etcd(plan("71", is_first=True)), node._etcd(plan("72", is_first=True)):
+    monkeypatch.setattr(job_etcd, "ETCD_PORTS", ports)
+    etcd = job_etcd.job_etcd
+    with etcd(plan("71", is_first=True)), etcd(plan("72", is_first=True)):
         for run_id in ("71", "72"):
-            with node._etcd(plan(run_id, is_first=False)) as endpoint:
-                EtcdStore(etcd_options(endpoint)).swap({f"/{run_id}": Put("")}, {})
-                assert len(EtcdStore(etcd_options(endpoint)).get("/").entries) == 1
-    monkeypatch.setattr(node, "ETCD_PORTS", ports[:1])
-    with node._etcd(plan("71", is_first=True)):
-        with pytest.raises(ServerError, match="is taken"), node._etcd(plan("72", is_first=True)):
+            with etcd(plan(run_id, is_first=False)) as found:
+                EtcdStore(etcd_options(found.endpoint)).swap({f"/{run_id}": Put("")}, {})
+                assert len(EtcdStore(etcd_options(found.endpoint)).get("/").entries) == 1
+    monkeypatch.setattr(job_etcd, "ETCD_PORTS", ports[:1])
+    with etcd(plan("71", is_first=True)):
+        with pytest.raises(ServerError, match="is taken"), etcd(plan("72", is_first=True)):
             pass
-        with pytest.raises(ServerError, match="is not this job's"), node._etcd(plan("72", is_first=False)):
+        with pytest.raises(ServerError, match="is not this job's"), etcd(plan("72", is_first=False)):
             pass
+
+
+def first_node(tmp_path: Path, **more: str) -> Launch:
+    """The first node of a job of two that Slurm has started on this machine."""
+    job = {"SLURM_JOB_ID": tmp_path.name, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1"}
+    return resolve(tmp_path / "c.yaml", [], Flags(timeout_s=0.5), {**job, "SLURM_STEP_ID": "0", **more}, 0)
+
+
+def test_the_jobs_etcd_outlives_the_signals_of_its_job_until_the_last_worker_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is signalled with all others, when these need it to commit; and the first node may be done before they are."""
+    monkeypatch.setattr(job_etcd, "ETCD_PORTS", free_ports(1))
+    plan = first_node(tmp_path)
+    order: list[str] = []
+
+    def work(member: EtcdStore) -> None:
+        eventually(lambda: "this node is done" in order, "the first node waits")
+        order.append("last worker leaves")
+        member.swap({Keys(plan.run_id).member("other"): None}, {})
+
+    with job_etcd.job_etcd(plan) as found:
+        found.keep()
+        store = EtcdStore(etcd_options(found.endpoint.replace(socket.gethostname(), "127.0.0.1")))
+        store.swap({Keys(plan.run_id).member("other"): Put("here")}, {})
+        (etcd,) = [pid for pid in children_of(os.getpid()) if name_of(pid) == "etcd"]
+        os.kill(etcd, signal.SIGTERM)
+        eventually(lambda: not is_alive(etcd), "it ends")
+        assert len(store.get(Keys(plan.run_id).members).entries) == 1, "it is there again, and has its data"
+        others = threading.Thread(target=work, args=(store,))
+        others.start()
+        order.append("this node is done")
+    order.append("this node ends")
+    others.join()
+    assert order == ["this node is done", "last worker leaves", "this node ends"]
+
+
+def test_a_node_waits_for_the_one_that_starts_the_jobs_etcd_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It gave up after 15 s; now with --timeout-s, and with the code for too few nodes."""
+    monkeypatch.setattr(job_etcd, "ETCD_PORTS", free_ports(1))
+    monkeypatch.setattr(outage_log, "FIRST_WORD_S", 0.0)
+    waits = job_etcd.job_etcd(first_node(tmp_path, SLURM_NODEID="1"))
+    with pytest.raises(et.ElasticTrainError, match="the first node of the job starts it") as raised, waits:
+        pass
+    assert raised.value.exit_code == 77
+    assert "waiting for the first node, which starts the job's etcd" in caplog.text
+
+
+def test_a_launch_leaves_nothing_in_the_temporary_folder(tmp_path: Path, rows: Path) -> None:
+    """TorchElastic makes a folder for each launch; so does an etcd."""
+    (tmp_path / "tmp").mkdir()
+    config = write_config(tmp_path, rows, 3, lane_ms=0.0)
+    environ = {"TMPDIR": str(tmp_path / "tmp")}
+    assert begin(command(config, "--ranks", "1"), tmp_path / "log", environ).wait(120) == 0
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["imports", "etcd", "standby", "worker"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_request_to_leave_at_any_moment_of_a_start_ends_with_75(
+    tmp_path: Path, rows: Path, number: signal.Signals, moment: str
+) -> None:
+    """It ended by the signal while it was imported, and later with 1; its standby process with a traceback."""
+    config, log = write_config(tmp_path, rows, ENDLESS), tmp_path / "log"
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "elastic_train.command", "launch", config, "--ranks", "1"]
+    job = begin(command, log, {"TMPDIR": str(tmp_path / "tmp")})
+    eventually(lambda: listens(job.pid, number), "it listens")
+    if moment != "imports":
+        eventually(lambda: moment in map(name_of, children_of(job.pid)), f"its {moment} is there")
+    job.send_signal(number)
+    assert job.wait(60) == 75, log.read_text()
+    assert "Traceback" not in log.read_text(), log.read_text()
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def listens(pid: int, number: signal.Signals) -> bool:
+    """Say whether a process has a function for a signal."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
 
 
 @pytest.mark.parametrize("recovery", ["live", "restart"])

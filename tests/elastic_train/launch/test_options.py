@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
+import socket
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from elastic_train.errors import ConfigError
-from elastic_train.launch.options import Flags, Launch, first_host, resolve
+from elastic_train.launch.options import Flags, Launch, resolve
+from elastic_train.launch.schedulers import READ, WITHOUT_EFFECT, first_host
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-10]", "SLURM_NODEID": "2"}
+SLURM |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NODELIST": "gpu[07-10]"}
+SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}
 
 
 KUBERNETES = {"PET_NNODES": "2:8", "PET_NPROC_PER_NODE": "4", "PET_RDZV_ENDPOINT": "etcd:2379", "PET_RDZV_ID": "k1"}
@@ -38,7 +44,92 @@ def test_slurm_shares_the_first_nodes_etcd() -> None:
     """Without an endpoint the first host of the list has the job's etcd; only that node starts it."""
     plan = resolved(Flags(), SLURM)
     assert (plan.max_nodes, plan.run_id, plan.etcd_address, plan.is_etcd_host) == (4, "77", "gpu07", False)
+    assert plan.min_nodes == 1, "one that is lost or late stops nobody"
     assert resolved(Flags(), {**SLURM, "SLURM_NODEID": "0"}).is_etcd_host
+
+
+def test_a_step_of_a_slurm_job_is_what_was_started() -> None:
+    """On some of the job's nodes: its etcd is on the first of these, and a later step has a name of its own."""
+    step = {"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[08-09]"}
+    plan = resolved(Flags(), {**SLURM, **step, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"})
+    assert (plan.max_nodes, plan.run_id, plan.etcd_address) == (2, "77.1", "gpu08")
+
+
+@pytest.mark.parametrize("tasks", ["2(x4)", "1(x3),2", "8"])
+def test_several_launchers_on_a_node_are_refused(tasks: str) -> None:
+    """One starts all ranks of its node: the others were idle, or in its way."""
+    with pytest.raises(ConfigError, match=re.escape(f"SLURM_STEP_TASKS_PER_NODE={tasks} ")):
+        resolved(Flags(), {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks})
+
+
+def test_a_launcher_that_srun_has_not_started_is_refused_where_there_are_more_nodes() -> None:
+    """A batch script runs on the first node alone; of a job of one node that is all."""
+    batch = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP")}
+    with pytest.raises(ConfigError, match=r"SLURM_JOB_NUM_NODES=4, but .* start it with srun"):
+        resolved(Flags(), batch)
+    alone = resolved(Flags(), {**batch, "SLURM_JOB_NUM_NODES": "1"})
+    assert (alone.max_nodes, alone.run_id, alone.endpoint) == (1, "77", None)
+
+
+TRAIN_JOB = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "29400"}
+TRAIN_JOB |= {"PET_MASTER_ADDR": "witness-node-0-0.witness"}
+PYTORCH_JOB = {"PET_NNODES": "1:3", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "job-worker-0:23456"}
+PYTORCH_JOB |= {"PET_RDZV_ID": "job", "PET_MAX_RESTARTS": "10", "PET_RDZV_CONF": "timeout=60,ttl=5"}
+SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "sky-9"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "nodes", "ranks", "run_id", "host"),
+    [
+        (TRAIN_JOB, (3, 3), 1, "witness-node-0-0.witness:29400", "witness-node-0-0.witness"),
+        (PYTORCH_JOB, (1, 3), 1, "job", "job-worker-0"),
+        (SKYPILOT, (1, 2), 8, "sky-9", "10.0.0.1"),
+    ],
+    ids=["TrainJob", "PyTorchJob", "SkyPilot"],
+)
+def test_the_first_node_of_other_schedulers_has_the_jobs_etcd(
+    environ: dict[str, str], nodes: tuple[int, int], ranks: int, run_id: str, host: str
+) -> None:
+    """Each of them trained alone, or took another service for etcd."""
+    rank = "SKYPILOT_NODE_RANK" if environ is SKYPILOT else "PET_NODE_RANK"
+    plan = resolved(Flags(), {**environ, rank: "1"})
+    assert ((plan.min_nodes, plan.max_nodes), plan.ranks, plan.run_id) == (nodes, ranks, run_id)
+    assert (plan.endpoint, plan.etcd_address, plan.is_etcd_host) == (None, host, False)
+    if environ is not PYTORCH_JOB:
+        assert resolved(Flags(), {**environ, rank: "0"}).is_etcd_host
+
+
+def test_the_host_of_c10ds_address_knows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorchJob gives all pods the same address, and no number of their own."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "job-worker-0")
+    plan = resolved(Flags(), PYTORCH_JOB)
+    assert plan.is_etcd_host
+    assert plan.max_restarts == 10
+    assert plan.rendezvous_options() == {"recovery": "live", "compact": True, "timeout": "60", "ttl": "5"}
+    own = resolved(Flags(timeout_s=7.0, max_restarts=0), PYTORCH_JOB)
+    assert (own.max_restarts, own.rendezvous_options()["timeout"]) == (0, 7.0)
+
+
+def test_all_of_torchruns_variables_are_known_and_no_other() -> None:
+    """A variable that would change nothing is named in a warning; one that torchrun does not have is refused."""
+    named = {f"PET_{action.dest.upper()}" for action in get_args_parser()._actions if action.option_strings}
+    assert named - {"PET_HELP"} == READ | WITHOUT_EFFECT
+    assert resolved(Flags(), {"PET_ROLE": "x", "PET_TEE": "3"}).warnings == ("PET_ROLE, PET_TEE: without effect here",)
+    with pytest.raises(ConfigError, match="PET_NODES: not known"):
+        resolved(Flags(), {"PET_NODES": "2"})
+    with pytest.raises(ConfigError, match="PET_RDZV_BACKEND=zeus"):
+        resolved(Flags(), {"PET_RDZV_BACKEND": "zeus"})
+    with pytest.raises(ConfigError, match="PET_RDZV_CONF: 'ttl' is not KEY=VALUE"):
+        resolved(Flags(), {"PET_RDZV_CONF": "ttl"})
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_nobody_trains_alone_where_others_were_started(name: str) -> None:
+    """A plain PyTorchJob, or mpirun, starts a process a node, and says only how many there are."""
+    with pytest.raises(ConfigError, match=f"{name}=3 says"):
+        resolved(Flags(), {name: "3"})
+    assert resolved(Flags(nodes="1"), {name: "3"}).max_nodes == 1, "asked for"
+    assert resolved(Flags(), {name: "1"}).max_nodes == 1
 
 
 @pytest.mark.parametrize(
@@ -65,6 +156,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
     [
         (Flags(ranks=0), "--ranks must be at least 1, not 0"),
         (Flags(ranks=-1), "--ranks must be at least 1, not -1"),
+        (Flags(timeout_s=-1.0), "--timeout-s must be a number of seconds"),
         (Flags(ttl_s=math.inf), "--ttl-s must be a number of seconds"),
         (Flags(grace_s=math.nan), "--grace-s must be a number of seconds"),
         (Flags(grace_s=-1.0), "--grace-s must be a number of seconds"),

@@ -10,7 +10,7 @@ import pytest
 from rendezvous import EtcdServer
 from rendezvous.errors import ServerError
 from rendezvous.etcd import server
-from rendezvous.etcd.server import free_ports, refuse_other_etcd
+from rendezvous.etcd.server import free_ports, is_answered_by
 
 
 def test_ports_are_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_an_etcd_on_a_port_that_another_holds_is_refused() -> None:
 def test_a_node_tells_its_jobs_etcd_from_another() -> None:
     """By its name, and says nothing where none answers, which may come."""
     with EtcdServer(name="job-a") as server:
-        refuse_other_etcd(server.endpoint, "job-a", 5.0)
+        assert is_answered_by(server.endpoint, "job-a", give_up_after_s=5.0)
         with pytest.raises(ServerError, match=r"job-a instead of job-b.*--endpoint"):
-            refuse_other_etcd(server.endpoint, "job-b", 5.0)
-    refuse_other_etcd("127.0.0.1:1", "job-a", 0.2)
+            is_answered_by(server.endpoint, "job-b", give_up_after_s=5.0)
+    assert not is_answered_by("127.0.0.1:1", "job-a", give_up_after_s=0.2)

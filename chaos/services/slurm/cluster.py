@@ -1,0 +1,229 @@
+"""A real Slurm cluster: Debian's slurmctld and munged on the machine `ctl`, slurmd on the nodes, and their commands.
+
+Everything is as on a cluster that many use, but quicker to notice: a node that is silent for some seconds is down, and
+a requeued job is looked at within seconds. Jobs of the partition `urgent` preempt those of `main`, which are signalled,
+have `GRACE_S` and are requeued.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from chaos.errors import ChaosError, RunError
+from chaos.services.slurm.machines import LOGIN, Machines, eventually, why_no_machines
+
+PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "tini")
+PACKAGES = "slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins tini"
+"""What Debian calls them; with --no-install-recommends."""
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+GRACE_S, KILL_WAIT_S = 20, 10
+"""Seconds from the signal to the end of a preempted job, and from SIGTERM to SIGKILL of any other that has to end."""
+CPUS = 4
+"""Of a node, as Slurm sees it."""
+COMMAND_TIMEOUT_S = 60.0
+ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"})
+
+_LOGIN_PROGRAM = """
+mount -t tmpfs tmpfs /run/munge
+chmod 755 /run/munge
+mount -t tmpfs tmpfs /etc/slurm
+cp "$1/slurm.conf" /etc/slurm/
+munged -F --force --key-file="$1/munge/key" --socket=/run/munge/munge.socket.2 --pid-file="$1/munge/pid" \\
+  --seed-file="$1/munge/seed" --log-file="$1/munge/log" &
+until [ -S /run/munge/munge.socket.2 ]; do sleep 0.02; done
+slurmctld -D -c &
+while :; do wait || true; sleep 1; done
+"""
+
+_CONF = """\
+ClusterName=fixture
+SlurmctldHost=ctl({controller})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# A requeued job waits for this long, 120 s by default, and a second more.
+AuthInfo=socket=/run/munge/munge.socket.2,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/state/slurmctld.pid
+SlurmdPidFile={folder}/spool/%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=1
+SlurmdTimeout=6
+MessageTimeout=5
+KillWait={kill_wait_s}
+ReturnToService=2
+CompleteWait=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+SlurmdParameters=config_overrides
+NodeName={names} CPUs={cpus} RealMemory=4000 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime={grace_s} MaxTime=60 OverSubscribe=NO
+PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=60
+"""
+
+
+class NoSlurmError(ChaosError):
+    """No cluster can be started on this machine; the message says what is missing."""
+
+
+def why_no_slurm() -> str | None:
+    """Return why no cluster can be started here; None if one can be."""
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
+        return f"no Slurm here, {', '.join(missing)} not found: apt-get install --no-install-recommends {PACKAGES}"
+    return why_no_machines()
+
+
+class SlurmCluster:
+    """`with SlurmCluster(folder, 3) as cluster: cluster.run("srun", "-N3", "hostname")`, on nodes n1, n2 and n3.
+
+    `folder` is the cluster's own. `shared`, which holds it, is seen by all nodes if it is below /tmp, where all else is
+    a node's own.
+    """
+
+    def __init__(self, folder: Path, num_nodes: int = 3, *, shared: Path | None = None) -> None:
+        self.folder = folder
+        self.nodes = [f"n{i}" for i in range(1, num_nodes + 1)]
+        for name in ("state", "spool", "log", "munge"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        self.machines = Machines(self.nodes, shared=shared or folder, hosts=folder / "hosts")
+        self._environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        self._environ["PATH"] = PATH
+
+    def start(self) -> None:
+        """Start the cluster, and return once all nodes are idle; raises NoSlurmError where that cannot be."""
+        if why := why_no_slurm():
+            raise NoSlurmError(why)
+        self._write_files()
+        program = ("sh", "-c", _LOGIN_PROGRAM, "sh", str(self.folder))
+        self.machines.switch_on_login(*program, environ=self._environ, log=self._log(LOGIN))
+        for name in self.nodes:
+            self.boot(name)
+        self.await_idle(len(self.nodes))
+
+    def boot(self, name: str) -> None:
+        """Switch a node on; it is idle some time after."""
+        program = ("tini", "-s", "--", "slurmd", "-D", "-N", name)
+        self.machines.switch_on(name, *program, environ=self._environ, log=self._log(name))
+
+    def restore(self, name: str) -> None:
+        """Let a node be as it was at first, whatever was done to it; it is idle once its jobs have ended."""
+        if not self.machines.is_on(name):
+            self.boot(name)
+        self.machines.plug(name, is_in=True)
+        self.machines.thaw(name)
+        if "drain" in (state := self.run("sinfo", "-h", "-p", "main", "-n", name, "-o", "%T")) or "down" in state:
+            self._try("scontrol", "update", f"nodename={name}", "state=resume")
+
+    def await_idle(self, num_nodes: int) -> None:
+        """Return once so many nodes have nothing to do."""
+        eventually(lambda: len(self._try("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N")) >= num_nodes,
+                   f"{num_nodes} idle nodes; {self.folder}/log says why")  # fmt: skip
+
+    def run(self, *command: str, **environ: str) -> str:
+        """Run a command where jobs are submitted, and return what it prints; raises RunError if it fails."""
+        done = self._run(command, environ)
+        if done.returncode:
+            raise RunError(f"{' '.join(command)}: exit code {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def submit(self, *arguments: str, **environ: str) -> str:
+        """Submit a batch script with its arguments; return the job's id."""
+        return self.run("sbatch", "--parsable", *arguments, **environ).strip().partition(";")[0]
+
+    def begin(self, *command: str, log: Path, node: str = LOGIN, **environ: str) -> subprocess.Popen[bytes]:
+        """Begin a command on a machine, in the background."""
+        with log.open("ab") as said:
+            return subprocess.Popen(
+                self.machines[node].inside(*command),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env={**self._environ, **environ},
+            )
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """Return what `scontrol show job` says of a job; of an array's element, if `job_id` is like 7_2."""
+        shown = self.run("scontrol", "-o", "show", "job", job_id).splitlines()
+        return dict(pair.split("=", 1) for pair in shown[-1].split() if "=" in pair)
+
+    def state(self, job_id: str) -> str:
+        """Return a job's state, such as RUNNING."""
+        return self.job(job_id)["JobState"]
+
+    def await_state(self, job_id: str, *states: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+        """Return a job's state once it is one of these; raises RunError if it ended otherwise, or takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while (state := self.state(job_id)) not in states:
+            if state in ENDED or time.monotonic() > deadline:
+                raise RunError(f"job {job_id} is {state}, and not {' or '.join(states)}")
+            time.sleep(0.05)
+        return state
+
+    def close(self) -> None:
+        self.machines.close()
+
+    def __enter__(self) -> SlurmCluster:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, command: Sequence[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.machines[LOGIN].inside(*command),
+            env={**self._environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+
+    def _try(self, *command: str) -> list[str]:
+        """Return the lines that a command prints; none while the controller does not answer yet."""
+        done = self._run(command, {})
+        return [] if done.returncode else done.stdout.split()
+
+    def _log(self, name: str) -> Path:
+        return self.folder / "log" / f"{name}.out"
+
+    def _write_files(self) -> None:
+        key = self.folder / "munge" / "key"
+        key.parent.chmod(0o700)
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o400)
+        text = _CONF.format(
+            controller=self.machines.addresses[LOGIN],
+            folder=self.folder,
+            names=",".join(self.nodes),
+            cpus=CPUS,
+            grace_s=GRACE_S,
+            kill_wait_s=KILL_WAIT_S,
+        )
+        (self.folder / "slurm.conf").write_text(text)

@@ -1,0 +1,157 @@
+"""What the variables of whoever started this node say of the job: torchrun's own (PET_*), Slurm's, SkyPilot's.
+
+Kubernetes operators set torchrun's. What is set and would change nothing is refused by name, or named in a warning:
+nobody is to train alone on one of many nodes without knowing.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_NAMES = """
+LOG_DIR REDIRECTS TEE ROLE MONITOR_INTERVAL START_METHOD LOGS_SPECS STANDALONE LOCAL_RANKS_FILTER NUMA_BINDING
+EVENT_LOG_HANDLER SHUTDOWN_TIMEOUT DUPLICATE_STDOUT_FILTERS DUPLICATE_STDERR_FILTERS RUN_PATH
+SIGNALS_TO_HANDLE VIRTUAL_LOCAL_RANK MODULE NO_PYTHON
+"""
+WITHOUT_EFFECT = frozenset(f"PET_{name}" for name in _NAMES.split())
+"""torchrun's options that this launcher has no use for."""
+_READ = "NNODES NPROC_PER_NODE RDZV_ENDPOINT RDZV_ID RDZV_BACKEND RDZV_CONF MAX_RESTARTS LOCAL_ADDR"
+READ = frozenset(f"PET_{name}" for name in f"{_READ} NODE_RANK MASTER_ADDR MASTER_PORT".split())
+SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Set by who starts one process for each rank, or each node, and thinks that they know of each other by these."""
+_OWN_ADDRESSES = ("localhost", "127.0.0.1")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of the job, and by what name; None where nothing says so.
+
+    `host` is the node that starts the job's etcd if the job has no other, and `is_host` says whether that is this one.
+    """
+
+    scheduler: str
+    nodes: str | None = None
+    ranks: str | None = None
+    run_id: str | None = None
+    endpoint: str | None = None
+    host: str | None = None
+    is_host: bool = False
+    max_restarts: str | None = None
+    local_addr: str | None = None
+    conf: Mapping[str, str] = field(default_factory=dict)
+
+
+NOTHING = Found("")
+
+
+def found_in(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found:
+    """Read the variables of the first scheduler that has set any; add what is wrong with them, and what is ignored."""
+    for read in (_torchrun, _slurm, _skypilot):
+        found = read(environ, problems, warnings)
+        if found is not None:
+            return found
+    return NOTHING
+
+
+def lonely(environ: Mapping[str, str]) -> str | None:
+    """Return why a job of one node would not be what was meant; None if nothing speaks against it."""
+    for name in SIZES:
+        if environ.get(name, "1") not in ("", "1"):
+            return (
+                f"{name}={environ[name]} says that there are more processes, but not where they meet: give "
+                f"--nodes, --endpoint HOST:PORT of an etcd and --id, or unset {name} for a job of this node alone"
+            )
+    return None
+
+
+def _torchrun(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found | None:
+    named = {name: value for name, value in environ.items() if name.startswith("PET_") and value}
+    if not named:
+        return None
+    unknown = sorted(named.keys() - READ - WITHOUT_EFFECT)
+    if unknown:
+        problems.append(f"{', '.join(unknown)}: not known to this launcher, nor to torchrun 2.13; unset it")
+    if without := sorted(named.keys() & WITHOUT_EFFECT):
+        warnings.append(f"{', '.join(without)}: without effect here")
+    backend = named.get("PET_RDZV_BACKEND", "etcd")
+    endpoint = named.get("PET_RDZV_ENDPOINT")
+    host, is_host = named.get("PET_MASTER_ADDR"), named.get("PET_NODE_RANK", "0") == "0"
+    if backend in ("c10d", "static") and endpoint:
+        # the address is of a node, where torchrun would host its store
+        host, endpoint = endpoint.rpartition(":")[0] or endpoint, None
+        is_host = host.partition(".")[0] == socket.gethostname().partition(".")[0] or host in _OWN_ADDRESSES
+    elif backend not in ("c10d", "static", "etcd", "etcd-v2"):
+        problems.append(f"PET_RDZV_BACKEND={backend}: give etcd, and PET_RDZV_ENDPOINT=HOST:PORT of one")
+    return Found(
+        "torchrun's variables",
+        nodes=named.get("PET_NNODES"),
+        ranks=named.get("PET_NPROC_PER_NODE"),
+        run_id=named.get("PET_RDZV_ID") or (f"{host}:{named.get('PET_MASTER_PORT', '')}" if host else None),
+        endpoint=endpoint,
+        host=host,
+        is_host=is_host,
+        max_restarts=named.get("PET_MAX_RESTARTS"),
+        local_addr=named.get("PET_LOCAL_ADDR"),
+        conf=_conf(named.get("PET_RDZV_CONF", ""), problems),
+    )
+
+
+def _conf(text: str, problems: list[str]) -> dict[str, str]:
+    """Read PET_RDZV_CONF, key=value with commas between; what the keys mean is checked where they are used."""
+    conf = {}
+    for pair in filter(None, map(str.strip, text.split(","))):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            problems.append(f"PET_RDZV_CONF: {pair!r} is not KEY=VALUE")
+        conf[key.strip()] = value.strip()
+    return conf
+
+
+def _slurm(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found | None:
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    num_nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_JOB_NUM_NODES") or "1"
+    nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    if any(part.partition("(")[0] != "1" for part in tasks.split(",")):
+        problems.append(
+            f"SLURM_STEP_TASKS_PER_NODE={tasks} starts several launchers on a node, but one starts all ranks of it: "
+            "srun --ntasks-per-node=1, with all GPUs of the node for that task (--gpus-per-node, not --gpus-per-task)"
+        )
+    if num_nodes != "1" and "SLURM_STEP_ID" not in environ:
+        problems.append(
+            f"SLURM_JOB_NUM_NODES={num_nodes}, but the launcher runs on the first node alone: start it with srun"
+        )
+    step = environ.get("SLURM_STEP_ID", "0")
+    job = environ["SLURM_JOB_ID"]
+    return Found(
+        "Slurm",
+        nodes=num_nodes if num_nodes == "1" else f"1:{num_nodes}",
+        run_id=job if step == "0" or not step.isdigit() else f"{job}.{step}",
+        host=first_host(nodelist) or None,
+        is_host=environ.get("SLURM_NODEID", "0") == "0",
+    )
+
+
+def _skypilot(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found | None:
+    addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
+    if not addresses:
+        return None
+    return Found(
+        "SkyPilot",
+        nodes="1" if len(addresses) == 1 else f"1:{len(addresses)}",
+        ranks=environ.get("SKYPILOT_NUM_GPUS_PER_NODE"),
+        run_id=environ.get("SKYPILOT_TASK_ID"),
+        host=addresses[0],
+        is_host=environ.get("SKYPILOT_NODE_RANK", "0") == "0",
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a Slurm node list such as 'a1,b[3-5]'."""
+    head, bracket, rest = nodelist.partition("[")
+    if not bracket or "," in head:
+        return head.split(",")[0]
+    return head + rest.split("]")[0].split(",")[0].split("-")[0]

@@ -1,0 +1,54 @@
+"""A Slurm cluster for all tests, where one can be started, and the launcher as its jobs run it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chaos.services.slurm.cluster import SlurmCluster, why_no_slurm
+from chaos.services.slurm.machines import eventually
+from tests.conftest import ROOT
+
+LAUNCHER = f"""#!/bin/sh
+export PYTHONPATH={ROOT} OMP_NUM_THREADS=1
+exec {sys.executable} -m elastic_train.command "$@"
+"""
+"""What users install as `elastic-train`; the folder of the trainer is shared by all nodes, as theirs has to be."""
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Three nodes; the tests' folders are on storage that they share."""
+    if why := why_no_slurm():
+        pytest.skip(why)
+    shared = tmp_path_factory.getbasetemp()
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), 3, shared=shared) as started:
+        yield started
+
+
+@pytest.fixture
+def slurm(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    """The cluster, with all nodes on and idle before a test and after it."""
+    yield cluster
+    cluster.run("sh", "-c", "scancel --signal=KILL --full -u root; scancel -u root; scancel -u root --state=PENDING")
+    for name in cluster.nodes:
+        cluster.restore(name)
+    eventually(lambda: not cluster.run("squeue", "-h").strip(), "no jobs are left")
+    cluster.await_idle(len(cluster.nodes))
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> str:
+    """The path of `elastic-train`, and beside it, so that it can be first on PATH, of an etcd."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "elastic-train").write_text(LAUNCHER)
+    (programs / "elastic-train").chmod(0o755)
+    from rendezvous.etcd.server import _binary
+
+    shutil.copy(_binary(), programs / "etcd")
+    return str(programs / "elastic-train")

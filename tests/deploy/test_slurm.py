@@ -1,0 +1,150 @@
+"""Jobs on a real Slurm: the scripts of deploy/slurm, and what the launcher makes of Slurm's variables and signals."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from chaos.services.slurm.cluster import SlurmCluster
+from chaos.services.slurm.machines import eventually
+from tests.conftest import ROOT
+from tests.elastic_train.training.live.test_live import history, write_config
+
+pytestmark = pytest.mark.deploy
+SCRIPTS = ROOT / "deploy" / "slurm"
+PATIENCE_S = 300.0
+"""For a world to form; three nodes have their imports to do first."""
+
+
+@pytest.fixture
+def path(launcher: str) -> dict[str, str]:
+    """The environment in which jobs find the launcher and an etcd."""
+    return {"PATH": f"{Path(launcher).parent}:/usr/sbin:/usr/bin:/sbin:/bin"}
+
+
+def worlds(run: Path) -> list[int]:
+    """Return the sizes of the worlds in which steps were taken, by term."""
+    sizes = {line["term"]: line["world"] for line in history(run) if line["op"] == "form"}
+    stepped = {line["term"] for line in history(run) if line["op"] == "step"}
+    return [sizes[term] for term in sorted(sizes) if term in stepped]
+
+
+def until_world(run: Path, size: int) -> None:
+    """Wait until a world of that size, the newest of all, has taken some steps."""
+
+    def trains() -> bool:
+        if not (run / "history").is_dir() or worlds(run)[-1:] != [size]:
+            return False
+        lines = history(run)
+        newest = max(line["term"] for line in lines if line["op"] == "form")
+        return sum(line["op"] == "step" and line["term"] == newest for line in lines) > 3 * size
+
+    eventually(trains, f"{size} ranks train in {run}", PATIENCE_S)
+
+
+def steps_done_twice(run: Path) -> list[int]:
+    """Return the steps that were applied in more than one term: those that a fault has cost."""
+    applied = {(line["step"], line["term"]) for line in history(run) if line["op"] == "step"}
+    return [step for step, times in Counter(step for step, _ in applied).items() if times > 1]
+
+
+def test_a_job_survives_its_nodes_and_leaves_when_it_has_to(
+    slurm: SlurmCluster, tmp_path: Path, rows: Path, path: dict[str, str]
+) -> None:
+    """train.sbatch: a node without power, an urgent job that takes all nodes, a requeue by hand: no step is lost."""
+    done = tmp_path / "done"
+    config, run = write_config(tmp_path, rows, 150, lane_ms=100.0, until=done), tmp_path / "run"
+    job = slurm.submit(
+        "--nodes=3", "-D", str(tmp_path), "-o", str(tmp_path / "log"), str(SCRIPTS / "train.sbatch"), config, **path
+    )
+    until_world(run, 3)
+    slurm.machines.power_off("n3")
+    until_world(run, 2)
+    slurm.boot("n3")
+
+    urgent = slurm.submit("-p", "urgent", "--nodes=3", "-o", "/dev/null", "--wrap", "sleep 1000")
+    slurm.await_state(urgent, "RUNNING", timeout_s=PATIENCE_S)
+    assert slurm.state(job) == "PENDING", (tmp_path / "log").read_text()
+    slurm.run("scancel", urgent)
+    until_world(run, 3)
+
+    slurm.run("scontrol", "requeue", job)
+    slurm.await_state(job, "PENDING", timeout_s=PATIENCE_S)
+    until_world(run, 3)
+
+    done.touch()
+    slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
+    assert json.loads((run / "result.json").read_text())["step"] == 150
+    assert worlds(run) == [3, 2, 3, 3], (tmp_path / "log").read_text()
+    assert steps_done_twice(run) == []
+    assert not list(tmp_path.glob(".codes-*"))
+
+
+def test_a_step_on_some_nodes_of_a_job_meets_on_the_first_of_them(
+    slurm: SlurmCluster, tmp_path: Path, rows: Path, launcher: str, path: dict[str, str]
+) -> None:
+    """It looked for an etcd on the job's first node, on which it did not run; and two launchers a node are refused."""
+    config = write_config(tmp_path, rows, 5, lane_ms=0.0)
+    script = tmp_path / "job"
+    script.write_text(
+        f"#!/bin/sh\nsrun -N2 -w n2,n3 --ntasks-per-node=1 {launcher} launch {config} --nodes 2\necho code $?\n"
+        f"srun -N2 --ntasks=4 --ntasks-per-node=2 --overcommit {launcher} launch {config}\necho code $?\n"
+    )
+    job = slurm.submit("--nodes=3", "-o", str(tmp_path / "log"), str(script), **path)
+    slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
+    log = (tmp_path / "log").read_text()
+    assert [line for line in log.splitlines() if line.startswith("code")] == ["code 0", "code 2"], log
+    assert worlds(tmp_path / "run") == [2]
+    assert "SLURM_STEP_TASKS_PER_NODE=2(x2) starts several launchers on a node" in log
+
+
+def test_an_array_loses_no_step_and_grows_by_another_one(
+    slurm: SlurmCluster, tmp_path: Path, rows: Path, path: dict[str, str]
+) -> None:
+    """elastic-array.sbatch on an etcd of etcd.sbatch: a lost node is requeued and joins again, a second array joins."""
+    done, endpoints = tmp_path / "done", tmp_path / "etcd.endpoints"
+    config, run = write_config(tmp_path, rows, 100, lane_ms=100.0, until=done), tmp_path / "run"
+    etcd = {"ENDPOINTS": str(endpoints), "DATA": str(tmp_path / "etcd"), **path}
+    slurm.submit("-w", "n1", "-o", str(tmp_path / "etcd.log"), str(SCRIPTS / "etcd.sbatch"), **etcd)
+    eventually(endpoints.exists, "etcd is there", PATIENCE_S)
+    shared = {"RUN": tmp_path.name, "ETCD": endpoints.read_text().strip(), **path}
+
+    def submit(*more: str) -> str:
+        out = ("-D", str(tmp_path), "-o", str(tmp_path / "log-%A_%a"))
+        return slurm.submit(*out, *more, str(SCRIPTS / "elastic-array.sbatch"), config, **shared)
+
+    first = submit("--array=0-0", "-w", "n2")
+    until_world(run, 1)
+    second = submit("--array=0-0", "-w", "n3")
+    until_world(run, 2)
+    slurm.machines.power_off("n3")
+    until_world(run, 1)
+    slurm.boot("n3")
+    until_world(run, 2)
+    done.touch()
+    for job in (first, second):
+        slurm.await_state(f"{job}_0", "COMPLETED", timeout_s=PATIENCE_S)
+    assert steps_done_twice(run) == []
+    assert worlds(run) == [1, 2, 1, 2]
+
+
+def test_of_two_jobs_in_one_folder_the_second_ends_with_2_within_a_minute(
+    slurm: SlurmCluster, tmp_path: Path, rows: Path, launcher: str, path: dict[str, str]
+) -> None:
+    """They fenced each other off in turn, for three times the work, and all ended with 0."""
+    config = write_config(tmp_path, rows, 100_000)
+    one_node = ("--nodes=1", "--exclusive", "-D", str(tmp_path))
+    wrapped = ("--wrap", f"srun {launcher} launch {config}")
+    slurm.submit(*one_node, "-o", str(tmp_path / "log1"), *wrapped, **path)
+    until_world(tmp_path / "run", 1)
+    began = time.monotonic()
+    second = slurm.submit(*one_node, "-o", str(tmp_path / "log2"), *wrapped, **path)
+    slurm.await_state(second, "FAILED", timeout_s=PATIENCE_S)
+    assert slurm.job(second)["ExitCode"] == "2:0", (tmp_path / "log2").read_text()
+    assert "another job" in (tmp_path / "log2").read_text()
+    assert time.monotonic() - began < PATIENCE_S
+    assert worlds(tmp_path / "run") == [1]
