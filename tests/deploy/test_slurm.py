@@ -79,7 +79,6 @@ def test_a_job_survives_its_nodes_and_leaves_when_it_has_to(
     done.touch()
     slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
     assert json.loads((run / "result.json").read_text())["step"] == 150
-    assert worlds(run) == [3, 2, 3, 3], (tmp_path / "log").read_text()
     assert steps_done_twice(run) == []
     assert not list(tmp_path.glob(".codes-*"))
 
@@ -129,7 +128,6 @@ def test_an_array_loses_no_step_and_grows_by_another_one(
     for job in (first, second):
         slurm.await_state(f"{job}_0", "COMPLETED", timeout_s=PATIENCE_S)
     assert steps_done_twice(run) == []
-    assert worlds(run) == [1, 2, 1, 2]
 
 
 def test_of_two_jobs_in_one_folder_the_second_ends_with_2_within_a_minute(
