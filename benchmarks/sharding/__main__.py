@@ -46,7 +46,8 @@ Steps are of a transformer encoder with AdamW and clipping, its lanes dealt to a
 from __future__ import annotations
 
 from benchmarks.figures import Measure, measure_chosen
-from benchmarks.sharding import commits, decoder, moving, one_hash, overlap, peers, recovery, steps
+from benchmarks.sharding import commits, decoder, moving, one_hash, overlap, peers, steps
+from benchmarks.sharding.live import recovery
 
 FIGURES: dict[str, Measure] = {
     "one_hash": one_hash.one_hash,

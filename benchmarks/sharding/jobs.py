@@ -103,7 +103,7 @@ class Job:
                 work.loss(self.state.model, 0, 0)
         self.enter(group, term)
 
-    def enter(self, group: Group, term: int = 1) -> list[Brought]:
+    def enter(self, group: Group, term: int = 1) -> Sequence[Brought]:
         """Come to the furthest step of a world's ranks, with a seat where the state is in shards.
 
         Returns what each rank brought of shards that nobody holds any more: nothing has changed then, and the next is
@@ -111,7 +111,7 @@ class Job:
         """
         self.group, self.term, state = group, term, self.state
         if isinstance(state.shards, HeldState):
-            brought = bring(group, state, state.shards, self._path, counts=True)
+            brought: Sequence[Brought] = bring(group, state, state.shards, self._path, counts=True)
             brought = roll_forward(group, state, state.shards, brought)
             if reseat(group, state, state.shards, brought).size:
                 return brought

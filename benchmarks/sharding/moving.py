@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
 from benchmarks.figures import Effort
 from benchmarks.sharding.jobs import MODES, WIDE, Job, Mode
 from benchmarks.sharding.ranks import Meeting, run
-from elastic_train.job.reseating import bring, reseat, roll_forward
+from elastic_train.job.reseating import Brought, bring, reseat, roll_forward
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.parallel.group import Group
 
@@ -47,7 +48,7 @@ def _moved(left: Group, job: Job) -> tuple[float, float]:
     assert isinstance(shards, HeldState), "the state is sharded"
     left.barrier()
     started = time.perf_counter()
-    brought = bring(left, job.state, shards, ("", str(left.rank)), counts=True)
+    brought: Sequence[Brought] = bring(left, job.state, shards, ("", str(left.rank)), counts=True)
     brought = roll_forward(left, job.state, shards, brought)
     before = left.num_bytes
     lost = reseat(left, job.state, shards, brought)

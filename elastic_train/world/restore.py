@@ -19,7 +19,15 @@ from elastic_train.core.lineage import Interval, cut, parted_at
 from elastic_train.errors import CommitError, ElasticTrainError, StorageError
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.plan import Plan
-from elastic_train.job.reseating import bring, is_first, leave_out_unfinished, reseat, roll_forward, take_first_seats
+from elastic_train.job.reseating import (
+    Brought,
+    bring,
+    is_first,
+    leave_out_unfinished,
+    reseat,
+    roll_forward,
+    take_first_seats,
+)
 from elastic_train.job.reseating.pending_step import furthest_whole, settle_pending
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, Reached
@@ -135,7 +143,7 @@ def _take_parts(plan: Plan, world: World, state: AppliedState, shards: CellState
 def _take_seats(plan: Plan, world: World, state: AppliedState, shards: HeldState, found: _Found) -> _Found:
     """Bring this rank to the furthest step, on a seat; return what was found, and whether a commit had to be loaded."""
     path = own_path(plan.config.parallel.domain)
-    brought = bring(world.group, state, shards, path, counts=found.counts, may_hold=world.writes)
+    brought: Sequence[Brought] = bring(world.group, state, shards, path, counts=found.counts, may_hold=world.writes)
     if not found.is_loaded:
         kept, num_lost = leave_out_unfinished(shards, brought)
         furthest, whole = max(one.place for one in brought), max(one.place for one in kept)

@@ -15,12 +15,12 @@ from benchmarks.sharding import __main__ as sharding
 from benchmarks.sharding import jobs
 from benchmarks.sharding.commits import rows_of
 from benchmarks.sharding.jobs import MODES, SMALL, Job
+from benchmarks.sharding.live.recovery import num_restarted
+from benchmarks.sharding.live.watched_task import WatchedClassifier, num_models
 from benchmarks.sharding.matrix import ALONE, Case, cases, live_through
 from benchmarks.sharding.peers import Peer, mesh_of
 from benchmarks.sharding.ranks import Meeting, run
-from benchmarks.sharding.recovery import num_restarted
 from benchmarks.sharding.steps import most_sums
-from benchmarks.sharding.watched_task import WatchedClassifier, num_models
 from chaos.judge.evidence.run_files import Evidence, Line
 from elastic_train.job.reseating import Brought
 from elastic_train.job.sharded.held_state import HeldState

@@ -18,8 +18,8 @@ from benchmarks.figures import Effort
 from benchmarks.recovery.jobs import write_live_job
 from benchmarks.recovery.live import LEAVE, repeat, run_job
 from benchmarks.sharding.jobs import MODES
+from benchmarks.sharding.live.watched_task import num_models
 from benchmarks.sharding.ranks import Meeting, run
-from benchmarks.sharding.watched_task import num_models
 from chaos.judge.evidence.applied import pids_of, steps_of
 from chaos.judge.evidence.recovery_cost import Recovery, recoveries
 from chaos.judge.evidence.run_files import Evidence, number, whole
@@ -95,7 +95,7 @@ def kills_at_points(effort: Effort) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         seen = Path(folder) / "models"
         params = {"max_tokens": 32, "dim": 96, "depth": 2, "heads": 4, "dropout": 0.1, "lane_ms": 20, "seen": str(seen)}
-        task = {"path": "benchmarks.sharding.watched_task:WatchedClassifier", "params": params}
+        task = {"path": "benchmarks.sharding.live.watched_task:WatchedClassifier", "params": params}
         config = _write_job(Path(folder) / "job", task, micro_batch=4, commit_every=4)
         found = _run(Path(folder) / "faulted", config, due, 120 + 20.0 * num_kills)
         models = num_models(seen)
