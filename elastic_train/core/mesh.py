@@ -7,6 +7,7 @@ are dealt cell by cell, so a replica's ranks are neighbours: rank = replica * ce
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,6 +71,11 @@ class Mesh:
     def column(self) -> range:
         """The ranks of this rank's place in all replicas, by replica: they sum gradients with one another."""
         return range(self.place, self.size, self.cell.size)
+
+    def num_lanes(self, assigned: Sequence[Sequence[int]]) -> list[int]:
+        """Return how many lanes each rank computes, by rank, of what each replica is assigned."""
+        assert len(assigned) == self.num_replicas, f"lanes for {len(assigned)} of {self.num_replicas} replicas"
+        return [len(lanes) for lanes in assigned for _ in range(self.cell.size)]
 
     @property
     def coordinates(self) -> Coordinates:

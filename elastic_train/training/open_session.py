@@ -225,7 +225,7 @@ def open_watch(process: Process, world: World, tracker: Tracker | None, assigned
         return process.files.ask(lambda: host_in(config.run.dir, term, rank), None)
 
     keys = config.monitoring
-    num_lanes = [len(lanes) for lanes in assigned for _ in range(world.mesh.cell.size)]
+    num_lanes = world.mesh.num_lanes(assigned)
     return Watch(world, tracker, process.totals, keys.phases_every_steps, num_lanes, keys.on_event, host_of)
 
 

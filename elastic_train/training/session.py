@@ -252,7 +252,7 @@ class Session:
                     term=self.world.term,
                     last_commit_step=head.step if (head := self.commits.head) else None,
                     epoch=self.plan.order.num_epochs(state.cursor),
-                    slowest=slowest(sums.ranks, [len(lanes) for lanes in self.assigned]),
+                    slowest=slowest(sums.ranks, self.world.mesh.num_lanes(self.assigned)),
                 )
             )
 

@@ -57,3 +57,9 @@ def test_a_rank_is_a_replica_by_default() -> None:
 def test_ranks_that_do_not_fill_whole_cells_are_refused(rank: int, size: int, cell: Cell) -> None:
     with pytest.raises(AssertionError):
         Mesh(rank, size, cell)
+
+
+def test_ranks_of_a_replica_compute_its_lanes_together() -> None:
+    """Rows of ranks are compared with lanes by rank, also where a replica has several ranks."""
+    assert Mesh(0, 2).num_lanes([range(3), range(3, 5)]) == [3, 2]
+    assert Mesh(3, 4, Cell(tensor=2)).num_lanes([range(3), range(3, 5)]) == [3, 3, 2, 2]
