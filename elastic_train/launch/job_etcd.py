@@ -111,17 +111,17 @@ def _await_etcd(endpoint: str, name: str, timeout_s: float) -> None:
     """Return once the job's etcd answers: its node may boot, or wait in a queue, for longer than this one."""
     log, deadline = WaitingLog(_log, timeout_s), time.monotonic() + timeout_s
     while not is_answered_by(endpoint, name, give_up_after_s=1.0):
-        if time.monotonic() > deadline:
-            raise TooFewNodesError(
-                f"no etcd answered at {endpoint} within {timeout_s:.0f} s: the first node of the job starts it, and it "
-                "has not come. Look at that node's log, or give all nodes an etcd of yours (--endpoint HOST:PORT)."
-            )
         log.waits(
             lambda left_s: (
                 f"waiting for the first node, which starts the job's etcd at {endpoint}: giving up in "
                 f"{left_s:.0f} s (--timeout-s)"
             )
         )
+        if time.monotonic() > deadline:
+            raise TooFewNodesError(
+                f"no etcd answered at {endpoint} within {timeout_s:.0f} s: the first node of the job starts it, and it "
+                "has not come. Look at that node's log, or give all nodes an etcd of yours (--endpoint HOST:PORT)."
+            )
 
 
 def _await_others(endpoint: str, plan: Launch) -> None:
