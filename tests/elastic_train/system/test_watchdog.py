@@ -135,6 +135,7 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
     monkeypatch.setattr(supervisor, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
     monkeypatch.setattr(supervisor, "job_of", lambda plan: None)
     monkeypatch.setattr(supervisor, "UnformedWorlds", Mock())
+    monkeypatch.setattr(supervisor, "open_page", lambda config: None)
     monkeypatch.setattr(supervisor, "result_of", lambda plan, state, status, digest: status)
     assert supervisor._train_on(Mock(), Mock(), watched, MagicMock(), started_at=0.0) == "closed"
     assert ends == [pytest.approx(1.1 * limit_s)]
