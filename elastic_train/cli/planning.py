@@ -14,7 +14,7 @@ from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json,
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError
 from elastic_train.system.atomic_files import write_atomically
-from elastic_train.system.wording import did_you_mean, duration, nearest, size
+from elastic_train.system.wording import duration, size
 
 if TYPE_CHECKING:
     from elastic_train.planning.report import Report
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 app = App(name="plan", help="Say what a run will need before it runs: memory, time, money, and what faults will cost.")
 
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
-Figure = Literal["throughput", "mfu", "step", "memory", "communication", "goodput", "days", "cost"]
 
 
 @app.default
@@ -73,24 +72,13 @@ def plan(
     from elastic_train.planning.arithmetic.catalogue import parse_cluster
     from elastic_train.planning.arithmetic.goodput import Reliability
     from elastic_train.planning.report import make_report
-    from elastic_train.planning.search import FIGURES, Job
+    from elastic_train.planning.search import Job, wrong_figure
 
     cluster = parse_cluster(on)
-    wrong = [
-        f"--{name} must be at least {least}, not {value}"
-        for name, value, least in (
-            ("pp", pp, 1),
-            ("ep", ep, 1),
-            ("spares", spares, 0),
-            ("price", price, 0),
-        )
-        if value < least
-    ]
+    least = {"pp": (pp, 1), "ep": (ep, 1), "spares": (spares, 0), "price": (price, 0)}
+    wrong = [f"--{name} must be at least {low}, not {value}" for name, (value, low) in least.items() if value < low]
     wrong += [] if mtbf_h > 0 else [f"--mtbf-h must be more than 0, not {mtbf_h}"]
-    if by not in FIGURES:
-        meant = did_you_mean(nearest(by, FIGURES), f"; there are {', '.join(FIGURES)}")
-        wrong.append(f"--by: no figure '{by}'{meant}")
-    if wrong:
+    if wrong := [*wrong, *wrong_figure(by)]:
         raise ConfigError(*wrong)
     resolved = sources.load(config, environ=os.environ, arguments=overrides)
     from elastic_train.planning.reading import read_config  # torch: once all that needs no model is known to be right

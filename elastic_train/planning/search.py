@@ -115,11 +115,18 @@ def compare(job: Job, own: Layout, *, with_cells: bool) -> list[Outcome]:
     return sorted(outcomes, key=lambda outcome: bool(outcome.problems))
 
 
+def wrong_figure(figure: str) -> list[str]:
+    """Return what is wrong with a figure's name, if anything."""
+    if figure in FIGURES:
+        return []
+    meant = did_you_mean(nearest(figure, FIGURES), f"; there are {', '.join(FIGURES)}")
+    return [f"--by: no figure '{figure}'{meant}"]
+
+
 def best(outcomes: Sequence[Outcome], figure: str, count: int = 5) -> list[Outcome]:
     """Return the best that can be used, by a figure; raises ConfigError for one that there is not."""
-    if figure not in FIGURES:
-        meant = did_you_mean(nearest(figure, FIGURES), f"; there are {', '.join(FIGURES)}")
-        raise ConfigError(f"--by: no figure '{figure}'{meant}")
+    if wrong := wrong_figure(figure):
+        raise ConfigError(*wrong)
     usable = [outcome for outcome in outcomes if not outcome.problems]
     sign = 1 if figure in LESS_IS_BETTER else -1
     return sorted(usable, key=lambda outcome: (sign * outcome.figures[figure], outcome.figures["memory"]))[:count]

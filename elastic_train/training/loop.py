@@ -10,16 +10,18 @@ from __future__ import annotations
 import enum
 import math
 import time
+from collections.abc import Sequence
 
 from elastic_train.core.accounting import check_epoch
 from elastic_train.core.mixture.account import check_passes
 from elastic_train.core.mixture.dealing import Mixture
+from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import NoProgressError
 from elastic_train.job.state import StepFacts, add_sources
 from elastic_train.system.failpoints import reach
 from elastic_train.training.nonfinite import report_nonfinite
 from elastic_train.training.session import Session
-from elastic_train.training.step import compute_step, meet
+from elastic_train.training.step import Computed, compute_step, meet
 from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, STOP, UNABLE, StepSums
 
 LEAVING_QUIET_S, MOST_LOOKS = 0.2, 6
@@ -46,7 +48,7 @@ class Outcome(enum.Enum):
 
 def train_steps(session: Session) -> Outcome:
     """Train from the session's state to its last step, or until the world ends; a job that ends is committed."""
-    state, clock = session.state, session.clock
+    clock = session.clock
     if (end := _end_before(session)) is not None:
         return end
     _catch_up(session)
@@ -61,35 +63,7 @@ def train_steps(session: Session) -> Outcome:
             session.quarantine(lanes)
             clock.start()
             continue
-        cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
-        clock.mark("rest")
-        session.commits.await_staging()
-        clock.mark("save")
-        reach("apply")
-        account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
-        is_fast, term = session.reduction == "fast", session.world.term
-        facts = StepFacts(cursor, sums.coverage, term, account, computed.buffers, sums.loss, is_fast, sums.sources)
-        _check_ends(session, facts)
-        clock.mark("rest")
-        measured = state.measure()
-        clock.mark("optimizer")
-        norm, lost = meet(session, measured)
-        clock.mark("wait")
-        if norm is None:
-            state.hold(facts, measured)
-            session.record_step(sums, math.nan, time.perf_counter() - started, standing="pending")
-            raise lost or AssertionError("a norm is unknown only where a peer is lost")
-        state.apply(facts, norm)
-        clock.mark("optimizer")
-        reach("applied")
-        seconds = time.perf_counter() - started
-        session.record_step(sums, float(norm), seconds, standing="settled" if lost is None else "unsettled")
-        if state.reached.num_nonfinite:
-            report_nonfinite(session, lanes, sums, float(norm))
-        if lost is not None:
-            raise lost
-        state.shards.refresh(session.world.group)
-
+        _apply(session, lanes, computed, started)
         if session.is_over:
             break
         if session.is_validation_due():
@@ -112,6 +86,45 @@ def train_steps(session: Session) -> Outcome:
         session.validate()
     session.commits.finish()
     return Outcome.DONE
+
+
+def _apply(session: Session, lanes: Sequence[LaneBatch], computed: Computed, started: float) -> None:
+    """Move the state to the next step, and record it; raise what was lost of the world meanwhile."""
+    state, clock, sums = session.state, session.clock, computed.sums
+    clock.mark("rest")
+    session.commits.await_staging()
+    clock.mark("save")
+    reach("apply")
+    facts = _facts_of(session, computed)
+    _check_ends(session, facts)
+    clock.mark("rest")
+    measured = state.measure()
+    clock.mark("optimizer")
+    norm, lost = meet(session, measured)
+    clock.mark("wait")
+    if norm is None:
+        state.hold(facts, measured)
+        session.record_step(sums, math.nan, time.perf_counter() - started, standing="pending")
+        raise lost or AssertionError("a norm is unknown only where a peer is lost")
+    state.apply(facts, norm)
+    clock.mark("optimizer")
+    reach("applied")
+    seconds = time.perf_counter() - started
+    session.record_step(sums, float(norm), seconds, standing="settled" if lost is None else "unsettled")
+    if state.reached.num_nonfinite:
+        report_nonfinite(session, lanes, sums, float(norm))
+    if lost is not None:
+        raise lost
+    state.shards.refresh(session.world.group)
+
+
+def _facts_of(session: Session, computed: Computed) -> StepFacts:
+    """Return what a step changes beside the weights."""
+    state, sums = session.state, computed.sums
+    cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
+    account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
+    is_fast, term = session.reduction == "fast", session.world.term
+    return StepFacts(cursor, sums.coverage, term, account, computed.buffers, sums.loss, is_fast, sums.sources)
 
 
 def _check_ends(session: Session, facts: StepFacts) -> None:
