@@ -14,7 +14,7 @@ from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json,
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError
 from elastic_train.system.atomic_files import write_atomically
-from elastic_train.system.wording import duration, size
+from elastic_train.system.wording import counted, duration, size
 
 if TYPE_CHECKING:
     from elastic_train.planning.report import Report
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 app = App(name="plan", help="Say what a run will need before it runs: memory, time, money, and what faults will cost.")
 
+MOST_NAMED = 3
+"""Of layouts that one reason is against; --json and --html have all."""
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 
 
@@ -165,12 +167,19 @@ def show(report: Report) -> None:
         console.print(table)
     for title, rows in (("the run's global batch", report.strong), ("as many lanes a device", report.weak)):
         console.print(_scaling(title, rows, report.job.model.amount))
-    console.print(f"The best by {report.by}:")
-    console.print(_outcomes(report.best, report.job.model.amount))
+    if report.best:
+        console.print(f"The best by {report.by}:")
+        console.print(_outcomes(report.best, report.job.model.amount))
+    else:
+        console.print("No layout can be used on these devices.")
     if report.refused:
-        console.print("Others are out of the question:")
-        for name, why in report.refused:
-            console.print(f"  {name}: {why}", soft_wrap=True)
+        console.print("Out of the question are:")
+        for why, names in report.refused_by_reason().items():
+            console.print(f"  {counted(len(names), 'layout')}: {why} ({_some(names)})", soft_wrap=True)
+
+
+def _some(names: list[str]) -> str:
+    return "; ".join(names[:MOST_NAMED]) + ("; ..." if len(names) > MOST_NAMED else "")
 
 
 def _scaling(title: str, rows: list[ScalingRow], amount: str) -> object:

@@ -26,7 +26,7 @@ from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
 from elastic_train.data.dataset.run_order import count_steps, fingerprint_of, order_of
 from elastic_train.data.dataset.training_sources import Source, join, load_sources
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.job.cells.cut_model import tensor_plan_of
+from elastic_train.job.cells.cut_model import check_is_splitting, tensor_plan_of
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.schedule import check_schedule
 from elastic_train.job.sample_streams import Feed
@@ -197,6 +197,7 @@ def make_plan(config: Config) -> Plan:
     check_schedule(config.optimizer, total_steps)
     choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
     check_can_be_in_cells(config, device)
+    check_is_splitting(task, config.parallel.tensor)
     if config.parallel.has_shares or config.parallel.tensor > 1:
         slots_of(choice.tried(), choice.make, device)
     return Plan(

@@ -49,7 +49,8 @@ def render(report: Report) -> str:
     body += ["<h2>Where a step's time goes</h2>", _time_bars(report.strong)]
     body += [f"<h2>The best by {escape(report.by)}</h2>", _outcomes(report.best, model.amount)]
     if report.refused:
-        body += ["<h2>Out of the question</h2>", _table(("layout", "why"), report.refused)]
+        reasons = [("; ".join(names), why) for why, names in report.refused_by_reason().items()]
+        body += ["<h2>Out of the question</h2>", _table(("layouts", "why"), reasons)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         f'<meta name="color-scheme" content="light dark"><style>{_STYLE}</style></head>\n<body>'

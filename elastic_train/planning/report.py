@@ -22,6 +22,13 @@ class Report:
     strong: list[ScalingRow]
     weak: list[ScalingRow]
 
+    def refused_by_reason(self) -> dict[str, list[str]]:
+        """Return the names of the layouts that cannot be used, by what is against them."""
+        names: dict[str, list[str]] = {}
+        for name, why in self.refused:
+            names.setdefault(why, []).append(name)
+        return names
+
     def lines(self) -> Iterator[str]:
         """Yield what there is to say in words."""
         job, own = self.job, self.own

@@ -24,6 +24,15 @@ _DIMENSION = {"column": 0, "row": 1}
 """Which dimension is cut of a linear layer's weight, (outputs, inputs): its transpose is what has columns and rows."""
 
 
+def check_is_splitting(task: Task, degree: int) -> None:
+    """Raise ConfigError if ranks are to hold parts of a model, and its task does not say which."""
+    if degree > 1 and not isinstance(task, Splitting):
+        raise ConfigError(
+            f"parallel.tensor: {degree} needs a task that says how its model is cut, and {type(task).__name__} does "
+            "not (`tensor_plan`): set it to 1, or use parallel.shards to hold less on each rank"
+        )
+
+
 def tensor_plan_of(task: Task, model: nn.Module, degree: int) -> TensorPlan | None:
     """Return the plan of a task for its model, with full names; None for a degree of 1.
 
@@ -31,11 +40,8 @@ def tensor_plan_of(task: Task, model: nn.Module, degree: int) -> TensorPlan | No
     """
     if degree == 1:
         return None
-    if not isinstance(task, Splitting):
-        raise ConfigError(
-            f"parallel.tensor: {degree} needs a task that says how its model is cut, and {type(task).__name__} does "
-            "not (`tensor_plan`): set it to 1, or use parallel.shards to hold less on each rank"
-        )
+    check_is_splitting(task, degree)
+    assert isinstance(task, Splitting), "it was checked"
     patterns = task.tensor_plan(model, degree)
     modules = dict(model.named_modules())
     plan = {name: use for pattern, use in patterns.items() for name in modules if _is_like(name, pattern)}

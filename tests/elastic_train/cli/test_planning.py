@@ -35,7 +35,9 @@ def test_a_plan_as_tables(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert typed(str(written(rows, tmp_path)), "--on", "8xCPU", "--parallel.shards", "optimizer") == 0
     shown = capsys.readouterr().out
     assert "It cannot be used: 8 replicas, but only 4 lanes" in shown
-    assert "Others are out of the question" in shown
+    assert "No layout can be used" in shown
+    assert shown.count("8 replicas, but only 4 lanes") == 2, "each reason once, and that of this configuration"
+    assert "layouts: 8 replicas" in shown
 
 
 @pytest.mark.parametrize(
