@@ -5,7 +5,7 @@ A unit is a block, or the rest of the model, as `parallel.shards` exchanges them
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from elastic_train.shards.grains import Layout as Cut
@@ -54,10 +54,6 @@ class Sizes:
     weight: float = 4.0
     gradient: float = 4.0
     state: float = 8.0
-
-
-MIXED = Sizes(2.0, 2.0, 12.0)
-"""Weights and gradients of 16 bits; fp32 weights and two moments in the optimizer (Rajbhandari et al. 2020)."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +115,3 @@ class ModelFacts:
     @property
     def amounts(self) -> int:
         return self.tokens or self.samples
-
-    def with_sizes(self, sizes: Sizes) -> ModelFacts:
-        return replace(self, sizes=sizes)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_train.planning.arithmetic.model import MIXED, ModelFacts, Sizes, Unit, Work
+from elastic_train.planning.arithmetic.model import ModelFacts, Sizes, Unit, Work
+
+MIXED = Sizes(2.0, 2.0, 12.0)
+"""Weights and gradients of 16 bits; fp32 weights and two moments in the optimizer (Rajbhandari et al. 2020)."""
 
 
 @dataclass(frozen=True)

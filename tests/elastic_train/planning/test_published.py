@@ -9,10 +9,10 @@ import pytest
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, Shards
 from elastic_train.planning.arithmetic.memory import memory_of
-from elastic_train.planning.arithmetic.model import MIXED, ModelFacts, Sizes, Unit, Work
+from elastic_train.planning.arithmetic.model import ModelFacts, Sizes, Unit, Work
 from elastic_train.planning.arithmetic.step_time import model_flops_utilisation, step_time
 from elastic_train.planning.search import Job, scaling
-from tests.elastic_train.planning.shapes import LLAMA_7B, LLAMA_70B, LLAMA_405B, Transformer, gpt
+from tests.elastic_train.planning.shapes import LLAMA_7B, LLAMA_70B, LLAMA_405B, MIXED, Transformer, gpt
 
 
 def of_parameters(number: float) -> ModelFacts:
