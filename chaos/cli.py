@@ -89,7 +89,6 @@ def run(
     """
     if scenario is None and command is None:
         raise ScenarioError("name a SCENARIO (`elastic-chaos ls` shows them), or give the --command to break")
-    _report_writer()  # a missing package is an error now, not after the run
     name = scenario or scripts.DEFAULT
     described = scenarios.bounded(scenarios.load(scenarios.find(name)), faults, minutes)
     if nodes is not None:
@@ -122,14 +121,15 @@ def run(
 @app.command
 def check(folder: Path, *, json_: Json = False) -> int:
     """Judge the run in FOLDER again, from its files alone; and write verdict.json and report.html again."""
-    _report_writer()
     return present(examine(folder), folder, json_)
 
 
 @app.command
 def report(folder: Path) -> int:
     """Make verdict.json and report.html in FOLDER again, from the run's files alone, and print the page's path."""
-    console.print(_report_writer()(folder, examine(folder)))
+    from chaos.report import write
+
+    console.print(write(folder, examine(folder)))
     return 0
 
 
@@ -272,7 +272,9 @@ def _say(is_quiet: bool) -> Callable[[str], None]:
 
 def present(verdict: Verdict, folder: Path, is_json: bool) -> int:
     """Write the report, print the verdict, and return the exit code that says it."""
-    page = _report_writer()(folder, verdict)
+    from chaos.report import write
+
+    page = write(folder, verdict)
     if is_json:
         sys.stdout.write(json.dumps(verdict.fields) + "\n")
     else:
@@ -280,13 +282,6 @@ def present(verdict: Verdict, folder: Path, is_json: bool) -> int:
         again = f"; again with: {verdict.fields['replay']}" if verdict.fields["replay"] else ""
         console.print(f"{page} shows it, {folder / VERDICT} has the whole of it{again}", highlight=False, markup=False)
     return 0 if verdict.is_valid else 1
-
-
-def _report_writer() -> Callable[[Path, Verdict], Path]:
-    """Return the function that writes a run's report page; ConfigError if a package that it needs is missing."""
-    with needed_for("a run's report"):
-        from chaos.report import write
-    return write
 
 
 def _as_arguments(tree: Mapping[str, object], prefix: str = "") -> list[str]:

@@ -7,11 +7,9 @@ evidence is torn says so in its place; the rest of the page stands.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from chaos.judge.checker import COMPARED, INVARIANTS
@@ -30,21 +28,11 @@ from chaos.report.figures.lineage import lineage_figure
 from chaos.report.figures.loss import compared, loss_figure
 from chaos.report.reading import Reader
 from chaos.report.story import Story, story_of
+from elastic_train.drawing.page import Drawn, Fact, draw, fill
 
 _HERE = Path(__file__).parent
 MOST_FAULTS = 500
 """Faults that the page lists one by one."""
-
-Fact = tuple[str, str, str]
-"""A name, a value, and a note on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A figure, or why there is none."""
-
-    svg: Markup | None
-    problem: str | None
 
 
 def render(verdict: Verdict) -> str:
@@ -61,31 +49,29 @@ def render(verdict: Verdict) -> str:
         "loss": _draw(lambda: loss_figure(story, expected)),
         "costs": _draw(lambda: costs_figure(story)),
     }
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(
-            title=f"{verdict.fields['scenario'] or 'a run'}, seed {verdict.fields['seed']}",
-            outcome="valid" if verdict.is_valid else "not valid",
-            is_valid=verdict.is_valid,
-            style=Markup((_HERE / "style.css").read_text()),
-            summary=_summary(verdict, story),
-            headlines=_headlines(verdict, story),
-            replay=verdict.fields["replay"] or "the evidence does not say which command started this run",
-            findings=[(finding, demand(finding, is_script(run))) for finding in verdict.findings],
-            lanes_note=_lanes_note(story),
-            figures=figures,
-            has_witness=run.witness is not None,
-            losses=compared(story, expected),
-            prices=prices(story),
-            faults=story.faults,
-            most_faults=MOST_FAULTS,
-            grids=(
+    return fill(
+        _HERE / "page.html.j2",
+        {
+            "title": f"{verdict.fields['scenario'] or 'a run'}, seed {verdict.fields['seed']}",
+            "outcome": "valid" if verdict.is_valid else "not valid",
+            "is_valid": verdict.is_valid,
+            "summary": _summary(verdict, story),
+            "headlines": _headlines(verdict, story),
+            "replay": verdict.fields["replay"] or "the evidence does not say which command started this run",
+            "findings": [(finding, demand(finding, is_script(run))) for finding in verdict.findings],
+            "lanes_note": _lanes_note(story),
+            "figures": figures,
+            "has_witness": run.witness is not None,
+            "losses": compared(story, expected),
+            "prices": prices(story),
+            "faults": story.faults,
+            "most_faults": MOST_FAULTS,
+            "grids": (
                 (moments_grid(reader, story), "kind", "Kinds of fault, by what the job was doing"),
                 (points_grid(reader, story), "failpoint", "Kinds of fault at failpoints"),
             ),
-            footnote=_footnote(story),
-        )
+            "footnote": _footnote(story),
+        },
     )
 
 
@@ -108,20 +94,7 @@ def demand(finding: Finding, is_of_script: bool = False) -> str:
 
 
 def _draw(figure: Callable[[], Markup]) -> Drawn:
-    try:
-        return Drawn(figure(), None)
-    except (Violated, Unknown, ValueError) as reason:
-        return Drawn(None, str(reason))
-    except (LookupError, TypeError, ArithmeticError, AttributeError) as error:
-        return Drawn(None, f"the evidence lacks what it needs: {type(error).__name__}: {error}")
-
-
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    environment.filters["seconds"] = lambda value: "–" if value is None else f"{value:.2f}"
-    return environment
+    return draw(figure, Violated, Unknown)
 
 
 def _summary(verdict: Verdict, story: Story) -> str:

@@ -157,9 +157,21 @@ def status(run: str, *, json_: Json = False) -> int:
     RUN is a run's folder, or the configuration that names it; of a URL of commits it can be said whether it can be
     resumed. Exit code 0: done; 75: the same line again goes on, or begins; 65: it has commits, and none is whole.
     """
-    from elastic_train.cli.status import status as status_of
+    from elastic_train.cli.runs.status import status as status_of
 
     return status_of(run, is_json=json_)
+
+
+@app.command
+def report(runs: list[str], /, *, html: Path | None = None, json_: Json = False) -> int:
+    """Say what happened in RUN, or in several runs side by side: progress, time, faults and their price, phases, saves.
+
+    A RUN is its folder; it may still go on, or have failed. --html FILE: a page with curves, throughput, the phases of
+    all ranks and all the rest, which needs nothing but itself.
+    """
+    from elastic_train.cli.runs.report import report as report_runs
+
+    return report_runs(runs, html=html, is_json=json_)
 
 
 Weights = Literal["trained", "ema"]

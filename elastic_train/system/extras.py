@@ -15,8 +15,6 @@ from elastic_train.errors import ConfigError
 
 _EXTRA_OF = {
     "greenlet": "chaos",
-    "jinja2": "chaos",
-    "markupsafe": "chaos",
     "tokenizers": "corpora",
     "transformers": "hf",
     "peft": "hf",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from chaos.report.figures.svg import LEFT, RIGHT, Axis, figure, tag, text, titled
 from chaos.report.story import Story
+from elastic_train.drawing.svg import LEFT, RIGHT, Axis, figure, tag, text, titled
 
 _TOP, _ROW = 14.0, 26.0
 _LEFT, _APART = LEFT + 60.0, 3.0

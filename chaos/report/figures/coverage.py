@@ -17,7 +17,7 @@ from chaos.judge.evidence.applied import counts_of, shape_of
 from chaos.judge.evidence.run_files import Evidence
 from chaos.judge.evidence.script_samples import counts_of as rows_of
 from chaos.judge.evidence.script_samples import is_script
-from chaos.report.figures.svg import LEFT, RIGHT, Axis, along_x, figure, rect, text
+from elastic_train.drawing.svg import LEFT, RIGHT, Axis, along_x, figure, rect, text
 
 _TOP, _ROW, _HEIGHT = 16.0, 22.0, 14.0
 _CELLS, _MOST_EPOCHS = 326, 16

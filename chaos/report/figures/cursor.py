@@ -12,7 +12,8 @@ from markupsafe import Markup
 
 from chaos.judge.evidence.recovery_cost import Recovery
 from chaos.report.figures import faults
-from chaos.report.figures.svg import (
+from chaos.report.story import Branch, Story, Struck
+from elastic_train.drawing.svg import (
     MOST_TITLED,
     RIGHT,
     Axis,
@@ -32,7 +33,6 @@ from chaos.report.figures.svg import (
     time_axis,
     titled,
 )
-from chaos.report.story import Branch, Story, Struck
 
 _TOP, _BOTTOM = 30.0, 310.0
 _LABELLED = 12

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from chaos.report.figures.svg import RIGHT, Axis, rect, text
 from chaos.report.story import Struck
+from elastic_train.drawing.svg import RIGHT, Axis, rect, text
 
 _MOST_NAMED = 4
 _LABELLED, _NAME_ROWS = 24, 3

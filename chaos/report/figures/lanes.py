@@ -12,7 +12,9 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from chaos.report.figures import faults
-from chaos.report.figures.svg import (
+from chaos.report.lanes import Lane, Span
+from chaos.report.story import Story
+from elastic_train.drawing.svg import (
     LEFT,
     RIGHT,
     Axis,
@@ -27,8 +29,6 @@ from chaos.report.figures.svg import (
     time_axis,
     titled,
 )
-from chaos.report.lanes import Lane, Span
-from chaos.report.story import Story
 
 TOP = 46.0
 _MOST_ROWS, _MOST_SPANS, _MOST_CROSSES = 48, 2000, 150

@@ -6,8 +6,8 @@ from collections import defaultdict
 
 from markupsafe import Markup
 
-from chaos.report.figures.svg import LEFT, RIGHT, Axis, Stroke, along_x, boxes, figure, num, paths, tag, text
 from chaos.report.story import Branch, Published, Story
+from elastic_train.drawing.svg import LEFT, RIGHT, Axis, Stroke, along_x, boxes, figure, num, paths, tag, text
 
 _TOP, _BAR, _FIRST, _ROW = 24.0, 16.0, 66.0, 20.0
 _MOST_ROWS = 16

@@ -7,8 +7,8 @@ from itertools import groupby
 
 from markupsafe import Markup
 
-from chaos.report.figures.svg import Axis, Point, Stroke, along_x, along_y, figure, path, paths, tag
 from chaos.report.story import Story
+from elastic_train.drawing.svg import Axis, Point, Stroke, along_x, along_y, figure, path, paths, tag
 
 _TOP, _BOTTOM = 30.0, 250.0
 _MOST_MARKS = 300

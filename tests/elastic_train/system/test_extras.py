@@ -18,8 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("extras")]  # all comman
 
 HIDDEN = (
     "greenlet",
-    "jinja2",
-    "markupsafe",
     "tokenizers",
     "transformers",
     "peft",
@@ -85,9 +83,6 @@ REFUSED = {
     "elastic_train data synth s3://bucket/rows": (65, "s3fs", "s3"),
     "elastic_train ckpt ls s3://bucket/commits": (2, "s3fs", "s3"),
     "chaos sim --seeds 1": (2, "greenlet", "chaos"),
-    "chaos run demo --out FOLDER/c": (2, "jinja2", "chaos"),
-    "chaos check FOLDER": (2, "jinja2", "chaos"),
-    "chaos report FOLDER": (2, "jinja2", "chaos"),
 }
 
 

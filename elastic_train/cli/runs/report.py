@@ -1,0 +1,84 @@
+"""`elastic-train report`: what happened in one run or several, as tables, as JSON, or as a page with charts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from elastic_train.cli.output import narrow_table, print_json, print_text
+from elastic_train.errors import ConfigError
+from elastic_train.runs import tables
+from elastic_train.runs.report import RunReport, report_on
+from elastic_train.system.atomic_files import write_atomically
+
+MOST_CHANGES = 20
+
+
+def report(runs: Sequence[str], *, html: Path | None, is_json: bool) -> int:
+    """Report on runs; all that are no run are refused together."""
+    found, wrong = list[RunReport](), list[str]()
+    for run in dict.fromkeys(runs):
+        try:
+            found.append(report_on(run))
+        except ConfigError as error:
+            wrong += error.problems
+    if wrong:
+        raise ConfigError(*wrong)
+    if html is not None:
+        from elastic_train.runs.page import render
+
+        _write(html, render(found))
+    if is_json:
+        return print_json([each.as_json() for each in found])
+    _show(found)
+    return print_text(f"written to {html}") if html is not None else 0
+
+
+def _write(html: Path, page: str) -> None:
+    try:
+        write_atomically(html, page)
+    except OSError as error:
+        raise ConfigError(
+            f"--html {html} cannot be written: {error.strerror or error}; name a file elsewhere"
+        ) from error
+
+
+def _show(reports: Sequence[RunReport]) -> None:
+    console = Console()
+    names = [each.name for each in reports]
+    for each in reports:
+        for note in each.notes:
+            console.print(Text(f"{each.name}: {note}", style="yellow"))
+    sections = {
+        "": tables.summary(reports),
+        "what the time was spent on": tables.spent(reports),
+        "a step, mean over ranks": tables.phases(reports),
+        "layout and environment": tables.layout(reports),
+    }
+    for title, rows in sections.items():
+        if rows:
+            _print_table(console, (title, *names), rows)
+    for each in reports:
+        if each.changes:
+            console.print(Text(f"{each.name}: changes of the world"))
+            _print_table(console, tables.CHANGE_HEAD, tables.changes(each)[-MOST_CHANGES:])
+        if rows := tables.events(each):
+            console.print(Text(f"{each.name}: events"))
+            _print_table(console, tables.EVENT_HEAD, rows[-MOST_CHANGES:])
+        for word, lines in (
+            ("", each.coverage.proven),
+            ("NOT PROVEN: ", each.coverage.unproven),
+            ("WRONG: ", each.coverage.wrong),
+        ):
+            for line in lines:
+                console.print(Text(f"{each.name}: {word}{line}"))
+
+
+def _print_table(console: Console, head: Sequence[str], rows: tables.Rows) -> None:
+    table = narrow_table(*head)
+    for row in rows:
+        table.add_row(*(Text(value) for value in row))
+    console.print(table)

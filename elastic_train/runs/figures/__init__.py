@@ -1,0 +1,1 @@
+"""Figures of a run's report, each a function from reports to SVG."""

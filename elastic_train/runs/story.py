@@ -1,0 +1,266 @@
+"""The story of a run, as its folder tells it: worlds, the steps that each applied, saves, phases, events.
+
+Read from rank 0's histories, and from the first lines of all others. Steps that a later world did not continue are
+given up: a world's steps count up to where a later one began. Times are unix seconds. A run may still go on, may have
+failed, and may have no history at all; a history may be torn, shortened (`run.history_bytes`) or deleted
+(`run.history_terms`): what is missing is counted, and nobody fails for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elastic_train.errors import ConfigError
+from elastic_train.runs.lines import Line, at, number, read_lines, text, whole
+from elastic_train.tracking.history_files import FOLDER, histories, term_of
+from elastic_train.tracking.history_pruning import summary_of
+from elastic_train.tracking.run_folder import CONFIG
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A step that a world applied: the first line that says so; its loss is None if it is not a number."""
+
+    at: float
+    step: int
+    loss: float | None
+    num_samples: int
+    seconds: float
+    """Since the step before it, or the validation, or the restored state, without what a validation took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A commit that was published, seconds after it had begun, and how long training waited for it."""
+
+    at: float
+    step: int
+    seconds: float
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """What every rank spent over so many steps, up to this one: rows of RankFacts, by rank."""
+
+    step: int
+    steps: int
+    rows: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """An event: something began, or with `is_over` ended, to be wrong."""
+
+    at: float
+    kind: str
+    step: int
+    since: int
+    rank: int | None
+    host: str | None
+    value: float | None
+    usual: float | None
+    unit: str
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One term: steps (lo, hi] were applied, and those beyond `cut` were given up by a later term."""
+
+    term: int
+    size: int
+    cause: str
+    started_at: float
+    """When rank 0's process began."""
+    formed_at: float
+    restored_at: float
+    ended_at: float
+    """The last line of rank 0."""
+    lo: int
+    cut: int
+    steps: Sequence[Applied] = field(repr=False, default=())
+    saves: Sequence[Saved] = field(repr=False, default=())
+    phases: Sequence[Phases] = field(repr=False, default=())
+    events: Sequence[Noticed] = field(repr=False, default=())
+    hosts: Mapping[int, str] = field(repr=False, default_factory=dict)
+    resumed: Mapping[str, object] = field(repr=False, default_factory=dict)
+    validation_s: float = 0.0
+    status: str | None = None
+    """How rank 0's process ended: done, preempted, left, closed; None where it did not say so."""
+
+    @property
+    def hi(self) -> int:
+        return self.steps[-1].step if self.steps else self.lo
+
+    @property
+    def kept(self) -> list[Applied]:
+        return [step for step in self.steps if step.step <= self.cut]
+
+    @property
+    def given_up(self) -> list[Applied]:
+        return [step for step in self.steps if step.step > self.cut]
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A run's worlds, the oldest first; `num_pruned` terms' histories are deleted."""
+
+    folder: Path
+    worlds: Sequence[World]
+    num_pruned: int = 0
+    pruned_s: float = 0.0
+    """How long the deleted terms trained."""
+
+    @property
+    def began(self) -> float:
+        return min(self.worlds[0].started_at, self.worlds[0].formed_at) if self.worlds else 0.0
+
+    @property
+    def ended(self) -> float:
+        return max((world.ended_at for world in self.worlds), default=0.0)
+
+    @property
+    def step(self) -> int:
+        """The furthest step that counts."""
+        return self.worlds[-1].hi if self.worlds else 0
+
+    @property
+    def kept(self) -> list[Applied]:
+        """The steps that count, in order."""
+        return [step for world in self.worlds for step in world.kept]
+
+
+def read_story(folder: str | Path) -> Story:
+    """Read a run's folder; ConfigError if it is none. A run without histories has a story without worlds."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"{folder}: this folder does not exist; name the folder of a run (run.dir)")
+    if not (path / CONFIG).is_file() and not (path / FOLDER).is_dir():
+        raise ConfigError(f"{folder} is not a run's folder: it has neither {CONFIG} nor {FOLDER}/; name a run.dir")
+    hosts = _hosts(path)
+    read = [world for parts in histories(path, 0) if (world := _world(parts, hosts)) is not None]
+    worlds = _cut(sorted(read, key=lambda world: (world.term, world.formed_at)))
+    summary = summary_of(path)
+    return Story(path, worlds, summary.pruned, summary.trained_s if summary.pruned else 0.0)
+
+
+def _cut(worlds: Sequence[World]) -> list[World]:
+    """Let every world's steps end where a later one began that did not continue them."""
+    cut, least = list[World](), float("inf")
+    for world in reversed(worlds):
+        hi = world.steps[-1].step if world.steps else world.lo
+        cut.append(replace(world, cut=int(min(hi, least))))
+        least = min(least, world.lo)
+    return cut[::-1]
+
+
+def _world(parts: Sequence[Path], hosts: Mapping[int, Mapping[int, str]]) -> World | None:
+    """Read one history of rank 0; None if it does not even say that its world had formed."""
+    lines = [line for part in parts for line in read_lines(part)]
+    form = next((line for line in lines if line["op"] == "form"), None)
+    if form is None:
+        return None
+    restore: Line = next((line for line in lines if line["op"] == "restore"), {})
+    term, formed_at = whole(form, "term") or term_of(parts[0]), at(form)
+    restored_at = at(restore) if restore else formed_at
+    resumed = restore.get("resumed")
+    steps, validation_s = _steps(lines, restored_at)
+    return World(
+        term=term,
+        size=whole(form, "world") or 1,
+        cause=text(form, "cause") or "start",
+        started_at=number(form, "started_at") or formed_at,
+        formed_at=formed_at,
+        restored_at=restored_at,
+        ended_at=max(at(line) for line in lines),
+        lo=whole(restore, "step") or 0,
+        cut=0,
+        steps=steps,
+        saves=[saved for line in lines if line["op"] == "commit" and (saved := _saved(line))],
+        phases=[row for line in lines if line["op"] == "phases" and (row := _phases(line))],
+        events=[event for line in lines if line["op"] == "event" and (event := _event(line))],
+        hosts=hosts.get(term, {}),
+        resumed=resumed if isinstance(resumed, dict) else {},
+        validation_s=validation_s,
+        status=next((text(line, "status") for line in reversed(lines) if line["op"] == "end"), None),
+    )
+
+
+def _steps(lines: Sequence[Line], restored_at: float) -> tuple[list[Applied], float]:
+    """Return a world's steps with what each took, and what its validations took.
+
+    The line of a validation says when it began. It is over when the next step begins, which has no line of its own:
+    that step is taken to last as long as the median one.
+    """
+    steps, gaps, validated = list[Applied](), list[float](), set[int]()
+    last, is_validated = restored_at, False
+    for line in lines:
+        if line["op"] == "validate":
+            is_validated = True
+        step = whole(line, "step") if line["op"] == "step" and not line.get("pending") else None
+        if step is None or (steps and step <= steps[-1].step):
+            continue
+        if is_validated or not steps:
+            validated.add(len(steps))
+        seconds, last, is_validated = max(0.0, at(line) - last), at(line), False
+        steps.append(Applied(last, step, number(line, "loss"), whole(line, "num_samples") or 0, seconds))
+        gaps.append(seconds)
+    usual = sorted(gap for place, gap in enumerate(gaps) if place not in validated)
+    median = usual[len(usual) // 2] if usual else float("inf")
+    validation_s = sum(max(0.0, gaps[place] - median) for place in validated if place)
+    shortened = (
+        replace(step, seconds=min(step.seconds, median)) if place in validated else step
+        for place, step in enumerate(steps)
+    )
+    return list(shortened), validation_s
+
+
+def _saved(line: Line) -> Saved | None:
+    step, seconds, stall_s = whole(line, "step"), number(line, "seconds"), number(line, "stall_s")
+    if step is None or seconds is None or stall_s is None:
+        return None
+    return Saved(number(line, "created_at") or at(line), step, seconds, stall_s)
+
+
+def _phases(line: Line) -> Phases | None:
+    step, steps, rows = whole(line, "step"), whole(line, "steps"), line.get("seconds")
+    if step is None or not steps or not isinstance(rows, list) or not rows:
+        return None
+    is_sound = all(isinstance(row, list) and len(row) >= 10 and len(row) == len(rows[0]) for row in rows)
+    return Phases(step, steps, rows) if is_sound else None
+
+
+def _event(line: Line) -> Noticed | None:
+    kind, step, since = text(line, "kind"), whole(line, "step"), whole(line, "since")
+    if kind is None or step is None or since is None:
+        return None
+    return Noticed(
+        at=at(line),
+        kind=kind,
+        step=step,
+        since=since,
+        rank=whole(line, "of_rank"),
+        host=text(line, "host"),
+        value=number(line, "value"),
+        usual=number(line, "usual"),
+        unit=text(line, "unit") or "",
+        is_over=bool(line.get("over")),
+    )
+
+
+def _hosts(folder: Path) -> dict[int, dict[int, str]]:
+    """Return the host of every rank of every term, from the first lines of all histories."""
+    hosts: dict[int, dict[int, str]] = {}
+    for path in sorted((folder / FOLDER).glob("[0-9]*-*-*.jsonl")):
+        form = next(_first(path), {})
+        term, rank, host = whole(form, "term"), whole(form, "rank"), text(form, "host")
+        if term is not None and rank is not None and host is not None:
+            hosts.setdefault(term, {})[rank] = host
+    return hosts
+
+
+def _first(path: Path) -> Iterator[Line]:
+    return (line for line in read_lines(path) if line["op"] == "form")

@@ -1,0 +1,121 @@
+"""Tables of a report as text, the same on a terminal and on a page: one column for each run, or one table for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+from elastic_train.runs.goodput import KINDS
+from elastic_train.runs.report import RunReport
+from elastic_train.system.wording import duration
+
+Rows = list[tuple[str, ...]]
+NONE = "–"
+CHANGE_HEAD = ("term", "cause", "at step", "ranks", "steps lost", "to the next step", "detect", "form", "restore")
+EVENT_HEAD = ("event", "since step", "seen after", "whose", "measured", "usual")
+MOST_EVENTS = 200
+
+
+def summary(reports: Sequence[RunReport]) -> Rows:
+    """Return what matters most of each run."""
+    shown: dict[str, Callable[[RunReport], str]] = {
+        "state": lambda run: run.state,
+        "steps that count": lambda run: str(run.step),
+        "began": lambda run: _moment(run.story.began),
+        "took": lambda run: duration(run.seconds) if run.seconds else NONE,
+        "goodput": lambda run: said(run.goodput, "{:.1%}"),
+        "samples/s, median step": lambda run: said(run.samples_per_s, "{:.4g}"),
+        "samples/s, all of the time": lambda run: said(run.samples_per_s_in_all, "{:.4g}"),
+        "a step": lambda run: NONE if run.step_s is None else duration(run.step_s),
+        "faults": lambda run: str(len(run.faults)) if run.story.worlds else NONE,
+        "steps lost to faults": lambda run: str(sum(change.steps_lost for change in run.faults)),
+        "longest to the next step": lambda run: _longest(run),
+        "weights SHA-256": lambda run: (run.weights_sha256 or NONE)[:16],
+    }
+    finals = sorted({name for run in reports for name in run.final_metrics() if _is_of_interest(name)})
+    rows = [(name, *(show(run) for run in reports)) for name, show in shown.items()]
+    metrics = [run.final_metrics() for run in reports]
+    return rows + [(name, *(said(final.get(name), "{:.5g}") for final in metrics)) for name in finals]
+
+
+def spent(reports: Sequence[RunReport]) -> Rows:
+    """Return the seconds and shares of each kind of time."""
+    return [
+        (
+            kind,
+            *(
+                f"{duration(run.spent[kind])}, {run.spent[kind] / run.seconds:.1%}" if run.seconds else NONE
+                for run in reports
+            ),
+        )
+        for kind in KINDS
+    ]
+
+
+def phases(reports: Sequence[RunReport]) -> Rows:
+    """Return the mean milliseconds of a step in each phase."""
+    found = [run.phases_s() for run in reports]
+    names = dict.fromkeys(name for phases in found for name in phases)
+    return [(name, *(said(_scaled(phases.get(name)), "{:.2f} ms") for phases in found)) for name in names]
+
+
+def changes(run: RunReport) -> Rows:
+    """Return what each new world cost."""
+    return [
+        (
+            str(change.term),
+            change.cause,
+            str(change.step),
+            f"{change.size_before} → {change.size}",
+            str(change.steps_lost),
+            *(
+                NONE if s is None else duration(s)
+                for s in (change.rto_s, change.detect_s, change.form_s, change.restore_s)
+            ),
+        )
+        for change in run.changes
+    ]
+
+
+def events(run: RunReport) -> Rows:
+    """Return what began to be wrong, the newest last."""
+    found = [event for world in run.story.worlds for event in world.events if not event.is_over]
+    return [
+        (
+            event.kind,
+            str(event.since),
+            str(event.step),
+            "all ranks" if event.rank is None else f"rank {event.rank}{f' on {event.host}' if event.host else ''}",
+            *(said(value, "{:.4g} " + event.unit).rstrip() for value in (event.value, event.usual)),
+        )
+        for event in found[-MOST_EVENTS:]
+    ]
+
+
+def layout(reports: Sequence[RunReport]) -> Rows:
+    """Return layout and environment of each run."""
+    found = [{**run.layout(), **run.environment()} for run in reports]
+    names = dict.fromkeys(name for each in found for name in each)
+    return [(name, *(each.get(name, NONE) for each in found)) for name in names]
+
+
+def said(value: float | None, form: str) -> str:
+    """Return a value in a form, or a dash."""
+    return NONE if value is None else form.format(value)
+
+
+def _scaled(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _is_of_interest(metric: str) -> bool:
+    return metric == "train/loss" or metric.startswith(("validation/", "best/"))
+
+
+def _longest(run: RunReport) -> str:
+    prices = [change.rto_s for change in run.faults if change.rto_s is not None]
+    return duration(max(prices)) if prices else NONE
+
+
+def _moment(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if unix_s else NONE

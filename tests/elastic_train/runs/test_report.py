@@ -1,0 +1,203 @@
+"""The report on runs: seconds that tile, steps that count, prices of faults, and pages of runs in any state."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from elastic_train.cli.main import main
+from elastic_train.errors import ConfigError
+from elastic_train.runs.goodput import changes, goodput, time_spent
+from elastic_train.runs.page import render
+from elastic_train.runs.report import RunReport, report_on
+from elastic_train.runs.story import read_story
+from tests.elastic_train.runs.folders import begin, faulted
+
+
+def reported(folder: Path) -> RunReport:
+    return report_on(str(folder), with_coverage=False)
+
+
+def test_every_second_of_a_run_is_spent_on_one_thing(tmp_path: Path) -> None:
+    """A validation, a save and a fault that undid three steps, each with the seconds that it took."""
+    story = read_story(faulted(tmp_path).folder)
+    spent = time_spent(story)
+    assert {kind: round(seconds, 6) for kind, seconds in spent.items()} == {
+        "steps": 17 + 60 - 0.25,
+        "given up": 3.0,
+        "saves": 0.25,
+        "validation": 4.0,
+        "starting": 1.0,
+        "recovering": 5.0 + 0.5,
+        "stopped": 0.0,
+        "ending": 2.0,
+    }
+    assert sum(spent.values()) == pytest.approx(story.ended - story.began)
+    assert goodput(spent) == pytest.approx(76.75 / 92.5)
+
+
+def test_steps_that_a_later_world_did_not_continue_are_given_up(tmp_path: Path) -> None:
+    first, second = read_story(faulted(tmp_path).folder).worlds
+    assert ([step.step for step in first.given_up], first.cut, second.given_up) == ([18, 19, 20], 17, [])
+    assert [step.step for step in second.kept] == list(range(18, 78))
+
+
+def test_a_change_of_the_world_has_its_price(tmp_path: Path) -> None:
+    [change] = changes(read_story(faulted(tmp_path).folder))
+    assert (change.term, change.cause, change.step, change.steps_lost, change.is_fault) == (2, "lost", 17, 3, True)
+    assert (change.rto_s, change.detect_s, change.form_s, change.restore_s) == (6.5, 0.5, 0.25, 0.125)
+
+
+def test_a_world_without_a_step_costs_what_it_gave_up_once(tmp_path: Path) -> None:
+    """The third world begins where the second did: what was lost was lost to the second."""
+    run = begin(tmp_path)
+    run.world(1, lo=0, steps={1: 2.0, 2: 3.0, 3: 4.0})
+    run.world(2, lo=1, cause="lost", steps={}, restored=5.0)
+    run.world(3, lo=1, cause="lost", steps={2: 8.0}, restored=7.0, size=1)
+    found = changes(read_story(run.folder))
+    assert [(change.steps_lost, change.rto_s) for change in found] == [(2, None), (0, 4.0)]
+    assert [len(world.given_up) for world in read_story(run.folder).worlds] == [2, 0, 0]
+
+
+def test_time_in_which_nobody_ran_the_job_is_no_recovery(tmp_path: Path) -> None:
+    """A job that was started again an hour later; its process began 2 s before it had its state."""
+    run = begin(tmp_path)
+    run.world(1, lo=0, steps={1: 2.0, 2: 3.0}, extra=[(4.0, {"op": "end", "status": "preempted"})])
+    run.world(2, lo=2, cause="start", started=3604.0, restored=3606.0, steps={3: 3607.0, 4: 3608.0})
+    spent = time_spent(read_story(run.folder))
+    assert (spent["stopped"], spent["starting"], spent["ending"], spent["recovering"]) == (3600.0, 3.0, 1.0, 0.0)
+
+
+def test_states_of_runs(tmp_path: Path) -> None:
+    """One that goes on, one that failed, one with one step, one without any history."""
+    going = begin(tmp_path, "going")
+    going.world(1, lo=0, steps={1: 2.0, 2: 3.0})
+    going.metrics(1, 0, {1: 2.0})
+    failed = begin(tmp_path, "failed")
+    failed.world(1, lo=0, steps={1: 2.0})
+    failed.metrics(1, 0, {1: 2.0}, "FAILED")
+    empty = begin(tmp_path, "empty")
+    found = [reported(run.folder) for run in (going, failed, empty)]
+    assert [(each.state.partition(":")[0], each.step) for each in found] == [
+        ("not ended", 2),
+        ("failed", 1),
+        ("not ended", 0),
+    ]
+    assert found[2].goodput is None
+    assert any("there is no history" in note and "no step was applied" in note for note in found[2].notes)
+    for each in found:
+        assert "<h1>" in render([each])
+        assert json.dumps(each.as_json(), allow_nan=False)
+
+
+def test_a_torn_history_has_a_report(tmp_path: Path) -> None:
+    """Lines without their end, of other types, without fields: what is left is shown, and missing steps are counted."""
+    run = begin(tmp_path)
+    run.world(1, lo=0, steps={1: 2.0, 2: 3.0, 5: 6.0})
+    [path] = (run.folder / "history").glob("*-00000-*")
+    with path.open("a") as file:
+        for line in (
+            "[1]",
+            '{"op": "step"',
+            '{"op": 7, "t": 1}',
+            '{"op": "step", "t": "x"}',
+            '{"op": "phases", "t": 9}',
+        ):
+            file.write(line + "\n")
+        file.write('{"op": "event", "t": 1e9}\n{"op": "step", "t": 1700000007, "st')
+    report = reported(run.folder)
+    assert report.step == 5
+    assert any(note.startswith("2 steps have no line") for note in report.notes)
+
+
+def test_folders_that_are_no_runs_are_refused_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConfigError, match="has neither config"):
+        read_story(tmp_path / "other")
+    with pytest.raises(SystemExit) as left:
+        main(["report", str(tmp_path / "none"), str(tmp_path / "other")])
+    assert left.value.code == 2
+    printed = capsys.readouterr().err
+    assert "does not exist" in printed and "is not a run's folder" in printed
+
+
+class Tags(HTMLParser):
+    """The elements of a page, and their titles by class."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.names, self.attributes, self.titles, self._class = set[str](), set[str](), list[tuple[str, str]](), ""
+        self._in_title = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self._in_title = tag == "title"
+        if tag not in ("title", "svg"):
+            self._class = dict(attrs).get("class") or ""
+
+    def handle_data(self, data: str) -> None:
+        if self._in_title:
+            self.titles.append((self._class, data))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_title = False
+
+    def of(self, class_: str) -> list[str]:
+        return [title for found, title in self.titles if class_ in found.split()]
+
+
+def test_a_page_draws_what_was_given_up_and_where_worlds_began(tmp_path: Path) -> None:
+    page = Tags(render([reported(faulted(tmp_path).folder)]))
+    assert page.of("gone") == ["given up"]
+    assert len(page.of("rule-fault")) == 2, "of loss and learning rate"
+    assert all("term 2 from step 17, lost: 2 to 2 ranks, 3 steps lost" in title for title in page.of("rule-fault"))
+    [band] = page.of("band")
+    assert "lost, 6.5 s to the next step" in band
+    assert sum("steps that count" in title for title in page.of("t0")) == 1
+
+
+def test_heat_maps_show_the_rank_that_is_slow(tmp_path: Path) -> None:
+    """In the newest world rank 1 computes 2.5 times as long; by its host, in the figure over steps."""
+    page = Tags(render([reported(faulted(tmp_path).folder)]))
+    cells = page.of("heat")
+    assert "rank 1, beta: forward" not in cells
+    assert f"rank 1: forward {25 / 60 * 1e3:.2f} ms a step" in cells
+    assert f"rank 0: wait {30 / 60 * 1e3:.2f} ms a step" in cells
+    assert "rank 1 on beta, steps to 77, term 2: 833.3 ms, +43% to the median" in cells
+
+
+def test_runs_stand_side_by_side_on_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
+    """Names of folders are text; nothing is fetched, nothing is run; the same folders give the same bytes."""
+    evil = "<script>alert(1)<"
+    one, two = faulted(tmp_path, evil), faulted(tmp_path, "two")
+    reports = [reported(one.folder), reported(two.folder)]
+    html = render(reports)
+    page = Tags(html)
+    assert not {"script", "link", "img", "iframe", "object"} & page.names
+    assert not {"src", "href", "style"} & page.attributes
+    assert "url(" not in html and html.replace('xmlns="http://www.w3.org/2000/svg"', "").count("://") == 0
+    assert len(page.of("s0")) == len(page.of("s1")) >= 3
+    assert html == render([reported(one.folder), reported(two.folder)])
+    assert re.search(r"<th>goodput</th><td>83.0%</td><td>83.0%</td>", html)
+
+
+def test_the_command_prints_tables_json_and_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = faulted(tmp_path).folder
+    with pytest.raises(SystemExit) as left:
+        main(["report", str(run), "--json", "--html", str(tmp_path / "page.html")])
+    assert left.value.code == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["step"], found["saves"]["failed"]) == ("done", 77, 1)
+    assert found["changes"][0]["steps_lost"] == 3
+    assert any("coverage is not proven" in note for note in found["notes"])
+    assert (tmp_path / "page.html").read_text().startswith("\n<!doctype html>".lstrip())
+    with pytest.raises(SystemExit):
+        main(["report", str(run)])
+    printed = capsys.readouterr().out
+    assert "goodput" in printed and "slow_compute" in printed and "rank 1 on beta" in printed
