@@ -95,7 +95,7 @@ class EtcdServer:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         with (self.data_dir / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(
-                bound_command(_binary(), *self._flags()),
+                bound_command(find_binary(), *self._flags()),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -228,7 +228,8 @@ def _answer(connection: Connection) -> None:
         list_prefix(connection, "/", give_up_after_s=0.2)
 
 
-def _binary() -> str:
+def find_binary() -> str:
+    """Return the path of the etcd that would be started; raises ServerError if none is installed."""
     found = shutil.which("etcd", path=_path_without_own_scripts())
     if found is not None:
         return found

@@ -48,7 +48,7 @@ def launcher(tmp_path: Path) -> str:
     programs.mkdir()
     (programs / "elastic-train").write_text(LAUNCHER)
     (programs / "elastic-train").chmod(0o755)
-    from rendezvous.etcd.server import _binary
+    from rendezvous.etcd.server import find_binary
 
-    shutil.copy(_binary(), programs / "etcd")
+    shutil.copy(find_binary(), programs / "etcd")
     return str(programs / "elastic-train")

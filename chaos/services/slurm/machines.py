@@ -153,8 +153,14 @@ class Machines:
         self._ip("link", "set", _cable(name), "up" if is_in else "down")
 
     def freeze(self, name: str) -> None:
-        """Stop all that runs on a node, as a hypervisor that suspends it does."""
-        self._signal(name, signal.SIGSTOP)
+        """Stop all that runs on a node, as a hypervisor that suspends it does; also what is being started meanwhile."""
+
+        def is_frozen() -> bool:
+            self._signal(name, signal.SIGSTOP)
+            stats = [stat_of(pid) for pid in self[name].processes()]
+            return all(stat is None or stat.has_ended or stat.state in "Tt" for stat in stats)
+
+        eventually(is_frozen, f"all of {name} has stopped")
 
     def thaw(self, name: str) -> None:
         self._signal(name, signal.SIGCONT)

@@ -1,0 +1,1 @@
+"""`elastic-train doctor`: whether this machine can be a node of a job, and what to do about it if it cannot."""

@@ -1,0 +1,169 @@
+"""The job's etcd, as this node reaches it: every member, TLS, room, speed, leases, permission and the clock."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ssl
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
+
+from elastic_train.cli.places.doctor.finding import Finding, fail, ok, warn
+from elastic_train.system.wording import counted, first_line, size
+from rendezvous.errors import ServerError, StoreError
+from rendezvous.etcd.connection import Connection, list_prefix
+from rendezvous.etcd.options import EtcdOptions
+from rendezvous.etcd.server import find_binary
+from rendezvous.etcd.store import EtcdStore, check_permission
+from rendezvous.identity import split_endpoint
+from rendezvous.membership.records import Keys
+from rendezvous.torchelastic.addresses import is_loopback
+
+ANSWER_S = 3.0
+NUM_CALLS = 10
+SLOW_S = 0.1
+"""A lease of 3 s is renewed each second; a call that takes so long leaves room for few tries."""
+DEFAULT_QUOTA, FULL = 2 << 30, 0.8
+"""etcd's own limit to its database; the API does not say which one is set."""
+SKEW_S, SOON_S = 5.0, 14 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Greeting:
+    """What a member says over HTTP: its clock and, with TLS, until when its certificate holds (unix seconds)."""
+
+    ahead_s: float
+    expires_at: float | None
+
+
+def examine_own_etcd() -> Iterator[Finding]:
+    """Say whether a job without an etcd of yours could start one here."""
+    try:
+        yield ok("etcd", f"none named; a job of one node starts {find_binary()}")
+    except ServerError as error:
+        yield warn("etcd", f"none named, and none can be started here: {error}", "name one: --etcd HOST:2379")
+
+
+def examine_etcd(options: EtcdOptions, run_id: str, ttl_s: float) -> Iterator[Finding]:
+    """Say whether etcd serves a job of that run id, whose leases are to last `ttl_s`."""
+    answering = []
+    for endpoint in options.endpoints:
+        with contextlib.closing(Connection(replace(options, endpoints=(endpoint,)))) as one:
+            try:
+                list_prefix(one, Keys(run_id).prefix + "doctor/", ANSWER_S)
+                answering.append(endpoint)
+            except StoreError as error:
+                yield fail("etcd", f"{endpoint}: {first_line(error)}", "is it up, and is the way to it open?")
+    if not answering:
+        return
+    with contextlib.closing(Connection(replace(options, endpoints=tuple(answering)))) as connection:
+        yield from _members(connection, answering)
+        yield from _room(connection)
+        yield from _speed(connection, run_id)
+    yield from _leases(options, run_id, ttl_s)
+    yield from _greetings(options, answering[0])
+
+
+def _members(connection: Connection, answering: list[str]) -> Iterator[Finding]:
+    number = connection.call(lambda client: len(list(client.members)), give_up_after_s=ANSWER_S)
+    said = f"{', '.join(answering)}: {counted(number, 'member')}"
+    if number < 3:
+        yield warn("etcd", f"{said}, of which none may be lost", "for jobs that matter, operate three members")
+    else:
+        yield ok("etcd", f"{said}, of which {(number - 1) // 2} may be lost")
+
+
+def _room(connection: Connection) -> Iterator[Finding]:
+    """Judge alarms and the size of the database; who may read it only needs a user that may."""
+    try:
+        alarms = connection.call(lambda client: [a.alarm_type for a in client.list_alarms()], give_up_after_s=ANSWER_S)
+        status = connection.call(lambda client: client.status(), give_up_after_s=ANSWER_S)
+    except StoreError as error:
+        yield warn("etcd's room", f"cannot be asked for: {first_line(error)}", "ask who operates it")
+        return
+    names = [{1: "NOSPACE", 2: "CORRUPT"}.get(alarm, str(alarm)) for alarm in alarms]
+    taken = f"{size(status.db_size)} of a database of {size(DEFAULT_QUOTA)} by default; version {status.version}"
+    if names:
+        yield fail("etcd's room", f"alarm: {', '.join(names)}; {taken}", "the runbook says how to clear it")
+    elif status.db_size > FULL * DEFAULT_QUOTA:
+        yield warn("etcd's room", taken, "set --auto-compaction-retention, and defragment it (etcdctl defrag)")
+    else:
+        yield ok("etcd's room", taken)
+
+
+def _speed(connection: Connection, run_id: str) -> Iterator[Finding]:
+    took = []
+    for _ in range(NUM_CALLS):
+        began = time.monotonic()
+        list_prefix(connection, Keys(run_id).prefix + "doctor/", ANSWER_S)
+        took.append(time.monotonic() - began)
+    said = f"{1e3 * statistics.median(took):.1f} ms a call, the slowest {1e3 * max(took):.0f} ms"
+    if statistics.median(took) > SLOW_S:
+        yield warn("etcd's latency", said, "give it disks of its own, nearer to the nodes; or a longer --ttl-s")
+    else:
+        yield ok("etcd's latency", said)
+
+
+def _leases(options: EtcdOptions, run_id: str, ttl_s: float) -> Iterator[Finding]:
+    try:
+        with contextlib.closing(EtcdStore(options, give_up_after_s=ANSWER_S)) as store:
+            check_permission(store, Keys(run_id))
+            lease = store.lease(ttl_s, renew=False)
+            granted_s = lease.ttl_s
+            lease.revoke()
+    except StoreError as error:
+        yield fail("etcd's leases", f"none to be had: {first_line(error)}", "no node can join until that is mended")
+        return
+    if granted_s > ttl_s:
+        yield warn(
+            "etcd's leases",
+            f"it grants {granted_s:.0f} s where {ttl_s:.0f} s are wanted: a lost node is noticed that much later",
+            "a shorter election timeout of etcd (--election-timeout) allows shorter leases",
+        )
+    else:
+        yield ok("etcd's leases", f"{granted_s:.0f} s; this user may write the keys of {run_id!r}")
+
+
+def _greetings(options: EtcdOptions, endpoint: str) -> Iterator[Finding]:
+    host = split_endpoint(endpoint)[0]
+    if options.ca_cert is None and not is_loopback(host):
+        yield warn("etcd's TLS", "the connection is in plain text", "give etcd certificates, and nodes ca_cert=FILE")
+    try:
+        greeting = _greet(options, endpoint)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        yield warn("clock", f"{endpoint} does not tell the time: {error}", "check this machine's time service")
+        return
+    if greeting.expires_at is not None:
+        left_s = greeting.expires_at - time.time()
+        said = f"its certificate holds for {left_s / 86400:.0f} days"
+        yield warn("etcd's TLS", said, "renew it") if left_s < SOON_S else ok("etcd's TLS", said)
+    direction = "ahead of" if greeting.ahead_s > 0 else "behind"
+    if abs(greeting.ahead_s) > SKEW_S:
+        found = f"{abs(greeting.ahead_s):.0f} s {direction} etcd's"
+        yield warn("clock", found, "set it by NTP: TLS, object stores and logs depend on it, leases do not")
+    else:
+        yield ok("clock", f"within {SKEW_S:.0f} s of etcd's")
+
+
+def _greet(options: EtcdOptions, endpoint: str) -> _Greeting:
+    """Ask a member for its version, which it dates to the second."""
+    host, port = split_endpoint(endpoint)
+    connection = http.client.HTTPConnection(host.strip("[]"), port, timeout=ANSWER_S)
+    if options.ca_cert is not None:
+        context = ssl.create_default_context(cafile=options.ca_cert)
+        if options.cert is not None:
+            context.load_cert_chain(options.cert, options.key)
+        connection = http.client.HTTPSConnection(host.strip("[]"), port, timeout=ANSWER_S, context=context)
+    with contextlib.closing(connection):
+        connection.connect()
+        certificate = connection.sock.getpeercert() if isinstance(connection.sock, ssl.SSLSocket) else None
+        asked_at = time.time()
+        connection.request("GET", "/version")
+        response = connection.getresponse()
+        now = (asked_at + time.time()) / 2
+        theirs = parsedate_to_datetime(response.headers["Date"] or "").timestamp() + 0.5
+    until = certificate.get("notAfter") if certificate else None
+    return _Greeting(now - theirs, ssl.cert_time_to_seconds(until) if isinstance(until, str) else None)
