@@ -135,6 +135,9 @@ class StateShards(Protocol):
     def stand_alone(self) -> bool:
         """Say whether this rank holds everything; it is then the only one that writes commits."""
 
+    def is_taken_along(self, leaving: Sequence[bool]) -> bool:
+        """Say whether ranks that leave the world, by rank, hold something that no other rank of it does."""
+
 
 def check_same_norm(gathered: Tensor) -> None:
     """Raise WeightsDifferError unless all ranks have measured one norm; one that is not a number equals any other."""
@@ -231,6 +234,9 @@ class ReplicatedState:
 
     def stand_alone(self) -> bool:
         return True
+
+    def is_taken_along(self, leaving: Sequence[bool]) -> bool:
+        return all(leaving)
 
     def clip(self, limit: float, norm: Tensor) -> None:
         if (factor := clip_factor(float(norm), limit)) != 1.0:

@@ -48,6 +48,11 @@ class Seating:
         """The trained grains whose sums each rank finishes, by rank; see `owners`."""
         return [self._trained_of(grains) for grains in owned_of(self.holdings, self.layout.span)]
 
+    def are_sole_holders(self, ranks: Sequence[bool]) -> bool:
+        """Say whether some ranks, marked by rank, hold grains that no other rank does."""
+        kept = [grains for grains, is_marked in zip(self.holdings, ranks, strict=True) if not is_marked]
+        return np.unique(np.concatenate([*kept, self.held[:0]])).size < np.unique(np.concatenate(self.holdings)).size
+
     def all_owned(self) -> list[Int64s]:
         """Return the grains of which each rank is the one that speaks for all holders, by rank; frozen ones, too."""
         return owned_of(self.holdings, self.layout.span)

@@ -186,6 +186,10 @@ class History:
         self._write("validate", step=step)
         self._files.flush(VALIDATE_FLUSH_S)
 
+    def leave(self, *, step: int) -> None:
+        """It was asked to leave, and goes: others have, or a commit has, what it held of this step's state."""
+        self._write("leave", step=step)
+
     def rollback(self, *, from_step: int, to_step: int) -> None:
         """This process gives up steps that it had applied: its world resumes from `to_step`."""
         self._write("rollback", from_step=from_step, to_step=to_step)

@@ -75,9 +75,7 @@ def train_steps(session: Session) -> Outcome:
         clock.mark("rest")
         session.commits.collect()
         end = _end(session, computed.flags, sums)
-        if end is Outcome.PREEMPTED:
-            session.commits.finish()
-        elif end is None and _is_time_to_commit(session, sums):
+        if end is None and _is_time_to_commit(session, sums):
             session.commits.begin(is_any_busy=bool(sums.any_flags & BUSY))
         clock.mark("save")
         if end is not None:
@@ -154,34 +152,41 @@ def _end_before(session: Session) -> Outcome | None:
 
     There may be no time for a step: this is where ranks meet that have dropped one.
     """
-    if session.is_over or not any(session.leaving()):
-        return None
-    end = _departure(session)
-    if end is Outcome.PREEMPTED and session.state.step:
-        session.commits.finish()
-    return end
+    return _departure(session) if not session.is_over and any(session.leaving()) else None
 
 
 def _departure(session: Session) -> Outcome:
     """Say how a world ends of which some ranks have been asked to leave, alike on every rank.
 
-    Who ends a whole job asks its nodes one after another. So those that were not asked yet have a moment in which they
-    may be: then all leave together, with one commit, and not one world for each.
+    What nobody has after them is committed before they go.
     """
-    leaving = session.leaving()
-    for _ in range(MOST_LOOKS):
-        if all(leaving) or not session.worlds.is_live:
-            return Outcome.PREEMPTED
-        before = leaving
-        time.sleep(LEAVING_QUIET_S)
-        if (leaving := session.leaving()) == before:
-            break
-    if all(leaving):
+    leaving = _leaving_together(session)
+    is_end = all(leaving) or not session.worlds.is_live
+    if session.state.step and (is_end or session.state.shards.is_taken_along(leaving)):
+        session.commits.finish()
+    if is_end:
         return Outcome.PREEMPTED
     if leaving[session.world.group.rank]:
         return Outcome.LEFT
     time.sleep(HEARD_S)  # to those that leave, a peer that is gone already is a lost one, and costs them another world
     return Outcome.REGROUP
+
+
+def _leaving_together(session: Session) -> list[bool]:
+    """Return, by rank, which ranks leave the world, alike on every rank.
+
+    Whatever ends a whole job asks its nodes one after another. So those that were not asked yet have a moment in which
+    they may be: then all leave together, with one commit, and not one world for each.
+    """
+    leaving = session.leaving()
+    for _ in range(MOST_LOOKS):
+        if all(leaving) or not session.worlds.is_live:
+            break
+        before = leaving
+        time.sleep(LEAVING_QUIET_S)
+        if (leaving := session.leaving()) == before:
+            break
+    return leaving
 
 
 def _is_time_to_commit(session: Session, sums: StepSums) -> bool:
@@ -202,8 +207,6 @@ def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
             f"an event that monitoring.on_event has end the job: step {session.state.step} is committed; the log and "
             f"{session.plan.config.run.dir}/history (op event) say what it was. Mend that, and start again to resume"
         )
-    if sums.all_flags & LEAVE:
-        return Outcome.PREEMPTED
     if sums.any_flags & LEAVE:
         return _departure(session)
     return Outcome.REGROUP if sums.any_flags & GROW else None

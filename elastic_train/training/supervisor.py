@@ -197,6 +197,7 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
     """Write the result, end the tracker's run truthfully, and leave the group in good order."""
     step = session.state.step
     if outcome is Outcome.LEFT:
+        session.world.history.leave(step=step)
         session.pause()
         session.world.group.abandon()
         session.worlds.leave(is_job_done=False)

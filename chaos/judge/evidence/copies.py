@@ -49,17 +49,26 @@ def holders_gone(run: Evidence, term: int) -> tuple[int, int]:
     """Return how many nodes had lost a member when a term's world formed, and how many it takes to lose a share.
 
     Members count from the last world that began to train on: whoever was in it, or in one since, and is in the term's
-    no more. One that wrote nothing counts as a node of its own, on either side: who died before its first line.
+    no more. One that wrote nothing counts as a node of its own, on either side: who died before its first line. Where
+    all of them had been asked to leave and did, none counts: what they alone held they have committed.
     """
     pids, nodes, seats = pids_of(run), _node_of(run), seats_of(run)
     base = max((other for other in restored_at(run) if other < term), default=0)
     since = {pid for other, members in pids.items() if base <= other < term for pid in members}
     unknown = sum(seats[other] - len(pids[other]) for other in pids if base <= other < term)
-    gone = {nodes.get(pid, ("process", pid)) for pid in since - pids[term]}
+    lost = since - pids[term]
+    gone = {nodes.get(pid, ("process", pid)) for pid in (lost if lost - _left(run) else ())}
     rank_of = {line["rank"]: line["pid"] for line in run.in_term("form", base)}
     holders = [line for line in run.in_term("restore", base) if not line.get("holds_nothing")]
     held_on = {nodes.get(pid := rank_of.get(line["rank"]), ("process", pid)) for line in holders}
     return len(gone) + unknown, min(copies_of(run) or 1, max(1, len(held_on)))
+
+
+@once
+def _left(run: Evidence) -> set[object]:
+    """Return the processes that have left a world as they were asked to."""
+    pids = {(line["term"], line["rank"]): line["pid"] for line in run.of("form")}
+    return {pids.get((line["term"], line["rank"])) for line in run.of("leave")}
 
 
 def is_told_again(run: Evidence, term: int) -> bool:

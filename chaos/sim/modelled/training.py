@@ -141,6 +141,9 @@ class ModelledState:
     def stand_alone(self) -> bool:
         return True
 
+    def is_taken_along(self, leaving: Sequence[bool]) -> bool:
+        return all(leaving)
+
     def weights(self) -> Mapping[str, object]:
         return self.model.state_dict()
 

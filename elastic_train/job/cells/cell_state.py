@@ -154,6 +154,11 @@ class CellState(ReplicatedState):
         """It holds a part of most tensors."""
         return False
 
+    def is_taken_along(self, leaving: Sequence[bool]) -> bool:
+        """Whether all ranks leave that hold one and the same place's part."""
+        degree = self.cut_degree
+        return any(all(leaving[place::degree]) for place in range(degree))
+
     def to_save(self) -> State:
         """Return the whole state, in which tensors that this rank does not write have no memory; all ranks call it.
 

@@ -314,6 +314,9 @@ class HeldState:
         self.assign([self.seating.rank])
         return True
 
+    def is_taken_along(self, leaving: Sequence[bool]) -> bool:
+        return self.seated.are_sole_holders(leaving)
+
     def held(self) -> State:
         self.settle()
         named = self.pieces()

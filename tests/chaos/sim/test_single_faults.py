@@ -18,7 +18,7 @@ from chaos.sim.campaign.simulate import (
 from chaos.sim.campaign.swarm import LONE
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.job import Job
-from chaos.sim.job.shape import Recovery, Shape
+from chaos.sim.job.shape import Recovery, Shape, Shards
 from chaos.sim.machine.kernel import EPOCH_S
 
 pytestmark = pytest.mark.slow
@@ -127,6 +127,17 @@ def test_nodes_that_are_asked_to_leave_one_after_another_leave_together(gap_s: f
     assert [line["status"] for line in left] == ["preempted"] * 3
     last = max(line["step"] for line in run.of("commit") if line["term"] == 1)
     assert {line["step"] for line in left} == {last}
+
+
+@pytest.mark.parametrize("shards", ["optimizer", "parameters"])
+def test_a_node_that_is_asked_to_leave_takes_no_share_of_the_state_along(shards: Shards) -> None:
+    """Nobody else has it, and no commit was due yet: there is one before the node goes, and no step is given up."""
+    shape = Shape(copies=1, shards=shards, epochs=20, commit_every=90)
+    run = Job(shape, 1, (SimFault("stop_node", at_s=10.0, node=1, for_s=10.0),)).run()
+    assert run.result is not None and run.result["status"] == "done"
+    (left,) = run.of("leave")
+    assert left["step"] == run.of("commit")[0]["step"]
+    assert not run.of("rollback") and not any(line.get("lost") for line in run.of("restore"))
 
 
 def test_every_process_of_a_flapping_node_that_leaves_is_explained() -> None:

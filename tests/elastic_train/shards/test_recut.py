@@ -13,6 +13,7 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.shards.domains import Path
 from elastic_train.shards.holdings import all_held, circle_of
 from elastic_train.shards.recut import Holder, Recut, Transfer, plan_recut
+from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat, seats_of
 from tests.elastic_train.shards.laws import blocks, check_apart, check_balance, check_partition, check_recut
 
@@ -212,3 +213,17 @@ def test_a_fault_while_seats_are_taken_is_recut_from_what_everybody_holds() -> N
     check_partition(after, wants, LAYOUT.num_grains, 2)
     plan = plan_of([Holder((5, 1), grains) for grains in held_now], wants)
     assert not plan.lost.size
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 63))
+def test_those_that_leave_take_something_along_where_the_others_do_not_hold_it(
+    size: int, copies: int, who: int
+) -> None:
+    """So nobody does where fewer leave than there are copies."""
+    seats = seats_of([(f"node{rank}",) for rank in range(size)], copies)
+    leaving = [bool(who >> rank & 1) for rank in range(size)]
+    holdings = all_held(CIRCLE, seats)
+    kept = {grain for rank, grains in enumerate(holdings) if not leaving[rank] for grain in grains.tolist()}
+    takes = Seating(LAYOUT, CIRCLE, seats, 0).are_sole_holders(leaving)
+    assert takes == (len(kept) < LAYOUT.num_grains)
+    assert not takes or sum(leaving) >= min(copies, size)

@@ -63,9 +63,25 @@ def test_ranks_that_are_asked_to_leave_one_after_another_leave_together(
     session = MagicMock(is_over=False)
     session.world.group.rank = 0
     session.leaving.side_effect = [*looks[: 1 if is_before else 0], *looks]
+    session.state.shards.is_taken_along.return_value = False
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, LEAVE, 0)
     assert (loop._end_before(session) if is_before else loop._end(session, 0, sums)) is end
-    assert session.commits.finish.called == (is_before and end is loop.Outcome.PREEMPTED)
+    assert session.commits.finish.called == (end is loop.Outcome.PREEMPTED)
+
+
+@pytest.mark.parametrize(("asked", "end"), [([1, 0], loop.Outcome.LEFT), ([0, 1], loop.Outcome.REGROUP)])
+@pytest.mark.parametrize(("step", "is_sole"), [(3, True), (3, False), (0, True)])
+def test_what_only_those_that_leave_have_is_committed_before_they_go(
+    monkeypatch: pytest.MonkeyPatch, asked: list[int], end: loop.Outcome, step: int, is_sole: bool
+) -> None:
+    """By all ranks, those that stay, too; nothing is to be kept of a job that has no step yet."""
+    monkeypatch.setattr(loop, "LEAVING_QUIET_S", 0.0)
+    session = MagicMock(is_over=False)
+    session.world.group.rank, session.state.step = 0, step
+    session.leaving.return_value = asked
+    session.state.shards.is_taken_along.side_effect = lambda leaving: is_sole and leaving == asked
+    assert loop._departure(session) is end
+    assert session.commits.finish.called == (is_sole and step > 0)
 
 
 def test_a_world_of_which_everybody_is_asked_one_after_another_looks_only_so_often(

@@ -80,6 +80,15 @@ def test_losses_count_from_the_last_world_that_trained() -> None:
     copies(evidence_of(a_world(1.0, 1, ALL, 0), unrecorded, a_world(3.0, 3, [11, 12], 0, lost=1)))
 
 
+def test_whoever_leaves_when_asked_explains_no_loss() -> None:
+    """What it alone held it has committed; beside another that is lost it counts: that one may have had the rest."""
+    first, after = a_world(1.0, 1, ALL, 0), a_world(2.0, 2, [9, 10, 11, 12], 0, lost=3)
+    left: list[Line] = [{"op": "leave", "t": 1.5, "term": 1, "rank": rank, "step": 1} for rank in (0, 1)]
+    copies(evidence_of(first, left[:1], after, num_copies=1))
+    with pytest.raises(Violated, match="term 2 found 3 shards of the state lost, and 0 nodes had left"):
+        copies(evidence_of(first, left, after, num_copies=1))
+
+
 def test_who_holds_nothing_is_no_holder() -> None:
     """Where the ranks of one node alone can write, all copies are there."""
     lines = a_world(1.0, 1, ALL, 0)
