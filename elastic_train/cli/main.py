@@ -119,15 +119,18 @@ def keys(*, json_: Json = False) -> int:
 
 
 @app.command
-def compare(run_a: str, run_b: str, *, mlflow_uri: str | None = None, json_: Json = False) -> int:
-    """Show how two runs differ: configuration, metrics, weights. A run is its folder or its MLflow run id."""
-    from elastic_train.tracking.compare import compare as compare_runs
+def compare(runs: list[str], /, *, scaling: Flag = False, mlflow_uri: str | None = None, json_: Json = False) -> int:
+    """Show how runs differ: configuration, final metrics, throughput, goodput, faults, weights.
 
-    comparison = compare_runs(run_a, run_b, mlflow_uri=mlflow_uri)
-    if json_:
-        return print_text(comparison.to_json())
-    Console().print(comparison.render())
-    return 0
+    A run is its folder, or its id in MLflow (mlflow:ID, or ID alone), at --mlflow-uri. --scaling: of runs of one job
+    on different numbers of ranks, speed-up, efficiency, share of communication, alpha and beta of the exchanges as
+    fitted, and what limits.
+    """
+    from elastic_train.cli.runs import compare as comparing
+
+    if scaling:
+        return comparing.scaling(runs, is_json=json_)
+    return comparing.compare(runs, mlflow_uri=mlflow_uri, is_json=json_)
 
 
 @app.command

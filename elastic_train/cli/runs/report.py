@@ -51,7 +51,7 @@ def _show(reports: Sequence[RunReport]) -> None:
     names = [each.name for each in reports]
     for each in reports:
         for note in each.notes:
-            console.print(Text(f"{each.name}: {note}", style="yellow"))
+            console.print(Text(f"{each.name}: {note}", style="yellow"), soft_wrap=True)
     sections = {
         "": tables.summary(reports),
         "what the time was spent on": tables.spent(reports),
@@ -63,10 +63,10 @@ def _show(reports: Sequence[RunReport]) -> None:
             _print_table(console, (title, *names), rows)
     for each in reports:
         if each.changes:
-            console.print(Text(f"{each.name}: changes of the world"))
+            print_text(f"{each.name}: changes of the world")
             _print_table(console, tables.CHANGE_HEAD, tables.changes(each)[-MOST_CHANGES:])
         if rows := tables.events(each):
-            console.print(Text(f"{each.name}: events"))
+            print_text(f"{each.name}: events")
             _print_table(console, tables.EVENT_HEAD, rows[-MOST_CHANGES:])
         for word, lines in (
             ("", each.coverage.proven),
@@ -74,7 +74,7 @@ def _show(reports: Sequence[RunReport]) -> None:
             ("WRONG: ", each.coverage.wrong),
         ):
             for line in lines:
-                console.print(Text(f"{each.name}: {word}{line}"))
+                print_text(f"{each.name}: {word}{line}")
 
 
 def _print_table(console: Console, head: Sequence[str], rows: tables.Rows) -> None:

@@ -10,12 +10,13 @@ from rich.console import Console
 
 from elastic_train.cli import main
 from elastic_train.errors import ConfigError
+from elastic_train.runs.compare import Comparison, compare
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking import mlflow_run
 from elastic_train.tracking import tracker as tracking
 from elastic_train.tracking.background_files import BackgroundFiles
-from elastic_train.tracking.compare import Comparison, compare
 from elastic_train.tracking.tracker import Tracker
+from tests.elastic_train.runs.folders import faulted
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +105,7 @@ def test_a_folder_and_its_mlflow_run_are_equal(
     monkeypatch.setitem(tracking.FLUSH_TIMEOUT_S, "FINISHED", 120.0)
     run_id = write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa", uri=uri)
     assert run_id is not None
-    comparison = compare(str(tmp_path / "a"), run_id, mlflow_uri=uri)
+    comparison = compare(str(tmp_path / "a"), f"mlflow:{run_id}", mlflow_uri=uri)
     assert comparison.config() == {}
     assert comparison.metrics()["validation/accuracy"] == (0.5, 0.5)
     assert comparison.same_weights() is True
@@ -168,3 +169,28 @@ def lines_of_failure(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     return lines
+
+
+def test_three_runs_stand_side_by_side(tmp_path: Path) -> None:
+    """By letters, with what their histories say, where they have one; a difference is of two runs only."""
+    told = faulted(tmp_path, "a")
+    told.config(optimizer={"lr": 0.3})
+    write_run(tmp_path / "b", lr=0.1, accuracy=0.5, weights="aa")
+    write_run(tmp_path / "c", lr=0.1, accuracy=0.5, weights="aa")
+    comparison = compare(*(tmp_path / name for name in "abc"))
+    found = json.loads(comparison.to_json())
+    assert found["config"]["optimizer.lr"] == {"a": "0.3", "b": "0.1", "c": "0.1"}
+    assert found["figures"]["steps_lost"] == {"a": 3.0, "b": None, "c": None}
+    assert found["figures"]["goodput"]["a"] == pytest.approx(76.75 / 92.5)
+    assert found["weights"] == {"a": "ab" * 32, "b": "aa", "c": "aa", "same": False}
+    assert found["metrics"]["train/loss"] == {"a": 2.0 / 77, "b": 1.0, "c": 1.0}
+    text = shown(comparison)
+    assert "weights: different" in text and "longest_rto_s" in text and "b - a" not in text
+
+
+def test_runs_that_do_not_exist_are_named_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compare(tmp_path / "no" / "one", tmp_path / "no" / "two")
+    assert len(refused.value.problems) == 2
+    with pytest.raises(ConfigError, match="2 to 26 runs"):
+        compare(tmp_path)

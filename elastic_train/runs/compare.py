@@ -1,0 +1,234 @@
+"""How runs differ: configuration, final metrics, throughput, goodput, faults, and whether their weights have one hash.
+
+A run is named by its folder, which is read without MLflow, or by its MLflow run id (`mlflow:ID`, or the id alone). Keys
+and values are compared as MLflow stores them, text by dotted name, so that a folder can be compared with a run whose
+folder is gone. Runs are called a, b, c, …, in the order in which they are given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from elastic_train.errors import ConfigError
+from elastic_train.runs.report import finite, report_on
+from elastic_train.system.wording import first_line
+from elastic_train.tracking.metric_log import final_metrics
+from elastic_train.tracking.mlflow_run import (
+    WEIGHTS_TAG,
+    bound_requests,
+    connect,
+    flatten,
+    resolve,
+    sqlite_path,
+    tracker_errors,
+    without_password,
+)
+from elastic_train.tracking.run_folder import RunFolder
+
+V = TypeVar("V")
+DEFAULT_MLFLOW_URI = "sqlite:///mlflow.db"
+PREFIX = "mlflow:"
+LETTERS = string.ascii_lowercase
+_ABSENT = "-"
+_BY_GRAINS = 3
+"""The first format of commits with the weights' hash of today; results did not always name theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is known of one run; `weights_sha256` is None if no result names it.
+
+    `format` is that of the commits by whose rule the hash was made, None where that is not known, as in MLflow.
+    `figures` are what its history says, None where there is none.
+    """
+
+    name: str
+    config: Mapping[str, str]
+    metrics: Mapping[str, float]
+    weights_sha256: str | None
+    format: int | None = None
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two or more runs side by side."""
+
+    runs: Sequence[Finding]
+
+    def config(self) -> dict[str, tuple[str | None, ...]]:
+        """Return the keys whose values differ, None where a run lacks the key."""
+        rows = _side_by_side(run.config for run in self.runs)
+        return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+    def metrics(self) -> dict[str, tuple[float | None, ...]]:
+        """Return the final values of all metrics, None where a run lacks the metric."""
+        return _side_by_side(run.metrics for run in self.runs)
+
+    def figures(self) -> dict[str, tuple[float | None, ...]]:
+        """Return what the histories say: time, throughput, goodput, faults."""
+        rows = _side_by_side(run.figures for run in self.runs)
+        return {name: values for name, values in rows.items() if any(value is not None for value in values)}
+
+    def same_weights(self) -> bool | None:
+        """Return whether all weights are equal bit for bit; None if a run's are not known, or hashed otherwise."""
+        hashes = {run.weights_sha256 for run in self.runs}
+        if None in hashes or self._rules_differ():
+            return None
+        return len(hashes) == 1
+
+    def _rules_differ(self) -> bool:
+        """Say whether the hashes were made by the rules of different versions: until format 2, or since."""
+        return len({run.format >= _BY_GRAINS for run in self.runs if run.format is not None}) > 1
+
+    def as_json(self) -> dict[str, object]:
+        """Return the comparison by letter; a value that is not finite becomes text, because JSON has none."""
+        return {
+            **_lettered([run.name for run in self.runs]),
+            "config": {key: _lettered(values) for key, values in self.config().items()},
+            "metrics": {key: self._measured(values) for key, values in self.metrics().items()},
+            "figures": {key: self._measured(values) for key, values in self.figures().items()},
+            "weights": {**_lettered([run.weights_sha256 for run in self.runs]), "same": self.same_weights()},
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_json(), indent=2, allow_nan=False)
+
+    def _measured(self, values: Sequence[float | None]) -> dict[str, object]:
+        """Return values by letter; of two runs the difference, too."""
+        difference = {"difference": finite(_difference(values))} if len(values) == 2 else {}
+        return {**_lettered([finite(value) for value in values]), **difference}
+
+    def render(self) -> RenderableType:
+        """Return the comparison for a terminal."""
+        why = "versions with different hashes made the runs" if self._rules_differ() else "a run has no result"
+        answer = {True: "the same bits", False: "different", None: f"unknown ({why})"}[self.same_weights()]
+        names = [f"{letter}: {run.name}" for letter, run in zip(LETTERS, self.runs, strict=False)]
+        parts: list[RenderableType] = [Text("\n".join(names)), Text(f"weights: {answer}")]
+        if len({run.weights_sha256 for run in self.runs}) > 1:
+            known = zip(LETTERS, self.runs, strict=False)
+            parts += [Text(f"  {letter}: {run.weights_sha256 or _ABSENT}") for letter, run in known]
+        config = self._table("key", "configuration, where it differs", is_measured=False)
+        for key, values in self.config().items():
+            config.add_row(Text(key), *(Text(_ABSENT if value is None else value) for value in values))
+        parts.append(config if config.row_count else Text("configuration: no key differs"))
+        for title, rows in (("final metrics", self.metrics()), ("time, throughput and faults", self.figures())):
+            table = self._table("metric", title, is_measured=True)
+            for name, row in rows.items():
+                cells = (*row, _difference(row)) if len(row) == 2 else row
+                table.add_row(Text(name), *(Text(_shown(value)) for value in cells))
+            parts.append(table if table.row_count else Text(f"{title}: no run has any"))
+        return Group(*parts)
+
+    def _table(self, what: str, title: str, *, is_measured: bool) -> Table:
+        difference = ("b - a",) if is_measured and len(self.runs) == 2 else ()
+        return Table(what, *LETTERS[: len(self.runs)], *difference, title=title, title_justify="left")
+
+
+def compare(*runs: str | Path, mlflow_uri: str | None = None) -> Comparison:
+    """Compare runs, each a folder or an MLflow run id; raises ConfigError for those that do not exist, all at once."""
+    if not 2 <= len(runs) <= len(LETTERS):
+        raise ConfigError(f"name 2 to {len(LETTERS)} runs to compare, not {len(runs)}")
+    found, wrong = list[Finding](), list[str]()
+    for run in runs:
+        try:
+            found.append(_find(run, mlflow_uri))
+        except ConfigError as error:
+            wrong += [problem for problem in error.problems if problem not in wrong]
+    if wrong:
+        raise ConfigError(*wrong)
+    return Comparison(found)
+
+
+def _find(run: str | Path, mlflow_uri: str | None) -> Finding:
+    name, folder = str(run), Path(run)
+    if folder.is_dir():
+        return _from_folder(folder)
+    if name.startswith(PREFIX) or (folder.name == name and folder.suffix == ""):
+        uri = mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_MLFLOW_URI
+        return _from_mlflow(name.removeprefix(PREFIX), uri)
+    raise ConfigError(f"{run}: there is no such folder, and it is not an MLflow run id")
+
+
+def _from_folder(folder: Path) -> Finding:
+    run = RunFolder(folder)
+    config, result = run.config(), run.result() or {}
+    weights, measured = result.get("weights_sha256"), result.get("metrics")
+    validation = {
+        f"validation/{name}": value for name, value in (measured if isinstance(measured, dict) else {}).items()
+    }
+    metrics = {**final_metrics(folder), **validation}
+    rule = result.get("format", _BY_GRAINS - 1)
+    known = rule if isinstance(rule, int) else None
+    digest = None if weights is None else str(weights)
+    return Finding(str(folder), flatten(config), metrics, digest, known, _figures(folder))
+
+
+def _figures(folder: Path) -> dict[str, float | None]:
+    """Return what a run's history says; nothing without one."""
+    told = report_on(str(folder), with_coverage=False)
+    if not told.story.worlds:
+        return {}
+    prices = [change.rto_s for change in told.faults if change.rto_s is not None]
+    return {
+        "goodput": told.goodput,
+        "seconds": told.seconds,
+        "step_s": told.step_s,
+        "samples_per_s": told.samples_per_s,
+        "samples_per_s_in_all": told.samples_per_s_in_all,
+        "worlds": float(len(told.story.worlds)),
+        "faults": float(len(told.faults)),
+        "steps_lost": float(sum(change.steps_lost for change in told.faults)),
+        "longest_rto_s": max(prices, default=None),
+        **{f"phase/{name}_s": seconds for name, seconds in told.phases_s().items()},
+    }
+
+
+def _from_mlflow(run_id: str, mlflow_uri: str) -> Finding:
+    uri = resolve(mlflow_uri)
+    _refuse_missing_database(run_id, uri)
+    bound_requests()
+    try:
+        run = connect(uri).get_run(run_id)
+    except tracker_errors() as error:
+        reason = first_line(error)
+        raise ConfigError(
+            f"{run_id}: neither a folder nor a run in MLflow at {without_password(mlflow_uri)}: {reason}; "
+            "name a run.dir or a run id, and the tracker with --mlflow-uri"
+        ) from error
+    return Finding(f"MLflow run {run_id}", run.data.params, run.data.metrics, run.data.tags.get(WEIGHTS_TAG))
+
+
+def _refuse_missing_database(run_id: str, uri: str) -> None:
+    """Raise ConfigError rather than let MLflow create an empty database."""
+    database = sqlite_path(uri)
+    if database is not None and not database.exists():
+        raise ConfigError(f"{run_id}: there is no such folder, and no MLflow database {database}; set --mlflow-uri")
+
+
+def _side_by_side(runs: Iterable[Mapping[str, V]]) -> dict[str, tuple[V | None, ...]]:
+    every = list(runs)
+    return {name: tuple(run.get(name) for run in every) for name in sorted({name for run in every for name in run})}
+
+
+def _lettered(values: Sequence[V]) -> dict[str, V]:
+    return dict(zip(LETTERS, values, strict=False))
+
+
+def _difference(values: Sequence[float | None]) -> float | None:
+    a, b = values
+    return None if a is None or b is None else b - a
+
+
+def _shown(value: float | None) -> str:
+    return _ABSENT if value is None else f"{value:.6g}"
