@@ -21,7 +21,6 @@ from chaos.judge.invariants import (
     bounded,
     deliverable,
     departures,
-    exactly_once,
     leftovers,
     no_harm,
     one_lineage,
@@ -31,14 +30,15 @@ from chaos.judge.invariants import (
     whole_run,
 )
 from chaos.judge.invariants import script_run as scripts
+from chaos.judge.invariants.exactly_once import agreement, compared, counts, samples
 
 INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "finished": whole_run.finished,
     "faults": whole_run.faults,
     "deaths": departures.deaths,
-    "agreement": exactly_once.agreement,
-    "partition": exactly_once.partition,
-    "coverage": exactly_once.coverage,
+    "agreement": agreement.agreement,
+    "partition": agreement.partition,
+    "coverage": samples.coverage,
     "lineage": one_lineage.lineage,
     "fencing": one_lineage.fencing,
     "durability": one_lineage.durability,
@@ -53,10 +53,10 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
 WITHOUT_HISTORIES = ("cleanliness", "sums", "witness", "hash", "metrics")
 """What can be judged of a run that has deleted some of its histories: these read results, commits and what is left."""
 COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
-    "hash": exactly_once.same_weights,
-    "weights": exactly_once.same_weights_at_commits,
-    "losses": exactly_once.same_losses,
-    "metrics": exactly_once.same_metrics,
+    "hash": compared.same_weights,
+    "weights": compared.same_weights_at_commits,
+    "losses": compared.same_losses,
+    "metrics": compared.same_metrics,
 }
 
 
@@ -72,7 +72,7 @@ def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
 
 def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
     findings = [find(name, partial(check, run)) for name, check in INVARIANTS.items()]
-    findings.append(find("sums", partial(exactly_once.sums, run, reference)))
+    findings.append(find("sums", partial(samples.sums, run, reference)))
     findings.append(find("deliverable", partial(deliverable.deliverable, run, reference)))
     if rollbacks.is_sharded(run):
         findings.append(find("copies", partial(rollbacks.copies, run)))
@@ -84,8 +84,8 @@ def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
         findings.append(find("no-harm", partial(no_harm.no_harm, run)))
     if run.metrics is not None:
         findings.append(find("tracking", partial(tracked_values.tracking, run)))
-    if run.witness is not None or exactly_once.trains_witness(run):
-        findings.append(find("witness", partial(exactly_once.witness, run)))
+    if run.witness is not None or counts.trains_witness(run):
+        findings.append(find("witness", partial(counts.witness, run)))
     if reference is not None:
         findings += [find(name, partial(check, run, reference)) for name, check in COMPARED.items()]
     elif scenario_field(run, "reference"):

@@ -16,8 +16,9 @@ from chaos.judge.checker import COMPARED, INVARIANTS
 from chaos.judge.evidence.copies import in_words, parallel_of
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, Unknown, Violated
-from chaos.judge.invariants import bounded, exactly_once, no_harm, tracked_values, whole_run
+from chaos.judge.invariants import bounded, no_harm, tracked_values, whole_run
 from chaos.judge.invariants import script_run as scripts
+from chaos.judge.invariants.exactly_once import counts, samples
 from chaos.judge.verdict import Verdict
 from chaos.report.cells import moments_grid, points_grid
 from chaos.report.figures.costs import costs_figure, prices
@@ -80,8 +81,8 @@ def demand(finding: Finding, is_of_script: bool = False) -> str:
     checks: dict[str, Callable[..., str]] = {
         **INVARIANTS,
         **COMPARED,
-        "sums": exactly_once.sums,
-        "witness": exactly_once.witness,
+        "sums": samples.sums,
+        "witness": counts.witness,
         "tracking": tracked_values.tracking,
         "no-harm": no_harm.no_harm,
         "bounded": bounded.bounded,

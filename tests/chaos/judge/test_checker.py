@@ -22,7 +22,8 @@ from chaos.judge.evidence.run_files import (
     number,
 )
 from chaos.judge.findings import find
-from chaos.judge.invariants.exactly_once import closed_form, partition
+from chaos.judge.invariants.exactly_once.agreement import partition
+from chaos.judge.invariants.exactly_once.samples import closed_form
 from chaos.judge.invariants.tracked_values import tracking
 from chaos.judge.verdict import examine
 from chaos.planted.catalogue import PLANTED, Planted

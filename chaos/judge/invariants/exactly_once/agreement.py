@@ -1,0 +1,123 @@
+"""Invariants of ranks among each other: all agree on what was applied, and every lane has one owner in each step."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from chaos.judge.evidence.applied import restored_at, result_of, shape_of, steps_of
+from chaos.judge.evidence.holes import left_out_of
+from chaos.judge.evidence.run_files import Evidence, Line, lanes_of, number, whole
+from chaos.judge.findings import Violated
+
+_UNWRITTEN_S = 0.25
+"""How long a line may wait for the thread that writes it, on a machine that is busy."""
+_THAWED_S = 2.0
+"""What is due to be undone is undone at the executor's next look."""
+_SHARED = ("epoch", "lo", "hi", "num_samples", "world", "loss")
+
+
+def agreement(run: Evidence) -> str:
+    """All ranks of a term restore the same state, apply the same samples, skip no step, and end with equal weights."""
+    restored = restored_at(run)
+    for line in run.of("restore"):
+        first = {"applied_by": line.get("applied_by"), **restored[whole(line, "term")]}
+        _same({"applied_by": None, **line}, first, ("step", "epoch", "offset", "commit", "applied_by"), "restored")
+    for process in run.processes:
+        _check_consecutive(process, restored)
+    steps = steps_of(run)
+    for lines in steps.values():
+        for line in lines:
+            _same(line, lines[0], _SHARED, f"applied step {line['step']}")
+            if left_out_of(line) != left_out_of(lines[0]):
+                raise Violated(
+                    f"rank {line['rank']} of term {line['term']} left out other samples of step {line['step']}"
+                )
+    result = result_of(run)
+    for line in run.of("end"):
+        if line["term"] == result["term"]:
+            _same(line, result, ("step", "weights_sha256", "coverage"), "ended")
+    return f"{len(steps)} steps of {len(restored)} terms, all ranks agree on each"
+
+
+def _check_consecutive(process: list[Line], restored: dict[int, Line]) -> None:
+    """A process applies the step after its restore first, and then one after another."""
+    before: dict[int, int] = {}
+    for line in process:
+        if line["op"] == "step":
+            term, step = whole(line, "term"), whole(line, "step")
+            last = before.get(term, whole(restored[term], "step"))
+            if step != last + 1:
+                raise Violated(f"term {term}: rank {line['rank']} applied step {step} after step {last}")
+            before[term] = step
+
+
+def _same(line: Line, other: Line, keys: tuple[str, ...], what: str) -> None:
+    for key in keys:
+        if differ(line[key], other[key]):
+            whose = f"rank {line['rank']} of term {line['term']}"
+            raise Violated(f"{whose} {what} with {key} {line[key]}, another with {other[key]}")
+
+
+def differ(value: object, other: object) -> bool:
+    """Compare what JSON can say; NaN equals itself, and 0.0 is not -0.0: the bits count."""
+    if type(value) is type(other):
+        if isinstance(value, int | str):
+            return value != other
+        if isinstance(value, float):
+            return repr(value) != repr(other)
+    return value is not other and json.dumps(value, sort_keys=True) != json.dumps(other, sort_keys=True)
+
+
+def partition(run: Evidence) -> str:
+    """In every applied step, every lane belongs to exactly one rank of the world; in cells, to one of each place."""
+    steps, num_lanes = steps_of(run), shape_of(run).num_lanes
+    last_term, ended_at = whole(result_of(run), "term"), dict[int, float]()
+    for (term, _), lines in steps.items():
+        ended_at[term] = max(ended_at.get(term, 0.0), *(number(line, "t") for line in lines))
+    in_places = ((key, lines, alike) for key, lines in steps.items() for alike in _by_place(run, lines))
+    for (term, step), lines, alike in in_places:
+        if _tile(alike, num_lanes):
+            continue
+        owners = Counter(lane for line in alike for lane in lanes_of(line))
+        wrong = [lane for lane in range(max([num_lanes, *owners]) + 1) if owners[lane] != (lane < num_lanes)]
+        # A rank that was killed before its last lines were written leaves a hole at its term's end only.
+        at = max(number(line, "t") for line in lines)
+        is_last = at >= ended_at[term] - _UNWRITTEN_S or _is_unwritten_to_the_end(run, term, at, wrong)
+        is_torn = is_last and term != last_term and all(owners[lane] == 0 for lane in wrong)
+        if wrong and not is_torn:
+            times = owners[wrong[0]]
+            raise Violated(f"term {term}, step {step}: lane {wrong[0]} of {num_lanes} was computed {times} times")
+    return f"{len(steps)} applied steps, {num_lanes} lanes, each lane once in each"
+
+
+def _by_place(run: Evidence, lines: list[Line]) -> list[list[Line]]:
+    """Return a step's lines by their ranks' places in cells; all together where every rank is a replica."""
+    parallel = run.config.get("parallel")
+    size = parallel.get("tensor", 1) if isinstance(parallel, dict) else 1
+    if size == 1:
+        return [lines]
+    return [[line for line in lines if line.get("place") == place] for place in range(size)]
+
+
+def _is_unwritten_to_the_end(run: Evidence, term: int, at: float, lanes: list[int]) -> bool:
+    """Say whether a file system was frozen then, and no later line of the term has one of these lanes.
+
+    Histories are written beside training, so a process that is killed meanwhile leaves none of its lines since.
+    """
+    frozen = [fault for fault in run.of("fault") if fault["kind"] == "freeze_fs"]
+    if not any(number(f, "t") - _UNWRITTEN_S <= at <= number(f, "t") + number(f, "for_s") + _THAWED_S for f in frozen):
+        return False
+    later = (line for line in run.of("step") if line["term"] == term and number(line, "t") > at)
+    return not any(lane in lanes_of(line) for line in later for lane in lanes)
+
+
+def _tile(lines: list[Line], num_lanes: int) -> bool:
+    """Say whether the ranks' ranges of lanes, none empty, follow one another from the first lane to the last."""
+    ranges = sorted(map(lanes_of, lines), key=lambda lanes: lanes.start)
+    if any(lanes.step != 1 for lanes in ranges):
+        return False
+    ends = [0, *(lanes.stop for lanes in ranges)]
+    return ends[-1] == num_lanes and all(
+        lanes.start == end < lanes.stop for lanes, end in zip(ranges, ends, strict=False)
+    )

@@ -1,0 +1,80 @@
+"""Invariants of a run beside one without faults: the same weights, at the end and at commits, losses and metrics."""
+
+from __future__ import annotations
+
+from chaos.judge.evidence.applied import lineage_of, result_of
+from chaos.judge.evidence.holes import holes_of
+from chaos.judge.evidence.run_files import Evidence, whole
+from chaos.judge.findings import Unknown, Violated
+from chaos.judge.invariants.exactly_once.agreement import differ
+
+
+def same_weights(run: Evidence, reference: Evidence) -> str:
+    """The final weights have the bits of the run without faults."""
+    _check_reference(run, reference)
+    ours, theirs = result_of(run)["weights_sha256"], result_of(reference)["weights_sha256"]
+    if ours != theirs:
+        raise Violated(f"the weights' SHA-256 is {str(ours)[:16]}, without faults it is {str(theirs)[:16]}")
+    return f"sha256 {str(ours)[:16]} in both runs"
+
+
+def same_weights_at_commits(run: Evidence, reference: Evidence) -> str:
+    """Every commit has the weights that the run without faults had at its step, wherever both made one.
+
+    Where samples, or updates, were left out, a branch that was given up may have left out others: then only the
+    lineage's commits are compared.
+    """
+    _check_reference(run, reference)
+    is_partial = bool(holes_of(result_of(run))) or run.has("nonfinite")
+    lineage = {(applied.term, applied.step) for applied in lineage_of(run)} if is_partial else None
+    expected = {step: weights for _, step, weights in _committed_weights(reference)}
+    compared = set[tuple[int, int]]()
+    for term, step, weights in _committed_weights(run):
+        if step not in expected or (lineage is not None and (term, step) not in lineage):
+            continue
+        compared.add((term, step))
+        if weights != expected[step]:
+            where = f"the commit of step {step} (term {term})"
+            raise Violated(f"{where} has weights of SHA-256 {weights[:16]}, without faults {expected[step][:16]}")
+    if not compared:
+        raise Unknown("the two runs have no commit of the same step")
+    return f"{len(compared)} commits, the same weights in both runs"
+
+
+def _committed_weights(run: Evidence) -> list[tuple[int, int, str]]:
+    """Return term, step and the weights' hash of every commit: as histories say, and the records that are left."""
+    lines = [*run.of("commit"), *(commit.fields for commit in run.commits if commit.fields is not None)]
+    known = [line for line in lines if line.get("weights_sha256")]
+    return sorted((whole(line, "term"), whole(line, "step"), str(line["weights_sha256"])) for line in known)
+
+
+def same_metrics(run: Evidence, reference: Evidence) -> str:
+    """The last validation gave the same numbers as in the run without faults."""
+    _check_reference(run, reference)
+    ours, theirs = result_of(run)["metrics"], result_of(reference)["metrics"]
+    if differ(ours, theirs):
+        raise Violated(f"validation gave {ours}, without faults {theirs}")
+    return "validation metrics equal in both runs"
+
+
+def same_losses(run: Evidence, reference: Evidence) -> str:
+    """Every step of the lineage had the loss that it has without faults."""
+    _check_reference(run, reference)
+    expected = {whole(line, "step"): line["loss"] for line in reference.of("step")}
+    for applied in lineage_of(run):
+        loss = applied.lines[0]["loss"]
+        if differ(loss, expected[applied.step]):
+            where = f"step {applied.step} (term {applied.term})"
+            raise Violated(f"{where} had loss {loss}, without faults {expected[applied.step]}")
+    return f"{len(expected)} steps, the same loss in both runs"
+
+
+def _check_reference(run: Evidence, reference: Evidence) -> None:
+    if reference.of("fault"):
+        raise Unknown("the reference had faults itself")
+    told = ("pid", "started_at", "host", "boot", "born")
+    pids = [{tuple(line.get(key) for key in told) for line in evidence.of("form")} for evidence in (run, reference)]
+    if not pids[1]:
+        raise Unknown("the reference has no history of its own")
+    if pids[0] & pids[1]:
+        raise Unknown("the reference is a copy of the run itself, not another run")

@@ -1,0 +1,49 @@
+"""Invariant of the witness: its trained weights count every sample once an epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chaos.judge.evidence.applied import lineage_of, result_of, shape_of
+from chaos.judge.evidence.holes import holes_of, missing_times, total_left_out
+from chaos.judge.evidence.run_files import Evidence
+from chaos.judge.evidence.skipped_steps import num_not_applied, skipped_steps
+from chaos.judge.findings import Unknown, Violated
+from chaos.judge.job_shape import MixedShape
+from chaos.judge.mixed_sources import witness_of_sources
+
+
+def trains_witness(run: Evidence) -> bool:
+    """Say whether the job's configuration trains the witness."""
+    task = run.config.get("task")
+    return isinstance(task, dict) and str(task.get("path")).endswith(":Witness")
+
+
+def witness(run: Evidence) -> str:
+    """The trained weights of the witness count every sample once an epoch."""
+    if run.witness is None:
+        raise Unknown("the witness was trained, but its counts are missing")
+    shape = shape_of(run)
+    if run.witness.size != shape.rows:
+        raise Violated(f"the witness has {run.witness.size} weights, the manifest {shape.rows} rows")
+    most, least = shape.num_epochs, shape.total_steps // shape.steps_per_epoch
+    holes = holes_of(result_of(run))
+    if isinstance(shape, MixedShape):
+        return witness_of_sources(run, shape, run.witness)
+    counts = run.witness + missing_times(holes, shape.finished_epochs, shape.rows)
+    in_last = missing_times(holes, range(least, most), shape.rows)
+    num_skipped = len(skipped_steps(result_of(run)))  # each holds a sample at most once
+    wrong = np.flatnonzero((counts < least - num_skipped) | (counts + in_last > most))
+    if wrong.size:
+        sample = int(wrong[0])
+        times = f"{int(run.witness[sample])} times in {most} epochs"
+        raise Violated(f"sample {sample} was applied {times}; {wrong.size} of {run.witness.size} samples are wrong")
+    left_out = (total_left_out(lineage_of(run)) if holes else 0) + num_not_applied(run)
+    total, expected = int(run.witness.sum()), shape.samples_before(shape.total_steps)
+    if total + left_out != expected:
+        raise Violated(f"the witness counted {total} samples in all and {left_out} were left out of {expected}")
+    if num_skipped:
+        return f"{total} samples, and those of {num_skipped} steps without an update"
+    if holes:
+        return f"{run.witness.size} weights, each as often as the {len(holes)} listed holes leave"
+    return f"{run.witness.size} weights, each exactly {most}" if most == least else f"{total} samples, none twice"
