@@ -1,0 +1,217 @@
+"""The manifests of deploy/kubernetes: valid by their APIs, safe by policy, understood by the launcher they start."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from elastic_train.cli.main import app
+from elastic_train.config import sources
+from elastic_train.errors import ConfigError, CorruptError, NoProgressError, Preempted
+from elastic_train.launch.options import Flags, Launch, resolve
+from rendezvous.errors import ServerError
+from rendezvous.etcd.options import ETCD_KEYS
+from rendezvous.etcd.server import find_binary
+from tests.deploy.manifests import BESIDES, FOLDER, WAYS, Tree, job_spec, one, places, refusal, rendered, with_typo
+
+pytestmark = pytest.mark.deploy
+ALL = (*WAYS, *BESIDES)
+MONITORED_PORT = 9109
+
+
+def pod_of(name: str) -> Tree:
+    """Return the specification of a job's pods, as a folder renders it."""
+    return dict(job_spec(name, one(name, WAYS[name]))["template"]["spec"])
+
+
+def node_of(name: str) -> Tree:
+    return dict(pod_of(name)["containers"][0])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_their_apis_take_them(name: str) -> None:
+    """Those of Kubernetes, JobSet, Kubeflow's trainer and operator, cert-manager, and the Prometheus operator."""
+    for doc in rendered(name):
+        assert refusal(doc) is None, doc["kind"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_typo_anywhere_in_them_is_refused(name: str) -> None:
+    """A check that lets one pass proves nothing: so one is planted in each place that has keys of the API."""
+    for doc in rendered(name):
+        taken = [path for path in places(doc) if path and refusal(with_typo(doc, path)) is None]
+        assert not taken, (doc["kind"], taken)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_pod_of_any_kind_is_one_of_kubernetes(name: str) -> None:
+    """Operators hand it on, and some of their models look at less than Kubernetes does."""
+    template = job_spec(name, one(name, WAYS[name]))["template"]
+    pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "train"}, "template": template}
+    assert refusal(pod) is None
+    assert refusal(with_typo(pod, ("template", "spec", "containers", 0, "startupProbe", "httpGet"))) is not None
+
+
+@pytest.mark.parametrize("name", [*WAYS, "etcd"])
+def test_pods_have_no_more_rights_than_they_need(name: str) -> None:
+    """No root, a read-only root, no capabilities, no token of the cluster, and limits."""
+    pod = pod_of(name) if name in WAYS else one("etcd", "StatefulSet")["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    assert all("hostPath" not in volume for volume in pod["volumes"])
+    for container in pod["containers"]:
+        allowed = container["securityContext"]
+        assert allowed["readOnlyRootFilesystem"] is True
+        assert allowed["allowPrivilegeEscalation"] is False
+        assert allowed["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["limits"].keys() == container["resources"]["requests"].keys() == {"cpu", "memory"}
+        written = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+        assert written == ({"/runs", "/tmp", "/dev/shm"} if name in WAYS else {"/data"})
+
+
+OPERATORS = {
+    "indexed-job": {"JOB_COMPLETION_INDEX": "1"},
+    "jobset": {"JOB_COMPLETION_INDEX": "1"},
+    "trainer-v2": {
+        "PET_NNODES": "4",
+        "PET_NPROC_PER_NODE": "auto",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "train-node-0-0.train",
+        "PET_MASTER_PORT": "29400",
+    },
+    "pytorchjob": {
+        "PET_RDZV_BACKEND": "etcd",
+        "PET_NNODES": "1:4",
+        "PET_MAX_RESTARTS": "100",
+        "MASTER_ADDR": "train-worker-0",
+        "MASTER_PORT": "23456",
+        "WORLD_SIZE": "4",
+        "RANK": "1",
+        "PYTHONUNBUFFERED": "1",
+    },
+}
+"""What the operators add to a container's environment, by their documentation."""
+
+
+def launch_of(name: str) -> Launch:
+    """Return what a pod's launcher makes of its command and of all variables that it gets."""
+    node = node_of(name)
+    environ = {each["name"]: each["value"] for each in node["env"]} | OPERATORS[name]
+    program, *words = node["command"]
+    assert program == "elastic-train"
+    command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+    assert command.__name__ == "launch"
+    given = dict(bound.arguments)
+    flags = Flags(**{key: value for key, value in given.items() if key not in ("config", "overrides")})
+    return resolve(given["config"], given["overrides"], flags, environ, num_gpus=0)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_launcher_understands_command_and_variables(name: str) -> None:
+    """Whatever an operator sets: 1 to 4 nodes, the etcd of deploy/kubernetes/etcd with TLS, time to leave."""
+    plan, pod = launch_of(name), pod_of(name)
+    assert (plan.min_nodes, plan.max_nodes, plan.run_id) == (1, 4, "train")
+    assert plan.endpoint == "etcd-0.etcd:2379,etcd-1.etcd:2379,etcd-2.etcd:2379"
+    assert not plan.warnings
+    files = {key: value for key, value in plan.conf.items() if key in ETCD_KEYS}
+    assert files == {"ca_cert": "/etcd/ca.crt", "cert": "/etcd/tls.crt", "key": "/etcd/tls.key"}
+    assert plan.grace_s < pod["terminationGracePeriodSeconds"]
+    assert all("lifecycle" not in container for container in pod["containers"])
+    config = sources.load(FOLDER / "base" / "train.yaml", environ={}, arguments=plan.overrides)
+    assert (config.monitoring.host, config.monitoring.port) == ("0.0.0.0", MONITORED_PORT)
+    node = node_of(name)
+    assert node["ports"] == [{"name": "metrics", "containerPort": MONITORED_PORT}]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert node[probe]["httpGet"] == {"path": "/metrics", "port": "metrics"}
+    patience_s = node["startupProbe"]["periodSeconds"] * node["startupProbe"]["failureThreshold"]
+    assert patience_s > plan.timeout_s, "a node that waits for others is not killed"
+    alive_s = node["livenessProbe"]["periodSeconds"] * node["livenessProbe"]["failureThreshold"]
+    assert alive_s > plan.timeout_s
+    assert str(plan.config).startswith("/config/")
+
+
+@pytest.mark.parametrize("name", ["indexed-job", "jobset", "trainer-v2"])
+def test_exit_codes_mean_in_a_cluster_what_they_mean_to_us(name: str) -> None:
+    """75 and evictions cost nothing, and what would be the same again ends the job."""
+    spec = job_spec(name, one(name, WAYS[name]))
+    rules = spec["podFailurePolicy"]["rules"]
+    assert rules[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    by_codes = {rule["action"]: rule["onExitCodes"] for rule in rules if "onExitCodes" in rule}
+    assert by_codes["Ignore"]["values"] == [Preempted.exit_code]
+    fatal = [ConfigError.exit_code, CorruptError.exit_code, NoProgressError.exit_code]
+    assert by_codes["FailJob"]["values"] == fatal
+    assert {rule["containerName"] for rule in by_codes.values()} == {node_of(name)["name"]}
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_names_agree_across_documents() -> None:
+    """What is mounted, selected or met exists under that name."""
+    etcd, job = rendered("etcd"), rendered("indexed-job")
+    secrets = {doc["spec"].get("secretName") for doc in etcd if doc["kind"] == "Certificate"}
+    pod = pod_of("indexed-job")
+    mounted = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+    assert mounted <= secrets
+    maps = {doc["metadata"]["name"] for doc in job if doc["kind"] == "ConfigMap"}
+    assert {volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume} == maps
+    labels = one("indexed-job", "Job")["spec"]["template"]["metadata"]["labels"]
+    budget, policy = one("indexed-job", "PodDisruptionBudget"), one("indexed-job", "NetworkPolicy")
+    for selector in (budget["spec"]["selector"], policy["spec"]["podSelector"]):
+        assert selector["matchLabels"].items() <= labels.items()
+    served = next(d for d in etcd if d["metadata"]["name"] == "etcd-server")
+    hosts = [part.partition(":")[0] for part in str(launch_of("indexed-job").endpoint).split(",")]
+    assert set(hosts) <= set(served["spec"]["dnsNames"])
+    replicas = one("etcd", "StatefulSet")["spec"]["replicas"]
+    assert hosts == [f"etcd-{i}.etcd" for i in range(replicas)]
+    monitor, service = one("monitoring", "ServiceMonitor"), one("indexed-job", "Service")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+
+
+def test_params_change_every_place_that_depends_on_them(tmp_path: Path) -> None:
+    """Name, sizes and image of a run are in one file, whatever the kind."""
+    shutil.copytree(FOLDER, tmp_path / "kubernetes")
+    params = tmp_path / "kubernetes" / "base" / "params.env"
+    old = dict(line.split("=", 1) for line in params.read_text().split())
+    new = {
+        "RUN": "big",
+        "NODES": "7",
+        "MIN_MAX": "2:7",
+        "IMAGE": "r/e:9",
+        "CPUS": "9",
+        "MEMORY": "9Gi",
+        "STORAGE": "9Ti",
+    }
+    assert old.keys() == new.keys()
+    params.write_text("".join(f"{key}={value}\n" for key, value in new.items()))
+    for name, kind in WAYS.items():
+        folder = tmp_path / "kubernetes" / name
+        doc = one(folder, kind)
+        node = job_spec(name, doc)["template"]["spec"]["containers"][0]
+        assert node["image"] == "r/e:9"
+        assert node["resources"]["limits"] == {"cpu": "9", "memory": "9Gi"}
+        assert {"big", "2:7"} <= set(node["command"])
+        text = yaml.safe_dump_all(rendered(folder))
+        assert "registry.example.com" not in text
+        assert "1:4" not in text
+        assert "run: train" not in text
+        assert job_spec(name, doc).get("parallelism", 7) == 7
+        assert one(folder, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == {"run": "big"}
+        assert refusal(doc) is None
+
+
+def test_etcd_knows_the_flags_that_it_is_given() -> None:
+    try:
+        known = subprocess.run([find_binary(), "--help"], capture_output=True, text=True, check=False)
+    except ServerError as error:
+        pytest.skip(str(error))
+    program, *flags = one("etcd", "StatefulSet")["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert program == "etcd"
+    words = set((known.stdout + known.stderr).split())
+    assert [flag for flag in (flag.partition("=")[0] for flag in flags) if flag not in words] == []
