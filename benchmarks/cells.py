@@ -35,7 +35,9 @@ from torch.distributed.tensor.parallel import (
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.figures import Effort, measure_chosen
-from elastic_train.job.cells.cut_model import CutModel, tensor_plan_of
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
@@ -97,9 +99,10 @@ def _rank(rank: int, rounds: int, folder: str) -> None:
 def _our_model(group: Group) -> nn.Module:
     model, links = _whole(), CellLinks()
     links.bind(group)
-    plan = tensor_plan_of(TASK, model, DEGREE)
+    parallel = ParallelConfig(tensor=DEGREE)
+    plan = cell_plan_of(TASK, model, parallel)
     assert plan is not None, "the decoder has one"
-    CutModel(model, plan, DEGREE, links).take_place(group.rank)
+    CutModel(model, plan, parallel.cell, links).take_place(group.rank)
     return model
 
 

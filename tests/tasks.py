@@ -193,6 +193,15 @@ class PacedLanguage(CausalLM):
         self._lane_ms, self._until = lane_ms, Path(until)
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        self._pace(model)
+        return super().loss(model, batch)
+
+    def run_stage(
+        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
+    ) -> Tensor | LaneLoss:
+        self._pace(model)
+        return super().run_stage(model, modules, batch, given)
+
+    def _pace(self, model: nn.Module) -> None:
         if model.training and not self._until.exists():
             time.sleep(self._lane_ms / 1000)
-        return super().loss(model, batch)

@@ -37,7 +37,7 @@ def plan(
     mtbf_h: float = 6300.0,
     recovery: Literal["live", "restart"] = "live",
     spares: int = 0,
-    pp: int = 1,
+    pp: int | None = None,
     ep: int = 1,
     cells: Flag = False,
     json_: Json = False,
@@ -64,8 +64,8 @@ def plan(
     spares
         Nodes that wait to take a lost one's place; they cost what others do.
     pp
-        Stages of a pipeline; with parallel.tensor and --ep, ranks that share experts, they make a cell. The trainer
-        runs neither yet: these are for what is to come.
+        Stages of a pipeline, parallel.pipeline by default; with parallel.tensor and --ep, ranks that share experts,
+        they make a cell. The trainer runs no experts yet, nor both degrees at once: these are for what is to come.
     cells
         Compare cells, too.
     html
@@ -77,7 +77,7 @@ def plan(
     from elastic_train.planning.search import Job, wrong_figure
 
     cluster = parse_cluster(on)
-    least = {"pp": (pp, 1), "ep": (ep, 1), "spares": (spares, 0), "price": (price, 0)}
+    least = {"pp": (1 if pp is None else pp, 1), "ep": (ep, 1), "spares": (spares, 0), "price": (price, 0)}
     wrong = [f"--{name} must be at least {low}, not {value}" for name, (value, low) in least.items() if value < low]
     wrong += [] if mtbf_h > 0 else [f"--mtbf-h must be more than 0, not {mtbf_h}"]
     if wrong := [*wrong, *wrong_figure(by)]:
@@ -86,7 +86,7 @@ def plan(
     from elastic_train.planning.reading import read_config  # torch: once all that needs no model is known to be right
 
     read = read_config(resolved)
-    layout = replace(read.layout, pipeline=pp, expert=ep)
+    layout = replace(read.layout, pipeline=read.layout.pipeline if pp is None else pp, expert=ep)
     reliability = Reliability(mtbf_h=mtbf_h, recovery=recovery, spares=spares)
     threads = resolved.threads_per_rank
     job = Job(read.facts, read.batch, cluster, read.num_steps, price, threads, reliability)

@@ -17,6 +17,12 @@ class ParallelConfig(Section):
     tensor: PositiveInt = 1
     """How many ranks, workers of one node, hold the model together and compute each lane together (tensor parallelism):
     a cell. The task has to say how its model is cut. A state is lost when all cells have lost the same part of it."""
+    pipeline: PositiveInt = 1
+    """How many stages a model runs in, each on another worker of a node (pipeline parallelism); they are a cell, too.
+    The task has to say what the stages are. No number of stages shows in the bits."""
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """In which order a stage computes its lanes: all forward passes first, or forward and backward passes in turn,
+    which keeps fewer activations: of at most as many lanes as there are stages from it on. Same bits."""
     copies: PositiveInt = 2
     """How many ranks hold each share, on different nodes if there are; once all are lost, the newest commit is read."""
     offload: Literal["none", "optimizer", "all"] = "none"
@@ -57,6 +63,14 @@ class ParallelConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> ParallelConfig:
+        if self.tensor > 1 and self.pipeline > 1:
+            raise ValueError(
+                f"tensor: {self.tensor} does not go together with pipeline: {self.pipeline} yet: set one of them to 1"
+            )
+        return self
+
     @property
     def has_shares(self) -> bool:
         """Whether ranks hold runs of the state by their seats, be it that each holds all of it."""
@@ -67,6 +81,13 @@ class ParallelConfig(Section):
         return self.offload != "none"
 
     @property
+    def degrees(self) -> str:
+        """What of the configuration makes a replica one of several ranks; that of `tensor` where nothing does."""
+        degrees = {"tensor": self.tensor, "pipeline": self.pipeline}
+        found = [f"parallel.{key}: {degree}" for key, degree in degrees.items() if degree > 1]
+        return " and ".join(found or [f"parallel.tensor: {self.tensor}"])
+
+    @property
     def cell(self) -> Cell:
         """The ranks that make up a replica."""
-        return Cell(tensor=self.tensor)
+        return Cell(stage=self.pipeline, tensor=self.tensor)

@@ -192,11 +192,20 @@ class Config(Section):
             "compile: true": self.compile,
         }
         found = [key for key, is_set in others.items() if is_set]
-        if self.parallel.tensor > 1 and found:
-            raise ValueError(
-                f"parallel.tensor: {self.parallel.tensor} does not go together with {' and '.join(found)} yet: "
-                "set one back"
+        degrees = {"tensor": self.parallel.tensor, "pipeline": self.parallel.pipeline}
+        wrong = [
+            f"parallel.{key}: {degree} does not go together with {' and '.join(found)} yet: set one back"
+            for key, degree in degrees.items()
+            if degree > 1 and found
+        ]
+        if self.parallel.pipeline > self.batch.num_lanes:
+            wrong.append(
+                f"parallel.pipeline: {self.parallel.pipeline} stages would wait for one another with "
+                f"{self.batch.num_lanes} lanes (batch.global_batch {self.batch.global_batch} / batch.micro_batch "
+                f"{self.batch.micro_batch}): make batch.micro_batch smaller, or use fewer stages"
             )
+        if wrong:
+            raise ValueError("; ".join(wrong))
         return self
 
     @model_validator(mode="after")

@@ -30,6 +30,11 @@ class Cell:
         """The number of ranks of a replica."""
         return self.stage * self.shard * self.tensor * self.expert
 
+    @property
+    def speaker(self) -> int:
+        """The place that knows what a lane has come to: the first of the last stage."""
+        return self.size - self.size // self.stage
+
 
 class Coordinates(NamedTuple):
     """Where a rank is: its replica, and its coordinates within the replica's cell."""
@@ -76,6 +81,15 @@ class Mesh:
         """Return how many lanes each rank computes, by rank, of what each replica is assigned."""
         assert len(assigned) == self.num_replicas, f"lanes for {len(assigned)} of {self.num_replicas} replicas"
         return [len(lanes) for lanes in assigned for _ in range(self.cell.size)]
+
+    @property
+    def alike(self) -> list[list[int]]:
+        """The ranks that compute the same modules, by stage: how long they take can be compared."""
+        per_stage = self.cell.size // self.cell.stage
+        return [
+            [rank for rank in range(self.size) if rank % self.cell.size // per_stage == stage]
+            for stage in range(self.cell.stage)
+        ]
 
     @property
     def coordinates(self) -> Coordinates:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,9 +53,13 @@ class _Standing:
 
 
 class Detector:
-    """The steps of one world, one after another; `num_lanes` says how many each rank has, all along."""
+    """The steps of one world, one after another; `num_lanes` says how many each rank has, all along.
 
-    def __init__(self, num_lanes: Sequence[int]) -> None:
+    `alike` are the ranks that compute the same of their lanes, all of them by default.
+    """
+
+    def __init__(self, num_lanes: Sequence[int], alike: Sequence[Sequence[int]] = ()) -> None:
+        self._alike = alike or [range(len(num_lanes))]
         self._lanes = np.array(num_lanes, dtype=np.float64) / max(1.0, float(np.median(num_lanes)))
         self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=WINDOW)
         self._standing: dict[Key, _Standing] = {}
@@ -84,7 +88,8 @@ class Detector:
         window = np.stack(self._rows)
         step_s = float(np.median(window[:, :, : len(PHASES)].sum(axis=2)))
         found = {
-            event[0]: event[1:] for event in (*_slow_ranks(window, step_s, self._lanes), *self._of_all(window, step_s))
+            event[0]: event[1:]
+            for event in (*_slow_ranks(window, step_s, self._lanes, self._alike), *self._of_all(window, step_s))
         }
         for key, (value, usual, unit) in found.items():
             standing = self._standing.setdefault(key, _Standing(max(1, step - WINDOW + 1)))
@@ -140,14 +145,19 @@ class Detector:
 
 
 def _slow_ranks(
-    window: npt.NDArray[np.float64], step_s: float, lanes: npt.NDArray[np.float64]
+    window: npt.NDArray[np.float64],
+    step_s: float,
+    lanes: npt.NDArray[np.float64],
+    alike: Sequence[Sequence[int]],
 ) -> Iterator[tuple[Key, float, float, str]]:
     """Find the ranks whose compute, for their lanes, whose data or whose link is slower than the others'."""
     if window.shape[1] < 2:
         return
     compute = _without_worst(window[:, :, _COMPUTE].sum(axis=2)) / np.maximum(lanes, 1e-9)
-    for kind, values in (("slow_compute", compute), ("slow_data", _without_worst(window[:, :, _DATA]))):
-        for rank, value, usual in _beside_others(values):
+    data = _without_worst(window[:, :, _DATA])
+    everyone = [range(window.shape[1])]
+    for kind, values, groups in (("slow_compute", compute, alike), ("slow_data", data, everyone)):
+        for rank, value, usual in _beside_alike(values, groups):
             if value > SLOW_RATIO * usual and value - usual > SLOW_SHARE * step_s:
                 yield (kind, rank), value, usual, " s"  # type: ignore[misc]
     exchange_s = float(np.median(window[:, :, _WAIT] + window[:, :, _EXCHANGE]))
@@ -161,6 +171,16 @@ def _without_worst(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return the mean of every rank's (steps, ranks) values without those of its worst steps."""
     mean: npt.NDArray[np.float64] = np.sort(values, axis=0)[: len(values) - WORST].mean(axis=0)
     return mean
+
+
+def _beside_alike(
+    values: npt.NDArray[np.float64], groups: Iterable[Sequence[int]]
+) -> Iterator[tuple[int, float, float]]:
+    """Yield (rank, its value, the median of the others' of its group), where there are others."""
+    for group in groups:
+        if len(group) > 1:
+            for number, value, usual in _beside_others(values[list(group)]):
+                yield group[number], value, usual
 
 
 def _beside_others(values: npt.NDArray[np.float64]) -> Iterator[tuple[int, float, float]]:

@@ -110,14 +110,21 @@ def facts_of(row: Sequence[float | int]) -> RankFacts:
     return RankFacts._make(row)
 
 
-def slowest(ranks: Sequence[RankFacts], num_lanes: Sequence[int]) -> tuple[int, float] | None:
+def slowest(
+    ranks: Sequence[RankFacts], num_lanes: Sequence[int], alike: Sequence[Sequence[int]] = ()
+) -> tuple[int, float] | None:
     """Return the rank whose lanes took longest, and how many times the median that was; None if it is unremarkable.
 
-    For each of its lanes: where they do not go into the ranks evenly, who has more takes longer and is not slow.
+    For each of its lanes: where they do not go into the ranks evenly, who has more takes longer and is not slow. It is
+    beside the others of its group of `alike`, which compute the same of their lanes: all ranks by default.
     """
-    if len(ranks) < 2:
-        return None
     times = [facts.compute_s / max(1, lanes) for facts, lanes in zip(ranks, num_lanes, strict=True)]
-    median = statistics.median_low(times)
-    rank = max(range(len(times)), key=times.__getitem__)
-    return (rank, times[rank] / median) if median > 0 and times[rank] >= SLOW_RATIO * median else None
+    medians = {
+        rank: statistics.median_low([times[other] for other in group])
+        for group in alike or [range(len(times))]
+        for rank in group
+        if len(group) > 1
+    }
+    ratios = {rank: times[rank] / median for rank, median in medians.items() if median > 0}
+    rank = max(ratios, key=ratios.__getitem__, default=None)
+    return None if rank is None or ratios[rank] < SLOW_RATIO else (rank, ratios[rank])

@@ -26,7 +26,7 @@ from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
 from elastic_train.data.dataset.run_order import count_steps, fingerprint_of, order_of
 from elastic_train.data.dataset.training_sources import Source, join, load_sources
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.job.cells.cut_model import check_is_splitting, tensor_plan_of
+from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.schedule import check_schedule
 from elastic_train.job.sample_streams import Feed
@@ -91,7 +91,7 @@ class Plan:
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
         config = self.config
         compiled = CompiledBlocks(model) if config.compile else None  # before recomputation, which runs it twice
-        plan = tensor_plan_of(self.task, model, config.parallel.tensor)
+        plan = cell_plan_of(self.task, model, config.parallel)
         state = build_state(
             model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, config.parallel, plan
         )
@@ -106,10 +106,18 @@ class Plan:
     def _sketch(self) -> nn.Module | None:
         """Return the model without weights, if it can begin so; a compiler needs a pass with all of them."""
         config, task = self.config, self.task
-        if config.parallel.shards != "parameters" or config.compile or not isinstance(task, Deferring):
+        shares_weights = config.parallel.shards == "parameters" or config.parallel.pipeline > 1
+        if not shares_weights or config.compile or not isinstance(task, Deferring):
             return None
         sketch = task.sketch_model()
         return None if sketch is None else without_memory(sketch, self.device)
+
+    def first_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that the run begins with, and buffers, by name, one by one if the task can make them so."""
+        if self._sketch() is not None:
+            yield from self._initial_weights()
+        else:
+            yield from self.build_state().model.state_dict().items()
 
     def _initial_weights(self) -> Iterator[tuple[str, Tensor]]:
         assert isinstance(self.task, Deferring), "it has made a sketch"
@@ -197,8 +205,10 @@ def make_plan(config: Config) -> Plan:
     check_schedule(config.optimizer, total_steps)
     choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
     check_can_be_in_cells(config, device)
-    check_is_splitting(task, config.parallel.tensor)
-    if config.parallel.has_shares or config.parallel.tensor > 1:
+    check_fits_cells(task, config.parallel)
+    if isinstance(task, Deferring) and (sketch := task.sketch_model()) is not None:
+        cell_plan_of(task, sketch, config.parallel)  # here already what does not fit is said without building a model
+    if config.parallel.has_shares or config.parallel.cell.size > 1:
         slots_of(choice.tried(), choice.make, device)
     return Plan(
         config=config,
@@ -262,15 +272,13 @@ def check_world_size(config: Config, world_size: int) -> None:
 
 def check_can_be_in_cells(config: Config, device: torch.device) -> None:
     """Refuse cells where they were not tried, or on nodes that do not make whole ones."""
-    degree, num_workers = config.parallel.tensor, os.environ.get("LOCAL_WORLD_SIZE")
-    if degree > 1 and device.type != "cpu":
+    size, num_workers = config.parallel.cell.size, os.environ.get("LOCAL_WORLD_SIZE")
+    if size > 1 and device.type != "cpu":
+        raise ConfigError(f"{config.parallel.degrees} was not tried on GPUs: set device to cpu, or it to 1")
+    if num_workers is not None and int(num_workers) % size:
         raise ConfigError(
-            f"parallel.tensor: {degree} was not tried on GPUs: set device to cpu, or parallel.tensor to 1"
-        )
-    if num_workers is not None and int(num_workers) % degree:
-        raise ConfigError(
-            f"parallel.tensor: {degree} needs workers of one node, and this node has {num_workers}: start a multiple "
-            f"of {degree} on each (--nproc-per-node, --ranks), or set it to a divisor of {num_workers}"
+            f"{config.parallel.degrees} needs workers of one node, and this node has {num_workers}: start a multiple "
+            f"of {size} on each (--nproc-per-node, --ranks), or set it to a divisor of {num_workers}"
         )
 
 

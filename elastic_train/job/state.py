@@ -23,6 +23,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.model_layout import describe_layout, layout_of
@@ -43,7 +44,7 @@ from elastic_train.job.units.recompute import recompute_blocks
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.devices.host_memory import host_memory_of
 from elastic_train.shards.grains import Layout
-from elastic_train.tasks.task import ParameterGroup, TensorPlan
+from elastic_train.tasks.task import ParameterGroup
 
 SHARDED: Mapping[str, type[HeldState]] = {"optimizer": HeldState, "gradients": DealtState, "parameters": GatheredState}
 
@@ -236,11 +237,11 @@ def build_state(
     is_fp16: bool,
     groups: Sequence[ParameterGroup] = (),
     parallel: ParallelConfig | None = None,
-    tensor_plan: TensorPlan | None = None,
+    cell_plan: CellPlan | None = None,
 ) -> AppliedState:
     """Build optimizer, schedule and scaler around a model that is on its device; freezes what `groups` say.
 
-    With a `tensor_plan` cells of `parallel.tensor` ranks hold the model.
+    With a `cell_plan` cells of several ranks hold the model.
 
     Raises ConfigError if the groups do not fit the model, or the model cannot be sharded as `parallel` says.
     """
@@ -262,8 +263,8 @@ def build_state(
         _check_state_is_whole(model)
     bucket_bytes = None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
     shards: StateShards
-    if parallel is not None and tensor_plan is not None:
-        cut = CutModel(model, tensor_plan, parallel.tensor, CellLinks())
+    if parallel is not None and cell_plan is not None:
+        cut = CutModel(model, cell_plan, parallel.cell, CellLinks())
         shards = CellState(model, optimizer, scheduler, scaler, bucket_bytes, cut=cut)
     elif parallel is None or kind is None:
         shards = ReplicatedState(model, optimizer, scheduler, scaler, bucket_bytes)

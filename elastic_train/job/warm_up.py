@@ -12,6 +12,7 @@ from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import DataError, StorageError
+from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.held_state import HeldState
@@ -39,6 +40,8 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
             "or set compile to false, on all nodes"
         )
     if isinstance(state.shards, HeldState) and not state.shards.has_weights:
+        return
+    if isinstance(state.shards, CellState) and not state.shards.cut.has_weights:
         return
     devices = [plan.device] if plan.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _unchanged(state.model), state.shards.recording(), _compiling(state):

@@ -1,7 +1,8 @@
 """The tables of a step: what every lane and every rank has to say of it, gathered in one collective.
 
-Lanes belong to replicas, so a replica's first rank speaks for its lanes. What a rank measures or has read as a whole
-has a row of its own beside them. Values of lanes are added along the lanes' tree, so no sum depends on the world.
+Lanes belong to replicas, so one rank of a replica speaks for its lanes: its first, or the first of its last stage. What
+a rank measures or has read as a whole has a row of its own beside them. Values of lanes are added along the lanes'
+tree, so no sum depends on the world.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from elastic_train.core.lanes import Assignment, lane_additions
-from elastic_train.core.mesh import Mesh
+from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.parallel.group import Group
 
 Row = Sequence[float | int]
@@ -54,7 +55,7 @@ def _read_tables(gathered: Tensor, mesh: Mesh, assigned: Assignment, rank_words:
     words = gathered.cpu().numpy()
     most = max(map(len, assigned))
     lanes = words[:, rank_words:].reshape(mesh.size * most, -1)
-    return StepTables(_rows(lanes[_places(assigned, mesh.cell.size)]), _rows(words[:, :rank_words]))
+    return StepTables(_rows(lanes[_places(assigned, mesh.cell)]), _rows(words[:, :rank_words]))
 
 
 def _rows(words: npt.NDArray[np.int64]) -> list[Row]:
@@ -71,12 +72,14 @@ def _rows(words: npt.NDArray[np.int64]) -> list[Row]:
 
 
 @lru_cache(64)
-def _places(assigned: Assignment, cell_size: int) -> npt.NDArray[np.int64]:
+def _places(assigned: Assignment, cell: Cell) -> npt.NDArray[np.int64]:
     """Return where every lane's row is among the gathered ones, of which each rank has as many as the largest."""
     most = max(map(len, assigned))
     places = np.empty(sum(map(len, assigned)), dtype=np.int64)
     for replica, lanes in enumerate(assigned):
-        places[lanes.start : lanes.stop : lanes.step] = replica * cell_size * most + np.arange(len(lanes))
+        places[lanes.start : lanes.stop : lanes.step] = (replica * cell.size + cell.speaker) * most + np.arange(
+            len(lanes)
+        )
     return places
 
 

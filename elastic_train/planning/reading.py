@@ -51,7 +51,7 @@ def read_config(config: Config) -> Read:
     """Read a configuration's model, data and layout; raises ConfigError or DataError as training would."""
     parallel = config.parallel
     # Whether this machine can compile or has a device to spare is not what is asked: the plan may be for another.
-    here = {"compile": False, "parallel": parallel.model_copy(update={"offload": "none", "tensor": 1})}
+    here = {"compile": False, "parallel": parallel.model_copy(update={"offload": "none", "tensor": 1, "pipeline": 1})}
     plan = make_plan(config.model_copy(update=here))
     batches = _first_batches(plan)
     facts = read_model(plan, batches)
@@ -61,6 +61,7 @@ def read_config(config: Config) -> Read:
         recompute=parallel.recompute,
         offload=parallel.offload,
         tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
         bucket_mb=parallel.bucket_mb,
         wire=parallel.wire,
     )

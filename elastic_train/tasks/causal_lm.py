@@ -18,14 +18,14 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.models.adapters import attach, check_base, frozen_groups, leave_base_out
-from elastic_train.tasks.models.decoder import TENSOR_PLAN, Decoder, DecoderShape, drawn_weights
+from elastic_train.tasks.models.decoder import TENSOR_PLAN, Decoder, DecoderShape, drawn_weights, stages_of
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids, check_tokenizer
-from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, Sampling, TensorPlan, Tokenizer
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, Sampling, StagePlan, TensorPlan, Tokenizer
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -152,12 +152,36 @@ class CausalLM:
                 )
         return TENSOR_PLAN
 
+    def stage_plan(self, model: nn.Module, num_stages: int) -> StagePlan:
+        if not isinstance(model, Decoder):
+            raise ConfigError(
+                f"parallel.pipeline: {num_stages} runs the package's own decoder (task.params.model) in stages, not "
+                "models of transformers: set it to 1, or use parallel.shards to hold less on each rank"
+            )
+        try:
+            return stages_of(model.shape, model.parts, num_stages)
+        except ValueError as error:
+            raise ConfigError(
+                *(f"parallel.pipeline: {num_stages}: task.params.model.{why}" for why in error.args)
+            ) from error
+
+    def run_stage(
+        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
+    ) -> Tensor | LaneLoss:
+        assert isinstance(model, Decoder), "the plan has said so"
+        out = model.run(modules, batch["tokens"], batch.get("positions"), _mask_of(batch), given)
+        return self._loss_of(out, batch, is_training=model.training) if modules[-1] == model.parts[-1] else out
+
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        return self._loss_of(self._logits(model, batch), batch, is_training=model.training)
+
+    def _loss_of(self, logits: Tensor, batch: Batch, *, is_training: bool) -> LaneLoss:
+        """Compute the loss from logits for every token; shape (rows, width, vocabulary)."""
         places, targets = batch["places"], batch["targets"]
-        logits = self._logits(model, batch).flatten(0, 1).float()
+        logits = logits.flatten(0, 1).float()
         if 2 * len(places) < len(logits):  # then a copy of theirs is small, and spares the loss of all others
             logits, places = logits[places], torch.arange(len(places), device=places.device)
         spread = targets.new_full((len(logits),), IGNORED).index_copy_(0, places, targets)
@@ -165,7 +189,7 @@ class CausalLM:
         total = likelihoods.sum()
         if self.z_loss:
             total = total + self.z_loss * logits.logsumexp(-1)[places].square().sum()
-        if model.training:
+        if is_training:
             return LaneLoss(total, float(len(targets)))
         return LaneLoss(total, float(len(targets)), likelihoods, logits.argmax(-1)[places] == targets)
 
@@ -197,12 +221,17 @@ class CausalLM:
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return logits for every token; shape (rows, width, vocabulary)."""
-        positions, documents = batch.get("positions"), batch.get("documents")
-        mask = None if documents is None else causal_within(documents)
+        positions, mask = batch.get("positions"), _mask_of(batch)
         if self.source is None:
             return model(batch["tokens"], positions, mask)  # type: ignore[no-any-return]
         given = {"position_ids": positions, "attention_mask": mask} if mask is not None else {}
         return model(input_ids=batch["tokens"], use_cache=False, **given).logits  # type: ignore[no-any-return]
+
+
+def _mask_of(batch: Batch) -> Tensor | None:
+    """Return which tokens each token sees, None where that is all before it."""
+    documents = batch.get("documents")
+    return None if documents is None else causal_within(documents)
 
 
 def causal_within(documents: Tensor) -> Tensor:

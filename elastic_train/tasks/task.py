@@ -197,6 +197,30 @@ class Splitting(Protocol):
         """
 
 
+StagePlan = Sequence[Sequence[str]]
+"""The modules of a model that each stage of a pipeline holds, by name, in the order in which they run."""
+
+
+@runtime_checkable
+class Staging(Protocol):
+    """A task whose model can run in stages, each on another rank (`parallel.pipeline`)."""
+
+    def stage_plan(self, model: nn.Module, num_stages: int) -> StagePlan:
+        """Deal the modules of the model that `build_model` built to stages; each parameter is in one of them.
+
+        Must depend on nothing but the task's parameters and the model. Raises ConfigError if it has not so many stages.
+        """
+
+    def run_stage(
+        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
+    ) -> Tensor | LaneLoss:
+        """Run a stage's modules on what the stage before has returned, None for the first; the last returns the loss.
+
+        All stages, one after the other, compute what `loss` does, to the last bit. Random numbers are drawn by torch's
+        generator, which goes from stage to stage with what one returns. Other parameters have no elements.
+        """
+
+
 class Tokenizer(Protocol):
     """Turns a text into token ids, and back."""
 
@@ -277,6 +301,8 @@ __all__ = [
     "ParameterGroup",
     "Sampling",
     "Splitting",
+    "StagePlan",
+    "Staging",
     "Task",
     "TensorPlan",
     "Tokenizer",

@@ -17,10 +17,11 @@ from elastic_train.core.lanes import contiguous
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError
+from elastic_train.job.cells.stage import Stage
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import gather_tables, tree_sum
-from elastic_train.tasks.task import OWN_VALUES, Task
+from elastic_train.tasks.task import OWN_VALUES, LaneLoss, Task
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -51,18 +52,22 @@ def evaluate(
     world: Ranks,
     num_lanes: int,
     device: torch.device,
+    stage: Stage | None = None,
 ) -> dict[str, float]:
-    """Return {"loss": ..., "samples": ..., metric: ...} over the whole validation set, equal on every rank."""
+    """Return {"loss": ..., "samples": ..., metric: ...} over the whole validation set, equal on every rank.
+
+    In a pipeline the last stage alone learns of losses, and tells the others what they come to.
+    """
     metrics = {name: metric.to(device) for name, metric in task.metrics().items()}
     sums: dict[int, list[float]] = {}
     was_training = model.training
     model.eval()
     try:
-        for batch in shards.turns(world.replicas, (batch for step in steps for batch in step)):
+        turns = shards.turns(world.replicas, (batch for step in steps for batch in step))
+        for batch, loss in _losses(task, model, turns, device) if stage is None else stage.losses(turns, device):
             row = sums.setdefault(batch.lane, [0.0, 0.0, 0.0])
-            if batch.tensors is None:
+            if loss is None:
                 continue
-            loss = task.loss(model, {name: tensor.to(device) for name, tensor in batch.tensors.items()})
             row[0] += float(loss.total.detach())
             row[1] += loss.weight
             row[2] += len(batch.ids)
@@ -75,7 +80,25 @@ def evaluate(
     table = gather_tables(world.group, world.mesh, assigned, sums).lanes
     total, weight, samples = (tree_sum([row[place] for row in table]) for place in range(3))
     own = dict(zip(OWN_VALUES, (total / (weight or 1.0), samples), strict=True))
-    return {**own, **_merge(metrics, world.replicas)}
+    values = _merge(metrics, world.replicas)
+    return {**own, **(values if stage is None else _told(world, values))}
+
+
+def _losses(
+    task: Task, model: nn.Module, batches: Iterable[LaneBatch], device: torch.device
+) -> Iterator[tuple[LaneBatch, LaneLoss | None]]:
+    """Yield the loss of each lane, None without samples."""
+    for batch in batches:
+        tensors = batch.tensors
+        yield batch, None if tensors is None else task.loss(model, {name: t.to(device) for name, t in tensors.items()})
+
+
+def _told(world: Ranks, values: dict[str, float]) -> dict[str, float]:
+    """Return what the rank has found that knows of its cell's losses."""
+    first = world.mesh.replica * world.mesh.cell.size
+    told = world.group.all_gather_objects(values)
+    found: dict[str, float] = told[first + world.mesh.cell.speaker]
+    return found
 
 
 @contextlib.contextmanager

@@ -37,6 +37,8 @@ from elastic_train.core.lanes import Assignment, owned_lanes
 from elastic_train.errors import StorageError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock
+from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.reseating.placing import redundancy_of, take_place
@@ -48,7 +50,7 @@ from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_sum
 from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import hazards
 from elastic_train.system.wording import counted, size
-from elastic_train.tasks.task import Counting
+from elastic_train.tasks.task import Counting, Staging
 from elastic_train.tracking.history_files import Stagnation, host_in
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
@@ -92,7 +94,7 @@ def _open_in(process: Process, world: World) -> Session:
     check_alike(world.group, plan, state.outline, state.shards.outlined())
     differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile)
     check_can_be_sharded(world.group, plan, differing)
-    world = form_cells(world, plan.config.parallel.cell)
+    world = form_cells(world, plan.config.parallel)
     if world.cell is not None:
         take_place(plan, state, world.mesh, world.cell)
     head = restore(plan, world, state)
@@ -119,6 +121,7 @@ def _open_in(process: Process, world: World) -> Session:
         tracker=tracker,
         holes=_holes(process, world, stuck),
         reduction=kind,
+        stage=_open_stage(plan, world, state),
         clock=StepClock(world.group),
         page=process.page,
         watch=open_watch(process, world, tracker, assigned),
@@ -140,6 +143,15 @@ def _open_in(process: Process, world: World) -> Session:
         world.announce(f"{state.compiled}")
     _warn_of_file_system(process, world)
     return session
+
+
+def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage | None:
+    """Return this rank's stage, None without a pipeline."""
+    parallel, task, shards = plan.config.parallel, plan.task, state.shards
+    if parallel.pipeline == 1:
+        return None
+    assert isinstance(task, Staging) and isinstance(shards, CellState) and world.cell is not None, "it was checked"
+    return stage_of(task, state.model, shards.cut.plan.stages, parallel.schedule, world.mesh, world.cell)
 
 
 def _redundancy_of(shards: HeldState) -> str:

@@ -22,6 +22,7 @@ from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock, slowest
 from elastic_train.insight.totals import PhaseTotals
+from elastic_train.job.cells.stage import Stage
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
@@ -84,6 +85,8 @@ class Session:
     commits: Commits
     tracker: Tracker | None
     reduction: Reduction = "canonical"
+    stage: Stage | None = None
+    """This rank's stage of a pipeline; None where each rank runs the whole model."""
     clock: StepClock = field(default_factory=StepClock)
     watch: Watch | None = None
     """Rank 0's."""
@@ -252,7 +255,7 @@ class Session:
                     term=self.world.term,
                     last_commit_step=head.step if (head := self.commits.head) else None,
                     epoch=self.plan.order.num_epochs(state.cursor),
-                    slowest=slowest(sums.ranks, self.world.mesh.num_lanes(self.assigned)),
+                    slowest=slowest(sums.ranks, self.world.mesh.num_lanes(self.assigned), self.world.mesh.alike),
                 )
             )
 
@@ -289,6 +292,7 @@ class Session:
                 self.world,
                 self.plan.num_lanes,
                 self.plan.device,
+                self.stage,
             )
         self._note(values)
         if self.tracker is not None:

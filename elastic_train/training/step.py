@@ -1,12 +1,12 @@
 """One step's sums: run this replica's lanes, share the results with all ranks, and leave the step's mean gradient.
 
-`run_lanes` is the seam: what makes a gradient out of lanes, here one lane after another. A schedule that interleaves
-lanes, such as a pipeline's, takes its place. Nothing of the applied state changes here.
+`run_lanes` is the seam: what makes a gradient out of lanes, one lane after another, or along a pipeline's schedule, in
+which a rank runs its stage of each. Nothing of the applied state changes here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,10 @@ from elastic_train.core.mixture.account import sums_of_sources
 from elastic_train.core.mixture.dealing import Mixture, RunOrder
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import PeerLostError
+from elastic_train.job.cells.stage import Stage, key_of
 from elastic_train.job.generators import seed_generators
+from elastic_train.parallel.cells.pipeline import run_schedule
+from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
 from elastic_train.system.failpoints import reach
 from elastic_train.training.session import Session
@@ -102,16 +105,76 @@ def meet(session: Session, measured: Tensor) -> tuple[Tensor | None, PeerLostErr
 
 
 def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums]:
-    """Add the gradients and buffers of this replica's lanes to the step's sums; return what each lane gave."""
+    """Add the gradients and buffers of this replica's lanes to the step's sums; return what each lane gave.
+
+    Ranks that compute lanes together leave out a step of which one of them cannot read a sample.
+    """
+    if session.world.cell is not None and not _is_readable(session.world.cell, lanes):
+        return {batch.lane: LaneSums() for batch in lanes}
     session.gradients.begin(session.lanes)
     session.buffers.begin(session.lanes)
     results = {}
-    for batch in lanes:
-        with session.gradients.lane(batch.lane), session.buffers.lane(batch.lane, is_empty=batch.tensors is None):
-            results[batch.lane] = _run_lane(session, batch)
+    if session.stage is not None:
+        results = _run_stage(session, session.stage, lanes)
+    else:
+        for batch in lanes:
+            with session.gradients.lane(batch.lane), session.buffers.lane(batch.lane, is_empty=batch.tensors is None):
+                results[batch.lane] = _run_lane(session, batch)
     session.gradients.serve()
     session.buffers.restore()
     return results
+
+
+def _is_readable(cell: Group, lanes: Sequence[LaneBatch]) -> bool:
+    """Say whether all ranks of a cell have all samples of its lanes, alike on all of them."""
+    return not bool(cell.all_gather(torch.tensor(int(any(batch.unreadable for batch in lanes)))).any())
+
+
+def _run_stage(session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums]:
+    """Run this rank's stage of its replica's lanes; the last stage alone learns what they give."""
+    passes = _StagePasses(session, stage, lanes)
+    session.clock.mark("rest")
+    run_schedule(stage.actions(len(lanes)), stage.links, passes)
+    session.clock.mark("wait")
+    return passes.results
+
+
+class _StagePasses:
+    """The passes of a stage within a step."""
+
+    def __init__(self, session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> None:
+        self._session, self._stage, self._lanes = session, stage, lanes
+        self._keys = [key_of(batch) for batch in lanes]
+        self.results = {batch.lane: LaneSums() for batch in lanes}
+
+    def key(self, number: int) -> Hashable | None:
+        return self._keys[number]
+
+    def forward(self, number: int, given: Tensor | None) -> Tensor:
+        session, batch = self._session, self._lanes[number]
+        assert batch.tensors is not None, "it has samples"
+        if given is None:  # with what is given comes the generator's state
+            seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
+        tensors = session.to_device(batch.tensors)
+        session.clock.mark("to_device")
+        reach("forward")
+        with session.plan.autocast():
+            made = self._stage.run(tensors, given)
+        session.clock.mark("forward")
+        if isinstance(made, Tensor):
+            return made
+        self.results[batch.lane] = LaneSums(float(made.total.detach()), made.weight)
+        return session.state.scaler.scale(made.total)
+
+    def backward(self, number: int, made: Tensor | None, gradient: Tensor | None) -> None:
+        reach("backward")
+        with self._session.gradients.lane(self._lanes[number].lane):
+            if made is not None and made.requires_grad:
+                torch.autograd.backward(made, gradient)
+        self._session.clock.mark("backward")
+
+    def waited(self) -> None:
+        self._session.clock.mark("wait")
 
 
 def _run_lane(session: Session, batch: LaneBatch) -> LaneSums:

@@ -40,7 +40,7 @@ class Watch:
         self.wants_to_stop = self._wants_commit = False
         self._world, self._tracker, self._every_steps = world, tracker, every_steps
         self._actions, self._host_of = actions, host_of
-        self._window, self._detector = PhaseWindow(), Detector(num_lanes)
+        self._window, self._detector = PhaseWindow(), Detector(num_lanes, world.mesh.alike)
         self._step = 0
 
     def step(self, step: int, sums: StepSums, norm: float, num_failed_saves: int) -> None:

@@ -37,7 +37,7 @@ _KEYS = {
     "run": ("seed",),
     "data": ("block_row_groups", "length_bucketing", "unreadable", "deadly", "too_long"),
     "checkpoint": ("every_steps", "interval", "when_busy"),
-    "parallel": ("shards", "tensor", "copies", "wire"),
+    "parallel": ("shards", "tensor", "pipeline", "schedule", "copies", "wire"),
 }
 _VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "neon", "asimd", "sve", "bf16", "vsx")
 _MODULES, _PARAMETERS, _TENSORS = "the task's modules", "the parameters", "the model's tensors"
@@ -157,9 +157,9 @@ def check_can_be_sharded(group: Group, plan: Plan, differing: Sequence[str]) -> 
     `differing` is what `differing_kernels` has found.
     """
     mine, parallel = [line for line in differing if line.startswith(f"rank {group.rank} ")], plan.config.parallel
-    if not mine or not (parallel.has_shares or parallel.tensor > 1):
+    if not mine or not (parallel.has_shares or parallel.cell.size > 1):
         return
-    off = {"tensor": 1, "shards": "none", "offload": "none"}
+    off = {"tensor": 1, "pipeline": 1, "shards": "none", "offload": "none"}
     key = next(key for key in off if getattr(parallel, key) != off[key])
     raise ConfigError(
         f"parallel.{key}: {getattr(parallel, key)} needs ranks that compute alike, since several update each share of "

@@ -19,6 +19,7 @@ from elastic_train.checkpoint import Store, open_store, sweep
 from elastic_train.checkpoint.commits.sweeping import drop_unfinished
 from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.schema import Config
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, ElasticTrainError, FencedError, StorageError
@@ -164,17 +165,18 @@ def enter_world(
     return World(group, term, store, fence, history, progress, launched, time.time(), save_store, word, writes)
 
 
-def form_cells(world: World, shape: Cell) -> World:
+def form_cells(world: World, parallel: ParallelConfig) -> World:
     """Return the world cut into cells, with the groups of this rank's; raises ConfigError if it is no number of them.
 
     All ranks have been found to have the same shape.
     """
+    shape = parallel.cell
     if shape.size == 1:
         return world
     if world.group.size % shape.size:
         raise ConfigError(
-            f"a world of {counted(world.group.size, 'rank')} is not of whole cells of {shape.size} (parallel.tensor: "
-            f"{shape.tensor}): start a multiple of {shape.size} workers on each node, or set it to 1"
+            f"a world of {counted(world.group.size, 'rank')} is not of whole cells of {shape.size} "
+            f"({parallel.degrees}): start a multiple of {shape.size} workers on each node, or set it to 1"
         )
     mesh = Mesh(world.group.rank, world.group.size, shape)
     first = mesh.replica * shape.size

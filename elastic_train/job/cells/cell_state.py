@@ -7,8 +7,9 @@ needs memory for more than it writes. What is read from one is cut again, so com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +27,23 @@ from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
+from elastic_train.shards.grains import GRAIN
 from elastic_train.shards.norm import grain_squares, split_grains, total_norm
 
 Float64s = npt.NDArray[np.float64]
 
 
+class Measured(NamedTuple):
+    """Which of the grains that a place has measured are a parameter's, and the first place that holds the same of it;
+    None if this one holds nothing."""
+
+    grains: slice
+    first: int | None
+
+
 @dataclass(slots=True, kw_only=True)
 class CellState(ReplicatedState):
-    """A place's part of a replica; `cut` is the model, whole until the first world gives this rank a place."""
+    """A place's part of a replica; `cut` is the model, which has no part until a world gives this rank a place."""
 
     cut: CutModel
     mesh: Mesh | None = None
@@ -42,13 +52,14 @@ class CellState(ReplicatedState):
     """The last world in which this rank trained, by its term."""
     _writers: Sequence[int] = ()
     _planner: Planner = field(default_factory=Planner)
+    _measured: dict[str, Sequence[Measured]] = field(default_factory=dict)
 
-    def enter(self, mesh: Mesh, cell: Group, whole: Mapping[str, Tensor] | None) -> None:
-        """Take the place that a world gives this rank; `whole` are weights to begin with where the place is another."""
+    def enter(self, mesh: Mesh, cell: Group, weights: Iterable[tuple[str, Tensor]] | None) -> None:
+        """Take the place that a world gives this rank, of `weights` to begin with where it does not have them."""
         self.mesh = mesh
         self.cut.links.bind(cell)
         if self.cut.place != mesh.place:
-            self.cut.take_place(mesh.place, whole)
+            self.cut.take_place(mesh.place, weights)
             self.optimizer.state.clear()
             self._named = None
 
@@ -73,8 +84,11 @@ class CellState(ReplicatedState):
         return ReplicatedState.sum_of(self, replicas, num_lanes, kind)
 
     def measure(self) -> Tensor:
-        """Return the sums of squares of the grains of what this rank holds of the gradient."""
-        return grain_squares(split_grains(self._gradients()))
+        """Return the sums of squares of the grains of what this rank holds of the gradient, and zeros after them."""
+        measured = torch.zeros(self.num_grains, dtype=torch.float64)
+        squares = grain_squares(split_grains(self._gradients()))
+        measured[: len(squares)] = squares
+        return measured
 
     def norm_of(self, gathered: Tensor) -> Tensor:
         rows = gathered.numpy().reshape(-1, self._mesh.cell.size, gathered.shape[1])
@@ -85,13 +99,14 @@ class CellState(ReplicatedState):
     def norm_of_places(self, rows: Float64s) -> Tensor:
         """Return the norm from what each place of a cell has measured; shape (places, grains)."""
         squares: list[Float64s] = []
-        for name, grains in self._grains():
-            if name in self.cut.cuts:
-                squares.extend(rows[:, grains])
-                continue
-            for place in range(1, len(rows)):
-                self._check_alike(rows[0][grains], rows[place][grains], f"place {place} of {len(rows)}")
-            squares.append(rows[0][grains])
+        for by_place in self._grains().values():
+            for place, (grains, first) in enumerate(by_place):
+                measured = rows[place][grains]
+                if first == place:
+                    squares.append(measured)
+                elif first is not None:
+                    who = f"place {place} of {len(rows)}"
+                    self._check_alike(rows[first][by_place[first][0]], measured, who)
         return torch.tensor(total_norm(np.concatenate(squares) if squares else np.zeros(0)), dtype=torch.float64)
 
     def _check_alike(self, one: Float64s, other: Float64s, who: str) -> None:
@@ -106,18 +121,26 @@ class CellState(ReplicatedState):
         """Only all places of a cell together know the norm."""
         return None
 
-    def _grains(self) -> Iterator[tuple[str, slice]]:
-        """Yield every parameter that has a gradient, and which of the measured grains are its."""
-        end = 0
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                start, end = end, end + len(split_grains([parameter]))
-                yield name, slice(start, end)
+    def _grains(self) -> Mapping[str, Sequence[Measured]]:
+        """Return for each parameter that is trained which of a place's measured grains are its, by place."""
+        if not self._measured:
+            ends = [0] * self.cut_degree
+            for name, one in self.model.named_parameters():
+                if one.requires_grad:
+                    self._measured[name] = [self._grains_at(place, name, one, ends) for place in range(self.cut_degree)]
+        return self._measured
+
+    def _grains_at(self, place: int, name: str, one: Tensor, ends: list[int]) -> Measured:
+        cut = self.cut.cuts.get(name)
+        numel = one.numel() if cut is None else cut.part_shape(place).numel()
+        start, ends[place] = ends[place], ends[place] + -(-numel // GRAIN)
+        return Measured(slice(start, ends[place]), 0 if cut is None else cut.first_with(place))
 
     @property
     def num_grains(self) -> int:
-        """How many grains a rank measures: as many on every place."""
-        return len(split_grains(one for one in self.model.parameters() if one.requires_grad))
+        """How many grains the place with most of them measures."""
+        ends = [[grains.stop for grains, _ in by_place] for by_place in self._grains().values()]
+        return max((max(stops) for stops in ends), default=0)
 
     def digest(self, group: Group) -> str:
         named = self.model.state_dict().items()
@@ -164,10 +187,10 @@ class CellState(ReplicatedState):
 
         The places of a cell send their parts to the one of them, if any, which writes the tensor.
         """
-        cuts, cell = self.cut.cuts, self.cut.links.group
+        cuts, cell, mine = self.cut.cuts, self.cut.links.group, self._mesh.place
         held = self.held()
         parts = {path: leaf for path, leaf in leaves_by_path(held).items() if isinstance(leaf, Tensor)}
-        cut = {path: one for path, leaf in parts.items() if (one := cut_at(path, leaf, cuts, is_whole=False))}
+        cut = {path: one for path, leaf in parts.items() if (one := cut_at(path, leaf, cuts, mine))}
 
         def without_memory(path: StatePath, leaf: Tensor) -> Tensor:
             return torch.empty(cut[path].shape, dtype=leaf.dtype, device="meta") if path in cut else leaf
@@ -195,7 +218,7 @@ class CellState(ReplicatedState):
         fill(tree)
 
         def part_of(path: StatePath, leaf: Tensor) -> Tensor:
-            cut = cut_at(path, leaf, cuts, is_whole=True)
+            cut = cut_at(path, leaf, cuts)
             return leaf if cut is None else cut.part_of(leaf, place)
 
         tree.update(with_tensors(tree, part_of))

@@ -17,14 +17,18 @@ Cuts = Mapping[str, Cut]
 """How parameters are cut, by all of their names."""
 
 
-def cut_at(path: StatePath, leaf: Tensor, cuts: Cuts, *, is_whole: bool) -> Cut | None:
-    """Return how a leaf of a state that is whole, or is a part, is cut; None if it is not. Moments are as weights are.
+def cut_at(path: StatePath, leaf: Tensor, cuts: Cuts, place: int | None = None) -> Cut | None:
+    """Return how a leaf of a place's state is cut, or of one that is whole; None if it is not.
 
-    A count of updates is neither.
+    Moments are as weights are; a count of updates is neither.
     """
-    place = {"model": 1, "optimizer": 2}.get(str(path[0]))
-    cut = cuts.get(str(path[place])) if place is not None and place < len(path) else None
-    return cut if cut is not None and leaf.shape == (cut.shape if is_whole else cut.part_shape) else None
+    at = {"model": 1, "optimizer": 2}.get(str(path[0]))
+    cut = cuts.get(str(path[at])) if at is not None and at < len(path) else None
+    return cut if cut is not None and leaf.shape == _shape_of(cut, place) else None
+
+
+def _shape_of(cut: Cut, place: int | None) -> torch.Size:
+    return cut.shape if place is None else cut.part_shape(place)
 
 
 def with_tensors(tree: T, change: Callable[[StatePath, Tensor], Tensor], at: StatePath = ()) -> T:
@@ -42,8 +46,9 @@ def put_together_at(place: int, part: Tensor, cut: Cut, group: Group) -> Tensor 
     """Return the whole of a tensor at one place of a cell, None at the others; all of them call it with their parts."""
     mine = part.detach().contiguous()
     if group.rank != place:
-        group.exchange([(place, mine)], [])
+        group.exchange([(place, mine)] if group.rank in cut.givers else [], [])
         return None
-    parts = [mine if other == place else torch.empty_like(mine) for other in range(group.size)]
-    group.exchange([], [(other, parts[other]) for other in range(group.size) if other != place])
+    parts = [mine if other == place else mine.new_empty(cut.part_shape(other)) for other in cut.givers]
+    pairs = zip(cut.givers, parts, strict=True)
+    group.exchange([], [(other, memory) for other, memory in pairs if other != place])
     return torch.cat(parts, cut.dim)

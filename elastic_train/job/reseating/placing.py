@@ -13,12 +13,12 @@ from elastic_train.system.wording import counted
 def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group) -> None:
     """Take the place in a cell that a world gives this rank; what it held at another place is of no use there."""
     assert isinstance(state.shards, CellState), "a cell needs a model that can be cut"
-    is_elsewhere = state.shards.cut.place not in (None, mesh.place)
-    whole = plan.build_state().model.state_dict() if is_elsewhere else None
-    if is_elsewhere:
+    cut = state.shards.cut
+    if cut.place not in (None, mesh.place):
         state.drop_pending()
         state.reached = Reached()
-    state.shards.enter(mesh, cell, whole)
+    has_them = cut.place == mesh.place or (cut.place is None and cut.has_weights)
+    state.shards.enter(mesh, cell, None if has_them else plan.first_weights())
 
 
 def redundancy_of(mesh: Mesh) -> str:

@@ -44,10 +44,6 @@ class CellLinks:
         )
         return total
 
-    def join(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return all places' tensors one after the other along a dimension."""
-        return torch.cat(list(self.group.all_gather(tensor.detach().contiguous())), dim)
-
 
 class _Shared(Function):
     @staticmethod

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -140,13 +141,51 @@ class Decoder(nn.Module):
 
         A causal mask hides what is padded on the right from all that is not.
         """
+        return self.run(self.parts, tokens, positions, mask)
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of the modules that have weights, in the order in which they run."""
+        return ["embed", *(f"blocks.{number}" for number in range(self.shape.depth)), "norm", "head"]
+
+    def run(
+        self,
+        parts: Sequence[str],
+        tokens: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        """Run some of the parts, neighbours, on what the part before them has returned; see `forward`."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = rotations(positions, self.shape)
-        x = self.dropout(self.embed(tokens))
-        for block in self.blocks:
-            x = block(x, cos, sin, mask)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        for name in parts:
+            if name == "embed":
+                x = self.dropout(self.embed(tokens))
+            elif name.startswith("blocks."):
+                x = self.get_submodule(name)(x, cos, sin, mask)
+            else:
+                x = self.get_submodule(name)(x)
+        assert x is not None, "some part runs"
+        return x
+
+
+def stages_of(shape: DecoderShape, parts: Sequence[str], num_stages: int) -> list[Sequence[str]]:
+    """Deal the parts to stages of about as many blocks each, the last ones of more where it does not come out even.
+
+    Embedding and head stay with the blocks beside them. Raises ValueError, with every reason, if it cannot be done.
+    """
+    wrong = []
+    if num_stages > shape.depth:
+        wrong.append(f"depth {shape.depth} is less than {num_stages} stages, each of which has a block at least")
+    if shape.tied:
+        wrong.append("tied: true has one matrix in the first stage and in the last: set it to false")
+    if wrong:
+        raise ValueError(*wrong)
+    ends = [1 + stage * shape.depth // num_stages for stage in range(num_stages + 1)]
+    ends[0], ends[-1] = 0, len(parts)
+    return [parts[lo:hi] for lo, hi in pairwise(ends)]
 
 
 def _draw(name: str, parameter: Tensor, shape: DecoderShape) -> None:

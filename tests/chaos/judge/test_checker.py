@@ -391,11 +391,12 @@ def _is_effect_of(line: Line, number: int) -> bool:
     return line["op"] == "effect" and line["fault"] == number
 
 
-def test_in_cells_each_place_computes_every_lane(healthy: Path) -> None:
+@pytest.mark.parametrize("degree", ["tensor", "pipeline"])
+def test_in_cells_each_place_computes_every_lane(healthy: Path, degree: str) -> None:
     """Not a lane that two cells have, one that lacks a place, or one that a rank of another place speaks for."""
     run = collect(healthy / "faulted")
     places = [[{**line, "place": place} for line in lines] for place in (0, 1) for lines in run.processes]
-    cells = replace(run, config={**run.config, "parallel": {"tensor": 2}}, processes=places)
+    cells = replace(run, config={**run.config, "parallel": {degree: 2}}, processes=places)
     assert _partition_of(cells) == "true"
     assert _partition_of(replace(cells, config=run.config)) == "false", "without cells it is twice too many"
     process, at = next(

@@ -59,6 +59,16 @@ def test_ranks_that_do_not_fill_whole_cells_are_refused(rank: int, size: int, ce
         Mesh(rank, size, cell)
 
 
+@given(cells, st.integers(1, 4))
+def test_ranks_that_compute_alike_are_those_of_one_stage(cell: Cell, num_replicas: int) -> None:
+    """And who speaks for a cell's lanes is of the last one, which alone knows their losses."""
+    meshes = [Mesh(rank, num_replicas * cell.size, cell) for rank in range(num_replicas * cell.size)]
+    by_stage = [[mesh.rank for mesh in meshes if mesh.coordinates.stage == stage] for stage in range(cell.stage)]
+    assert meshes[0].alike == by_stage
+    speaker = next(mesh for mesh in meshes if mesh.place == cell.speaker)
+    assert speaker.coordinates == (speaker.replica, cell.stage - 1, 0, 0, 0)
+
+
 def test_ranks_of_a_replica_compute_its_lanes_together() -> None:
     """Rows of ranks are compared with lanes by rank, also where a replica has several ranks."""
     assert Mesh(0, 2).num_lanes([range(3), range(3, 5)]) == [3, 2]

@@ -67,6 +67,17 @@ def test_a_rank_with_more_lanes_is_no_slow_one() -> None:
         assert [event.kind for event in said] == expected
 
 
+def test_ranks_of_one_stage_are_compared_and_stages_are_not() -> None:
+    """Of three cells of two stages the last stages take longer; one of the first ones is slow beside its like."""
+    for seconds, expected in ((0.2, []), (0.6, [("slow_compute", 2)])):
+        detector, said = Detector([1] * 6, [[0, 2, 4], [1, 3, 5]]), list[Event]()
+        fast, slow = QUIET._replace(forward_s=0.1, backward_s=0.2), QUIET._replace(forward_s=0.3, backward_s=0.6)
+        for step in range(1, 60):
+            row = [fast, slow, fast._replace(backward_s=seconds), slow, fast, slow]
+            said += detector.step(step, row, 1.0, 1.0)
+        assert [(event.kind, event.rank) for event in said] == expected
+
+
 def test_what_is_over_is_said_to_be_once() -> None:
     begins, ends = watched(lambda s, rank: QUIET._replace(backward_s=1.5) if rank == 1 and 40 < s <= 70 else QUIET)
     assert (begins.kind, begins.rank, begins.is_over) == ("slow_compute", 1, False)

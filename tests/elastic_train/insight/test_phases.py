@@ -46,6 +46,14 @@ def test_the_slowest_rank_is_named_where_it_stands_out(
     assert slowest(ranks(*compute_s), num_lanes) == expected
 
 
+def test_the_slowest_is_looked_for_among_those_that_compute_the_same() -> None:
+    """A last stage with the output layer takes longer than a first one, in every cell, and is not slow."""
+    stages = [[0, 2, 4], [1, 3, 5]]
+    assert slowest(ranks(1.0, 3.0, 1.0, 3.0, 1.0, 3.0), [1] * 6, stages) is None
+    assert slowest(ranks(1.0, 3.0, 2.0, 3.0, 1.0, 3.0), [1] * 6, stages) == (2, 2.0)
+    assert slowest(ranks(1.0, 3.0), [1, 1], [[0], [1]]) is None
+
+
 def test_phases_add_up_to_the_time_between_rows(now: SimpleNamespace) -> None:
     """A mark names what has passed since the last one; what passes before a start belongs to no phase."""
     clock = StepClock()

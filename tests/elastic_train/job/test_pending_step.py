@@ -16,6 +16,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.errors import WeightsDifferError
+from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.reseating.pending_step import furthest_whole, settle_pending
 from elastic_train.job.state import AppliedState, StepFacts, build_state
@@ -58,7 +59,7 @@ def make_state(mesh: Mesh, step: int) -> AppliedState:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
     recipe = OptimizerConfig(lr=0.1, warmup_steps=0, clip_norm=0.5)
-    state = build_state(model, recipe, 9, "cpu", False, (), ParallelConfig(tensor=2), {"0": "column"})
+    state = build_state(model, recipe, 9, "cpu", False, (), ParallelConfig(tensor=2), CellPlan({"0": "column"}))
     assert isinstance(state.shards, CellState)
     state.shards.enter(mesh, Group(0, 1, None, 1.0), None)
     state.shards.trained_in = TERM

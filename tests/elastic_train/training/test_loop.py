@@ -24,7 +24,7 @@ from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums
 def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not after the next: one step may take all the time that a machine is given to leave."""
     session = MagicMock()
-    session.lanes = range(1)
+    session.lanes, session.stage, session.world.cell = range(1), None, None
     session.leave.is_set = session.commits.is_busy = False
     session.plan.config.run.forensic = False
     commits = session.commits
@@ -44,6 +44,17 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
     computed = step.compute_step(session, [batch])  # type: ignore[list-item]
     assert computed.flags == computed.sums.any_flags == LEAVE
     assert loop._end(session, computed.flags, computed.sums) is loop.Outcome.PREEMPTED
+
+
+@pytest.mark.parametrize("others_lack_it", [False, True])
+def test_ranks_of_a_cell_leave_a_step_out_together(monkeypatch: pytest.MonkeyPatch, others_lack_it: bool) -> None:
+    """Where one of them cannot read a sample, the others would wait in vain for what it gives to the lane."""
+    session, ran = MagicMock(stage=None, lanes=range(1)), MagicMock(return_value=LaneSums(1.0, 1.0))
+    session.world.cell.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(others_lack_it))])
+    monkeypatch.setattr(step, "_run_lane", ran)
+    batch = SimpleNamespace(lane=0, unreadable={}, tensors={})
+    assert step.run_lanes(session, [batch]) == {0: LaneSums() if others_lack_it else LaneSums(1.0, 1.0)}  # type: ignore[list-item]
+    assert ran.called == session.gradients.begin.called == (not others_lack_it)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.mesh import Mesh
 from elastic_train.errors import NoProgressError
 from elastic_train.insight.phases import RankFacts
 from elastic_train.insight.totals import PhaseTotals
@@ -36,7 +37,7 @@ class Said:
     def __init__(self, folder: Path, every_steps: int = 1000, **actions: str) -> None:
         self.files, self.tracker, self.folder = BackgroundFiles(), MagicMock(), folder
         self.history = History(self.files, folder, 3, 0)
-        self.world = MagicMock(history=self.history)
+        self.world = MagicMock(history=self.history, mesh=Mesh(0, 3))
         hosts = {1: "n7"}
         self.watch = Watch(self.world, self.tracker, PhaseTotals(), every_steps, [2, 2, 2], actions, hosts.get)  # type: ignore[arg-type]
 

@@ -94,7 +94,8 @@ def partition(run: Evidence) -> str:
 def _by_place(run: Evidence, lines: list[Line]) -> list[list[Line]]:
     """Return a step's lines by their ranks' places in cells; all together where every rank is a replica."""
     parallel = run.config.get("parallel")
-    size = parallel.get("tensor", 1) if isinstance(parallel, dict) else 1
+    degrees = parallel if isinstance(parallel, dict) else {}
+    size = degrees.get("tensor", 1) * degrees.get("pipeline", 1)
     if size == 1:
         return [lines]
     return [[line for line in lines if line.get("place") == place] for place in range(size)]

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
-from elastic_train.job.cells.cut_model import CutModel, tensor_plan_of
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
@@ -42,9 +44,10 @@ def of_rank(rank: int, size: int, folder: str) -> None:
     links = CellLinks()
     group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
     links.bind(group)
-    plan = tensor_plan_of(TASK, model, size)
+    parallel = ParallelConfig(tensor=size)
+    plan = cell_plan_of(TASK, model, parallel)
     assert plan is not None
-    cut = CutModel(model, plan, size, links)
+    cut = CutModel(model, plan, parallel.cell, links)
     cut.take_place(rank)
     torch.testing.assert_close(run_once(model), expected, rtol=1e-12, atol=1e-12)
     shared: list[Tensor] = []
@@ -57,11 +60,11 @@ def of_rank(rank: int, size: int, folder: str) -> None:
     gradients = group.all_gather(torch.cat(shared))
     assert all(torch.equal(one, gradients[0]) for one in gradients), "what all places hold gets the same bits on all"
     assert sum(one.numel() for one in model.parameters()) < 0.7 * sum(one.numel() for one in whole.parameters())
-    cut.take_place((rank + 1) % size, make_model().state_dict())
+    cut.take_place((rank + 1) % size, make_model().state_dict().items())
     for name, one in whole.named_parameters():
         if name in cut.cuts:
             assert torch.equal(model.get_parameter(name), cut.cuts[name].part_of(one, (rank + 1) % size))
-    cut.take_place(rank, make_model().state_dict())
+    cut.take_place(rank, make_model().state_dict().items())
     cut.become_whole()
     model.zero_grad()
     assert torch.equal(run_once(model), expected), "whole again, it computes by itself"
@@ -86,7 +89,7 @@ def test_parts_compute_what_the_whole_does(tmp_path: Path, size: int) -> None:
 def test_a_degree_has_to_divide_what_is_cut(changes: dict[str, int], degree: int, message: str) -> None:
     shape = DecoderShape(**{"vocabulary": 11, "dim": 16, "heads": 8, "kv_heads": 4, "hidden": 12, **changes})
     with pytest.raises(ConfigError, match=message):
-        tensor_plan_of(TASK, Decoder(shape), degree)
+        cell_plan_of(TASK, Decoder(shape), ParallelConfig(tensor=degree))
 
 
 class Cutting(Witness):
@@ -119,9 +122,9 @@ class Block(nn.Module):
 def test_a_plan_that_does_not_fit_its_model_is_refused(plan: dict[str, str], message: str) -> None:
     """A bias would be added by every rank, and no norm is cut."""
     with pytest.raises(ConfigError, match=message):
-        tensor_plan_of(Cutting(**plan), Block(), 2)
+        cell_plan_of(Cutting(**plan), Block(), ParallelConfig(tensor=2))
 
 
 def test_a_task_without_a_plan_hears_what_else_there_is() -> None:
     with pytest.raises(ConfigError, match=r"parallel.tensor: 2 needs a task that says how .* or use parallel.shards"):
-        tensor_plan_of(Witness(), nn.Linear(2, 2), 2)
+        cell_plan_of(Witness(), nn.Linear(2, 2), ParallelConfig(tensor=2))

@@ -29,19 +29,19 @@ from tests.elastic_train.training.live.test_live import (
 __all__ = ["etcd", "nothing_left"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("live cells")]  # one run to compare with
 STEPS = 70
-MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1}
+MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
 PARAMS = {"model": MODEL, "max_tokens": 16}
 
 
-def write_config(folder: Path, rows: Path, until: Path) -> str:
-    """Write a job of cells of two ranks, whose lanes take longer until a file exists."""
+def write_config(folder: Path, rows: Path, until: Path, **parallel: object) -> str:
+    """Write a job of cells of two ranks by default, whose lanes take longer until a file exists."""
     params = {**PARAMS, "lane_ms": 40.0, "until": str(until)}
     tree = {
         **JOB,
         "run": {"dir": str(folder / "run"), "seed": 5},
         "data": {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"},
         "task": {"path": "tests.tasks:PacedLanguage", "params": params},
-        "parallel": {"tensor": 2},
+        "parallel": parallel or {"tensor": 2},
         "max_steps": STEPS,
     }
     folder.mkdir(parents=True, exist_ok=True)

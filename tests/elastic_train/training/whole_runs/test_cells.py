@@ -97,7 +97,11 @@ def newest_weights(folder: Path) -> dict[str, torch.Tensor]:
         ),
         (TENSOR, None, "a world of 1 rank is not of whole cells of 2"),
         ([*TENSOR, "--parallel.shards", "optimizer"], None, "does not go together with parallel.shards: optimizer yet"),
-        ([*TENSOR, "--optimizer.name", "muon"], None, "and parallel.tensor to 1, or optimizer.name to adamw"),
+        (
+            [*TENSOR, "--optimizer.name", "muon"],
+            None,
+            "and parallel.tensor and pipeline to 1, or optimizer.name to adamw",
+        ),
     ],
 )
 def test_what_makes_no_cells_is_refused(

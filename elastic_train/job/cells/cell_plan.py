@@ -1,0 +1,128 @@
+"""How the ranks of a cell hold a task's model: which of its modules are cut, and which are in which stage.
+
+What a task says is checked in full before anything is built on it; a mistake names the module, and what to set instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.errors import ConfigError
+from elastic_train.tasks.task import Splitting, StagePlan, Staging, Task, TensorPlan
+
+DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
+"""Which dimension is cut of a linear layer's weight, (outputs, inputs): its transpose is what has columns and rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlan:
+    """What becomes of modules that are cut, by full names, and the modules of each stage; empty if there are none."""
+
+    tensor: TensorPlan = field(default_factory=dict)
+    stages: StagePlan = ()
+
+
+def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if ranks are to hold parts of a model, and its task does not say which."""
+    kind, wrong = type(task).__name__, list[str]()
+    if parallel.tensor > 1 and not isinstance(task, Splitting):
+        wrong.append(
+            f"parallel.tensor: {parallel.tensor} needs a task that says how its model is cut, and {kind} does "
+            "not (`tensor_plan`): set it to 1, or use parallel.shards to hold less on each rank"
+        )
+    if parallel.pipeline > 1 and not isinstance(task, Staging):
+        wrong.append(
+            f"parallel.pipeline: {parallel.pipeline} needs a task whose model runs in stages, and that of {kind} does "
+            "not (`stage_plan`, `run_stage`): set it to 1, or use parallel.shards to hold less on each rank"
+        )
+    if wrong:
+        raise ConfigError(*wrong)
+
+
+def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> CellPlan | None:
+    """Return how cells of these degrees hold a task's model; None where every rank holds all of it.
+
+    Raises ConfigError if the task does not say, or the model cannot be held so.
+    """
+    if parallel.cell.size == 1:
+        return None
+    check_fits_cells(task, parallel)
+    tensor: TensorPlan = {}
+    stages: StagePlan = ()
+    if parallel.tensor > 1:
+        assert isinstance(task, Splitting), "it was checked"
+        tensor = _named(task.tensor_plan(model, parallel.tensor), model, parallel.tensor)
+    if parallel.pipeline > 1:
+        assert isinstance(task, Staging), "it was checked"
+        stages = tuple(tuple(stage) for stage in task.stage_plan(model, parallel.pipeline))
+        if wrong := list(_mistakes(stages, model, parallel.pipeline)):
+            raise ConfigError(*wrong)
+    return CellPlan(tensor, stages)
+
+
+def _named(patterns: TensorPlan, model: nn.Module, degree: int) -> TensorPlan:
+    """Return a task's plan with full names."""
+    modules = dict(model.named_modules())
+    plan = {name: use for pattern, use in patterns.items() for name in modules if _is_like(name, pattern)}
+    for name, use in plan.items():
+        if use != "shared":
+            _check_linear(name, modules[name], use, degree)
+    return plan
+
+
+def _is_like(name: str, pattern: str) -> bool:
+    """Say whether a module's name fits a pattern, in which * stands for one part of a name."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
+
+
+def _check_linear(name: str, module: nn.Module, use: str, degree: int) -> None:
+    if not isinstance(module, nn.Linear) or (use == "row" and module.bias is not None):
+        kind = "a linear layer with a bias" if isinstance(module, nn.Linear) else f"a {type(module).__name__}"
+        raise ConfigError(f"the task's tensor_plan cuts '{name}' by {use}s, which {kind} cannot be")
+    if module.weight.shape[DIMENSIONS[use]] % degree:
+        raise ConfigError(
+            f"parallel.tensor: {degree} does not divide the {module.weight.shape[DIMENSIONS[use]]} {use}s of '{name}'"
+        )
+
+
+def _mistakes(stages: StagePlan, model: nn.Module, num_stages: int) -> Iterator[str]:
+    """Yield what is wrong with a task's stages."""
+    where, modules = "the task's stage_plan", dict(model.named_modules())
+    if len(stages) != num_stages:
+        yield f"{where} has {len(stages)} stages, not {num_stages}"
+        return
+    if unknown := [name for stage in stages for name in stage if name not in modules]:
+        yield f"{where} names '{unknown[0]}', which the model does not have"
+        return
+    owners = _owners(stages, modules)
+    for name, one in model.named_parameters():
+        found = sorted(owners.get(id(one), ()))
+        if not found:
+            yield f"{where} has '{name}' in no stage"
+        elif len(found) > 1:
+            yield (
+                f"{where} has '{name}' in the stages {', '.join(map(str, found))}: its gradient would be added in "
+                "another order than by one rank; give each stage a parameter of its own"
+            )
+        elif not one.ndim:
+            yield f"{where}: '{name}' is a number, which cannot be left out of a stage: give it the shape (1,)"
+    if buffers := [name for name in model.state_dict() if name in dict(model.named_buffers())]:
+        yield (
+            f"parallel.pipeline: {num_stages} is for models without persistent buffers, and this one has "
+            f"'{buffers[0]}': register what is a cache with persistent=False, or set it to 1"
+        )
+
+
+def _owners(stages: StagePlan, modules: Mapping[str, nn.Module]) -> dict[int, set[int]]:
+    """Return which stages have which parameter, by its id."""
+    owners: dict[int, set[int]] = {}
+    for number, stage in enumerate(stages):
+        for name in stage:
+            for one in modules[name].parameters():
+                owners.setdefault(id(one), set()).add(number)
+    return owners

@@ -1,0 +1,188 @@
+"""A model in stages: each place holds its own, all together compute what the whole does, and what cannot is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.core.mesh import Mesh
+from elastic_train.core.schedules import passes_of, peak_lanes
+from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.stage import Stage, stage_of
+from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.cells.pipeline import run_schedule
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.models.decoder import Decoder, DecoderShape, drawn_weights
+from elastic_train.tasks.task import Batch, LaneLoss, StagePlan
+from elastic_train.tasks.witness import Witness
+from tests.conftest import run_ranks
+
+SHAPE = DecoderShape(vocabulary=11, dim=16, depth=5, heads=4, tied=False, dropout=0.3)
+TASK = CausalLM(model={"dim": 16, "depth": 5, "heads": 4, "tied": False})
+WIDTHS = (7, 4, 7, 0, 5, 4)
+"""Of the lanes' rows; the fourth lane has no samples."""
+
+
+def make_model() -> Decoder:
+    torch.manual_seed(3)
+    return Decoder(SHAPE)
+
+
+def batch_of(number: int) -> Batch:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, 11, (3, WIDTHS[number]), generator=generator)
+    places = torch.arange(tokens.numel() - 1)
+    return {"tokens": tokens, "places": places, "targets": tokens.flatten()[1:]}
+
+
+def losses_of_whole(model: nn.Module) -> list[float]:
+    """Add the gradients of all lanes, each of which begins the generator anew."""
+    losses = []
+    for number, width in enumerate(WIDTHS):
+        if width:
+            torch.manual_seed(number)
+            loss = TASK.loss(model, batch_of(number)).total
+            loss.backward()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+class Lanes:
+    """The passes of a stage."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.losses = stage, list[float]()
+
+    def key(self, number: int) -> Hashable | None:
+        return WIDTHS[number] or None
+
+    def forward(self, number: int, given: Tensor | None) -> Tensor:
+        if given is None:
+            torch.manual_seed(number)
+        made = self.stage.run(batch_of(number), given)
+        if isinstance(made, Tensor):
+            return made
+        self.losses.append(float(made.total.detach()))
+        return made.total
+
+    def backward(self, number: int, made: Tensor | None, gradient: Tensor | None) -> None:
+        if made is not None:
+            torch.autograd.backward(made, gradient)
+
+    def waited(self) -> None: ...
+
+
+def of_rank(rank: int, size: int, folder: str, kind: str) -> None:
+    whole = make_model()
+    losses = losses_of_whole(whole)
+    parallel = ParallelConfig.model_validate({"pipeline": size, "schedule": kind})
+    with torch.device("meta"):
+        model: nn.Module = Decoder(SHAPE)
+    plan = cell_plan_of(TASK, model, parallel)
+    assert plan is not None
+    model = make_model()
+    links, group = CellLinks(), Group(rank, size, FileStore(f"{folder}/store-{size}-{kind}", size), 60)
+    links.bind(group)
+    cut = CutModel(model, plan, parallel.cell, links)
+    torch.manual_seed(3)
+    cut.take_place(rank, drawn_weights(SHAPE))
+    own = {name for name, one in model.named_parameters() if one.numel()}
+    assert own == {name for name, _ in model.named_parameters() if name.startswith(tuple(plan.stages[rank]))}
+    stage = stage_of(TASK, model, plan.stages, parallel.schedule, Mesh(rank, size, parallel.cell), group)
+    lanes = Lanes(stage)
+    most = run_schedule(stage.actions(len(WIDTHS)), stage.links, lanes)
+    assert lanes.losses == (losses if rank == size - 1 else [])
+    for name, one in model.named_parameters():
+        expected = whole.get_parameter(name)
+        assert torch.equal(cut.whole(name, one), expected)
+        assert name not in own or (one.grad is not None and torch.equal(one.grad, expected.grad))
+    assert kind == "gpipe" or most <= size - rank == peak_lanes(passes_of("1f1b", rank, size, len(WIDTHS)))
+    cut.become_whole()
+    assert all(torch.equal(one, whole.get_parameter(name)) for name, one in model.named_parameters())
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "kind"), [(2, "1f1b"), (2, "gpipe"), (4, "1f1b")])
+def test_stages_compute_the_bits_of_the_whole(tmp_path: Path, size: int, kind: str) -> None:
+    """Losses and gradients, with dropout, lanes of several shapes, and one without samples."""
+    run_ranks(of_rank, size, str(tmp_path), kind)
+
+
+@pytest.mark.parametrize(("num_stages", "num_blocks"), [(2, [2, 3]), (3, [1, 2, 2]), (5, [1] * 5)])
+def test_blocks_are_dealt_evenly_and_the_last_stage_has_no_fewer(num_stages: int, num_blocks: list[int]) -> None:
+    plan = TASK.stage_plan(Decoder(SHAPE), num_stages)
+    assert [sum(name.startswith("blocks.") for name in stage) for stage in plan] == num_blocks
+    assert [name for stage in plan for name in stage] == Decoder(SHAPE).parts
+
+
+class Staged(Witness):
+    """A task with stages of its own."""
+
+    def __init__(self, *plan: Sequence[str]) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def stage_plan(self, model: nn.Module, num_stages: int) -> StagePlan:
+        return self._plan
+
+    def run_stage(self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None) -> Any:
+        return LaneLoss(torch.zeros(()), 0.0)
+
+
+class Layers(nn.Module):
+    """Layers, two of which share their weights, and a number."""
+
+    def __init__(self, **extra: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.tied = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+        self.tied.weight = self.a.weight
+        for name, module in extra.items():
+            self.add_module(name, module)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("plan", "extra", "message"),
+    [
+        ([["a", "tied"], ["b"], []], {}, "has 3 stages, not 2"),
+        ([["a", "tied"], ["c"]], {}, "names 'c', which the model does not have"),
+        ([["a", "tied"], []], {}, "has 'b.weight' in no stage"),
+        ([["a"], ["b", "tied"]], {}, "has 'a.weight' in the stages 0, 1: its gradient would be added in another order"),
+        ([["a", "tied"], ["b", "c"]], {"c": Scale()}, "'c.scale' is a number, which cannot be left out of a stage"),
+        ([["a", "tied"], ["b", "c"]], {"c": nn.BatchNorm1d(2)}, "without persistent buffers, and this one has 'c.runn"),
+    ],
+)
+def test_stages_that_do_not_fit_their_model_are_refused(
+    plan: list[list[str]], extra: dict[str, nn.Module], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cell_plan_of(Staged(*plan), Layers(**extra), ParallelConfig(pipeline=2))
+
+
+def test_all_that_keeps_a_decoder_from_stages_is_said_at_once() -> None:
+    shape = DecoderShape(vocabulary=11, dim=16, depth=2)
+    with pytest.raises(ConfigError) as caught:
+        cell_plan_of(TASK, Decoder(shape), ParallelConfig(pipeline=3))
+    assert "task.params.model.depth 2 is less than 3 stages" in str(caught.value)
+    assert "task.params.model.tied: true has one matrix in the first stage and in the last" in str(caught.value)
+
+
+def test_a_task_without_stages_hears_what_else_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.pipeline: 2 needs a task whose model runs in stages, .*shards"):
+        cell_plan_of(Witness(), nn.Linear(2, 2), ParallelConfig(pipeline=2))

@@ -1,0 +1,102 @@
+"""Pipelines in whole runs: the hash of one process, for any number of stages, schedule and number of cells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_train.cli.main import main
+from tests.conftest import start
+from tests.elastic_train.training.jobs import average_of, config, result, succeed
+from tests.elastic_train.training.whole_runs.test_cells import newest_weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]  # one run to compare with
+
+MODEL = {"vocabulary": 64, "dim": 16, "depth": 5, "heads": 4, "kv_heads": 2, "dropout": 0.1, "tied": False}
+LANGUAGE: dict[str, object] = {
+    "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": MODEL, "max_tokens": 16}},
+    "batch": {"global_batch": 30, "micro_batch": 6},
+    "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.2, "ema": {"decay": 0.9}},
+    "epochs": 1,
+    "validation": {"every_steps": 10, "weights": "ema"},
+    "checkpoint": {"every_steps": 4, "keep_last": 3},
+}
+
+
+def stages(num: int, *, kind: str = "1f1b") -> list[str]:
+    return ["--parallel.pipeline", str(num), "--parallel.schedule", kind]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
+    """A run of one process that holds the whole model."""
+    folder = tmp_path_factory.mktemp("one")
+    succeed(start([config(folder, rows, LANGUAGE)]))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "how"),
+    [
+        (2, stages(2)),
+        (4, [*stages(2, kind="gpipe"), "--parallel.bucket_mb", "0.001"]),
+        (4, stages(4)),
+        (6, [*stages(3), "--parallel.recompute", "units"]),
+    ],
+)
+def test_stages_have_the_bits_of_one_process(
+    tmp_path: Path, rows: Path, one_process: Path, num_ranks: int, how: list[str]
+) -> None:
+    """With dropout, which the first stages draw from before the last ones do, and a last step of fewer samples."""
+    succeed(start([config(tmp_path, rows, LANGUAGE), *how], num_ranks=num_ranks))
+    for what in ("weights_sha256", "metrics", "num_samples"):
+        assert result(tmp_path)[what] == result(one_process)[what]
+    assert average_of(tmp_path) == average_of(one_process)
+
+
+def test_commits_continue_with_any_stages_and_cells(tmp_path: Path, rows: Path, one_process: Path) -> None:
+    """A commit has whole tensors, which torch's own reader and one process find, too."""
+    run = config(tmp_path, rows, LANGUAGE)
+    for until, num_stages, num_ranks in [(3, 2, 2), (5, 4, 4), (8, 1, 2), (11, 2, 4)]:
+        succeed(start([run, *stages(num_stages), "--max_steps", str(until)], num_ranks=num_ranks))
+    newest_weights(tmp_path)
+    succeed(start([run, *stages(3)], num_ranks=3))
+    assert result(tmp_path)["weights_sha256"] == result(one_process)["weights_sha256"]
+    assert average_of(tmp_path) == average_of(one_process)
+    newest_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (stages(6), "parallel.pipeline: 6 stages would wait for one another with 5 lanes"),
+        ([*stages(2), "--parallel.tensor", "2"], "tensor: 2 does not go together with pipeline: 2 yet"),
+        (
+            [*stages(2), "--precision", "fp16", "--parallel.shards", "optimizer"],
+            "parallel.pipeline: 2 does not go together with parallel.shards: optimizer and precision: fp16 yet",
+        ),
+        ([*stages(4), "--max_steps", "3"], "a world of 1 rank is not of whole cells of 4 (parallel.pipeline: 4)"),
+        ([*stages(2), "--optimizer.name", "muon"], "and parallel.tensor and pipeline to 1"),
+    ],
+)
+def test_what_makes_no_pipeline_is_refused(tmp_path: Path, rows: Path, how: list[str], message: str) -> None:
+    """Before training, with what to do."""
+    done = start([config(tmp_path, rows, LANGUAGE), *how])
+    assert done.code == 2 and message in done.output.replace("\n", " "), done.output
+
+
+def test_validate_says_all_that_keeps_a_model_from_stages(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not take a start to learn of it, nor one for each reason."""
+    own = {
+        **LANGUAGE,
+        "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": {"depth": 2, "vocabulary": 64}}},
+    }
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", config(tmp_path, rows, own), *stages(3)])
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert ended.value.code == 2
+    for reason in ("depth 2 is less than 3 stages", "tied: true has one matrix in the first stage and in the last"):
+        assert reason in said
