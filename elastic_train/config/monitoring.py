@@ -1,10 +1,10 @@
-"""The keys of what a run says of itself while it trains: phases, events, pages."""
+"""The keys of what a run says of itself while it trains: phases, events, pages, traces."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from elastic_train.config.section import Section
 
@@ -33,3 +33,14 @@ class MonitoringConfig(Section):
     on_event: dict[EventKind, Action] = Field(default_factory=dict)
     """What follows an event, by its kind: tell (the default of each) says so in log, history and tracker; snapshot also
     commits at the next step; stop commits, and ends the job with exit code 93. Such as {slow_link: snapshot}."""
+
+
+class ProfileConfig(Section):
+    at_steps: tuple[PositiveInt, ...] = ()
+    """Take a trace that begins with each of these steps, such as [10, 1000]; [] for none, which costs nothing."""
+    num_steps: PositiveInt = 2
+    """How many steps a trace covers. A step of a large model is tens of megabytes before compression."""
+    ranks: tuple[NonNegativeInt, ...] | Literal["all"] = (0,)
+    """Whose traces: such as [0, 3], or all."""
+    memory: bool = False
+    """Also trace what is allocated and freed."""

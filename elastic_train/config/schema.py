@@ -25,7 +25,7 @@ from pydantic import (
 
 from elastic_train.config import yaml12
 from elastic_train.config.datasets import DataConfig
-from elastic_train.config.monitoring import MonitoringConfig
+from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig, checked_best
 from elastic_train.config.section import Section, Value, folder, home
@@ -138,6 +138,7 @@ class Config(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
     epochs: PositiveInt = 1
     """Passes over the training set; of a mixture, over each source, until the slowest has had them all."""
     max_steps: PositiveInt | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 Phase = Literal["data", "to_device", "forward", "backward", "wait", "exchange", "optimizer", "save", "rest"]
@@ -71,6 +71,8 @@ class StepClock:
         self._group = group
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._last_s = 0.0
+        self.listener: Callable[[Phase, float], None] | None = None
+        """Is told of every mark, and of the seconds before it."""
         self._waited_s, self._beside_s, self._num_bytes = self._counters()
 
     def start(self) -> None:
@@ -83,6 +85,8 @@ class StepClock:
         """Say what has gone on since the last mark; what was spent waiting for peers meanwhile is exchange."""
         now = time.perf_counter()
         seconds, self._last_s = now - self._last_s, now
+        if self.listener is not None:
+            self.listener(phase, seconds)
         if self._group is not None and phase not in ("wait", "save"):
             waited_s = min(seconds, self._group.waited_s - self._waited_s)
             self._spent["exchange"] += waited_s

@@ -25,7 +25,7 @@ from elastic_train.parallel.connections import Connections, gloo_options
 from elastic_train.parallel.devices.device import Device
 from elastic_train.parallel.devices.device_group import ABORT_S, DeviceGroup, OnDevice
 from elastic_train.parallel.devices.through_host import ThroughHost
-from elastic_train.parallel.point_to_point import OWN_ERRORS, Backend, PointToPoint, Work
+from elastic_train.parallel.point_to_point import OWN_ERRORS, Backend, PointToPoint, Traffic, Work
 from rendezvous.open_files import make_room_for
 from rendezvous.waiting import Bystander, Call, GivenUp
 
@@ -117,15 +117,27 @@ class Group(PointToPoint):
         to, source = [[one for one in pairs if self.is_on_device(one[1])] for pairs in (sends, receives)]
         arriving, leaving = super().begin_exchange(to_host, from_host)
         if self._device is not None and (to or source):
-            self.num_bytes += sum(tensor.nbytes for _, tensor in (*to, *source))
+            self._count("exchange", sum(tensor.nbytes for _, tensor in (*to, *source)))
             arriving.append(self._device.begin_exchange(to, source, self._tag))
         return arriving, leaving
 
-    def begin(self, operation: Callable[[Backend], Work], tensor: Tensor) -> Work:
+    def begin(self, operation: Callable[[Backend], Work], tensor: Tensor, kind: str) -> Work:
         if self._device is None or not self._holds(tensor):
-            return super().begin(operation, tensor)
-        self.num_bytes += tensor.nbytes
+            return super().begin(operation, tensor, kind)
+        self._count(kind, tensor.nbytes)
         return self._device.begin(operation)
+
+    def _count(self, kind: str, num_bytes: int) -> None:
+        """Count what a device is asked for."""
+        self.num_bytes += num_bytes
+        if self.traffic is not None:
+            self.traffic.note(kind, num_bytes)
+
+    def listen(self, traffic: Traffic | None) -> None:
+        """Note the operations of this group and of its parts there, or no longer."""
+        self.traffic = traffic
+        for part in self._parts:
+            part.listen(traffic)
 
     def send(self, rank: int, tensor: Tensor) -> Work:
         if self.is_on_device(tensor):
@@ -179,20 +191,22 @@ class Group(PointToPoint):
         if self.size == 1:
             return tensor.unsqueeze(0).clone()
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        self._run(lambda group: group.allgather([list(gathered.unbind(0))], [tensor.contiguous()]), tensor)
+        self._run(
+            lambda group: group.allgather([list(gathered.unbind(0))], [tensor.contiguous()]), tensor, "all_gather"
+        )
         return gathered
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over the ranks, in place; the order of floating-point additions varies with the world."""
         if self.size > 1:
-            self._run(lambda group: group.allreduce([tensor]), tensor)
+            self._run(lambda group: group.allreduce([tensor]), tensor, "all_reduce")
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite the tensor with that of one rank."""
         if self.size > 1:
             options = dist.BroadcastOptions()
             options.rootRank = source
-            self._run(lambda group: group.broadcast([tensor], options), tensor)
+            self._run(lambda group: group.broadcast([tensor], options), tensor, "broadcast")
 
     def broadcast_object(self, value: object, source: int = 0) -> object:
         """Return one rank's value, made of JSON's types, on every rank."""
@@ -270,8 +284,8 @@ class Group(PointToPoint):
         assert self._host is not None, "the group was given up"
         return ThroughHost(self._host) if self._holds(tensor) else self._host
 
-    def _run(self, collective: Callable[[Backend], Work], tensor: Tensor) -> None:
-        self.wait([self.begin(collective, tensor)])
+    def _run(self, collective: Callable[[Backend], Work], tensor: Tensor, kind: str) -> None:
+        self.wait([self.begin(collective, tensor, kind)])
 
     def _guard(self, call: Callable[[], T]) -> T:
         """Make a call that needs the peers; give it up when the world is broken."""

@@ -37,6 +37,7 @@ from elastic_train.core.lanes import Assignment, owned_lanes
 from elastic_train.errors import StorageError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock
+from elastic_train.insight.tracing import Tracer
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.job.commit_facts import describe_commit
@@ -104,7 +105,7 @@ def _open_in(process: Process, world: World) -> Session:
     gradients = sum_of_gradients(state, kind, world.replicas, plan.num_lanes)
     saves = open_saves(process, world, head)
     tracker = start_tracker(process, world, head)
-    cadence = open_cadence(process, world, head)
+    cadence, clock = open_cadence(process, world, head), StepClock(world.group)
     session = Session(
         plan=plan,
         world=world,
@@ -122,8 +123,9 @@ def _open_in(process: Process, world: World) -> Session:
         holes=_holes(process, world, stuck),
         reduction=kind,
         stage=_open_stage(plan, world, state),
-        clock=StepClock(world.group),
+        clock=clock,
         page=process.page,
+        tracer=open_tracer(plan.config, world, clock, state.step),
         watch=open_watch(process, world, tracker, assigned),
     )
     if process.page is not None:
@@ -239,6 +241,16 @@ def open_watch(process: Process, world: World, tracker: Tracker | None, assigned
     keys = config.monitoring
     num_lanes = world.mesh.num_lanes(assigned)
     return Watch(world, tracker, process.totals, keys.phases_every_steps, num_lanes, keys.on_event, host_of)
+
+
+def open_tracer(config: Config, world: World, clock: StepClock, step: int) -> Tracer | None:
+    """Return what takes this rank's traces; None if there are to be none, as is usual."""
+    keys, rank = config.profile, world.group.rank
+    if not keys.at_steps or (keys.ranks != "all" and rank not in keys.ranks):
+        return None
+    tracer = Tracer(keys, config.run.dir, rank=rank, term=world.term, clock=clock, group=world.group)
+    tracer.applied(step)
+    return tracer
 
 
 def open_page(config: Config) -> Page | None:

@@ -22,6 +22,7 @@ from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock, slowest
 from elastic_train.insight.totals import PhaseTotals
+from elastic_train.insight.tracing import Tracer
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
@@ -91,6 +92,8 @@ class Session:
     watch: Watch | None = None
     """Rank 0's."""
     page: Page | None = None
+    tracer: Tracer | None = None
+    """Takes traces of this rank, if its steps are to be traced."""
     holes: tuple[Hole, ...] = ()
     num_repeats: int = 0
     """How often a step has to come again because samples of it could not be read."""
@@ -228,6 +231,8 @@ class Session:
         )
         if standing == "pending":
             return
+        if self.tracer is not None:
+            self.tracer.applied(state.step)
         if self.page is not None:
             self._show(self.page.facts, sums, norm, seconds)
         if self.watch is not None:
@@ -322,6 +327,8 @@ class Session:
     def pause(self) -> None:
         """End this world's saves, displays and records; the tracker's run continues in the next world."""
         self.commits.abandon(is_live=self.worlds.is_live)
+        if self.tracer is not None:
+            self.tracer.close()
         if self.watch is not None:
             self.watch.say()
         if self.tracker is not None:
@@ -334,6 +341,8 @@ class Session:
         `goes_on` says that another process may take this one's place.
         """
         self.commits.abandon(is_live=self.worlds.is_live)
+        if self.tracer is not None:
+            self.tracer.close()
         if self.watch is not None:
             self.watch.say()
         if self.tracker is not None:
