@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -244,9 +244,15 @@ class Group(PointToPoint):
             raise self.lost("the world has changed")
 
     def close(self) -> None:
-        """Leave together with all ranks; a group that is still there when the interpreter ends aborts the process."""
+        """Leave together with all ranks; a group that is still there when the interpreter ends aborts the process.
+
+        Raises PeerLostError where not all came. Once all have, a second barrier keeps them until each knows it: whoever
+        left before would be a lost peer to those that do not. In that one, a peer that is gone has just been quicker.
+        """
         if self.size > 1:
             self.barrier()
+            with suppress(PeerLostError):
+                self.barrier()
         self.abandon()
 
     def abandon(self) -> None:

@@ -116,9 +116,12 @@ def test_nodes_that_fail_to_write_by_accident_come_back() -> None:
 
 
 @pytest.mark.parametrize("gap_s", [0.02, 0.1, 0.19])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 4, 10])
 def test_nodes_that_are_asked_to_leave_one_after_another_leave_together(gap_s: float, seed: int) -> None:
-    """One commit of all, and no world of those that are left, in which some of them would find out next."""
+    """One commit of all, and no world of those that are left, in which some of them would find out next.
+
+    With seeds 4 and 10 some ranks have left before others know that all have come to leave.
+    """
     asked = tuple(SimFault("stop_node", at_s=10.0 + gap_s * node, node=node, for_s=10.0) for node in range(3))
     run = Job(Shape(epochs=30), seed, asked).run()
     assert run.result is not None and run.result["status"] == "done"
