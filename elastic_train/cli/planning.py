@@ -65,7 +65,7 @@ def plan(
         Nodes that wait to take a lost one's place; they cost what others do.
     pp
         Stages of a pipeline, parallel.pipeline by default; with parallel.tensor and --ep, ranks that share experts,
-        they make a cell. The trainer runs no experts yet, nor both degrees at once: these are for what is to come.
+        they make a cell. The trainer runs no experts yet: these are for what is to come.
     cells
         Compare cells, too.
     html

@@ -63,14 +63,6 @@ class ParallelConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _is_of_one_kind(self) -> ParallelConfig:
-        if self.tensor > 1 and self.pipeline > 1:
-            raise ValueError(
-                f"tensor: {self.tensor} does not go together with pipeline: {self.pipeline} yet: set one of them to 1"
-            )
-        return self
-
     @property
     def has_shares(self) -> bool:
         """Whether ranks hold runs of the state by their seats, be it that each holds all of it."""

@@ -57,7 +57,7 @@ class CellState(ReplicatedState):
     def enter(self, mesh: Mesh, cell: Group, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         """Take the place that a world gives this rank, of `weights` to begin with where it does not have them."""
         self.mesh = mesh
-        self.cut.links.bind(cell)
+        self.cut.bind(mesh, cell)
         if self.cut.place != mesh.place:
             self.cut.take_place(mesh.place, weights)
             self.optimizer.state.clear()
@@ -187,7 +187,7 @@ class CellState(ReplicatedState):
 
         The places of a cell send their parts to the one of them, if any, which writes the tensor.
         """
-        cuts, cell, mine = self.cut.cuts, self.cut.links.group, self._mesh.place
+        cuts, cell, mine = self.cut.cuts, self.cut.known_cell, self._mesh.place
         held = self.held()
         parts = {path: leaf for path, leaf in leaves_by_path(held).items() if isinstance(leaf, Tensor)}
         cut = {path: one for path, leaf in parts.items() if (one := cut_at(path, leaf, cuts, mine))}

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from elastic_train.core.mesh import Cell
+from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.job.cells.cell_plan import DIMENSIONS, CellPlan
 from elastic_train.parallel.cells.links import CellLinks, shared, summed
+from elastic_train.parallel.group import Group
 
 Span = tuple[int, int]
 
@@ -92,6 +93,8 @@ class CutModel:
     def __init__(self, model: nn.Module, plan: CellPlan, cell: Cell, links: CellLinks) -> None:
         self.model, self.plan, self.links = model, plan, links
         self.place: int | None = None
+        self.cell: Group | None = None
+        """All places, by number; `links` are to those of this one's stage."""
         self.has_weights = all(one.untyped_storage().nbytes() >= one.nbytes for one in model.parameters())
         """Whether there were any to begin with."""
         self._hooks = list[RemovableHandle]()
@@ -131,12 +134,25 @@ class CutModel:
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return the whole of a cut parameter, or of another tensor of its shape; all places of the cell call it."""
-        cut, group, parts = self.cuts[name], self.links.group, list[Tensor]()
+        cut, group, parts = self.cuts[name], self.known_cell, list[Tensor]()
         for place in cut.givers:
             mine = tensor.detach().contiguous() if place == group.rank else None
             parts.append(tensor.new_empty(cut.part_shape(place)) if mine is None else mine)
             group.broadcast(parts[-1], place)
         return torch.cat(parts, cut.dim)
+
+    @property
+    def known_cell(self) -> Group:
+        """All places of the present world's cell."""
+        assert self.cell is not None, "no cell has been formed"
+        return self.cell
+
+    def bind(self, mesh: Mesh, cell: Group) -> None:
+        """Exchange with the ranks of this cell from now on; all of them call it."""
+        self.cell, stage, size = cell, mesh.coordinates.stage, mesh.cell.size // mesh.cell.stage
+        is_cut_both_ways = mesh.cell.stage > 1 and size > 1
+        links = cell.part(f"stage-{stage}", range(stage * size, (stage + 1) * size)) if is_cut_both_ways else cell
+        self.links.bind(links)
 
     def _hooks_of(self, name: str, use: str) -> list[RemovableHandle]:
         module, links = self.model.get_submodule(name), self.links

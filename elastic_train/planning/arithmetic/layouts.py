@@ -1,7 +1,7 @@
 """Layouts: how a run is spread over devices, and what rules one out before anything is worked out.
 
-What the trainer runs today are shards, copies and offload over single ranks, tensor ranks or stages with whole state,
-and recomputation. All else (both at once, expert ranks, cells in shards) is arithmetic: `runs_today` is false for it.
+What the trainer runs today are shards, copies and offload over single ranks, tensor ranks and stages with whole state,
+and recomputation. All else (experts, interleaved stages, cells in shards) is arithmetic: `runs_today` is false for it.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Layout:
 
     @property
     def runs_today(self) -> bool:
-        """Whether the trainer runs it, if the task says how its model is cut over tensor ranks, or into stages."""
+        """Whether the trainer runs it, if the task says how its model is cut over tensor ranks, and into stages."""
         is_whole = self.shards == "none" and self.offload == "none"
-        return self.cell == 1 or (self.cell in (self.tensor, self.pipeline) and self.interleave == 1 and is_whole)
+        return self.cell == 1 or (self.expert == self.interleave == 1 and is_whole)
 
     @property
     def name(self) -> str:

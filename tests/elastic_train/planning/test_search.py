@@ -72,9 +72,9 @@ def test_without_cells_only_what_the_trainer_runs_is_compared() -> None:
     assert all(one.layout.runs_today for one in compare(job(), Layout(), with_cells=False))
 
 
-def test_tensor_ranks_and_stages_run_with_whole_state_and_not_together() -> None:
-    layouts = (Layout(tensor=2), Layout(pipeline=2), Layout("optimizer", tensor=2), Layout(tensor=2, pipeline=2))
-    assert [layout.runs_today for layout in layouts] == [True, True, False, False]
+def test_tensor_ranks_and_stages_run_with_whole_state() -> None:
+    layouts = (Layout(tensor=2), Layout(pipeline=2), Layout(tensor=2, pipeline=2), Layout("optimizer", tensor=2))
+    assert [layout.runs_today for layout in layouts] == [True, True, True, False]
     assert not Layout(pipeline=2, interleave=2).runs_today
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
+from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
@@ -43,11 +44,11 @@ def of_rank(rank: int, size: int, folder: str) -> None:
     expected = run_once(whole)
     links = CellLinks()
     group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
-    links.bind(group)
     parallel = ParallelConfig(tensor=size)
     plan = cell_plan_of(TASK, model, parallel)
     assert plan is not None
     cut = CutModel(model, plan, parallel.cell, links)
+    cut.bind(Mesh(rank, size, parallel.cell), group)
     cut.take_place(rank)
     torch.testing.assert_close(run_once(model), expected, rtol=1e-12, atol=1e-12)
     shared: list[Tensor] = []

@@ -92,13 +92,14 @@ def of_rank(rank: int, size: int, folder: str, kind: str) -> None:
     assert plan is not None
     model = make_model()
     links, group = CellLinks(), Group(rank, size, FileStore(f"{folder}/store-{size}-{kind}", size), 60)
-    links.bind(group)
     cut = CutModel(model, plan, parallel.cell, links)
+    mesh = Mesh(rank, size, parallel.cell)
+    cut.bind(mesh, group)
     torch.manual_seed(3)
     cut.take_place(rank, drawn_weights(SHAPE))
     own = {name for name, one in model.named_parameters() if one.numel()}
     assert own == {name for name, _ in model.named_parameters() if name.startswith(tuple(plan.stages[rank]))}
-    stage = stage_of(TASK, model, plan.stages, parallel.schedule, Mesh(rank, size, parallel.cell), group)
+    stage = stage_of(TASK, model, plan.stages, parallel.schedule, mesh, group)
     lanes = Lanes(stage)
     most = run_schedule(stage.actions(len(WIDTHS)), stage.links, lanes)
     assert lanes.losses == (losses if rank == size - 1 else [])

@@ -55,6 +55,18 @@ def test_stages_have_the_bits_of_one_process(
     assert average_of(tmp_path) == average_of(one_process)
 
 
+def test_stages_of_tensor_ranks_have_the_bits_of_one_stage(tmp_path: Path, rows: Path) -> None:
+    """Four ranks that hold half of each matrix of half of the blocks, and two that hold half of each matrix."""
+    tensor, found = ["--parallel.tensor", "2", "--max_steps", "6"], {}
+    for num_stages, num_ranks in ((1, 2), (2, 4)):
+        folder = tmp_path / str(num_stages)
+        run = config(folder, rows, LANGUAGE)
+        succeed(start([run, *tensor, *stages(num_stages)], num_ranks=num_ranks))
+        found[num_stages] = result(folder)["weights_sha256"], result(folder)["metrics"], average_of(folder)
+    assert found[1] == found[2]
+    newest_weights(tmp_path / "2")
+
+
 def test_commits_continue_with_any_stages_and_cells(tmp_path: Path, rows: Path, one_process: Path) -> None:
     """A commit has whole tensors, which torch's own reader and one process find, too."""
     run = config(tmp_path, rows, LANGUAGE)
@@ -71,7 +83,6 @@ def test_commits_continue_with_any_stages_and_cells(tmp_path: Path, rows: Path, 
     ("how", "message"),
     [
         (stages(6), "parallel.pipeline: 6 stages would wait for one another with 5 lanes"),
-        ([*stages(2), "--parallel.tensor", "2"], "tensor: 2 does not go together with pipeline: 2 yet"),
         (
             [*stages(2), "--precision", "fp16", "--parallel.shards", "optimizer"],
             "parallel.pipeline: 2 does not go together with parallel.shards: optimizer and precision: fp16 yet",

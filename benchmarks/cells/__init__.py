@@ -1,0 +1,1 @@
+"""What cells cost beside torch's own parts, and what shows of them in the weights."""

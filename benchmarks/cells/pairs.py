@@ -1,0 +1,44 @@
+"""Two sides in the same processes, in turn: how ranks meet on gloo and on ours, and what a pass takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from elastic_train.parallel.group import Group
+
+TIMEOUT_S = 120.0
+Times = tuple[float, float]
+"""Seconds of the clock, and of the processor."""
+
+
+def meet(rank: int, size: int, folder: str) -> Group:
+    """Form torch's default group for the peer, and return ours; one thread computes."""
+    torch.set_num_threads(1)
+    store = FileStore(f"{folder}/store", size)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("peer", store),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    return Group(rank, size, dist.PrefixStore("ours", store), TIMEOUT_S)  # type: ignore[attr-defined]
+
+
+def part_ways(group: Group) -> None:
+    """Leave both groups together."""
+    group.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed(act: Callable[[], None]) -> Times:
+    started = time.perf_counter(), time.process_time()
+    act()
+    return time.perf_counter() - started[0], time.process_time() - started[1]

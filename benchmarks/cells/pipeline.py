@@ -1,0 +1,171 @@
+"""A pipeline beside torch's: the same decoder in two stages, the same micro-batches, the same schedule.
+
+The peer is a loop of `torch.distributed.pipelining`: a `PipelineStage` of the same modules, `Schedule1F1B` and
+`ScheduleGPipe`, on a process group of gloo. Both run in the same processes, in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Hashable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.cells.pairs import Times, meet, part_ways, timed
+from benchmarks.figures import Effort
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.core.mesh import Mesh
+from elastic_train.core.schedules import Kind
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.stage import Stage, stage_of
+from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.cells.pipeline import run_schedule
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.task import Batch
+
+SIZES = {"dim": 256, "depth": 4, "heads": 8, "kv_heads": 4, "tied": False}
+SHAPE = DecoderShape(vocabulary=512, **SIZES)  # type: ignore[arg-type]
+TASK = CausalLM(model=SIZES)
+ROWS, TOKENS, LANES, STAGES = 2, 256, 8, 2
+PEERS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+NAMES = ("pp2_vs_torch", "pp2_cpu_vs_torch")
+
+
+def beside_torch(effort: Effort) -> dict[str, object]:
+    """Run both in turn, in two processes, by each schedule."""
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = 6 if effort.is_quick else 30
+        spawn(_rank, args=(rounds, folder), nprocs=STAGES)  # type: ignore[no-untyped-call]
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(STAGES)]
+    figures: dict[str, dict[str, float]] = {name: {} for name in NAMES}
+    for kind in PEERS:
+        # A step ends with its last stage; processor time is that of all of them.
+        steps = [_medians([rank[kind][side] for rank in found]) for side in range(2)]
+        for place, name in enumerate(NAMES):
+            mine, theirs = steps[0][place], steps[1][place]
+            effort.say(f"{name}, {kind}: {1e3 * mine:.1f} ms a step, torch's {1e3 * theirs:.1f} ms")
+            figures[name][kind] = round(theirs / mine, 3)
+    peaks = {f"stage {rank} of {STAGES}": one["peak_lanes"] for rank, one in enumerate(found)}
+    return {**figures, "pp_1f1b_peak_lanes": peaks}
+
+
+def _medians(ranks: list[list[Times]]) -> Times:
+    turns = list(zip(*ranks, strict=True))
+    clock = statistics.median(max(seconds for seconds, _ in turn) for turn in turns)
+    return clock, statistics.median(sum(cpu for _, cpu in turn) for turn in turns)
+
+
+def _rank(rank: int, rounds: int, folder: str) -> None:
+    group = meet(rank, STAGES, folder)
+    batches = [_batch(number) for number in range(LANES)]
+    found: dict[str, object] = {}
+    for kind, peer in PEERS.items():
+        lanes = _Lanes(_our_stage(group, kind), batches)  # type: ignore[arg-type]
+        theirs, model = _torch_step(rank, batches, peer)
+        times: list[list[Times]] = [[], []]
+        for turn in range(rounds + 2):
+            for side, act in enumerate((lanes.step, theirs)):
+                group.barrier()
+                times[side].append(timed(act))
+            if turn == 0:
+                _check_same(lanes.stage.model, model)
+            for one in (*lanes.stage.model.parameters(), *model.parameters()):
+                one.grad = None
+        found[kind] = [side[2:] for side in times]
+        if kind == "1f1b":
+            found["peak_lanes"] = lanes.peak
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    part_ways(group)
+
+
+def _batch(number: int) -> Batch:
+    tokens = torch.randint(0, SHAPE.vocabulary, (ROWS, TOKENS), generator=torch.Generator().manual_seed(number))
+    places = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)[:, :-1].flatten()
+    return {"tokens": tokens, "places": places, "targets": tokens[:, 1:].flatten()}
+
+
+def _our_stage(group: Group, kind: Kind) -> Stage:
+    model, links = _whole(), CellLinks()
+    parallel = ParallelConfig(pipeline=STAGES, schedule=kind)
+    plan = cell_plan_of(TASK, model, parallel)
+    assert plan is not None, "the decoder has stages"
+    CutModel(model, plan, parallel.cell, links).take_place(group.rank)
+    return stage_of(TASK, model, plan.stages, kind, Mesh(group.rank, STAGES, parallel.cell), group)
+
+
+class _Lanes:
+    """The passes of our stage, without what training does around them."""
+
+    def __init__(self, stage: Stage, batches: list[Batch]) -> None:
+        self.stage, self._batches, self.peak = stage, batches, 0
+
+    def step(self) -> None:
+        self.peak = run_schedule(self.stage.actions(LANES), self.stage.links, self)
+
+    def key(self, number: int) -> Hashable | None:
+        return tuple(tensor.shape for tensor in self._batches[number].values())
+
+    def forward(self, number: int, given: Tensor | None) -> Tensor:
+        made = self.stage.run(self._batches[number], given)
+        return made if isinstance(made, Tensor) else made.total
+
+    def backward(self, number: int, made: Tensor | None, gradient: Tensor | None) -> None:
+        if made is not None:
+            torch.autograd.backward(made, gradient)
+
+    def waited(self) -> None: ...
+
+
+class _Part(nn.Module):
+    """What torch's documentation has one write: a module of a stage's own layers."""
+
+    def __init__(self, model: Decoder, names: list[str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(model.get_submodule(name) for name in names)
+        self._run, self._names = [model.run], names
+
+    def forward(self, given: Tensor) -> Tensor:
+        if self._names[0] == "embed":
+            return self._run[0](self._names, given, None, None)
+        tokens = given.new_empty(given.shape[:2], dtype=torch.int64)
+        return self._run[0](self._names, tokens, None, None, given)
+
+
+def _torch_step(rank: int, batches: list[Batch], peer: type) -> tuple[Callable[[], None], nn.Module]:
+    whole = _whole()
+    part = _Part(whole, list(TASK.stage_plan(whole, STAGES)[rank]))
+    stage = PipelineStage(part, rank, STAGES, torch.device("cpu"))
+    schedule = peer(stage, LANES, loss_fn=_loss, scale_grads=False)
+    tokens = torch.cat([batch["tokens"] for batch in batches])
+
+    def step() -> None:
+        schedule.step(tokens) if rank == 0 else schedule.step(target=tokens)
+
+    return step, part
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
+
+
+def _check_same(ours: nn.Module, theirs: nn.Module) -> None:
+    """Both have computed one gradient, to rounding: their losses add up the same numbers in another order."""
+    mine = [one.grad for one in ours.parameters() if one.numel()]
+    others = [one.grad for one in theirs.parameters()]
+    for one, other in zip(mine, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def _whole() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(SHAPE)
