@@ -179,6 +179,18 @@ def report(runs: list[str], /, *, html: Path | None = None, json_: Json = False)
 
 
 @app.command
+def top(run: str, *, once: Flag = False, every: float = 2.0, json_: Json = False) -> int:
+    """Show RUN as it goes on: progress, nodes, the phases of ranks, what happened last. Ctrl-C ends it.
+
+    It reads the run's files, so any machine that has them will do. --every: seconds between two looks. --once: print
+    one frame, as where the output is no terminal. --json: one look, for scripts.
+    """
+    from elastic_train.cli.runs.top import top as show
+
+    return show(run, is_once=once, every_s=every, is_json=json_)
+
+
+@app.command
 def profile(
     run: str,
     *overrides: Overrides,

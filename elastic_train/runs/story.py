@@ -179,9 +179,9 @@ def _world(parts: Sequence[Path], hosts: Mapping[int, Mapping[int, str]]) -> Wor
         lo=whole(restore, "step") or 0,
         cut=0,
         steps=steps,
-        saves=[saved for line in lines if line["op"] == "commit" and (saved := _saved(line))],
-        phases=[row for line in lines if line["op"] == "phases" and (row := _phases(line))],
-        events=[event for line in lines if line["op"] == "event" and (event := _event(line))],
+        saves=[saved for line in lines if line["op"] == "commit" and (saved := saved_of(line))],
+        phases=[row for line in lines if line["op"] == "phases" and (row := phases_of(line))],
+        events=[event for line in lines if line["op"] == "event" and (event := event_of(line))],
         hosts=hosts.get(term, {}),
         resumed=resumed if isinstance(resumed, dict) else {},
         validation_s=validation_s,
@@ -218,14 +218,16 @@ def _steps(lines: Sequence[Line], restored_at: float) -> tuple[list[Applied], fl
     return list(shortened), validation_s
 
 
-def _saved(line: Line) -> Saved | None:
+def saved_of(line: Line) -> Saved | None:
+    """Read a `commit` line."""
     step, seconds, stall_s = whole(line, "step"), number(line, "seconds"), number(line, "stall_s")
     if step is None or seconds is None or stall_s is None:
         return None
     return Saved(number(line, "created_at") or at(line), step, seconds, stall_s)
 
 
-def _phases(line: Line) -> Phases | None:
+def phases_of(line: Line) -> Phases | None:
+    """Read a `phases` line."""
     step, steps, rows = whole(line, "step"), whole(line, "steps"), line.get("seconds")
     if step is None or not steps or not isinstance(rows, list) or not rows:
         return None
@@ -233,7 +235,8 @@ def _phases(line: Line) -> Phases | None:
     return Phases(step, steps, rows) if is_sound else None
 
 
-def _event(line: Line) -> Noticed | None:
+def event_of(line: Line) -> Noticed | None:
+    """Read an `event` line."""
     kind, step, since = text(line, "kind"), whole(line, "step"), whole(line, "since")
     if kind is None or step is None or since is None:
         return None
