@@ -160,6 +160,9 @@ def _leaves(tree: Value, prefix: str = "") -> Iterator[str]:
         yield from _leaves(value, f"{prefix}{name}.")
 
 
+_WANT_MAPPING = ("dict_type", "model_type", "model_attributes_type")
+
+
 def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapping[str, int], path: str) -> str:
     """Turn one pydantic error into a line: where, which key, what is wrong, what to do."""
     location = item["loc"]
@@ -173,6 +176,10 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
         return f"{where}: unknown key '{key}'{did_you_mean(nearest_key(key))}"
     if item["type"] == "missing":
         return f"{where}: '{key}' is missing; it has no default"
+    if item["type"] in _WANT_MAPPING:
+        return (
+            f"{where}: '{key}' has keys of its own: write {{KEY: VALUE}} or --{key}.KEY VALUE, given {item['input']!r}"
+        )
     message = str(item["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(item["input"], dict | BaseModel) else f", given {item['input']!r}"
     return f"{where}: '{key}': {message}{given}" if key else f"{where}: {message}"

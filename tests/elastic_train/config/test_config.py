@@ -42,6 +42,13 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
     [
         ({**GOOD, "batch": {"global_bach": 8}}, {}, (), ["config.yaml:2", "batch.global_bach", "batch.global_batch"]),
         ({**GOOD, "modle": 1}, {}, (), ["unknown key 'modle'"]),
+        (
+            {**GOOD, "batch": 5},
+            {},
+            (),
+            ["'batch' has keys of its own: write {KEY: VALUE} or --batch.KEY VALUE, given 5"],
+        ),
+        (GOOD, {}, ("--monitoring.on-event", "drop"), ["'monitoring.on_event' has keys of its own", "given 'drop'"]),
         ({}, {}, (), ["'data' is missing"]),
         ({**GOOD, "epochs": "many"}, {}, (), ["config.yaml:3", "'epochs'", "'many'"]),
         ({**GOOD, "epochs": 0}, {}, (), ["'epochs'", "greater than 0"]),
