@@ -296,8 +296,15 @@ def evaluate(
 
 
 @app.command
-def sync(run: Path, *, mlflow_uri: str | None = None) -> int:
-    """Send MLflow what it has missed of RUN (the tracker was down, the run was killed), from RUN's local metrics."""
+def sync(run: Path, *, mlflow_uri: str | None = None, tensorboard: Flag = False) -> int:
+    """Send MLflow what it has missed of RUN (the tracker was down, the run was killed), from RUN's local metrics.
+
+    --tensorboard: write event files for TensorBoard instead, of what RUN/tensorboard lacks.
+    """
+    if tensorboard:
+        from elastic_train.tracking.destinations.event_files import FOLDER, sync_event_files
+
+        return print_text(f"{run / FOLDER}: wrote {sync_event_files(run)} values")
     from elastic_train.tracking.mlflow_sync import sync as sync_run
 
     return print_text(f"{sync_run(run, mlflow_uri=mlflow_uri)}")

@@ -119,6 +119,8 @@ class TrackingConfig(Section):
     """MLflow tracking URI, such as sqlite:///mlflow.db; null for local metrics only."""
     experiment: str = "elastic-train"
     """MLflow experiment."""
+    tensorboard: bool = False
+    """Also write event files for TensorBoard, below run.dir/tensorboard; needs the extra [tensorboard]."""
 
 
 class Config(Section):

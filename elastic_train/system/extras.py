@@ -23,6 +23,7 @@ _EXTRA_OF = {
     "s3fs": "s3",
     "aiobotocore": "s3",
     "botocore": "s3",
+    "tensorboard": "tensorboard",
 }
 
 

@@ -22,6 +22,7 @@ from elastic_train.tracking.mlflow_run import (
     WEIGHTS_TAG,
     MlflowRun,
     metric_name,
+    without_password,
 )
 from elastic_train.tracking.run_folder import RunFolder
 
@@ -48,6 +49,9 @@ class Job:
 class Delivery:
     """Sends a job's lines to its run in MLflow, each value once; after a failure, `open` again and continue."""
 
+    name, lock = "MLflow", LOCK
+    remedy = "`elastic-train sync RUN` sends the rest"
+
     def __init__(self, job: Job, *, goes_on: bool) -> None:
         self._job, self._goes_on = job, goes_on
         self._run: MlflowRun | None = None
@@ -56,10 +60,10 @@ class Delivery:
         self._tags: dict[str, str] = {}
         self._tags_set: dict[str, str] = {}
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the run was found or created."""
-        return self._run is not None
+    def known_id(self) -> str | None:
+        """Return the run's id, if the folder names it and this tracker."""
+        link = RunFolder(self._job.run_dir).link()
+        return link.run_id if link and link.mlflow_uri == without_password(self._job.mlflow_uri) else None
 
     def open(self) -> str:
         """Find or create the run, return its id, and ask what it has: a call that timed out may have arrived."""

@@ -1,8 +1,8 @@
-"""Tracking that training never waits for: one thread writes values to a local file, another sends its lines to MLflow.
+"""Tracking that training never waits for: one thread writes values to a local file, others send its lines to trackers.
 
-The local file is authoritative; MLflow may be down, slow or gone. MLflow cannot take back what it was sent, so the
-thread sends only what is settled: everything up to the newest commit, and all of a job that is over. It skips steps up
-to the furthest that MLflow has of the metric. Each value therefore arrives once, and is the lineage's, after restarts,
+The local file is authoritative; a tracker may be down, slow or gone. None can take back what it was sent, so a thread
+sends only what is settled: everything up to the newest commit, and all of a job that is over. It skips steps up to the
+furthest that the tracker has of the metric. Each value therefore arrives once, and is the lineage's, after restarts,
 rollbacks and failed calls. A thread stops when its run has a newer term, which sends in its place. `sync` does the same
 afterwards.
 """
@@ -21,13 +21,14 @@ from elastic_train.system.file_locks import locked_by
 from elastic_train.system.wording import first_line
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.delivery import (
-    LOCK,
     SEND_EVERY_S,
     Delivery,
     Job,
     attempt,
     code_tags,
 )
+from elastic_train.tracking.destinations.destination import Destination
+from elastic_train.tracking.destinations.event_files import EventFiles
 from elastic_train.tracking.metric_log import (
     LineageReader,
     MetricsWriter,
@@ -36,13 +37,7 @@ from elastic_train.tracking.metric_log import (
     metrics_path,
     terms,
 )
-from elastic_train.tracking.mlflow_run import (
-    COMMIT_TAG,
-    bound_requests,
-    resolve,
-    without_password,
-)
-from elastic_train.tracking.run_folder import RunFolder
+from elastic_train.tracking.mlflow_run import COMMIT_TAG, bound_requests, resolve
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +53,13 @@ _LONGEST_PAUSE_S = 60.0
 class Tracker:
     """One term's values: `log` records them, a daemon thread sends them once they are settled."""
 
-    def __init__(self, files: BackgroundFiles, writer: MetricsWriter, sending: _Sending | None) -> None:
+    def __init__(
+        self, files: BackgroundFiles, writer: MetricsWriter, mlflow: _Sending | None, others: Sequence[_Sending]
+    ) -> None:
         self._files = files
         self._writer: MetricsWriter | None = writer
-        self._sending = sending
+        self._mlflow = mlflow
+        self._sendings = [*([mlflow] if mlflow is not None else []), *others]
 
     @staticmethod
     def start(
@@ -76,20 +74,25 @@ class Tracker:
         intervals: Sequence[Interval] = (),
         settled: int = 0,
         tags: Mapping[str, str] | None = None,
+        tensorboard: bool = False,
     ) -> Tracker:
-        """Begin a term's file, which `files` writes, and the thread that sends it if there is a tracker.
+        """Begin a term's file, which `files` writes, and the threads that send it to the trackers that there are.
 
         The term resumes from the steps that the terms of `intervals` applied, of which `settled` are in a commit;
         `tags` describe it further.
         """
         writer = MetricsWriter(files.lines(metrics_path(run_dir, term)), term)
         writer.begin(intervals)
-        sending = None
+
+        def begin(destination: Destination) -> _Sending:
+            return _Sending(destination, run_dir, term, intervals, files)
+
+        mlflow = None
         if mlflow_uri is not None:
             bound_requests()
             job = Job(run_dir, config, resolve(mlflow_uri), experiment, run_name)
-            sending = _Sending(job, term, intervals, files)
-        tracker = Tracker(files, writer, sending)
+            mlflow = begin(Delivery(job, goes_on=True))
+        tracker = Tracker(files, writer, mlflow, [begin(EventFiles(run_dir))] if tensorboard else [])
         tracker._settle(settled, code_tags() | dict(tags or {}))
         return tracker
 
@@ -107,7 +110,7 @@ class Tracker:
 
     def wait_run_id(self, timeout_s: float) -> str | None:
         """Return the run's id in MLflow; None after `timeout_s`, or sooner if the tracker fails a few times."""
-        return None if self._sending is None else self._sending.wait_run_id(timeout_s)
+        return None if self._mlflow is None else self._mlflow.wait_run_id(timeout_s)
 
     def finish(self, status: str, *, goes_on: bool = False) -> None:
         """Record how the term ended, and give the thread a bounded time to send the rest and the status.
@@ -121,8 +124,11 @@ class Tracker:
         self._writer.end(status)
         self._writer = None
         self._files.flush(WRITE_TIMEOUT_S)  # the thread that sends reads to the end of the file once it has the status
-        if self._sending is not None and not self._sending.finish(status, FLUSH_TIMEOUT_S[status], goes_on):
-            log.warning("MLflow does not have all of this run yet; `elastic-train sync RUN` sends the rest")
+        for sending in self._sendings:
+            sending.ask_to_finish(status, goes_on)
+        for sending in self._sendings:
+            if not sending.is_finished(FLUSH_TIMEOUT_S[status]):
+                log.warning("%s does not have all of this run yet; %s", sending.to.name, sending.to.remedy)
 
     def pause(self) -> None:
         """Close the term's file without ending the run: another term's tracker continues."""
@@ -133,18 +139,21 @@ class Tracker:
     def _settle(self, step: int, tags: Mapping[str, str]) -> None:
         if self._writer is not None:
             self._writer.settled(step, tags)
-        if self._sending is not None:
-            self._sending.settled = step
+        for sending in self._sendings:
+            sending.settled = step
 
 
 class _Sending:
     """The thread: opens the run, sends older terms' lines and then its own as they are settled, and ends the run."""
 
-    def __init__(self, job: Job, term: int, intervals: Sequence[Interval], files: BackgroundFiles) -> None:
+    def __init__(
+        self, to: Destination, run_dir: Path, term: int, intervals: Sequence[Interval], files: BackgroundFiles
+    ) -> None:
+        self.to = to
         self.num_failures = 0
         self.settled: float = 0
-        self._job, self._term, self._intervals, self._files = job, term, intervals, files
-        self._delivery = Delivery(job, goes_on=True)
+        self._run_dir, self._term, self._intervals, self._files = run_dir, term, intervals, files
+        self._is_open = False
         self._lines: LineageReader | None = None
         self._piece: list[Values | Settled] = []
         self._failures_in_a_row = 0
@@ -156,7 +165,7 @@ class _Sending:
         self._is_through = threading.Event()
         self._status: str | None = None
         self._is_complete = False
-        threading.Thread(target=self._supervise, name="elastic-train-mlflow", daemon=True).start()
+        threading.Thread(target=self._supervise, name=f"elastic-train: {to.name}", daemon=True).start()
 
     def wait_run_id(self, timeout_s: float) -> str | None:
         self._has_answer.clear()
@@ -166,11 +175,14 @@ class _Sending:
             self._is_awaited.clear()
         return self._run_id
 
-    def finish(self, status: str, timeout_s: float, goes_on: bool) -> bool:
+    def ask_to_finish(self, status: str, goes_on: bool) -> None:
         if status != "KILLED" and not goes_on:  # a job that was asked to leave resumes later
             self.settled = math.inf
         self._status = status
         self._hurry()
+
+    def is_finished(self, timeout_s: float) -> bool:
+        """Wait until the thread is through; say whether it has sent everything."""
         return self._is_through.wait(timeout_s) and self._is_complete
 
     def _hurry(self) -> None:
@@ -180,7 +192,7 @@ class _Sending:
     def _supervise(self) -> None:
         try:
             self._recall()
-            with (self._job.run_dir / LOCK).open("w") as lock:
+            with (self._run_dir / self.to.lock).open("w") as lock:
                 locked_by(lock.fileno(), 10 * SEND_EVERY_S)  # held by a `sync`, or by an older term that is stopped
                 self._deliver_in_spite_of_failures()
         except OSError as error:
@@ -191,9 +203,8 @@ class _Sending:
 
     def _recall(self) -> None:
         """Take the run's id from the folder; wait for the lines of this process's earlier terms, which come first."""
-        link = RunFolder(self._job.run_dir).link()
-        if link and link.mlflow_uri == without_password(self._job.mlflow_uri):
-            self._run_id = link.run_id
+        if (known := self.to.known_id()) is not None:
+            self._run_id = known
             self._has_answer.set()
         self._files.flush(WRITE_TIMEOUT_S)
 
@@ -213,22 +224,23 @@ class _Sending:
                 if self._status is not None:
                     break
             self._pause()
-        if self._status is not None and self._delivery.is_open and not self._is_superseded():
+        if self._status is not None and self._is_open and not self._is_superseded():
             attempt(self._end)  # what cannot be sent does not hide how the run ended
 
     def _deliver(self) -> None:
-        self._run_id = self._delivery.open()
+        self._run_id = self.to.open()
+        self._is_open = True
         self._has_answer.set()
         if not self._is_superseded():
             self._describe()
-        lines = self._lines = self._lines or LineageReader(self._job.run_dir, (self._term, self._intervals))
+        lines = self._lines = self._lines or LineageReader(self._run_dir, (self._term, self._intervals))
         while not self._is_superseded():
             is_ending = self._status is not None  # read first: what was logged before it was set is in the file
             while piece := self._piece or lines.read(self.settled):
                 self._piece = piece
-                self._delivery.send(piece)
+                self.to.send(piece)
                 self._piece, self._failures_in_a_row = [], 0
-            self._delivery.tag()
+            self.to.tag()
             if is_ending:
                 self._is_complete = self._end()
                 return
@@ -236,7 +248,7 @@ class _Sending:
         self._is_complete = True
 
     def _describe(self) -> bool:
-        failed = self._delivery.describe()
+        failed = self.to.describe()
         for error in failed:
             self._show("did not take the run's description", error)
         return not failed
@@ -244,11 +256,11 @@ class _Sending:
     def _end(self) -> bool:
         assert self._status is not None, "the status is set before the thread is asked to end"
         is_described = self._describe()
-        self._delivery.end(self._status)
+        self.to.end(self._status)
         return is_described
 
     def _is_superseded(self) -> bool:
-        return any(term > self._term for term in terms(self._job.run_dir))
+        return any(term > self._term for term in terms(self._run_dir))
 
     def _pause(self) -> None:
         if self._is_awaited.is_set():
@@ -260,4 +272,4 @@ class _Sending:
         self.num_failures += 1
         if what not in self._reported:
             self._reported.add(what)
-            log.warning("MLflow %s, training continues with local metrics: %s", what, first_line(error))
+            log.warning("%s %s, training continues with local metrics: %s", self.to.name, what, first_line(error))

@@ -369,6 +369,7 @@ def start_tracker(process: Process, world: World, head: CommitRecord | None) -> 
         mlflow_uri=config.tracking.mlflow_uri,
         experiment=config.tracking.experiment,
         run_name=config.run_name,
+        tensorboard=config.tracking.tensorboard,
         intervals=process.state.reached.intervals,
         settled=head.step if head else 0,
         tags={

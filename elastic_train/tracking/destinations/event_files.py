@@ -1,0 +1,145 @@
+"""TensorBoard's event files: <run>/tensorboard/events.out.tfevents.*, a new one for each process that writes.
+
+`sent.json` beside them says up to which step each metric is in them, so that a process that resumes the run appends
+what is missing. It is written after the values: a process that is killed in between leaves values that come once more,
+at the same step and with the same bits. The format and its checksums are the tensorboard package's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic_train.errors import ConfigError
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.extras import needed_for
+from elastic_train.system.file_locks import locked_by
+from elastic_train.tracking.delivery import SEND_EVERY_S, count_values
+from elastic_train.tracking.metric_log import LineageReader, Settled, Values, settled_step, terms
+
+if TYPE_CHECKING:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+_PREFIX = "events.out.tfevents."
+FOLDER, SENT, LOCK = "tensorboard", "sent.json", "tensorboard.lock"
+
+
+class EventFiles:
+    """A run's values for TensorBoard; nothing is written before there is a value that the files lack."""
+
+    name, lock = "TensorBoard's folder", LOCK
+    remedy = "`elastic-train sync RUN --tensorboard` writes the rest"
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+        self._marks: dict[str, int] = {}
+        self._writer: RecordWriter | None = None
+
+    def known_id(self) -> str | None:
+        return None
+
+    def open(self) -> str:
+        """Find out which steps the files have."""
+        self._close()
+        self._marks = {}
+        with suppress(OSError, ValueError, AttributeError):  # none yet, or a power cut left half of it
+            self._marks = {str(name): int(step) for name, step in json.loads(self._sent.read_text()).items()}
+        return str(self._folder)
+
+    def describe(self) -> list[Exception]:
+        return []
+
+    def send(self, lines: Sequence[Values | Settled]) -> int:
+        """Append an event for each step that has a value which is missing."""
+        missing, marks = [], dict(self._marks)
+        for line in lines:
+            if isinstance(line, Values):
+                by_name = {name: value for name, value in line.by_name.items() if line.step > marks.get(name, -1)}
+                marks |= dict.fromkeys(by_name, line.step)
+                if by_name:
+                    missing.append(replace(line, by_name=by_name))
+        if missing:
+            self._append(missing)
+            write_atomically(self._sent, json.dumps(marks) + "\n")
+            self._marks = marks
+        return count_values(missing)
+
+    def tag(self) -> None:
+        """Tags have no place there."""
+
+    def end(self, status: str) -> None:
+        self._close()
+
+    @property
+    def _sent(self) -> Path:
+        return self._folder / SENT
+
+    def _append(self, lines: Sequence[Values]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        writer = self._writer = self._writer or self._begin()
+        for line in lines:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in line.by_name.items()]
+            event = Event(step=line.step, wall_time=line.t, summary=Summary(value=values))
+            writer.write(event.SerializeToString())
+        writer.flush()
+
+    def _begin(self) -> RecordWriter:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        # TensorBoard reads a run's files in the order of their names, which begin with the second: one that is after
+        # those of all files before, whatever another machine's clock said.
+        before = [_second_of(path) for path in self._folder.glob(f"{_PREFIX}*")]
+        second = max(int(now), *(each + 1 for each in before)) if before else int(now)
+        name = f"{_PREFIX}{second:010d}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        writer = RecordWriter((self._folder / name).open("xb"))
+        writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+        return writer
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):  # what was not flushed is not in `sent.json`, either
+                writer.close()
+
+
+def _second_of(path: Path) -> int:
+    text = path.name.removeprefix(_PREFIX).partition(".")[0]
+    return int(text) if text.isdecimal() else 0
+
+
+def check_installed() -> None:
+    """Raise ConfigError with the command that installs the package, if it is missing."""
+    with needed_for("tracking.tensorboard"):
+        import tensorboard.summary.writer.record_writer  # noqa: F401
+
+
+def sync_event_files(run_dir: Path) -> int:
+    """Write what the event files lack of a run, up to its newest commit, or its end; return how many values.
+
+    Raises ConfigError for a folder without metrics, or one whose run is sending them itself.
+    """
+    if not terms(run_dir):
+        raise ConfigError(f"{run_dir} has no metrics to write; name the run.dir of a run that has trained")
+    check_installed()
+    files, lines, settled, num = EventFiles(run_dir), LineageReader(run_dir), settled_step(run_dir), 0
+    with (run_dir / LOCK).open("w") as lock:
+        if not locked_by(lock.fileno(), 2 * SEND_EVERY_S):
+            raise ConfigError(f"{run_dir}: a trainer is running and writes its event files itself; sync afterwards")
+        files.open()
+        while piece := lines.read(settled):
+            num += files.send(piece)
+        files.end("")
+    return num
