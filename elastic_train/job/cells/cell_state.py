@@ -1,8 +1,9 @@
 """The applied state of a rank that has a place in a cell: its part of each cut tensor, and all that is not cut.
 
 Peers of equal place in other cells hold the same. Where ranks give one another the state, they give what they hold; a
-commit has whole tensors, as that of any other job: each is put together by the one rank that writes it, so no rank
-needs memory for more than it writes. What is read from one is cut again, so commits continue at any degree.
+commit has whole tensors, as that of any other job: a rank that holds all of one writes it, and others are put together
+by the rank that writes them, so no rank needs memory for more than it writes. What is read from one is cut again, so
+commits continue at any degree.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
+from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
 from elastic_train.core.mesh import Mesh
-from elastic_train.errors import WeightsDifferError
+from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.cells.cut_model import CutModel
-from elastic_train.job.cells.state_parts import cut_at, put_together_at, with_tensors
+from elastic_train.job.cells.state_parts import (
+    cut_at,
+    part_read,
+    put_together_at,
+    to_read,
+    to_write,
+    with_tensors,
+)
 from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
@@ -185,23 +194,32 @@ class CellState(ReplicatedState):
     def to_save(self) -> State:
         """Return the whole state, in which tensors that this rank does not write have no memory; all ranks call it.
 
-        The places of a cell send their parts to the one of them, if any, which writes the tensor.
+        What a place holds as a whole is written by one that does. All else its places send to the one of them, if any,
+        which writes the tensor.
         """
-        cuts, cell, mine = self.cut.cuts, self.cut.known_cell, self._mesh.place
+        cuts, cell, mine, size = self.cut.cuts, self.cut.known_cell, self._mesh.place, self._mesh.cell.size
         held = self.held()
         parts = {path: leaf for path, leaf in leaves_by_path(held).items() if isinstance(leaf, Tensor)}
         cut = {path: one for path, leaf in parts.items() if (one := cut_at(path, leaf, cuts, mine))}
+        places = [rank % size for rank in self._writers]
+        written = {
+            path: pieces
+            for turn, (path, one) in enumerate(cut.items())
+            if (pieces := to_write(parts[path], one, places, turn)) is not None
+        }
 
-        def without_memory(path: StatePath, leaf: Tensor) -> Tensor:
-            return torch.empty(cut[path].shape, dtype=leaf.dtype, device="meta") if path in cut else leaf
+        def without_memory(path: StatePath, leaf: Tensor) -> Tensor | Pieces:
+            if path not in cut:
+                return leaf
+            return written.get(path) or torch.empty(cut[path].shape, dtype=leaf.dtype, device="meta")
 
         outline = with_tensors(held, without_memory)
         plan = self._planner.plan(outline, leaves_by_path(outline), len(self._writers))
         wholes: dict[StatePath, Tensor] = {}
         for part, rank in zip(plan.parts, self._writers, strict=False):
-            replica, place = divmod(rank, self._mesh.cell.size)
+            replica, place = divmod(rank, size)
             for slot in part.slots if replica == self._mesh.replica else ():
-                if slot.path in cut:
+                if slot.path in cut and slot.path not in written:
                     whole = put_together_at(place, parts[slot.path], cut[slot.path], cell)
                     wholes |= {} if whole is None else {slot.path: whole}
         return with_tensors(outline, lambda path, leaf: wholes.get(path, leaf))
@@ -212,16 +230,32 @@ class CellState(ReplicatedState):
     def _fill_parts(self, tree: State, fill: Callable[[State], None]) -> None:
         """Fill a tree with what this rank holds, from a commit's whole tensors or a peer's parts."""
         place, cuts = self._mesh.place, self.cut.cuts
-        weights: dict[str, Tensor] = tree["model"]  # type: ignore[assignment]
-        for name in weights.keys() & cuts.keys():
-            weights[name] = torch.empty(cuts[name].shape, dtype=weights[name].dtype, device=weights[name].device)
-        fill(tree)
 
-        def part_of(path: StatePath, leaf: Tensor) -> Tensor:
+        def wanted(path: StatePath, leaf: Tensor) -> Tensor | Pieces:
+            cut = cut_at(path, leaf, cuts, place)
+            return leaf if cut is None else to_read(leaf, cut, place)
+
+        weights = with_tensors({"model": tree["model"]}, wanted)
+        moments: Mapping[str, object] = self.held()["optimizer"]  # type: ignore[assignment]
+        found = {
+            **tree,
+            **weights,
+            "optimizer": with_tensors({"optimizer": {"state": moments["state"]}}, wanted)["optimizer"],
+        }
+        try:
+            fill(found)
+        except ConfigError:  # nothing has changed yet; other moments were saved than this optimizer has
+            found = {**tree, **weights, "optimizer": {}}
+            fill(found)
+
+        def part_of(path: StatePath, leaf: Tensor | Pieces) -> Tensor:
             cut = cut_at(path, leaf, cuts)
-            return leaf if cut is None else cut.part_of(leaf, place)
+            if cut is None:
+                assert isinstance(leaf, Tensor), "what is in pieces is cut"
+                return leaf
+            return part_read(leaf, cut, place)
 
-        tree.update(with_tensors(tree, part_of))
+        tree.update(with_tensors(found, part_of))
 
     @property
     def _mesh(self) -> Mesh:

@@ -42,6 +42,11 @@ class Cut:
         lo, hi = self.spans[place]
         return whole.narrow(self.dim, lo, hi - lo).clone(memory_format=torch.contiguous_format)
 
+    @property
+    def row(self) -> int:
+        """How many elements one of the first dimension's numbers stands for."""
+        return self.shape[1:].numel()
+
     def first_with(self, place: int) -> int | None:
         """Return the first place that holds the same part as one; None if that holds nothing."""
         lo, hi = self.spans[place]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
+from elastic_train.checkpoint import open_store
+from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.cli.main import main
 from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, result, succeed
@@ -57,7 +60,7 @@ def test_stages_have_the_bits_of_one_process(
 
 def test_stages_of_tensor_ranks_have_the_bits_of_one_stage(tmp_path: Path, rows: Path) -> None:
     """Four ranks that hold half of each matrix of half of the blocks, and two that hold half of each matrix."""
-    tensor, found = ["--parallel.tensor", "2", "--max_steps", "6"], {}
+    tensor, found = ["--parallel.tensor", "2", "--max_steps", "4"], {}
     for num_stages, num_ranks in ((1, 2), (2, 4)):
         folder = tmp_path / str(num_stages)
         run = config(folder, rows, LANGUAGE)
@@ -68,15 +71,30 @@ def test_stages_of_tensor_ranks_have_the_bits_of_one_stage(tmp_path: Path, rows:
 
 
 def test_commits_continue_with_any_stages_and_cells(tmp_path: Path, rows: Path, one_process: Path) -> None:
-    """A commit has whole tensors, which torch's own reader and one process find, too."""
+    """A commit has whole tensors, which torch's own reader and one process find, too; each stage writes its own."""
     run = config(tmp_path, rows, LANGUAGE)
     for until, num_stages, num_ranks in [(3, 2, 2), (5, 4, 4), (8, 1, 2), (11, 2, 4)]:
         succeed(start([run, *stages(num_stages), "--max_steps", str(until)], num_ranks=num_ranks))
+        if until == 3:
+            assert {files_of(tmp_path, f"model.{name}.weight") for name in ("embed", "blocks.1.mlp.up")} == {
+                "__0_0.distcp"
+            }
+            assert {files_of(tmp_path, f"model.{name}.weight") for name in ("head", "blocks.2.mlp.up")} == {
+                "__1_0.distcp"
+            }
     newest_weights(tmp_path)
     succeed(start([run, *stages(3)], num_ranks=3))
     assert result(tmp_path)["weights_sha256"] == result(one_process)["weights_sha256"]
     assert average_of(tmp_path) == average_of(one_process)
     newest_weights(tmp_path)
+
+
+def files_of(folder: Path, name: str) -> str:
+    """Return which file of the newest commit has a tensor, of whose boxes there is one."""
+    record = find(open_store(str(folder / "run")), None)
+    metadata = dcp.FileSystemReader(folder / "run" / record.attempt).read_metadata()
+    [found] = {place.relative_path for index, place in metadata.storage_data.items() if index.fqn == name}
+    return str(found)
 
 
 @pytest.mark.parametrize(
