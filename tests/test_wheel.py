@@ -89,10 +89,13 @@ def test_the_wheel_holds_every_file_of_the_packages(installed: Installed) -> Non
     """Scenarios, regressions and the report's template are not Python, and are asked for at run time all the same."""
     kinds = {".py", ".yaml", ".j2", ".css"}
     files = {path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix in kinds}
+    linked = ROOT / "elastic_train" / "cli" / "places" / "deploy"  # rglob does not follow links
+    deployed = {path for path in [*linked.glob("slurm/*"), *linked.glob("kubernetes/*/*")] if path not in files}
+    assert {path.suffix for path in deployed} == {".sbatch", ".yaml", ".env"}
     assert {path.suffix for path in files} == kinds
     with zipfile.ZipFile(installed.wheel) as wheel:
         packed = {name for name in wheel.namelist() if name.startswith(tuple(f"{name}/" for name in PACKAGES))}
-    assert packed == {str(path.relative_to(ROOT)) for path in files}
+    assert packed == {str(path.relative_to(ROOT)) for path in files | deployed}
 
 
 def test_the_installed_packages_are_those_of_the_wheel(installed: Installed) -> None:

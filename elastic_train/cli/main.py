@@ -25,6 +25,7 @@ app.command("elastic_train.cli.datasets:app", name="data")
 app.command("elastic_train.cli.checkpoints:app", name="ckpt")
 app.command("elastic_train.cli.planning:app", name="plan")
 app.command("elastic_train.cli.places.doctor.command:doctor", name="doctor")
+app.command("elastic_train.cli.places.submit.command:app", name="submit")
 
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 

@@ -81,7 +81,7 @@ def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mappi
     warnings: list[str] = []
     found = found_in(environ, problems, warnings)
     nodes = flags.nodes or found.nodes
-    least, most = _nodes(nodes or "1", problems)
+    least, most = parse_nodes(nodes or "1", problems)
     problems += _wrong_numbers(flags)
     endpoint, run_id = flags.endpoint or found.endpoint, flags.run_id or found.run_id
     if flags.recovery not in RECOVERIES:
@@ -133,7 +133,8 @@ def _without(conf: Mapping[str, str], **given: float | None) -> dict[str, str]:
     return {name: value for name, value in conf.items() if name not in taken}
 
 
-def _nodes(text: str, problems: list[str]) -> tuple[int, int]:
+def parse_nodes(text: str, problems: list[str]) -> tuple[int, int]:
+    """Read N or MIN:MAX; add a problem if it is neither."""
     least, _, most = text.partition(":")
     try:
         found = int(least), int(most or least)

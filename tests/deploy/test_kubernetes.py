@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elastic_train.cli.main import app
+from elastic_train.cli.main import app, main
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError, CorruptError, NoProgressError, Preempted
 from elastic_train.launch.options import Flags, Launch, resolve
@@ -215,3 +215,40 @@ def test_etcd_knows_the_flags_that_it_is_given() -> None:
     assert program == "etcd"
     words = set((known.stdout + known.stderr).split())
     assert [flag for flag in (flag.partition("=")[0] for flag in flags) if flag not in words] == []
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_submit_renders_is_valid_and_loads(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the configuration that was given, and nothing of the machine that it is submitted from."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl here: install it to render the manifests")
+    (tmp_path / "mine.yaml").write_text("run: {dir: /runs/mine}\ndata: {train: /runs/rows}\n")
+    monkeypatch.setenv("ELASTIC_TRAIN__EPOCHS", "9")
+    job = ("--nodes", "2:5", "--id", "mine", "--image", "r/e:9", "--memory", "8Gi")
+    with pytest.raises(SystemExit) as left:
+        main(
+            [
+                "submit",
+                "k8s",
+                str(tmp_path / "mine.yaml"),
+                *job,
+                "--kind",
+                name,
+                "--batch.micro-batch",
+                "2",
+                "--dry-run",
+            ]
+        )
+    assert left.value.code == 0
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert all(refusal(doc) is None for doc in documents)
+    (given,) = (doc for doc in documents if doc["kind"] == "ConfigMap")
+    (tmp_path / "given.yaml").write_text(given["data"]["train.yaml"])
+    config = sources.load(tmp_path / "given.yaml", environ={})
+    assert (config.run.dir, config.batch.micro_batch, config.epochs) == ("/runs/mine", 2, 1)
+    (doc,) = (doc for doc in documents if doc["kind"] == WAYS[name])
+    node = job_spec(name, doc)["template"]["spec"]["containers"][0]
+    assert {"mine", "2:5"} <= set(node["command"])
+    assert node["resources"]["limits"]["memory"] == "8Gi"

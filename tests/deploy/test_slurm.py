@@ -11,6 +11,7 @@ import pytest
 
 from chaos.services.slurm.cluster import SlurmCluster
 from chaos.services.slurm.machines import eventually
+from elastic_train.cli.places.submit.slurm import SlurmJob, render
 from tests.conftest import ROOT
 from tests.elastic_train.training.live.test_live import history, write_config
 
@@ -55,12 +56,12 @@ def steps_done_twice(run: Path) -> list[int]:
 def test_a_job_survives_its_nodes_and_leaves_when_it_has_to(
     slurm: SlurmCluster, tmp_path: Path, rows: Path, path: dict[str, str]
 ) -> None:
-    """train.sbatch: a node without power, an urgent job that takes all nodes, a requeue by hand: no step is lost."""
+    """What `submit slurm` renders: a node without power, an urgent job on all nodes, a requeue: no step is lost."""
     done = tmp_path / "done"
     config, run = write_config(tmp_path, rows, 200, lane_ms=250.0, until=done), tmp_path / "run"
-    job = slurm.submit(
-        "--nodes=3", "-D", str(tmp_path), "-o", str(tmp_path / "log"), str(SCRIPTS / "train.sbatch"), config, **path
-    )
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(SlurmJob(Path(config), (), "3", time="30:00")))
+    job = slurm.submit("-D", str(tmp_path), "-o", str(tmp_path / "log"), str(script), **path)
     until_world(run, 3)
     slurm.machines.power_off("n3")
     until_world(run, 2)

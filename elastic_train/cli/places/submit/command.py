@@ -1,0 +1,82 @@
+"""The commands. Each checks the configuration and all flags first; what is wrong is said before anything is queued."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from elastic_train.cli.output import Flag, print_text
+from elastic_train.cli.places.submit import kubernetes, slurm
+from elastic_train.config import sources
+from elastic_train.config.schema import Config
+from elastic_train.errors import ConfigError
+
+app = App(name="submit", help="Submit a job to a cluster, or print what would be submitted (--dry-run).")
+Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+
+
+@app.command(name="slurm")
+def submit_slurm(
+    config: Path,
+    *overrides: Overrides,
+    nodes: str,
+    time: str | None = None,
+    endpoint: str | None = None,
+    run_id: Annotated[str | None, Parameter(name="--id")] = None,
+    gpus: int | None = None,
+    array: Flag = False,
+    sbatch: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = (),
+    dry_run: Flag = False,
+) -> int:
+    """Submit CONFIG as a job on one allocation of N or MIN:MAX --nodes, by the script deploy/slurm/train.sbatch.
+
+    --time: a limit as sbatch takes it; two minutes before, the job commits and is requeued. --endpoint HOST:PORT of an
+    etcd; without, the first node starts one. --gpus: of each node. --array: MAX jobs of one node in place of one
+    allocation, which come and go as the queue gives them; needs --endpoint and --id. --sbatch=--partition=gpu: one more
+    option of sbatch, which may be repeated. --dry-run prints the script, which can be submitted as it is.
+    """
+    options = tuple(sbatch)
+    job = slurm.SlurmJob(
+        config.absolute(), overrides, nodes, time, endpoint, run_id, gpus, is_array=array, options=options
+    )
+    _checked(config, overrides, os.environ, list(job.problems()))
+    script = slurm.render(job)
+    return print_text(script.rstrip("\n") if dry_run else slurm.submit(script))
+
+
+@app.command(name="k8s")
+def submit_k8s(
+    config: Path,
+    *overrides: Overrides,
+    nodes: str,
+    run_id: Annotated[str, Parameter(name="--id")],
+    image: str | None = None,
+    kind: Literal["indexed-job", "jobset", "trainer-v2", "pytorchjob"] = "indexed-job",
+    cpus: str = "4",
+    memory: str = "16Gi",
+    dry_run: Flag = False,
+) -> int:
+    """Submit CONFIG to Kubernetes as a job of N or MIN:MAX --nodes, by the manifests of deploy/kubernetes.
+
+    --id: its name. --image: one that has elastic-train and the task. --kind: an indexed-job (the default), a jobset, or
+    what Kubeflow's trainer-v2 or its pytorchjob operator runs. --cpus, --memory: of each node. It needs kubectl, and an
+    etcd in the namespace (deploy/kubernetes/etcd). --dry-run prints the manifests.
+    """
+    resolved = _checked(config, overrides, {}, [])
+    manifests = kubernetes.render(kubernetes.KubernetesJob(resolved, kind, run_id, nodes, image, cpus, memory))
+    return print_text((manifests if dry_run else kubernetes.apply(manifests)).rstrip("\n"))
+
+
+def _checked(path: Path, overrides: Sequence[str], environ: Mapping[str, str], problems: list[str]) -> Config:
+    """Return the configuration; raises ConfigError with what is wrong with it, and with the flags."""
+    try:
+        config = sources.load(path, environ=environ, arguments=overrides)
+    except ConfigError as error:
+        raise ConfigError(*error.problems, *problems) from error
+    if problems:
+        raise ConfigError(*problems)
+    return config
