@@ -50,10 +50,13 @@ class LiveMember:
         job: Job = Job(),  # noqa: B008 - it is frozen
         *,
         cell_size: int = 1,
+        at_request: Callable[[], None] = lambda: None,
     ) -> None:
         """`max_members` is the most that a world can use: further ones wait, warmed up, until one is lost.
 
         Each `cell_size` workers of a node make up a cell; a world has whole ones only.
+
+        `at_request` is called, on a thread, if somebody asks this worker's node to leave by a key in etcd.
 
         `job` says what is trained, for members that come when it is done. Raises StoreUnavailableError if etcd does not
         answer.
@@ -73,7 +76,9 @@ class LiveMember:
         policy = Policy(context.min_nodes, context.max_nodes, context.last_call_s, max_members, cell_size)
         store = EtcdStore(options)
         try:
-            self._participant = Participant(store, context.run_id, policy, place, ttl_s=context.ttl_s)
+            self._participant = Participant(
+                store, context.run_id, policy, place, ttl_s=context.ttl_s, at_request=at_request
+            )
         except StoreError:
             store.close()
             raise

@@ -26,6 +26,7 @@ app.command("elastic_train.cli.checkpoints:app", name="ckpt")
 app.command("elastic_train.cli.planning:app", name="plan")
 app.command("elastic_train.cli.places.doctor.command:doctor", name="doctor")
 app.command("elastic_train.cli.places.submit.command:app", name="submit")
+app.command("elastic_train.cli.places.job:app", name="job")
 
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -222,7 +223,9 @@ class LiveWorlds:
         deadline, outage = time.monotonic() + self._context.timeout_s, OutageLog(log)
         while True:
             try:
-                return LiveMember(self._context, self._max_members, self._job, cell_size=self._cell_size)
+                return LiveMember(
+                    self._context, self._max_members, self._job, cell_size=self._cell_size, at_request=_ask_to_leave
+                )
             except StoreUnavailableError as error:
                 if self._is_stopped():
                     raise Preempted("asked to leave while etcd was away") from error
@@ -242,6 +245,12 @@ class LiveWorlds:
             if is_job_done:
                 self._member.close_job()
             self._member.leave()
+
+
+def _ask_to_leave() -> None:
+    """Pass on a request that came over etcd as the signal that an operator could have sent: an early warning."""
+    log.warning("asked to leave over etcd")
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def open_worlds(

@@ -64,11 +64,21 @@ class Participant:
     """A member of a job: `join`, `next_world`, serve until `num_waiting()`, join again, and at last `leave`."""
 
     def __init__(
-        self, store: Store, run_id: str, policy: Policy, place: Place, *, ttl_s: float, ask: Ask | None = None
+        self,
+        store: Store,
+        run_id: str,
+        policy: Policy,
+        place: Place,
+        *,
+        ttl_s: float,
+        ask: Ask | None = None,
+        at_request: Callable[[], None] = lambda: None,
     ) -> None:
+        """`at_request` is called once, on the thread that follows the watch, if the member's node is asked to leave."""
         self.agents = KnownAgents(place.node, ask)
         self.at_change: Callable[[], None] = lambda: None
         """Called on the thread that follows the watch, whenever the view may have changed."""
+        self._at_request, self._is_asked = at_request, False
         self.keys = Keys(run_id)
         self.policy = policy
         self.world: World | None = None
@@ -379,6 +389,9 @@ class Participant:
                 revision, life = snapshot.revision, snapshot.life
                 self._latest.show(snapshot)
                 self.at_change()
+                if not self._is_asked and self.place.node in self.view.leaving:
+                    self._is_asked = True
+                    self._at_request()
             if not self._left.is_set():
                 self._show_life()
 

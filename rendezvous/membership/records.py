@@ -4,6 +4,7 @@
                   world          World    the sealed world of the highest term
                   failure        Failure  the first member whose workers failed in a term
                   head           Head     the newest claimed term and the commit published under it
+                  leave/<node>   -        a node that is asked to leave by whoever operates the job; leased
                   store          word     which store has the job's commits; deleted when the job is done
                   closed         Closed   the job is done: members that join later leave
 
@@ -45,6 +46,13 @@ class Keys:
 
     def member(self, member_id: str) -> str:
         return self.members + member_id
+
+    @property
+    def leaves(self) -> str:
+        return self.prefix + "leave/"
+
+    def leave(self, node_id: str) -> str:
+        return self.leaves + node_id
 
     @property
     def world(self) -> str:
@@ -184,6 +192,8 @@ class View:
     head: Head | None = None
     store: str | None = None
     closed: Closed | None = None
+    leaving: frozenset[str] = frozenset()
+    """The nodes that are asked to leave."""
     newer: str = ""
     """What a newer version has written and this one cannot read, as a message says it; empty if there is nothing."""
 
@@ -276,6 +286,7 @@ def read_view(snapshot: Snapshot, keys: Keys) -> View:
         head=_known(keys.head, head),
         store=texts.get(keys.store),
         closed=_known(keys.closed, closed),
+        leaving=frozenset(key.removeprefix(keys.leaves) for key in texts if key.startswith(keys.leaves)),
         newer="".join(
             _newer(key, found)
             for key, found in zip((keys.world, keys.head, keys.closed), (world, head, closed), strict=True)

@@ -56,12 +56,12 @@ def steps_done_twice(run: Path) -> list[int]:
 def test_a_job_survives_its_nodes_and_leaves_when_it_has_to(
     slurm: SlurmCluster, tmp_path: Path, rows: Path, path: dict[str, str]
 ) -> None:
-    """What `submit slurm` renders: a node without power, an urgent job on all nodes, a requeue: no step is lost."""
+    """train.sbatch: a node without power, an urgent job that takes all nodes, a requeue by hand: no step is lost."""
     done = tmp_path / "done"
     config, run = write_config(tmp_path, rows, 200, lane_ms=250.0, until=done), tmp_path / "run"
-    script = tmp_path / "job.sbatch"
-    script.write_text(render(SlurmJob(Path(config), (), "3", time="30:00")))
-    job = slurm.submit("-D", str(tmp_path), "-o", str(tmp_path / "log"), str(script), **path)
+    job = slurm.submit(
+        "--nodes=3", "-D", str(tmp_path), "-o", str(tmp_path / "log"), str(SCRIPTS / "train.sbatch"), config, **path
+    )
     until_world(run, 3)
     slurm.machines.power_off("n3")
     until_world(run, 2)
@@ -82,6 +82,23 @@ def test_a_job_survives_its_nodes_and_leaves_when_it_has_to(
     assert json.loads((run / "result.json").read_text())["step"] == 200
     assert steps_done_twice(run) == []
     assert not list(tmp_path.glob(".codes-*"))
+
+
+def test_what_submit_renders_leaves_before_its_time_limit_and_goes_on(
+    slurm: SlurmCluster, tmp_path: Path, rows: Path, path: dict[str, str]
+) -> None:
+    """Two minutes before its end it is asked to leave (75), and is requeued: no step is lost, and it is COMPLETED."""
+    done = tmp_path / "done"
+    config, run = write_config(tmp_path, rows, 200, lane_ms=250.0, until=done), tmp_path / "run"
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(SlurmJob(Path(config), ("--batch.micro-batch", "8"), "2", time="3")))
+    job = slurm.submit("-D", str(tmp_path), "-o", str(tmp_path / "log"), str(script), **path)
+    slurm.await_state(job, "RUNNING", timeout_s=PATIENCE_S)
+    eventually(lambda: slurm.job(job)["Restarts"] == "1", "it is requeued before its time is over", PATIENCE_S)
+    done.touch()
+    slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
+    assert json.loads((run / "result.json").read_text())["step"] == 200
+    assert steps_done_twice(run) == []
 
 
 def test_a_step_on_some_nodes_of_a_job_meets_on_the_first_of_them(

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_train.cli.output import Json, print_json
+from elastic_train.cli.places.control_plane import etcd_of
 from elastic_train.cli.places.doctor.etcd import examine_etcd, examine_own_etcd
 from elastic_train.cli.places.doctor.finding import Finding, Planned, examine_all, fail, ok
 from elastic_train.cli.places.doctor.machine import examine_gpus, examine_limits, examine_torch
@@ -27,7 +28,7 @@ from elastic_train.errors import ConfigError, StorageError
 from elastic_train.launch.options import TTL_S, count_gpus
 from elastic_train.launch.schedulers import Found, found_in, lonely
 from elastic_train.system.extras import version_of
-from rendezvous.etcd.options import ETCD_KEYS, EtcdOptions, etcd_options
+from rendezvous.etcd.options import EtcdOptions
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.torchelastic.addresses import own_address
 
@@ -93,16 +94,10 @@ def _examined(path: Path | None, overrides: Sequence[str], asked: Asked) -> Iter
             yield ok("configuration", str(path))
         except ConfigError as error:
             yield from (fail("configuration", problem, "correct it") for problem in error.problems)
-    options = _options(asked, found)
+    options = etcd_of(asked.etcd, found)
     if asked.num_peers and options is None:
         raise ConfigError("--peers needs --etcd HOST:PORT, where the doctors of all nodes meet")
     yield from examine_all(dict(_planned(config, options, asked, found)))
-
-
-def _options(asked: Asked, found: Found) -> EtcdOptions | None:
-    endpoint = asked.etcd or found.endpoint
-    conf = {name: value for name, value in found.conf.items() if name in ETCD_KEYS}
-    return None if endpoint is None else etcd_options(endpoint, conf)
 
 
 def _planned(

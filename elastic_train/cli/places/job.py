@@ -1,0 +1,229 @@
+"""`elastic-train job`: the jobs that have something in etcd, and requests to their nodes.
+
+A request is a key below the job's prefix, on a lease that ends by itself. The workers of the node see it in the view of
+the job that they follow anyway, and leave as if they had been sent SIGUSR1: after a step, with a commit if all leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
+from urllib.parse import unquote
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from elastic_train.cli.output import Json, cell, narrow_table, print_json, print_text
+from elastic_train.cli.places.control_plane import etcd_of
+from elastic_train.errors import ConfigError, TooFewNodesError, translated
+from elastic_train.launch.schedulers import found_in
+from elastic_train.system.wording import counted, did_you_mean, nearest
+from rendezvous.etcd.store import EtcdStore
+from rendezvous.membership.records import Keys, Member, View, read_view
+from rendezvous.membership.store import Put, Snapshot, Store
+
+app = App(name="job", help="Show the jobs that etcd knows, and ask their nodes to leave.")
+Etcd = Annotated[str | None, Parameter(name="--etcd")]
+PREFIX = "/elastic/"
+REQUEST_S = 60.0
+"""How long a request lasts; nodes that are there see it at once."""
+LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One job."""
+
+    id: str
+    state: str
+    """training, waiting (members without a world of all), done, or gone (nothing of it is alive)."""
+    nodes: int
+    workers: int
+    world: int
+    term: int
+    commit: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of a job: `ranks` are those that its workers have in the present world."""
+
+    node: str
+    host: str
+    address: str
+    workers: int
+    ranks: tuple[int, ...]
+    is_leaving: bool
+    missed_by: int
+    """How many members cannot reach it."""
+
+
+@app.command
+def ls(*, etcd: Etcd = None, json_: Json = False) -> int:
+    """List the jobs that --etcd HOST:PORT[,...] (or PET_RDZV_ENDPOINT) knows: state, size, newest commit."""
+    with _store(etcd) as store:
+        rows = [row_of(run_id, view) for run_id, view in _views(store.get(PREFIX))]
+    if json_:
+        return print_json([asdict(row) for row in rows])
+    table = narrow_table("job", "state", "nodes", "workers", "world", "term", "newest commit")
+    for row in rows:
+        table.add_row(*(cell(value) for value in asdict(row).values()))
+    Console().print(table if rows else "no jobs")
+    return 0
+
+
+@app.command
+def show(run_id: str, *, etcd: Etcd = None, json_: Json = False) -> int:
+    """Show the nodes of the job RUN_ID: host, address, workers, ranks, and who is leaving or cannot be reached."""
+    with _store(etcd) as store:
+        view = _view(store, run_id)
+    row, nodes = row_of(run_id, view), nodes_of(view)
+    if json_:
+        return print_json({**asdict(row), "members": [asdict(node) for node in nodes]})
+    print_text(f"{run_id}: {row.state}, term {row.term}, a world of {row.world}; newest commit {row.commit or '-'}")
+    table = narrow_table("node", "host", "address", "workers", "ranks", "notes")
+    for node in nodes:
+        notes = ["leaving"] * node.is_leaving + [f"{node.missed_by} cannot reach it"] * bool(node.missed_by)
+        ranks = ",".join(map(str, node.ranks)) or "-"
+        table.add_row(node.node, node.host, node.address, str(node.workers), ranks, "; ".join(notes))
+    Console().print(table)
+    return 0
+
+
+@app.command
+def leave(run_id: str, node: str, *, etcd: Etcd = None, wait_s: float = 300.0, json_: Json = False) -> int:
+    """Ask one NODE of the job RUN_ID to leave after its step; the others go on. NODE is its name, or its host.
+
+    Its launcher ends with 75, upon which a scheduler starts it again. Exit code 0 once it is gone, 77 if it is not
+    within --wait-s seconds.
+    """
+    with _store(etcd) as store:
+        view = _view(store, run_id)
+        return _asked(store, run_id, [_named(view, node)], wait_s, is_json=json_)
+
+
+@app.command
+def stop(run_id: str, *, etcd: Etcd = None, wait_s: float = 300.0, json_: Json = False) -> int:
+    """Ask all nodes of the job RUN_ID to leave together: they commit, and their launchers end with 75.
+
+    A scheduler that requeues on 75 starts them again: end the job there, too. Exit code 0 once all are gone, 77 if they
+    are not within --wait-s seconds.
+    """
+    with _store(etcd) as store:
+        view = _view(store, run_id)
+        return _asked(store, run_id, sorted({member.node_id for member in _members(view)}), wait_s, is_json=json_)
+
+
+def row_of(run_id: str, view: View) -> Row:
+    """Say where a job stands."""
+    nodes = {member.node_id for member in view.members}
+    is_training = view.is_whole and bool(view.mates)
+    state = "done" if view.closed is not None else "training" if is_training else "waiting" if nodes else "gone"
+    commit = view.head.commit if view.head is not None else None
+    size = len(view.mates) if is_training else 0
+    return Row(run_id, state, len(nodes), sum(m.num_workers for m in view.members), size, view.term, commit)
+
+
+def nodes_of(view: View) -> list[Node]:
+    """Return a job's nodes, in the order in which they registered."""
+    by_node: dict[str, list[Member]] = defaultdict(list)
+    for member in view.members:
+        by_node[member.node_id].append(member)
+    return [_node(view, name, members) for name, members in by_node.items()]
+
+
+def _node(view: View, name: str, members: Sequence[Member]) -> Node:
+    ranks = [view.world.rank_of(member.id) for member in members] if view.world is not None else []
+    return Node(
+        node=name,
+        host=members[0].host,
+        address=members[0].address,
+        workers=sum(member.num_workers for member in members),
+        ranks=tuple(sorted(rank for rank in ranks if rank is not None)),
+        is_leaving=name in view.leaving,
+        missed_by=sum(name in member.missed for member in view.members),
+    )
+
+
+@contextlib.contextmanager
+def _store(etcd: str | None) -> Iterator[Store]:
+    problems: list[str] = []
+    options = etcd_of(etcd, found_in(os.environ, problems, []))
+    if problems:
+        raise ConfigError(*problems)
+    if options is None:
+        raise ConfigError("--etcd HOST:PORT[,HOST:PORT...] is needed: the etcd where the job's nodes meet")
+    with translated(), contextlib.closing(EtcdStore(options)) as store:
+        yield store
+
+
+def _views(snapshot: Snapshot) -> Iterator[tuple[str, View]]:
+    """Yield each job that has any key, with its view."""
+    names = sorted({key.removeprefix(PREFIX).partition("/")[0] for key in snapshot.entries})
+    for name in names:
+        keys = Keys(unquote(name))
+        entries = {key: entry for key, entry in snapshot.entries.items() if key.startswith(keys.prefix)}
+        yield keys.run_id, read_view(Snapshot(snapshot.revision, entries), keys)
+
+
+def _view(store: Store, run_id: str) -> View:
+    keys = Keys(run_id)
+    snapshot = store.get(keys.prefix)
+    if not snapshot.entries:
+        raise ConfigError(f"etcd knows no job {run_id!r}: `elastic-train job ls` lists those that it knows")
+    return read_view(snapshot, keys)
+
+
+def _members(view: View) -> Sequence[Member]:
+    """Return a job's members; ConfigError if they are none that follow requests."""
+    if any(not member.node for member in view.members):
+        raise ConfigError(
+            "this job's recovery is `restart`, in which nobody follows requests: send SIGTERM to a launcher"
+        )
+    return view.members
+
+
+def _named(view: View, node: str) -> str:
+    """Return the id of the node that has this name or host; ConfigError if there is none, or several."""
+    names = {member.node_id: member.host for member in _members(view)}
+    found = [name for name, host in names.items() if node in (name, host) or host.rpartition("-")[0] == node]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"{node!r} is {counted(len(found), 'node')}: name one of {', '.join(sorted(found))}")
+    known = sorted({*names, *names.values()})
+    otherwise = f"; it has {', '.join(known)}" if known else "; it has none"
+    raise ConfigError(f"the job has no node {node!r}{did_you_mean(nearest(node, known), otherwise)}")
+
+
+def _asked(store: Store, run_id: str, nodes: Sequence[str], wait_s: float, *, is_json: bool) -> int:
+    """Write the requests, all in one transaction, and wait until the nodes are gone."""
+    keys = Keys(run_id)
+    if nodes:
+        lease = store.lease(REQUEST_S, renew=False)
+        store.swap({keys.leave(node): Put("", lease) for node in nodes}, {})
+    left = _await_gone(store, keys, set(nodes), wait_s)
+    if is_json:
+        print_json({"asked": list(nodes), "left": sorted(set(nodes) - left), "still_there": sorted(left)})
+    elif left:
+        print_text(f"still there after {wait_s:.0f} s: {', '.join(sorted(left))}; send SIGTERM to their launchers")
+    else:
+        print_text(f"{counted(len(nodes), 'node')} left: {', '.join(nodes) or 'nobody was there'}")
+    return TooFewNodesError.exit_code if left else 0
+
+
+def _await_gone(store: Store, keys: Keys, nodes: set[str], wait_s: float) -> set[str]:
+    """Return which nodes still have members after so many seconds."""
+    deadline = time.monotonic() + wait_s
+    with contextlib.closing(store.watch(keys.members)) as watch:
+        snapshot = watch.snapshot
+        while True:
+            there = nodes & {member.node_id for member in read_view(snapshot, keys).members}
+            if not there or time.monotonic() >= deadline:
+                return there
+            snapshot = watch.wait(snapshot.revision, LOOK_S, snapshot.life) or snapshot

@@ -1,0 +1,111 @@
+"""`elastic-train job`: what etcd says of a running job, and requests that its nodes follow."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from elastic_train.cli.main import main
+from elastic_train.cli.places.job import nodes_of, row_of
+from rendezvous import EtcdServer, EtcdStore, MemoryStore, etcd_options
+from rendezvous.membership.records import Keys, Member, Seat, View, World, encode, read_view
+from rendezvous.membership.store import Put
+from tests.conftest import begin
+from tests.elastic_train.training.live.test_live import ENDLESS, eventually, history, write_config
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Return the exit code, and what was printed."""
+    with pytest.raises(SystemExit) as left:
+        main(["job", *arguments])
+    assert isinstance(left.value.code, int)
+    printed = capsys.readouterr()
+    return left.value.code, printed.out, printed.err
+
+
+def worlds(run: Path) -> list[int]:
+    """Return the sizes of the worlds in which steps were taken."""
+    lines = history(run) if (run / "history").is_dir() else []
+    sizes = {line["term"]: line["world"] for line in lines if line["op"] == "form"}
+    return [sizes[term] for term in sorted({line["term"] for line in lines if line["op"] == "step"} & sizes.keys())]
+
+
+@pytest.mark.slow
+def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher of the node ends with 75, and the others train on, in a world without it; then all end with 75."""
+    config, run = write_config(tmp_path, rows, ENDLESS), tmp_path / "run"
+    with EtcdServer() as etcd:
+        where = ("--etcd", etcd.endpoint)
+        line = [sys.executable, "-m", "elastic_train.command", "launch", config, "--ranks", "1"]
+        line += ["--nodes", "1:2", "--id", "a job", "--endpoint", etcd.endpoint]
+        jobs = [begin(line, tmp_path / f"log{i}") for i in range(2)]
+        eventually(lambda: worlds(run)[-1:] == [2], "a world of 2")
+        (row,) = json.loads(said(capsys, "ls", *where, "--json")[1])
+        assert (row["id"], row["state"], row["nodes"], row["world"]) == ("a job", "training", 2, 2)
+        shown = json.loads(said(capsys, "show", "a job", *where, "--json")[1])
+        assert sorted(node["ranks"] for node in shown["members"]) == [[0], [1]]
+        first, second = (node["node"] for node in shown["members"])
+
+        assert said(capsys, "leave", "a job", shown["members"][0]["host"], *where)[0] == 2, "both are on this machine"
+        code, printed, _ = said(capsys, "leave", "a job", first, *where)
+        assert (code, printed) == (0, f"1 node left: {first}\n")
+        eventually(lambda: [job.poll() for job in jobs].count(75) == 1, "its launcher ends")
+        eventually(lambda: worlds(run)[-1:] == [1], "the other trains on")
+        (row,) = json.loads(said(capsys, "ls", *where, "--json")[1])
+        assert (row["state"], row["nodes"]) == ("training", 1)
+
+        assert json.loads(said(capsys, "stop", "a job", *where, "--json")[1])["left"] == [second]
+        assert [job.wait(60) for job in jobs] == [75, 75], (tmp_path / "log0").read_text()
+        (row,) = json.loads(said(capsys, "ls", *where, "--json")[1])
+        assert (row["state"], row["nodes"]) == ("gone", 0)
+        assert row["commit"] is not None
+
+
+def member(node: str, *, own: str = "", missed: tuple[str, ...] = ()) -> Member:
+    return Member(f"{node}.0", f"host-of-{node}", "10.0.0.1", 1, 0, node=own or node, missed=missed)
+
+
+def test_a_view_says_who_leaves_and_who_is_out_of_reach() -> None:
+    """And a world of which a member is missing does not train."""
+    seats = (Seat("a.0", 1), Seat("b.0", 1))
+    world = World(3, seats, "start", "10.0.0.1", 1, 0.0)
+    view = View(1, (member("a"), member("b", missed=("a",))), world, leaving=frozenset({"b"}))
+    assert [(node.ranks, node.is_leaving, node.missed_by) for node in nodes_of(view)] == [
+        ((0,), False, 1),
+        ((1,), True, 0),
+    ]
+    assert row_of("j", view).state == "training"
+    assert row_of("j", View(1, (member("a"),), world)).state == "waiting"
+    assert row_of("j", View(1, (), world)).state == "gone"
+
+
+def test_a_request_is_read_from_the_store() -> None:
+    store, keys = MemoryStore(), Keys("a/b")
+    store.swap({keys.leave("n1"): Put(""), keys.member("n1.0"): Put(encode(member("n1")))}, {})
+    assert read_view(store.get(keys.prefix), keys).leaving == {"n1"}
+
+
+@pytest.mark.slow
+def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that etcd does not know, a node that it does not have, and nodes that would not hear it."""
+    assert "--etcd" in said(capsys, "ls")[2]
+    with EtcdServer() as etcd, closing(EtcdStore(etcd_options(etcd.endpoint))) as store:
+        where = ("--etcd", etcd.endpoint)
+        assert said(capsys, "ls", *where)[:2] == (0, "no jobs\n")
+        code, _, errors = said(capsys, "stop", "nobody", *where)
+        assert (code, "knows no job 'nobody'" in errors) == (2, True)
+        keys = Keys("j")
+        store.swap({keys.member("n1.0"): Put(encode(member("n1")))}, {})
+        code, _, errors = said(capsys, "leave", "j", "n1x", *where)
+        assert (code, "did you mean 'n1'" in errors) == (2, True)
+        code, printed, _ = said(capsys, "leave", "j", "host-of-n1", *where, "--wait-s", "0")
+        assert (code, "still there" in printed) == (77, True)
+        store.swap({keys.member("old"): Put(encode(Member("old", "h", "10.0.0.2", 1, 0)))}, {})
+        code, _, errors = said(capsys, "stop", "j", *where)
+        assert (code, "send SIGTERM" in errors) == (2, True)
