@@ -80,6 +80,11 @@ def peak_lanes(passes: Sequence[Pass]) -> int:
     return most
 
 
+def bubble(num_stages: int, num_lanes: int) -> float:
+    """Return which part of a step a stage waits for others, where all passes of a kind take as long: in both kinds."""
+    return (num_stages - 1) / (num_lanes + num_stages - 1)
+
+
 def _has_next(one: Pass, stage: int, num_stages: int) -> bool:
     """Say whether another stage goes on with what a pass has made."""
     return stage < num_stages - 1 if one.direction == "forward" else stage > 0

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +28,7 @@ from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.schedule import check_schedule
+from elastic_train.job.plan_facts import describe_offload, describe_pipeline, describe_sources
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.sharded.elementwise import slots_of
 from elastic_train.job.sharded.first_weights import without_memory
@@ -174,6 +174,7 @@ class Plan:
             "ranks at most": self.num_lanes * self.config.parallel.cell.size,
             **({"steps an epoch": order.num_steps(self.micro_batch)} if isinstance(order, Order) else {}),
             "steps": self.total_steps,
+            **({"pipeline": describe_pipeline(self.config)} if self.config.parallel.pipeline > 1 else {}),
             "device": str(self.device),
             **({"offload": describe_offload(self.config, self.device)} if self.config.parallel.has_offload else {}),
             "commits in": self.config.checkpoint_url,
@@ -223,25 +224,6 @@ def make_plan(config: Config) -> Plan:
         device=device,
         sources=sources,
     )
-
-
-def describe_sources(order: Mixture, sources: Sequence[Source], length: int) -> dict[str, str]:
-    """Return for each source how much of every batch it is, and how often it is passed in so many places of a lane."""
-    counts = np.sum([order.counts(lane, length) for lane in range(order.num_lanes)], axis=0)
-    return {
-        f"source {source.name}": f"{source.manifest.num_rows} samples, {source.share} of {sum(order.shares)} places, "
-        f"{count / source.manifest.num_rows:.2f} epochs"
-        for source, count in zip(sources, counts, strict=True)
-    }
-
-
-def describe_offload(config: Config, device: torch.device) -> str:
-    """Return what of a parameter that a rank holds is in host memory, beside what is on its device."""
-    choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
-    num = len(slots_of(choice.tried(), choice.make, device).moments) + (config.optimizer.ema is not None)
-    weights = 4 if config.parallel.offload == "all" else 0
-    where = "the host's memory, which is this device's" if device.type == "cpu" else "pinned host memory"
-    return f"{4 * num + weights} of {4 * num + 8} bytes of each fp32 parameter that a rank holds are in {where}"
 
 
 def check_same_sources(config: Config, sources: Sequence[Source], record: CommitRecord) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
-from elastic_train.core.schedules import Action, Exchange, Kind, Pass, passes_of, peak_lanes, schedule
+from elastic_train.core.schedules import Action, Exchange, Kind, Pass, bubble, passes_of, peak_lanes, schedule
 
 kinds = st.sampled_from(["gpipe", "1f1b"])
 
@@ -41,6 +41,30 @@ def test_nobody_waits_for_ever_even_where_all_messages_have_to_meet(
 ) -> None:
     """A sender that goes on before its message is taken only makes it easier."""
     assert blocked([list(schedule(kind, stage, num_stages, num_lanes)) for stage in range(num_stages)]) == []
+
+
+@given(kinds, st.integers(1, 6), st.integers(1, 12))
+def test_a_bubble_is_what_the_first_stage_waits_where_passes_take_as_long(
+    kind: Kind, num_stages: int, num_lanes: int
+) -> None:
+    """By a clock that runs all stages, a tick for each pass, beside the closed form."""
+    actions = [passes_of(kind, stage, num_stages, num_lanes) for stage in range(num_stages)]
+    done: dict[tuple[str, int, int], int] = {}
+    for tick in range(1, 2 * (num_lanes + num_stages) + 1):
+        for stage, mine in enumerate(actions):
+            if mine and _is_ready(mine[0], stage, num_stages, done, tick):
+                one = mine.pop(0)
+                done[one.direction, one.number, stage] = tick
+    assert not any(actions)
+    waits = (max(done.values()) - 2 * num_lanes) / max(done.values())
+    assert waits == pytest.approx(bubble(num_stages, num_lanes))
+
+
+def _is_ready(one: Pass, stage: int, num_stages: int, done: dict[tuple[str, int, int], int], tick: int) -> bool:
+    """Say whether what a pass needs was there before a tick."""
+    if one.direction == "forward":
+        return stage == 0 or done.get(("forward", one.number, stage - 1), tick) < tick
+    return stage == num_stages - 1 or done.get(("backward", one.number, stage + 1), tick) < tick
 
 
 def blocked(actions: list[list[Action]]) -> list[int]:

@@ -118,7 +118,12 @@ def test_what_makes_no_pipeline_is_refused(tmp_path: Path, rows: Path, how: list
 def test_validate_says_all_that_keeps_a_model_from_stages(
     tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It does not take a start to learn of it, nor one for each reason."""
+    """It does not take a start to learn of it, nor one for each reason; of a model that has them, what they cost."""
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", config(tmp_path, rows, LANGUAGE), *stages(3)])
+    assert ended.value.code in (None, 0)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 stages, 1f1b; with all 5 lanes in one cell they wait 29 % of a step" in said
     own = {
         **LANGUAGE,
         "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": {"depth": 2, "vocabulary": 64}}},
