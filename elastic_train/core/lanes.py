@@ -68,6 +68,7 @@ def root_of(num_lanes: int) -> Part:
     return Part((num_lanes - 1).bit_length(), 0)
 
 
+@lru_cache(1024)
 def settle(part: Part, num_lanes: int) -> Part:
     """Lift a part through parents that it alone fills, while its sibling holds no lanes."""
     while part != root_of(num_lanes) and part.index % 2 == 0 and part.sibling.is_empty(num_lanes):
@@ -75,7 +76,8 @@ def settle(part: Part, num_lanes: int) -> Part:
     return part
 
 
-def parts_of(lanes: range, num_lanes: int) -> list[Part]:
+@lru_cache(256)
+def parts_of(lanes: range, num_lanes: int) -> tuple[Part, ...]:
     """Return the largest whole subtrees that make up a run of lanes, left to right (at most 2 log2 L)."""
     parts: list[Part] = []
     for lane in lanes:
@@ -84,11 +86,16 @@ def parts_of(lanes: range, num_lanes: int) -> list[Part]:
             parts.pop()
             part = settle(part.parent, num_lanes)
         parts.append(part)
-    return parts
+    return tuple(parts)
 
 
-def merge_plan(parts: Iterable[Part], num_lanes: int) -> list[tuple[Part, Part, Part]]:
+def merge_plan(parts: Iterable[Part], num_lanes: int) -> tuple[tuple[Part, Part, Part], ...]:
     """Return the additions (left, right, sum) that finish the tree, each after those that it needs."""
+    return _merge_plan(tuple(parts), num_lanes)  # a step asks for one and the same, flat vector by flat vector
+
+
+@lru_cache(256)
+def _merge_plan(parts: tuple[Part, ...], num_lanes: int) -> tuple[tuple[Part, Part, Part], ...]:
     stack: list[Part] = []
     plan: list[tuple[Part, Part, Part]] = []
     for part in sorted(parts, key=lambda part: part.lo):
@@ -100,7 +107,7 @@ def merge_plan(parts: Iterable[Part], num_lanes: int) -> list[tuple[Part, Part, 
             top = merged
         stack.append(top)
     assert stack == [root_of(num_lanes)], f"the parts do not make up {num_lanes} lanes: {stack} is left"
-    return plan
+    return tuple(plan)
 
 
 @lru_cache(64)

@@ -87,12 +87,12 @@ class StepClock:
         seconds, self._last_s = now - self._last_s, now
         if self.listener is not None:
             self.listener(phase, seconds)
-        if self._group is not None and phase not in ("wait", "save"):
-            waited_s = min(seconds, self._group.waited_s - self._waited_s)
-            self._spent["exchange"] += waited_s
-            seconds -= waited_s
-        if self._group is not None:
-            self._waited_s = self._group.waited_s
+        if (group := self._group) is not None and group.waited_s != self._waited_s:
+            if phase not in ("wait", "save"):
+                waited_s = min(seconds, group.waited_s - self._waited_s)
+                self._spent["exchange"] += waited_s
+                seconds -= waited_s
+            self._waited_s = group.waited_s
         self._spent[phase] += seconds
 
     def row(self) -> list[float | int]:

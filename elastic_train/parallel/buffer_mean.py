@@ -101,9 +101,12 @@ class BufferMean:
             assert self._increments is not None
             self._increments.zero_()
 
-    @contextlib.contextmanager
-    def lane(self, lane: int, *, is_empty: bool) -> Iterator[None]:
+    def lane(self, lane: int, *, is_empty: bool) -> contextlib.AbstractContextManager[None]:
         """Surround one lane's forward pass, or nothing for a lane without samples."""
+        return self._around(lane, is_empty) if self._slots else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _around(self, lane: int, is_empty: bool) -> Iterator[None]:
         if self._sum is None:
             yield
             by_value = self._num_begun == 1

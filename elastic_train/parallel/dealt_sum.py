@@ -26,7 +26,7 @@ from torch import Tensor
 from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.buckets import check_once
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.leaves import FlatGradient, Leaves, Spare, Units, Wire, forget_gradients
+from elastic_train.parallel.leaves import FlatGradient, Leaf, Leaves, Spare, Units, Wire, forget_gradients
 from elastic_train.parallel.point_to_point import Work
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.chunks import group_sums, sum_chunks
@@ -42,7 +42,7 @@ class _Flight:
 
     arriving: list[Work]
     leaving: list[Work]
-    leaves: list[tuple[FlatGradient, Tensor]]
+    leaves: list[tuple[FlatGradient, Leaf]]
     chunks: Mapping[int, Mapping[int, Tensor]]
     begun_s: float
 
@@ -185,7 +185,7 @@ class DealtSum:
         self._exchange(unit, {flat.number: self._leaves.take(flat) for flat in unit})
         self._next += 1
 
-    def _exchange(self, unit: Sequence[FlatGradient], leaf: Mapping[int, Tensor] | None) -> None:
+    def _exchange(self, unit: Sequence[FlatGradient], leaf: Mapping[int, Leaf] | None) -> None:
         """Begin to give the others of the group what they hold of a leaf, and to take what they give."""
         turn, seats, rank = self._turns[self._turn], self._seating.seats, self._replicas.rank
         lanes = {other: turn[seats[other].slot] for other in (*self._neighbours, rank) if seats[other].slot < len(turn)}
@@ -194,7 +194,9 @@ class DealtSum:
         for other in self._neighbours:
             if leaf is not None:
                 sends += [
-                    (other, leaf[f.number][r.lo : r.hi]) for f in unit for r in self._runs[other].get(f.number, ())
+                    (other, leaf[f.number].memory[r.lo : r.hi])
+                    for f in unit
+                    for r in self._runs[other].get(f.number, ())
                 ]
         for other in self._neighbours[::-1]:
             if other in lanes:
@@ -208,7 +210,7 @@ class DealtSum:
                 for part, run in zip(
                     self._cut(flat.number, chunks[rank][flat.number]), self._mine(flat.number), strict=True
                 ):
-                    part.copy_(leaf[flat.number][run.lo : run.hi])
+                    part.copy_(leaf[flat.number].memory[run.lo : run.hi])
         self.is_dirty = True
         begun = self._replicas.begin_exchange(sends, receives)
         begun_s = time.perf_counter()
@@ -262,7 +264,9 @@ class DealtSum:
     def _cut(self, number: int, chunk: Tensor) -> Sequence[Tensor]:
         """Return the parts of a chunk that are this rank's runs of the flat vector."""
         runs = self._mine(number)
-        return torch.split(chunk, [run.hi - run.lo for run in runs]) if runs else ()
+        if len(runs) == 1:
+            return (chunk,)
+        return chunk.split_with_sizes([run.hi - run.lo for run in runs]) if runs else ()
 
     def _mine(self, number: int) -> Sequence[Run]:
         return self._runs[self._replicas.rank].get(number, ())
@@ -284,7 +288,7 @@ class DealtSum:
         if sends or receives:
             self._replicas.exchange(sends, receives)
 
-    def _parts_of(self, rank: int) -> list[Part]:
+    def _parts_of(self, rank: int) -> tuple[Part, ...]:
         return group_sums(self._seating.seats[rank], len(self._seating.seats), self._num_lanes)
 
     def _within(self, run: Run, held: Tensor) -> Tensor:

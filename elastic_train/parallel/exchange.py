@@ -28,7 +28,7 @@ class Scratch:
         kind, total = (like.dtype, like.device), sum(sizes)
         if kind not in self._kept or self._kept[kind].numel() < total:
             self._kept[kind] = on_huge_pages(torch.empty(total, dtype=like.dtype, device=like.device))
-        return torch.split(self._kept[kind][:total], list(sizes))
+        return self._kept[kind][:total].split_with_sizes(list(sizes))
 
 
 def exchange(

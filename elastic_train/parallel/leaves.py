@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from elastic_train.system.huge_pages import on_huge_pages
+
+Shape = tuple[int, tuple[tuple[int, torch.Size], ...]]
+"""The elements of a flat vector, and where its parameters begin, with their shapes: elements between them are zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +22,11 @@ class FlatGradient:
     number: int
     numel: int
     parameters: Sequence[tuple[nn.Parameter, int]]
+    shape: Shape = field(init=False)
 
-    @property
-    def shape(self) -> tuple[int, tuple[int, ...]]:
-        """The elements of the vector, and those that its parameters begin with: elements between them are zero."""
-        return self.numel, tuple(start for _, start in self.parameters)
+    def __post_init__(self) -> None:
+        places = tuple((start, parameter.shape) for parameter, start in self.parameters)
+        object.__setattr__(self, "shape", (self.numel, places))
 
 
 Wire = Literal["exact", "bf16"]
@@ -32,37 +35,47 @@ Units = Sequence[Sequence[FlatGradient]]
 """What is exchanged together, in the order of the exchange."""
 
 
+class Leaf(NamedTuple):
+    """A flat vector's memory, and views of it that have the parameters' shapes."""
+
+    memory: Tensor
+    parts: Sequence[Tensor]
+
+
 class Leaves:
     """Makes leaves of the gradients that a backward pass leaves; fresh pages would cost more than the additions."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._kept: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
+        self._kept: dict[Shape, list[Leaf]] = {}
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return what leaves of a type are sent as: bf16 if that is narrower."""
         return torch.bfloat16 if self._wire == "bf16" and dtype.itemsize > torch.bfloat16.itemsize else dtype
 
-    def take(self, flat: FlatGradient) -> Tensor:
+    def take(self, flat: FlatGradient) -> Leaf:
         """Return a flat vector's leaf as it is sent, and forget its parameters' gradients; it starts from zeros.
 
         What no lane uses is zero.
         """
-        first, kept = flat.parameters[0][0], self._kept.get(flat.shape)
-        leaf = kept.pop() if kept else self._zeros(flat.numel, first)
-        for parameter, start in flat.parameters:
-            part = leaf[start : start + parameter.numel()]
-            if parameter.grad is None:
+        kept = self._kept.get(flat.shape)
+        leaf = kept.pop() if kept else self._made(flat)
+        for (parameter, _), part in zip(flat.parameters, leaf.parts, strict=True):
+            if (gradient := parameter.grad) is None:
                 part.zero_()
             else:
-                torch.add(parameter.grad.reshape(-1), 0.0, out=part)
+                torch.add(gradient, 0.0, out=part)
                 parameter.grad = None
         return leaf
+
+    def _made(self, flat: FlatGradient) -> Leaf:
+        memory, (_, places) = self._zeros(flat.numel, flat.parameters[0][0]), flat.shape
+        return Leaf(memory, [memory[start : start + shape.numel()].view(shape) for start, shape in places])
 
     def _zeros(self, numel: int, like: Tensor) -> Tensor:
         return on_huge_pages(torch.empty(numel, dtype=self.dtype_of(like.dtype), device=like.device)).zero_()
 
-    def give_back(self, flat: FlatGradient, leaf: Tensor) -> None:
+    def give_back(self, flat: FlatGradient, leaf: Leaf) -> None:
         """Take a leaf's memory for the next one of its shape."""
         self._kept.setdefault(flat.shape, []).append(leaf)
 

@@ -93,13 +93,11 @@ def tree_sum(values: Sequence[float]) -> float:
 
 def _packed(row: Row) -> bytes:
     """Return a row's 64-bit words, the first of which has bit c set if column c is a float."""
-    kinds, form, words = 0, ["=Q"], []
-    for column, value in enumerate(row):
-        if isinstance(value, float):
-            kinds |= 1 << column
-            form.append("d")
-            words.append(value)
-        else:
-            form.append("Q")
-            words.append(value & _MASK)
-    return struct.pack("".join(form), kinds, *words)
+    kinds = sum([1 << column for column, value in enumerate(row) if isinstance(value, float)])
+    words = [value if isinstance(value, float) else value & _MASK for value in row]
+    return _form(kinds, len(words)).pack(kinds, *words)
+
+
+@lru_cache(64)
+def _form(kinds: int, num_columns: int) -> struct.Struct:
+    return struct.Struct("=Q" + "".join("d" if kinds >> column & 1 else "Q" for column in range(num_columns)))

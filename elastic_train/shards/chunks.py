@@ -50,7 +50,7 @@ def sum_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> 
     return chunks
 
 
-def group_sums(seat: Seat, num_ranks: int, num_lanes: int) -> list[Part]:
+def group_sums(seat: Seat, num_ranks: int, num_lanes: int) -> tuple[Part, ...]:
     """Return the subtrees whose sums each holder of a group has when all of the group's lanes are in."""
     return parts_of(group_lanes(seat, num_ranks, num_lanes), num_lanes)
 

@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
-
+from elastic_train.config import yaml12
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import version_of
 from elastic_train.tracking.metric_log import Settled, Values
@@ -43,7 +42,7 @@ class Job:
 
     def config_text(self) -> str:
         """Return the configuration as YAML, without passwords in URLs."""
-        return re.sub(r"://[^/@\s]+@", "://***@", yaml.safe_dump(dict(self.config), sort_keys=False))
+        return re.sub(r"://[^/@\s]+@", "://***@", yaml12.write(self.config))
 
 
 class Delivery:

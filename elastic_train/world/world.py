@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from elastic_train.checkpoint import Store, open_store, sweep
 from elastic_train.checkpoint.commits.sweeping import drop_unfinished
@@ -45,6 +46,9 @@ FENCE_PATIENCE_S, FENCE_PAUSE_S = 10.0, 0.5
 log = logging.getLogger(__name__)
 
 
+_mesh_of = lru_cache(64)(Mesh)  # which a step asks for many times
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """The ranks that train together under one term."""
@@ -74,7 +78,7 @@ class World:
     @property
     def mesh(self) -> Mesh:
         """Who is who among the ranks."""
-        return Mesh(self.group.rank, self.group.size, self.shape)
+        return _mesh_of(self.group.rank, self.group.size, self.shape)
 
     @property
     def replicas(self) -> Group:

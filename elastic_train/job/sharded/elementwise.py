@@ -45,17 +45,31 @@ def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | N
     Raises ConfigError for an optimizer that updates, or keeps, anything else: its update would depend on where a
     parameter is cut. So does one that begins otherwise than with zeros, since that is how a share begins.
     """
-    found = [_slots_of_group(type(optimizer), group, make, device) for group in optimizer.param_groups]
+    tried: list[tuple[Mapping[str, Any], Slots]] = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")} | {"lr": 0.1}
+        if not any(_are_alike(settings, others) for others, _ in tried):  # groups often differ in their rates alone
+            tried.append((settings, _slots_of_group(type(optimizer), settings, make, device)))
+    found = [slots for _, slots in tried]
     first = found[0]
     if any((one.moments, one.count is None) != (first.moments, first.count is None) for one in found):
         raise _not_elementwise(type(optimizer), "it keeps something else of each parameter group")
     return first
 
 
+def _are_alike(settings: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Say whether two groups' settings are surely the same."""
+    if settings.keys() != others.keys():
+        return False
+    return all(
+        value is others[key] or (not isinstance(value, Tensor) and bool(value == others[key]))
+        for key, value in settings.items()
+    )
+
+
 def _slots_of_group(
-    kind: type[Optimizer], group: Mapping[str, Any], make: MakeOptimizer, device: torch.device | None
+    kind: type[Optimizer], settings: Mapping[str, Any], make: MakeOptimizer, device: torch.device | None
 ) -> Slots:
-    settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")} | {"lr": 0.1}
     generator = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(1 + _STEPS, 2, ALIGN, generator=generator).to(device)
 
