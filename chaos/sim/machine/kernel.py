@@ -153,7 +153,9 @@ class Kernel:
             self.num_events += 1
             until = self.now + (timeout_s if timeout_s > TICK_S else TICK_S)
             heapq.heappush(self._events, (until, self.num_events, task, task.turn))
-        self._give_way(task)
+        self.current = following = self._next()
+        if following is not task:
+            (following.stack or self._starter).switch()
         task.turn += 1
         if task.process is None or task.process.is_dead:
             self.check(task)

@@ -1,7 +1,8 @@
 """What every rank works out of the same seats, worked out once for all ranks of a job.
 
 Ranks of one job have one layout, so what follows from seats, arcs and grains is the same on all of them. Nothing is
-kept from one job to the next: a planted bug may be in what is worked out.
+kept from one job to the next, as a planted bug may be in what is worked out; but what an optimizer keeps is, among jobs
+without one: to try it takes longer than some of them.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from elastic_train.shards.owners import owned_by_some
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat
 
+_SLOTS = Known()
+"""What optimizers keep, for all jobs in which no bug is planted."""
+
 
 class SameShares:
     """The product's functions of seats, for the ranks of one job; what follows from one list is remembered with it."""
 
-    def __init__(self) -> None:
-        self._runs, self._owned, self._slots = Known(), Known(), Known()
+    def __init__(self, *, is_planted: bool) -> None:
+        """`is_planted` says that some of the product's code is replaced by a bug."""
+        self._runs, self._owned = Known(), Known()
+        self._slots = Known() if is_planted else _SLOTS
         self._common = memory_of(lambda seats, layout, circle: _CommonSeating(layout, circle, seats, 0))
         self.seats_of = memory_of(taking._seats_of)
         self.plan_of = memory_of(taking._plan_of)
@@ -42,7 +48,7 @@ class SameShares:
         return self._left(brought, shards)
 
     def slots_of(self, optimizer: Optimizer, make: MakeOptimizer, device: torch.device) -> Slots:
-        """Return what an optimizer keeps, which is tried out once: all processes of a job make the same one."""
+        """Return what an optimizer keeps, which is tried out once."""
         groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
         return self._slots(repr((type(optimizer), groups, device)), lambda: slots_of(optimizer, make, device))
 

@@ -18,7 +18,8 @@ from chaos.judge.invariants.one_lineage import lineage
 from chaos.sim.campaign import cases
 from chaos.sim.campaign.planted import catalogue
 from chaos.sim.campaign.planted.catalogue import PLANTED
-from chaos.sim.campaign.planted.hunt import SimBug, near
+from chaos.sim.campaign.planted.hunt import LIKELY, SimBug, near
+from chaos.sim.campaign.planted.hunt import SEEDS as SEEDS_OF_HUNT
 from chaos.sim.campaign.shrink import shrink
 from chaos.sim.campaign.simulate import (
     Case,
@@ -86,6 +87,14 @@ def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
     found, _ = bug.hunt()
     assert found is not None, f"{bug.bug}: not found"
     assert simulate(found.case).violations == ()
+
+
+def test_the_cases_that_are_run_first_are_those_of_planted_bugs() -> None:
+    """All of a bug's cases are still run if need be, and each once."""
+    assert set(LIKELY) <= {bug.name for bug in PLANTED}
+    bug = catalogue.named("no-fence")
+    hunted = list(bug.cases())
+    assert hunted[0].seed == LIKELY["no-fence"] and sorted(case.seed for case in hunted) == list(range(SEEDS_OF_HUNT))
 
 
 @pytest.mark.parametrize("name", ["fetched-cursor", "double-apply", "dropped-tail", "stale-stride", "hole-found-again"])

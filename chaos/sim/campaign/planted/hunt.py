@@ -12,6 +12,27 @@ from chaos.sim.job.fault import SimFault
 from chaos.sim.job.shape import Shape
 
 SEEDS = 60
+LIKELY: Mapping[str, int] = {
+    "any-branch-counts": 3,
+    "applied-and-pending": 4,
+    "applies-too-soon": 9,
+    "commit-before": 2,
+    "device-not-freed": 3,
+    "drops-what-may-be-applied": 6,
+    "given-by-a-dead-branch": 3,
+    "head-by-listing": 5,
+    "highest-term-wins": 20,
+    "hole-found-again": 32,
+    "no-fence": 13,
+    "pending-dropped": 6,
+    "seated-too-soon": 14,
+    "skipped-barrier": 3,
+    "stale-lanes": 5,
+    "sweeps-without-the-name": 8,
+    "waits-for-the-dead": 2,
+}
+"""The case that is run first, by its place, where the bug was found in none before it. That is only quicker: where
+another version of the product brings nothing to light there, all others follow."""
 SHAPE = Shape(nodes=3, ranks=1, lanes=6, rows=(40, 7, 30, 24), epochs=4, commit_every=3)
 
 
@@ -28,6 +49,12 @@ class SimBug:
     shape: Shape = field(default=SHAPE)
 
     def cases(self) -> Iterator[Case]:
+        """Yield every case once, the likely one first."""
+        every = list(self._every_case())
+        yield every.pop(LIKELY.get(self.name, 0))
+        yield from every
+
+    def _every_case(self) -> Iterator[Case]:
         if isinstance(self.faults, str):
             yield from near(load(FOLDER / f"{self.faults}.yaml"))
             return

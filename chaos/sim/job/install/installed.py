@@ -28,7 +28,7 @@ def installed(
     with contextlib.ExitStack() as undo:
         undo.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        for module, name, stand_in in (*outside, *tensors(host), *_planted(bug)):
+        for module, name, stand_in in (*outside, *tensors(host, is_planted=bool(bug)), *_planted(bug)):
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, stand_in)
         yield

@@ -10,7 +10,7 @@ from chaos.sim.job.host import Host
 from chaos.sim.job.install.replacement import Replacement, within
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.modelled import commit_files, piece_files, training
-from chaos.sim.modelled.memory import memory_of
+from chaos.sim.modelled.memory import Known, memory_of
 from chaos.sim.modelled.real_sums import CountedBuffers, RealSum
 from chaos.sim.modelled.same_shares import SameShares
 from elastic_train.checkpoint.commits import record
@@ -25,14 +25,14 @@ from elastic_train.system.failpoints import reach
 from elastic_train.training import step_sums
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
-from elastic_train.world import handover
+from elastic_train.world import handover, uniformity
 
 NUM_LANES_READ = 1 << 12
 """Lanes of steps that some process has still to count: the same for all that read them."""
 
 
-def tensors(host: Host) -> Iterable[Replacement]:
-    """Replace what computes, and the format of tensors in files."""
+def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
+    """Replace what computes, and the format of tensors in files; `is_planted` says that there is a bug beside it."""
 
     coverage_of_lane = memory_of(training.sums_of, NUM_LANES_READ)
 
@@ -64,7 +64,13 @@ def tensors(host: Host) -> Iterable[Replacement]:
         return sum((coverage_of_lane(batch.ids) for batch in lanes), CoverageSums())
 
     yield from within("elastic_train.training.open_session", sum_of_gradients=gradient_sum)
-    yield from within("elastic_train.world.uniformity", kernels_of=lambda device: {"device": device.type})
+    decided, deciding = Known(), uniformity.deciding
+    yield from within(
+        "elastic_train.world.uniformity",
+        kernels_of=lambda device: {"device": device.type},
+        # Of the one plan that all processes of a job have: their code's version may differ.
+        deciding=lambda plan: decided(uniformity._version("elastic-train"), lambda: deciding(plan)),
+    )
     yield from within(
         "elastic_train.training.step", _run_lane=run_lane, _coverage_of=coverage_of, fold=memory_of(step_sums.fold)
     )
@@ -84,7 +90,7 @@ def tensors(host: Host) -> Iterable[Replacement]:
     yield from within("elastic_train.checkpoint.saving.background_saves", Snapshot=snapshot)
     yield from within("elastic_train.checkpoint.saving.save_thread", write_part=commit_files.write_part)
     if host.plan.is_tiny:
-        yield from _of_real_models()
+        yield from _of_real_models(SameShares(is_planted=is_planted))
     yield from within(
         "elastic_train.checkpoint.commits.reader",
         read_leaves=commit_files.read_leaves,
@@ -92,9 +98,8 @@ def tensors(host: Host) -> Iterable[Replacement]:
     )
 
 
-def _of_real_models() -> Iterable[Replacement]:
+def _of_real_models(same: SameShares) -> Iterable[Replacement]:
     """Replace the plan of a real model's commits, count samples in its buffers, and work shares out once."""
-    same = SameShares()
     norm_of = memory_of(lambda gathered, layout, holders: norm_of_grains(layout, gathered, holders))
     yield from within(
         "elastic_train.job.reseating.taking",
