@@ -28,14 +28,14 @@ from tests.elastic_train.training.live.test_live import (
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("live cells")]  # one run to compare with
-STEPS = 70
+STEPS = 45
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
 PARAMS = {"model": MODEL, "max_tokens": 16}
 
 
 def write_config(folder: Path, rows: Path, until: Path, **parallel: object) -> str:
     """Write a job of cells of two ranks by default, whose lanes take longer until a file exists."""
-    params = {**PARAMS, "lane_ms": 40.0, "until": str(until)}
+    params = {**PARAMS, "lane_ms": 65.0, "until": str(until)}
     tree = {
         **JOB,
         "run": {"dir": str(folder / "run"), "seed": 5},
