@@ -164,3 +164,56 @@ def test_of_two_jobs_in_one_folder_the_second_ends_with_2_within_a_minute(
     assert "is at work here" in (tmp_path / "log2").read_text()
     assert time.monotonic() - began < PATIENCE_S
     assert worlds(tmp_path / "run") == [1]
+
+
+def test_a_job_is_held_let_go_and_cancelled_and_a_draining_node_is_left_in_peace(
+    slurm: SlurmCluster, tmp_path: Path, rows: Path, launcher: str, path: dict[str, str]
+) -> None:
+    """Drain ends nothing; requeuehold commits and waits; a cancelled job is not requeued by its own script."""
+    config, run = write_config(tmp_path, rows, 100_000), tmp_path / "run"
+    out = ("-D", str(tmp_path), "-o", str(tmp_path / "log"))
+    job = slurm.submit("--nodes=2", *out, str(SCRIPTS / "train.sbatch"), config, **path)
+    until_world(run, 2)
+    slurm.run("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    until_steps = len(history(run))
+    eventually(lambda: len(history(run)) > until_steps + 10, "it goes on", PATIENCE_S)
+    assert slurm.state(job) == "RUNNING"
+    slurm.run("scontrol", "update", "nodename=n2", "state=resume")
+
+    slurm.run("scontrol", "requeuehold", job)
+    slurm.await_state(job, "PENDING", timeout_s=PATIENCE_S)
+    assert "held" in slurm.job(job)["Reason"].lower(), slurm.job(job)
+    slurm.run("scontrol", "release", job)
+    slurm.await_state(job, "RUNNING", timeout_s=PATIENCE_S)
+    before = len(worlds(run))
+    eventually(lambda: len(worlds(run)) > before, "it trains again", PATIENCE_S)
+    assert steps_done_twice(run) == []
+
+    slurm.run("scancel", job)
+    slurm.await_state(job, "CANCELLED", timeout_s=PATIENCE_S)
+    eventually(lambda: not slurm.run("squeue", "-h").strip(), "nothing of it is left", PATIENCE_S)
+    assert slurm.state(job) == "CANCELLED"
+    assert steps_done_twice(run) == []
+
+
+def test_doctors_of_all_nodes_meet(
+    slurm: SlurmCluster, tmp_path: Path, rows: Path, launcher: str, path: dict[str, str]
+) -> None:
+    """As one step of a job, over an etcd on one of its nodes: addresses, clocks and the folder that they share."""
+    config = write_config(tmp_path, rows, 5)
+    etcd = f"{Path(launcher).parent}/etcd --data-dir {tmp_path}/etcd --listen-client-urls http://0.0.0.0:2379"
+    script = tmp_path / "job"
+    doctor = f"{launcher} doctor {config} --etcd n1:2379 --id doctor --peers 2 --wait-s 200 --json"
+    script.write_text(
+        f"#!/bin/sh\n{etcd} --advertise-client-urls http://n1:2379 2>/dev/null &\n"
+        f"srun --ntasks-per-node=1 --output={tmp_path}/said-%n {doctor}\n"
+    )
+    job = slurm.submit("--nodes=3", "-o", str(tmp_path / "log"), str(script), **path)
+    slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
+    for number in range(3):
+        findings = json.loads((tmp_path / f"said-{number}").read_text())["findings"]
+        levels = {
+            check: [f["level"] for f in findings if f["check"] == check] for check in ("peers", "connection", "clock")
+        }
+        assert levels == {"peers": ["ok"], "connection": ["ok"] * 4, "clock": ["ok"] * 3}, findings
+        assert sum("sees the same" in f["found"] for f in findings) == 2
