@@ -185,7 +185,7 @@ def top(run: str, *, once: Flag = False, every: float = 2.0, json_: Json = False
     """Show RUN as it goes on: progress, nodes, the phases of ranks, what happened last. Ctrl-C ends it.
 
     It reads the run's files, so any machine that has them will do. --every: seconds between two looks. --once: print
-    one frame, as where the output is no terminal. --json: one look, for scripts.
+    one frame, also where the output is not a terminal. --json: one look, for scripts.
     """
     from elastic_train.cli.runs.top import top as show
 

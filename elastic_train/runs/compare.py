@@ -176,21 +176,21 @@ def _from_folder(folder: Path) -> Finding:
 
 def _figures(folder: Path) -> dict[str, float | None]:
     """Return what a run's history says; nothing without one."""
-    told = report_on(str(folder), with_coverage=False)
-    if not told.story.worlds:
+    found = report_on(str(folder), with_coverage=False)
+    if not found.story.worlds:
         return {}
-    prices = [change.rto_s for change in told.faults if change.rto_s is not None]
+    prices = [change.rto_s for change in found.faults if change.rto_s is not None]
     return {
-        "goodput": told.goodput,
-        "seconds": told.seconds,
-        "step_s": told.step_s,
-        "samples_per_s": told.samples_per_s,
-        "samples_per_s_in_all": told.samples_per_s_in_all,
-        "worlds": float(len(told.story.worlds)),
-        "faults": float(len(told.faults)),
-        "steps_lost": float(sum(change.steps_lost for change in told.faults)),
+        "goodput": found.goodput,
+        "seconds": found.seconds,
+        "step_s": found.step_s,
+        "samples_per_s": found.samples_per_s,
+        "samples_per_s_in_all": found.samples_per_s_in_all,
+        "worlds": float(len(found.story.worlds)),
+        "faults": float(len(found.faults)),
+        "steps_lost": float(sum(change.steps_lost for change in found.faults)),
         "longest_rto_s": max(prices, default=None),
-        **{f"phase/{name}_s": seconds for name, seconds in told.phases_s().items()},
+        **{f"phase/{name}_s": seconds for name, seconds in found.phases_s().items()},
     }
 
 

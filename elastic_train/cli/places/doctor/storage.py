@@ -75,7 +75,7 @@ def _seen_and_quick(store: Store) -> Iterator[Finding]:
         store.delete(key)
     if num_read != num_written * PIECE:
         found = f"{num_written * PIECE} bytes written, {num_read} read back"
-        yield fail("storage's speed", found, "it is no place for commits")
+        yield fail("storage's speed", found, "do not keep commits there")
         return
     written, again = (1e-6 * num_read / max(seconds, 1e-9) for seconds in (written_s, read_s))
     said = f"{written:.0f} MB/s written and synced, {again:.0f} MB/s read back"

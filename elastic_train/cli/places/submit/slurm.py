@@ -54,7 +54,7 @@ class SlurmJob:
             yield "--array needs --id NAME, by which its jobs find each other"
         for each in self.options:
             if not each.startswith("--"):
-                yield f"--sbatch {each!r} is no option of sbatch: write --NAME or --NAME=VALUE"
+                yield f"--sbatch {each!r} is not an option of sbatch: write --NAME or --NAME=VALUE"
         if not self.is_array and self.run_id is not None:
             yield "--id is for --array; a job of one allocation is named by Slurm's number"
 
