@@ -17,6 +17,7 @@ standby process ignores such signals and ends with its agent.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import io
@@ -143,14 +144,7 @@ def _become(request: socket.socket, agent: int, dispositions: dict[signal.Signal
         signal.signal(number, before)
     _await_adoption(agent)
     die_with_parent()
-    with request, request.makefile("rw") as lines:
-        wanted = json.loads(lines.readline() or "null")
-        if wanted is None or os.getppid() != agent:
-            os._exit(0)
-        lines.write(f"{os.getpid()}\n")
-        lines.flush()
-        if not lines.readline():
-            os._exit(0)
+    wanted = _wanted(request, agent)
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path.cwd()))  # as `-m` does
     _set_environment(wanted["env"])
@@ -165,6 +159,18 @@ def _become(request: socket.socket, agent: int, dispositions: dict[signal.Signal
         os.execve(sys.executable, ordinary, wanted["env"])
     sys.argv = [wanted["module"], *wanted["arguments"]]
     _end(_run(wanted["module"]))
+
+
+def _wanted(request: socket.socket, agent: int) -> dict[str, Any]:
+    """Return what the agent wants this process to be; end if it wants nothing any more, or has gone meanwhile."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError), request, request.makefile("rw") as lines:
+        wanted: dict[str, Any] | None = json.loads(lines.readline() or "null")
+        if wanted is not None and os.getppid() == agent:
+            lines.write(f"{os.getpid()}\n")
+            lines.flush()
+            if lines.readline():
+                return wanted
+    os._exit(0)
 
 
 def _await_adoption(agent: int) -> None:

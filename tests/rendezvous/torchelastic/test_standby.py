@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from rendezvous.process_table import is_alive, name_of
+from rendezvous.torchelastic import standby_process
 from rendezvous.torchelastic.bound_agent import BoundAgent
 from rendezvous.torchelastic.standby import UNKNOWN_CODE, Program, Standby
 from tests.processes import parent_of
@@ -308,3 +310,18 @@ def start_worker(agent: BoundAgent) -> Any:
         local_rank_id=0,
         numa_options=None,
     )
+
+
+@pytest.mark.parametrize("asked", [b'{"module": "x"}\n', b"null\n", b""])
+def test_a_worker_that_is_not_wanted_any_more_ends_in_silence(asked: bytes) -> None:
+    """Its agent was signalled in between: the worker's answer meets a closed connection, and ended in a traceback."""
+    ours, its = socket.socketpair()
+    ours.sendall(asked)
+    ours.close()
+    if not (worker := os.fork()):
+        try:
+            standby_process._wanted(its, os.getppid())
+        finally:
+            os._exit(9)
+    its.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
