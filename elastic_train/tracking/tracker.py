@@ -45,6 +45,9 @@ STATUSES = ("FINISHED", "FAILED", "KILLED")
 FLUSH_TIMEOUT_S = {"FINISHED": 20.0, "FAILED": 20.0, "KILLED": 5.0}
 WRITE_TIMEOUT_S = 5.0
 """How long the end of a job, and the thread that sends, wait for lines that are not in the file yet."""
+FIRST_STEPS_S = 3.0
+"""How long a term that continues others leaves the interpreter to its first steps: a process that has not led before
+imports a tracker's library, for seconds, and nobody waits for values as people wait for the next step."""
 MAX_FAILURES_IN_A_ROW = 500
 MAX_FAILURES_AWAITED = 3
 _LONGEST_PAUSE_S = 60.0
@@ -192,6 +195,8 @@ class _Sending:
     def _supervise(self) -> None:
         try:
             self._recall()
+            if self._intervals:
+                self._is_awaited.wait(FIRST_STEPS_S)
             with (self._run_dir / self.to.lock).open("w") as lock:
                 locked_by(lock.fileno(), 10 * SEND_EVERY_S)  # held by a `sync`, or by an older term that is stopped
                 self._deliver_in_spite_of_failures()

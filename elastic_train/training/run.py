@@ -22,6 +22,10 @@ from elastic_train.training.supervisor import supervise
 from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
 
+TURN_S = 1e-4
+"""For how long a thread may keep the interpreter while the one that trains waits for it, as after many an operation of
+torch. With Python's own 5 ms a step takes three times as long beside a thread that imports a tracker."""
+
 
 def train(config: Config | str | Path) -> TrainResult:
     """Train as `elastic-train train` does, or resume from the newest valid commit in `run.dir`; return the result.
@@ -33,8 +37,8 @@ def train(config: Config | str | Path) -> TrainResult:
     (`discover`, `read_state`).
 
     Call it in the main thread: until it returns, SIGTERM and SIGUSR1 ask it to commit and leave at the next step, and
-    a second SIGTERM more than 3 s later ends the process at once. It sets torch's thread count and, unless `reduction:
-    fast`, torch's deterministic mode for the whole process, also for what follows.
+    a second SIGTERM more than 3 s later ends the process at once. It sets torch's thread count, Python's switch
+    interval and, unless `reduction: fast`, torch's deterministic mode for the whole process, also for what follows.
 
     Under torchrun call it on every rank, before any process group is made: it joins the world by itself, one world
     after another with `recovery=live`. End such a process as the command does: flush, then `os._exit(0)`, or
@@ -86,7 +90,8 @@ def run(path: Path, overrides: Sequence[str]) -> int:
 
 
 def _begin() -> LeaveRequest:
-    """Tie a launched process to its launcher's life, and listen for requests to leave."""
+    """Tie a launched process to its launcher's life, listen for requests to leave, and let threads take short turns."""
+    sys.setswitchinterval(TURN_S)
     if _is_launched():
         die_with_parent()
     return LeaveRequest(launched_grace_s())

@@ -1,0 +1,66 @@
+"""The thread that sends to a tracker: when it begins."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from elastic_train.core.lineage import Interval
+from elastic_train.tracking import tracker
+from elastic_train.tracking.background_files import BackgroundFiles
+from elastic_train.tracking.metric_log import Settled, Values
+from elastic_train.training import run
+
+
+class Noting:
+    """A tracker that takes everything."""
+
+    name, lock, remedy = "a tracker", "noting.lock", "none is needed"
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+
+    def known_id(self) -> str | None:
+        return None
+
+    def open(self) -> str:
+        self.is_open.set()
+        return "id"
+
+    def describe(self) -> list[Exception]:
+        return []
+
+    def send(self, lines: Sequence[Values | Settled]) -> int:
+        return 0
+
+    def tag(self) -> None:
+        pass
+
+    def end(self, status: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_world_that_goes_on_has_its_first_steps_before_a_tracker_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """To open one costs a new leader seconds of the interpreter; the end of the job does not wait for that."""
+    monkeypatch.setattr(tracker, "FIRST_STEPS_S", 600.0)
+    noting = Noting()
+    sending = tracker._Sending(noting, tmp_path, 2, [Interval(1, 0, 5)] if goes_on else [], BackgroundFiles())
+    assert noting.is_open.wait(0.2 if goes_on else 60.0) is not goes_on
+    sending.ask_to_finish("KILLED", goes_on=False)
+    assert sending.is_finished(60.0) and noting.is_open.is_set()
+
+
+def test_the_thread_that_trains_has_the_interpreter_back_soon() -> None:
+    before = sys.getswitchinterval()
+    try:
+        run._begin().release()
+        assert sys.getswitchinterval() == pytest.approx(run.TURN_S)
+    finally:
+        sys.setswitchinterval(before)
