@@ -22,10 +22,10 @@ exec {sys.executable} -m elastic_train.command "$@"
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Three nodes; the tests' folders are on storage that they share."""
+    """Three nodes, which share the tests' folders, the sources and the environment, wherever these are."""
     if why := why_no_slurm():
         pytest.skip(why)
-    shared = tmp_path_factory.getbasetemp()
+    shared = [tmp_path_factory.getbasetemp(), ROOT, Path(sys.prefix)]
     with SlurmCluster(tmp_path_factory.mktemp("slurm"), 3, shared=shared) as started:
         yield started
 

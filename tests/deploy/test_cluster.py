@@ -26,6 +26,13 @@ def test_nodes_have_a_name_an_address_and_a_tmp_of_their_own(slurm: SlurmCluster
         slurm.run("srun", "sh", "-c", "exit 3")
 
 
+def test_nodes_have_the_launcher_wherever_its_sources_and_its_environment_are(
+    slurm: SlurmCluster, launcher: str
+) -> None:
+    """Of a clone below /tmp they had none, and each job's test waited five minutes for its world."""
+    assert len(set(slurm.run("srun", "-N3", launcher, "--version").splitlines())) == 1
+
+
 def test_a_node_without_power_is_down_and_its_job_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Slurm notices by itself; a booted node is idle again, and a frozen one stops and continues."""
     (tmp_path / "job").write_text(f"#!/bin/sh\nhostname >> {tmp_path}/ran; sleep 100\n")

@@ -96,16 +96,16 @@ def why_no_slurm() -> str | None:
 class SlurmCluster:
     """`with SlurmCluster(folder, 3) as cluster: cluster.run("srun", "-N3", "hostname")`, on nodes n1, n2 and n3.
 
-    `folder` is the cluster's own. `shared`, which holds it, is seen by all nodes if it is below /tmp, where all else is
-    a node's own.
+    `folder` is the cluster's own. What of `shared` is below /tmp is seen by all nodes, as `folder` is; all else there
+    is a node's own.
     """
 
-    def __init__(self, folder: Path, num_nodes: int = 3, *, shared: Path | None = None) -> None:
+    def __init__(self, folder: Path, num_nodes: int = 3, *, shared: Sequence[Path] = ()) -> None:
         self.folder = folder
         self.nodes = [f"n{i}" for i in range(1, num_nodes + 1)]
         for name in ("state", "spool", "log", "munge"):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        self.machines = Machines(self.nodes, shared=shared or folder, hosts=folder / "hosts")
+        self.machines = Machines(self.nodes, shared=[*shared, folder], hosts=folder / "hosts")
         self._environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
         self._environ["PATH"] = PATH
 

@@ -31,13 +31,15 @@ _LOOK_EVERY_S = 0.02
 _SWITCH, _NETWORK = "switch", "10.77.0"
 
 _KEEP_ONLY = """
-shared=$1; shift
-mount --bind "$shared" /mnt
-mount -t tmpfs tmpfs /tmp
-mkdir -p "$shared"
-mount --move /mnt "$shared"
+mount -t tmpfs tmpfs /mnt
+while [ "$1" != -- ]; do
+    case $1 in /tmp/*) mkdir -p "/mnt${1#/tmp}"; mount --bind "$1" "/mnt${1#/tmp}";; esac
+    shift
+done
+shift
+mount --move /mnt /tmp
 """
-"""A /tmp of its own, in which the shared folder is where it was."""
+"""A /tmp of its own, in which the shared folders that are below it are where they were."""
 
 # Who asks a name server that is out of reach waits for seconds, also for names that /etc/hosts has.
 _LOGIN_INIT = """
@@ -110,10 +112,10 @@ class Machine:
 class Machines:
     """`ctl`, and nodes that are switched on and off by name; they run what `programs` says until they are off.
 
-    `shared` is the one folder below /tmp that all have in common.
+    `shared` are the folders below /tmp that all have in common.
     """
 
-    def __init__(self, names: Sequence[str], *, shared: Path, hosts: Path) -> None:
+    def __init__(self, names: Sequence[str], *, shared: Sequence[Path], hosts: Path) -> None:
         self._shared, self._hosts = shared, hosts
         self.addresses = {LOGIN: f"{_NETWORK}.1", **{name: f"{_NETWORK}.{10 + i}" for i, name in enumerate(names, 1)}}
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self.addresses.items())]
@@ -133,7 +135,8 @@ class Machines:
     def switch_on(self, name: str, *program: str, environ: Mapping[str, str], log: Path) -> None:
         """Boot a node, and plug in its cable."""
         gateway = self.addresses[LOGIN]
-        init = ("sh", "-c", _NODE_INIT, "sh", name, self.addresses[name], gateway, str(self._shared), *program)
+        arguments = (name, self.addresses[name], gateway, *map(str, self._shared), "--")
+        init = ("sh", "-c", _NODE_INIT, "sh", *arguments, *program)
         login = self[LOGIN].init
         inside = ["nsenter", "-t", str(login), "-n", "-m", "-p", "--", "unshare", *_NAMESPACES, *init]
         node = _started(inside, 2, environ, log)
