@@ -21,11 +21,11 @@ from pyetcd import utils
 from rendezvous.errors import StoreError
 from rendezvous.etcd.connection import GIVE_UP_AFTER_S, Connection
 from rendezvous.etcd.options import EtcdOptions
+from rendezvous.membership.records import JOBS
 
 KEEP_S = 600.0
 """How much of its history stays: nobody who resumes a watch within this time finds it compacted."""
 LOOK_EVERY_S = 60.0
-OURS = "/elastic/"
 
 _log = logging.getLogger("rendezvous")
 
@@ -67,7 +67,7 @@ class Compaction:
 
     def _look(self, connection: Connection) -> None:
         """Note the newest revision, and compact at the newest of those that are old enough."""
-        revision, num_ours = _count(connection, OURS, utils.prefix_range_end(OURS.encode()))
+        revision, num_ours = _count(connection, JOBS, utils.prefix_range_end(JOBS.encode()))
         if self._seen and revision < self._seen[-1][1]:
             self._seen.clear()  # etcd has lost its data
             self._compacted = 0

@@ -29,6 +29,9 @@ _log = logging.getLogger("rendezvous")
 
 Cause = Literal["start", "lost", "joined", "restart"]
 
+JOBS = "/elastic/"
+"""What the keys of all jobs begin with."""
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -38,7 +41,7 @@ class Keys:
 
     @cached_property
     def prefix(self) -> str:
-        return f"/elastic/{quote(self.run_id, safe='')}/"
+        return f"{JOBS}{quote(self.run_id, safe='')}/"
 
     @cached_property
     def members(self) -> str:

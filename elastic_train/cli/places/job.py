@@ -24,12 +24,11 @@ from elastic_train.errors import ConfigError, TooFewNodesError, translated
 from elastic_train.launch.schedulers import found_in
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from rendezvous.etcd.store import EtcdStore
-from rendezvous.membership.records import Keys, Member, View, read_view
+from rendezvous.membership.records import JOBS, Keys, Member, View, read_view
 from rendezvous.membership.store import Put, Snapshot, Store
 
 app = App(name="job", help="Show the jobs that etcd knows, and ask their nodes to leave.")
 Etcd = Annotated[str | None, Parameter(name="--etcd")]
-PREFIX = "/elastic/"
 REQUEST_S = 60.0
 """How long a request lasts; nodes that are there see it at once."""
 LOOK_S = 1.0
@@ -67,7 +66,7 @@ class Node:
 def ls(*, etcd: Etcd = None, json_: Json = False) -> int:
     """List the jobs that --etcd HOST:PORT[,...] (or PET_RDZV_ENDPOINT) knows: state, size, newest commit."""
     with _store(etcd) as store:
-        rows = [row_of(run_id, view) for run_id, view in _views(store.get(PREFIX))]
+        rows = [row_of(run_id, view) for run_id, view in _views(store.get(JOBS))]
     if json_:
         return print_json([asdict(row) for row in rows])
     table = narrow_table("job", "state", "nodes", "workers", "world", "term", "newest commit")
@@ -164,7 +163,7 @@ def _store(etcd: str | None) -> Iterator[Store]:
 
 def _views(snapshot: Snapshot) -> Iterator[tuple[str, View]]:
     """Yield each job that has any key, with its view."""
-    names = sorted({key.removeprefix(PREFIX).partition("/")[0] for key in snapshot.entries})
+    names = sorted({key.removeprefix(JOBS).partition("/")[0] for key in snapshot.entries})
     for name in names:
         keys = Keys(unquote(name))
         entries = {key: entry for key, entry in snapshot.entries.items() if key.startswith(keys.prefix)}
