@@ -161,12 +161,14 @@ def _leaves(tree: Value, prefix: str = "") -> Iterator[str]:
 
 
 _WANT_MAPPING = ("dict_type", "model_type", "model_attributes_type")
+_WANT_LIST = ("tuple_type", "list_type")
 
 
 def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapping[str, int], path: str) -> str:
     """Turn one pydantic error into a line: where, which key, what is wrong, what to do."""
     location = item["loc"]
     assert isinstance(location, tuple)
+    location = tuple(part for part in location if "[" not in str(part))  # which of several types was tried
     key = ".".join(str(part) for part in location)
     above = (".".join(map(str, location[:end])) for end in range(len(location), 0, -1))
     where = next((sources[name] for name in above if name in sources), path)
@@ -180,6 +182,8 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
         return (
             f"{where}: '{key}' has keys of its own: write {{KEY: VALUE}} or --{key}.KEY VALUE, given {item['input']!r}"
         )
+    if item["type"] in _WANT_LIST:
+        return f"{where}: '{key}' takes a list: write [A, B], given {item['input']!r}"
     message = str(item["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(item["input"], dict | BaseModel) else f", given {item['input']!r}"
     return f"{where}: '{key}': {message}{given}" if key else f"{where}: {message}"

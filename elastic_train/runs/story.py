@@ -16,7 +16,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.runs.lines import Line, at, number, read_lines, text, whole
 from elastic_train.tracking.history_files import FOLDER, histories, term_of
 from elastic_train.tracking.history_pruning import summary_of
-from elastic_train.tracking.run_folder import CONFIG
+from elastic_train.tracking.run_folder import CONFIG, existing_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +135,7 @@ class Story:
 
 def read_story(folder: str | Path) -> Story:
     """Read a run's folder; ConfigError if it is none. A run without histories has a story without worlds."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise ConfigError(f"{folder}: this folder does not exist; name the folder of a run (run.dir)")
+    path = existing_folder(folder)
     if not (path / CONFIG).is_file() and not (path / FOLDER).is_dir():
         raise ConfigError(f"{folder} is not a run's folder: it has neither {CONFIG} nor {FOLDER}/; name a run.dir")
     hosts = _hosts(path)

@@ -19,6 +19,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.insight.tracing import FACTS, FOLDER
 from elastic_train.system.atomic_files import draft_of
 from elastic_train.system.wording import first_line, size
+from elastic_train.tracking.run_folder import existing_folder
 
 MERGED = "merged.trace.json.gz"
 _PIDS = 100_000
@@ -65,7 +66,7 @@ class Merged:
 
 def merge_all(run: str | Path) -> list[Merged]:
     """Merge the traces of a run, those of each step; ConfigError if it has none, or one cannot be read."""
-    folder = Path(run) / FOLDER
+    folder = existing_folder(run, "; name a run's folder, or a configuration") / FOLDER
     found: dict[tuple[Path, int], list[Path]] = {}
     for path in sorted(folder.glob("step-*/[0-9]*-[0-9]*.trace.json.gz")):
         found.setdefault((path.parent, int(path.name.partition("-")[0])), []).append(path)

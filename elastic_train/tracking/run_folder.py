@@ -16,11 +16,25 @@ import yaml
 
 from elastic_train.errors import ConfigError
 from elastic_train.system.atomic_files import write_atomically
-from elastic_train.system.wording import first_line
+from elastic_train.system.wording import did_you_mean, first_line, nearest
 
 CONFIG, RESULT, LINK = "config.yaml", "result.json", "mlflow.json"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's, ten times as fast, where PyYAML was built with it: a start reads its configuration several times."""
+
+
+def existing_folder(name: str | Path, otherwise: str = "; name the folder of a run (run.dir)") -> Path:
+    """Return the folder that a person names; ConfigError, with a likely name or else `otherwise`, if it is none."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"{name}: this is a file, not a folder{otherwise}")
+    beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    meant = nearest(folder.name, beside)
+    raise ConfigError(
+        f"{name}: this folder does not exist{did_you_mean(meant and str(folder.parent / meant), otherwise)}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from elastic_train.checkpoint.commits.reader import commit_keys, discover, read_record
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import ConfigError
-from elastic_train.system.wording import did_you_mean, nearest
-from elastic_train.tracking.run_folder import RunFolder
+from elastic_train.tracking.run_folder import RunFolder, existing_folder
 
 
 def open_run(run: str) -> Store:
     """Open the store of a run's commits, by its folder or URL; ConfigError if the folder does not exist."""
     if "://" in run:
         return open_store(run)
-    folder = Path(run)
-    if not folder.is_dir():
-        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        meant = nearest(folder.name, beside)
-        hint = did_you_mean(meant and str(folder.parent / meant), "; give a run's folder or a URL")
-        raise ConfigError(f"{run}: this folder does not exist{hint}")
+    folder = existing_folder(run, "; give a run's folder or a URL")
     has_commits = (folder / COMMITS).is_dir()
     return open_store((not has_commits and RunFolder(folder).setting("checkpoint", "url")) or run)
 

@@ -48,6 +48,13 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
             (),
             ["'batch' has keys of its own: write {KEY: VALUE} or --batch.KEY VALUE, given 5"],
         ),
+        (GOOD, {}, ("--profile.at-steps", "5"), ["'profile.at_steps' takes a list: write [A, B], given 5"]),
+        (
+            GOOD,
+            {},
+            ("--profile.ranks", "x"),
+            ["'profile.ranks' takes a list", "Input should be 'all'"],
+        ),
         (GOOD, {}, ("--monitoring.on-event", "drop"), ["'monitoring.on_event' has keys of its own", "given 'drop'"]),
         ({}, {}, (), ["'data' is missing"]),
         ({**GOOD, "epochs": "many"}, {}, (), ["config.yaml:3", "'epochs'", "'many'"]),

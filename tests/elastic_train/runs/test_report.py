@@ -116,8 +116,10 @@ def test_a_torn_history_has_a_report(tmp_path: Path) -> None:
 
 def test_folders_that_are_no_runs_are_refused_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
-    with pytest.raises(ConfigError, match="has neither config"):
-        read_story(tmp_path / "other")
+    (tmp_path / "file").touch()
+    for name, why in (("other", "has neither config"), ("file", "is a file"), ("othr", "did you mean '.*other'")):
+        with pytest.raises(ConfigError, match=why):
+            read_story(tmp_path / name)
     with pytest.raises(SystemExit) as left:
         main(["report", str(tmp_path / "none"), str(tmp_path / "other")])
     assert left.value.code == 2

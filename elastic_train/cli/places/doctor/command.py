@@ -13,7 +13,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from elastic_train.cli.output import Json, print_json
@@ -151,7 +151,7 @@ def _versions() -> Mapping[str, str]:
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    table = Table.grid(padding=(0, 2), expand=False)
+    table = Table.grid("", "", Column(overflow="fold"), padding=(0, 2), expand=False)
     for finding in findings:
         text = Text(finding.found)
         if finding.remedy and finding.level != "ok":

@@ -46,7 +46,7 @@ class KubernetesJob:
             yield "--image REGISTRY/NAME:TAG is needed: one that has elastic-train and the task"
         for flag, amount in (("--cpus", self.cpus), ("--memory", self.memory)):
             if not _AMOUNT.fullmatch(amount):
-                yield f"{flag} {amount!r} is no amount as Kubernetes has it, such as 4, 500m or 16Gi"
+                yield f"{flag} {amount!r} is not an amount as Kubernetes has it, such as 4, 500m or 16Gi"
         if not self.config.run.dir.startswith(MOUNT):
             yield f"run.dir is {self.config.run.dir}: pods share {MOUNT} alone, so name a folder below it"
         train = self.config.data.train
