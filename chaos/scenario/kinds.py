@@ -93,6 +93,13 @@ _ALL = (
     Kind("freeze_standby", "SIGSTOP to a node's standby process, SIGCONT after for_s", "node", sim=False),
     Kind("kill_standby", "SIGKILL to a node's standby process, on which no worker depends", "node", "never", sim=False),
     Kind("slow_worker", "one worker gets a fraction of its CPU time", "worker"),
+    Kind("slow_cpu", "a node's workers share one core with busy programs", "node", sim=False),
+    Kind(
+        "memory_pressure",
+        "a program takes a part of the memory that is left, and writes to all of it, over and over",
+        "node",
+        sim=False,
+    ),
     Kind("cap_fds", "a worker may open no more files and connections than it has open", "worker", sim=False),
     Kind(
         "flip_memory",
@@ -108,6 +115,13 @@ _ALL = (
     Kind("lose_answers", "etcd's answers do not reach a node", "node", through="proxy", cuts_off=True),
     Kind("slow_etcd", "everything between a node and etcd is delayed", "node", through="proxy", cuts_off=True),
     Kind("slow_network", "what nodes send each other is delayed", "node", through="relay"),
+    Kind(
+        "slow_link",
+        "what nodes send each other is late by some milliseconds: all goes on, slowly",
+        "node",
+        sim=False,
+        through="relay",
+    ),
     Kind("lose_packets", "some packets between nodes are lost", "node", through="relay"),
     Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False, through="cable", cuts_off=True),
     Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node", through="cable"),
@@ -163,6 +177,13 @@ _ALL = (
         sim=False,
         needs="freezing_disk",
     ),
+    Kind(
+        "slow_disk",
+        "the file system of commits' files and of metrics takes writes for a fifth of the time",
+        "storage",
+        sim=False,
+        needs="freezing_disk",
+    ),
     Kind("storage_outage", "the storage of checkpoints does not answer", "storage", local=False),
     Kind("storage_slow", "the storage of checkpoints is slow", "storage", needs="s3"),
     Kind("storage_lossy", "answers of the storage are lost, requests arrive late", "storage", local=False),
@@ -205,6 +226,7 @@ KINDS = {kind.name: kind for kind in _ALL}
 LOCAL = tuple(kind.name for kind in _ALL if kind.local)
 PROXIED = tuple(kind.name for kind in _ALL if kind.through == "proxy")
 RELAYED = tuple(kind.name for kind in _ALL if kind.through == "relay")
+FREEZING = tuple(kind.name for kind in _ALL if kind.needs == "freezing_disk")
 CABLED = tuple(kind.name for kind in _ALL if kind.through in ("cable", "relay"))
 ALIEN_RECORDS = (
     ("world", "garbage"),

@@ -1,12 +1,14 @@
 """A file system in a file that can be frozen: what writes to it then waits, as on a server that is away.
 
-A process that waits in it does not even die of SIGKILL before it is thawed. What is read goes on being answered.
+It may also freeze again and again, which makes it a slow one. A process that waits in it does not even die of SIGKILL
+before it is thawed. What is read goes on being answered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,17 +23,42 @@ class FreezingDisk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_frozen = False
+        """Whether a write may have to wait."""
+        self._stuttering: threading.Thread | None = None
+        self._is_over = threading.Event()
 
     def freeze(self) -> None:
         """Let every write wait from now on."""
         run_as_root("fsfreeze", "--freeze", str(self.folder))
         self.is_frozen = True
 
+    def stutter(self, frozen_s: float, open_s: float) -> None:
+        """Freeze now and again and again, until it is thawed; in between it takes writes for a moment."""
+        self.freeze()
+        self._is_over.clear()
+        self._stuttering = threading.Thread(target=self._stutter, args=(frozen_s, open_s), name="slow disk")
+        self._stuttering.start()
+
+    def _stutter(self, frozen_s: float, open_s: float) -> None:
+        while not self._is_over.wait(frozen_s):
+            self._unfreeze()
+            if self._is_over.wait(open_s):
+                return
+            self.freeze()
+        self._unfreeze()
+
     def thaw(self) -> None:
         """Let what waits go on; nothing happens if nothing is frozen."""
-        if self.is_frozen:
-            run_as_root("fsfreeze", "--unfreeze", str(self.folder))
-            self.is_frozen = False
+        if self._stuttering is not None:
+            self._is_over.set()
+            self._stuttering.join()
+            self._stuttering = None
+        elif self.is_frozen:
+            self._unfreeze()
+        self.is_frozen = False
+
+    def _unfreeze(self) -> None:
+        run_as_root("fsfreeze", "--unfreeze", str(self.folder))
 
 
 @contextlib.contextmanager

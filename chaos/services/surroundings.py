@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos.scenario.kinds import BY_TASKS, CABLED, KINDS, PROXIED, RELAYED
+from chaos.scenario.kinds import FREEZING as FREEZING_KINDS
 from chaos.scenario.model import Scenario
 from chaos.services.authority import Authority
 from chaos.services.etcd_cluster import EtcdCluster
@@ -107,7 +108,7 @@ def surroundings(
             try:
                 around.freezing = _freezing(undo, folder)
             except NoMountError as error:
-                around.missing["freeze_fs"] = str(error)
+                around.missing |= dict.fromkeys(FREEZING_KINDS, str(error))
         if around.freezing:
             around.disk = around.freezing[0].folder
         elif "storage_full" in kinds:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from chaos.services.torchrun_node import Node
 
 _LATE_S = 0.3
+_SLOW_S = 0.01
+"""Each way: a connection is many times as slow as its likes on this machine, and nobody takes it for cut."""
 _LOST = 0.2
 _TRIES = 5
 """How often it is asked, at most, what answers before a fault: a cable that has just been mended may drop a packet."""
@@ -85,6 +87,10 @@ def refuse_address(job: JobView, fault: Due) -> Struck | None:
 
 def slow_network(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, lambda laid: laid.worsen(delay_s=_LATE_S), _counting("packets were late"))
+
+
+def slow_link(job: JobView, fault: Due) -> Struck | None:
+    return _cut(job, lambda laid: laid.worsen(delay_s=_SLOW_S), _counting("packets were late"))
 
 
 def lose_packets(job: JobView, fault: Due) -> Struck | None:
@@ -189,6 +195,6 @@ ACTS: dict[str, Act] = {
     act.__name__: act
     for act in (
         *(cut_off_etcd, lose_requests, lose_answers, slow_etcd),
-        *(cut_node, cut_link, cut_one_way, refuse_address, slow_network, lose_packets, hosts_file),
+        *(cut_node, cut_link, cut_one_way, refuse_address, slow_network, slow_link, lose_packets, hosts_file),
     )
 }

@@ -1,4 +1,4 @@
-"""Faults of processes: killed, asked to leave, started, frozen, slowed, launched twice; with real signals."""
+"""Faults of processes: killed, asked to leave, started, frozen, slowed, crowded, launched twice; with real signals."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from chaos.real.acts.effects import connected, running
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
+from chaos.services.neighbours import Crowd, Hungry
 from chaos.services.torchrun_node import signal_all
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _STOPPED_S, _RUNS_S = 0.15, 0.05
 """A slowed worker gets a quarter of its time, and is never stopped for long enough to be taken for frozen."""
+_NEIGHBOURS = 3
+"""Busy programs on the core of a node's workers: these get a fourth of it."""
 _COMING_S = 30.0
 """A twin is not killed before it has come to etcd, unless that takes longer."""
 _LOOKING_S = 60.0
@@ -149,6 +152,37 @@ def slow_worker(job: JobView, fault: Due) -> Struck | None:
     return Struck(pids, nodes, "SIGSTOP", let_go)
 
 
+def slow_cpu(job: JobView, fault: Due) -> Struck | None:
+    """Let the workers of a node have one core, which they share with busy programs."""
+    nodes = targets(job, fault)
+    own = {pid for node in nodes for pid in node.pids()}
+    workers = [pid for pid in job.followed.pids.values() if pid in own]
+    if not workers:
+        return None
+    crowd = Crowd(workers, _NEIGHBOURS)
+
+    def clear() -> list[int]:
+        crowd.leave()
+        return workers
+
+    return Struck(workers, nodes, undo=clear, effect=crowd.has_bitten)
+
+
+def memory_pressure(job: JobView, fault: Due) -> Struck | None:
+    """Let a program take memory, and all of its bandwidth that it gets; nodes on this machine share both."""
+    nodes = targets(job, fault)
+    if not nodes:
+        return None
+    hungry = Hungry()
+
+    def clear() -> list[int]:
+        hungry.leave()
+        return []
+
+    pids = [pid for node in nodes for pid in node.pids()]
+    return Struck(pids, nodes, undo=clear, recorded={"bytes": hungry.num_bytes}, effect=hungry.has_bitten)
+
+
 def start_twin(job: JobView, fault: Due) -> Struck | None:
     """Launch the job once more, as an operator may who believes that it is gone."""
     nodes = targets(job, fault)
@@ -207,6 +241,8 @@ ACTS: dict[str, Act] = {
         freeze_standby,
         kill_standby,
         slow_worker,
+        slow_cpu,
+        memory_pressure,
         start_twin,
         twin_dir,
     )

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _BALLAST = "ballast"
 _CHUNK = bytes(1 << 16)
+_FROZEN_S, _OPEN_S = 0.4, 0.1
+"""A slow disk takes writes for a fifth of the time."""
 _LET_GO_S = 5.0
 """A write that waited for a thaw ends at once; a busy machine may take a while."""
 
@@ -106,6 +108,35 @@ def freeze_fs(job: JobView, fault: Due) -> Struck | None:
     return Struck([], undo=thaw, effect=look)
 
 
+def slow_disk(job: JobView, fault: Due) -> Struck | None:
+    """Let the file systems of commits' files and metrics take writes only now and then: each waits for its moment."""
+    if _is_frozen(job):
+        return None
+    try:
+        writes = [HeldWrite(disk.folder) for disk in job.around.freezing]
+    except OSError:
+        return None  # full: it takes no writes in any case
+    for disk in job.around.freezing:
+        disk.stutter(_FROZEN_S, _OPEN_S)
+    frozen_at = time.monotonic()
+    for write in writes:
+        write.begin()
+
+    def quicken() -> list[int]:
+        for disk in job.around.freezing:
+            disk.thaw()
+        for write in writes:
+            write.join(_LET_GO_S)
+        return []
+
+    def look() -> str | None:
+        """See that each write ended, and not before the disk was open for the first time, or nearly so."""
+        seen = [write.ended_after(frozen_at + _FROZEN_S / 2) for write in writes]
+        return seen[0] if seen and all(seen) else None
+
+    return Struck([], undo=quicken, effect=look)
+
+
 def _is_frozen(job: JobView) -> bool:
     """Say whether a write of this process to the commits' files would wait, and all faults with it."""
     return any(disk.is_frozen for disk in job.around.freezing)
@@ -173,6 +204,9 @@ def spoil_s3(job: JobView, fault: Due) -> Struck | None:
 
 ON_S3 = ("storage_errors", "storage_conflict", "storage_taken", "storage_slow")
 ACTS: dict[str, Act] = {
-    **{act.__name__: act for act in (storage_full, readonly_dir, freeze_fs, flip_bit, truncate_file, delete_file)},
+    **{
+        act.__name__: act
+        for act in (storage_full, readonly_dir, freeze_fs, slow_disk, flip_bit, truncate_file, delete_file)
+    },
     **dict.fromkeys(ON_S3, spoil_s3),
 }

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ class ReadAhead:
         schedule = BlockSchedule(decoder, self._order, self._lanes, self._micro_batch, range(first, end))
         decoders = ThreadPoolExecutor(_num_decoders(self._reader), "decode")
         assembler = ThreadPoolExecutor(1, "assemble")
-        chunks: deque[tuple[int, Future[list[Step]]]] = deque()
+        chunks: deque[tuple[int, int, SimpleQueue[Step | BaseException]]] = deque()
         try:
             if next_ < end:  # the thread that waits for the first step makes it, so no other has to wake up
                 yield from self._assemble(next_, next_ + 1, schedule.require(next_, next_ + 1, decoders))
@@ -75,12 +76,18 @@ class ReadAhead:
                 while next_ < end and len(chunks) <= CHUNKS_AHEAD:
                     hi = min(end, self._chunk_end(next_, schedule.row_bytes))
                     blocks = schedule.require(next_, hi, decoders)
-                    chunks.append((next_, assembler.submit(self._assemble, next_, hi, blocks)))
+                    made: SimpleQueue[Step | BaseException] = SimpleQueue()
+                    assembler.submit(self._assemble_into, made, next_, hi, blocks)
+                    chunks.append((next_, hi, made))
                     next_ = hi
-                lo, assembled = chunks.popleft()
+                lo, hi, made = chunks.popleft()
                 schedule.release(lo)
                 schedule.prefetch(lo, self._prefetch_bytes, _groups_ahead(self._reader), decoders)
-                yield from assembled.result()
+                for _ in range(lo, hi):
+                    step = made.get()
+                    if isinstance(step, BaseException):
+                        raise step
+                    yield step
         finally:
             assembler.shutdown(wait=False, cancel_futures=True)
             decoders.shutdown(wait=False, cancel_futures=True)
@@ -93,7 +100,21 @@ class ReadAhead:
         rows = min(CHUNK_ROWS, CHUNK_BYTES // max(1, int(row_bytes)))
         return step + max(1, min(num_steps - step % num_steps, rows // (self._micro_batch * len(self._lanes))))
 
-    def _assemble(self, lo: int, hi: int, blocks: Sequence[Sequence[DecodedBlock]]) -> list[Step]:
+    def _assemble_into(
+        self,
+        made: SimpleQueue[Step | BaseException],
+        lo: int,
+        hi: int,
+        blocks: Sequence[Sequence[DecodedBlock]],
+    ) -> None:
+        """Hand each step over as soon as it is made: where making them is slow, none waits for a whole chunk."""
+        try:
+            for step in self._assemble(lo, hi, blocks):
+                made.put(step)
+        except BaseException as error:  # noqa: BLE001 - raised where the step is waited for
+            made.put(error)
+
+    def _assemble(self, lo: int, hi: int, blocks: Sequence[Sequence[DecodedBlock]]) -> Iterator[Step]:
         """Make the micro-batches of the steps [lo, hi), which are in one epoch."""
         cursor = self._order.cursor_at(lo, self._micro_batch)
         lanes = []
@@ -102,8 +123,9 @@ class ReadAhead:
             rows_of = {group: rows for block in of_lane for group, rows in block.rows.items()}
             joined = self._beside[lane].joined(of_lane, self._reader.first_id)
             taken = self._builder.take(lane, cursor, lo, samples, lambda group, of=rows_of: of[group].result(), joined)  # type: ignore[misc]
-            lanes.append([self._pinned(self._builder.batch(taken, number)) for number in range(hi - lo)])
-        return [list(step) for step in zip(*lanes, strict=True)]
+            lanes.append(taken)
+        for number in range(hi - lo):
+            yield [self._pinned(self._builder.batch(taken, number)) for taken in lanes]
 
     def _pinned(self, batch: LaneBatch) -> LaneBatch:
         return batch.pin_memory() if self._is_pinned else batch

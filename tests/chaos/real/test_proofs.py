@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from chaos.real.acts import etcd, network, storage
+from chaos.real.acts import etcd, network, processes, storage
 from chaos.real.acts.job_view import JobView
 from chaos.real.acts.outcome import Struck
 from chaos.scenario.schedule import Due
+from chaos.services import neighbours
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.freezing_disk import FreezingDisk
 from chaos.services.network.namespace import Cable, NoNamespacesError, cable
@@ -123,6 +125,63 @@ def test_a_node_has_to_be_refused_by_its_own_mounts(
         done = storage.readonly_dir(job(node(process), ways={0: way}), Due("readonly_dir", 0, None, 0.0, for_s=1.0))
         assert done is not None and way.is_readonly
         assert (done.proof() is not None) == bites
+        undo(done)
+
+
+@BITES
+def test_a_slow_disk_holds_a_write_of_our_own_for_a_while(
+    disk: FreezingDisk, monkeypatch: pytest.MonkeyPatch, *, bites: bool
+) -> None:
+    """The write ends while the fault lasts, and late; then all is as quick as before."""
+    if not bites:
+        monkeypatch.setattr(disk, "stutter", lambda frozen_s, open_s: None)
+    due = Due("slow_disk", None, None, 0.0, for_s=1.0)
+    done = storage.slow_disk(job(freezing=[disk]), due)
+    assert done is not None
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "held write"])
+    assert (done.proof() is not None) == bites
+    assert disk.is_frozen == bites, "other faults of the storage do not come between"
+    assert bites == (storage.storage_full(job(freezing=[disk], disk=disk.folder), due) is None)
+    undo(done)
+    assert not disk.is_frozen
+    (disk.folder / "written").write_text("at once")
+
+
+@pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "sleeping"])
+def test_a_worker_has_to_wait_for_the_core_that_it_shares(*, is_busy: bool) -> None:
+    """Who computes waits for its neighbours; one that sleeps was not slowed. Then it has all cores again."""
+    program = "while True: pass" if is_busy else "import time; time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program]) as worker:
+        try:
+            cores = os.sched_getaffinity(worker.pid)
+            seen = job(node(worker))
+            seen.followed = SimpleNamespace(pids={0: worker.pid})  # type: ignore[assignment]
+            done = processes.slow_cpu(seen, Due("slow_cpu", 0, None, 0.0, for_s=1.0))
+            assert done is not None and len(os.sched_getaffinity(worker.pid)) == 1
+            if is_busy:
+                wait_for(done.proof)
+            else:
+                assert done.proof() is None
+            undo(done)
+            assert os.sched_getaffinity(worker.pid) == cores
+        finally:
+            worker.kill()
+
+
+@BITES
+def test_memory_has_to_be_held_by_the_neighbour(monkeypatch: pytest.MonkeyPatch, *, bites: bool) -> None:
+    """What counts is what the kernel says that it holds; a program that has touched nothing yet holds nothing."""
+    monkeypatch.setattr(neighbours, "_MOST_BYTES", 256 << 20)
+    monkeypatch.setattr(neighbours, "free_bytes", iter([4 << 30] + [2 << 30] * 100_000).__next__)
+    if not bites:
+        monkeypatch.setattr(neighbours, "_HUNGRY", "import time; time.sleep(600)")
+    with sleeping() as process:
+        done = processes.memory_pressure(job(node(process)), Due("memory_pressure", 0, None, 0.0, for_s=1.0))
+        assert done is not None
+        if bites:
+            wait_for(done.proof)
+        else:
+            assert done.proof() is None
         undo(done)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -206,6 +207,23 @@ def test_damage_is_raised_with_the_files_name(tmp_path: Path) -> None:
                 list(loader)
         else:
             assert sum(len(batch.ids) for step in loader for batch in step) == 20
+
+
+def test_a_slow_collate_holds_up_its_own_step_alone(tmp_path: Path) -> None:
+    """Steps that were made before it are had: without, a rank whose rows come late waits seldom and long."""
+    manifest = load_manifest(str(write_rows(tmp_path / "rows", 600, group_rows=60)))
+    order, is_let_go, num_made = Order(manifest.group_rows, num_lanes=1, seed=1), threading.Event(), [0]
+
+    def collate(rows: pa.Table, ids: Ids) -> dict[str, Tensor]:
+        num_made[0] += 1
+        assert num_made[0] < 5 or is_let_go.wait(30), "the steps before were not had"
+        return {}
+
+    reading = read_ahead.ReadAhead(Reader(manifest, ["label"]), order, collate, lanes=range(1), micro_batch=4)
+    steps = reading.steps(Cursor(), 20)
+    first = [next(steps) for _ in range(4)]
+    is_let_go.set()
+    assert len([*first, *steps]) == 20
 
 
 def test_an_abandoned_loader_stops_decoding(tmp_path: Path) -> None:
