@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.models.adapters import attach, check_base, frozen_groups, leave_base_out
 from elastic_train.tasks.models.decoder import TENSOR_PLAN, Decoder, DecoderShape, drawn_weights, stages_of
+from elastic_train.tasks.models.experts import RouterLosses
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
@@ -37,7 +38,8 @@ class CausalLM:
     """Train a decoder to predict the next token of rows of up to `max_tokens` tokens.
 
     `model` gives the sizes of the package's own decoder (dim, depth, heads, kv_heads, hidden, vocabulary, tied,
-    dropout, rope_base, norm_eps); its vocabulary is that of the data's tokenizer by default. `hf` is a model of
+    dropout, rope_base, norm_eps; experts, experts_per_token, expert_hidden, shared_hidden); its vocabulary is that of
+    the data's tokenizer by default. `hf` is a model of
     transformers instead: {path: its local folder}, or {config: {model_type: llama, …}} to begin with drawn weights.
 
     With `lora`, values of peft's LoraConfig such as {r: 8, target_modules: [q_proj, v_proj]}, adapters of a folder's
@@ -48,6 +50,9 @@ class CausalLM:
     one off. `z_loss` times the square of the logits' log-sum-exp is added to every target's loss (Chowdhery et al.
     2022, section 5). With `fixed_width` a micro-batch is padded to `max_tokens`, as compiled kernels need it, and not
     to its longest row.
+
+    Routers to experts add to the loss of training `balance_loss` for tokens that are unequally spread, and
+    `router_z_loss` for large logits (`RouterLosses`): in each block, over the places of targets.
     """
 
     def __init__(
@@ -62,13 +67,17 @@ class CausalLM:
         document_ids: str | bool | None = None,
         fixed_width: bool = False,
         z_loss: float = 0.0,
+        balance_loss: float = 0.01,
+        router_z_loss: float = 0.001,
     ) -> None:
         if model is not None and hf is not None:
             raise ValueError("give model, the sizes of a decoder, or hf, a model of transformers, not both")
         if max_tokens < 2:
             raise ValueError(f"max_tokens must be at least 2, to predict a token from one before it, not {max_tokens}")
-        if not z_loss >= 0:
-            raise ValueError(f"z_loss must be at least 0, not {z_loss}")
+        factors = {"z_loss": z_loss, "balance_loss": balance_loss, "router_z_loss": router_z_loss}
+        for name, factor in factors.items():
+            if not factor >= 0:
+                raise ValueError(f"{name} must be at least 0, not {factor}")
         for name in model or {}:
             if name not in _SIZES:
                 raise ValueError(f"model has no '{name}'{did_you_mean(nearest(name, _SIZES))}")
@@ -77,6 +86,7 @@ class CausalLM:
         self.source, self.lora = None if hf is None else Source.of(hf), lora
         check_base(self.source, lora)
         self.max_tokens, self.z_loss = max_tokens, z_loss
+        self.balance_loss, self.router_z_loss = balance_loss, router_z_loss
         self._tokens, self._fixed_width = tokens, fixed_width
         self._asked = {"labels": labels, "attention_mask": attention_mask, "document_ids": document_ids}
 
@@ -144,6 +154,11 @@ class CausalLM:
                 f"parallel.tensor: {degree} cuts the package's own decoder (task.params.model), not models of "
                 "transformers: set it to 1, or use parallel.shards to hold less on each rank"
             )
+        if model.shape.experts:
+            raise ConfigError(
+                f"parallel.tensor: {degree} cuts MLPs, and task.params.model.experts is {model.shape.experts}: set "
+                "either to its default, or use parallel.shards to hold less on each rank"
+            )
         for name in ("heads", "kv_heads", "hidden"):
             if (size := getattr(model.shape, name)) % degree:
                 raise ConfigError(
@@ -176,7 +191,11 @@ class CausalLM:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
-        return self._loss_of(self._logits(model, batch), batch, is_training=model.training)
+        losses = None
+        if model.training and self.source is None and self._shape.experts:
+            losses = RouterLosses(batch["places"], self.balance_loss, self.router_z_loss)
+        found = self._loss_of(self._logits(model, batch, losses), batch, is_training=model.training)
+        return found if losses is None else replace(found, total=found.total + losses.total())
 
     def _loss_of(self, logits: Tensor, batch: Batch, *, is_training: bool) -> LaneLoss:
         """Compute the loss from logits for every token; shape (rows, width, vocabulary)."""
@@ -219,13 +238,14 @@ class CausalLM:
         """The model's own folder."""
         return None if self.source is None else self.source.path
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _logits(self, model: nn.Module, batch: Batch, losses: RouterLosses | None) -> Tensor:
         """Return logits for every token; shape (rows, width, vocabulary)."""
         positions, mask = batch.get("positions"), _mask_of(batch)
         if self.source is None:
-            return model(batch["tokens"], positions, mask)  # type: ignore[no-any-return]
-        given = {"position_ids": positions, "attention_mask": mask} if mask is not None else {}
-        return model(input_ids=batch["tokens"], use_cache=False, **given).logits  # type: ignore[no-any-return]
+            given = () if losses is None else (losses,)
+            return model(batch["tokens"], positions, mask, *given)  # type: ignore[no-any-return]
+        named = {"position_ids": positions, "attention_mask": mask} if mask is not None else {}
+        return model(input_ids=batch["tokens"], use_cache=False, **named).logits  # type: ignore[no-any-return]
 
 
 def _mask_of(batch: Batch) -> Tensor | None:

@@ -1,8 +1,8 @@
 """A decoder-only transformer, the one that most open language models are: what Llama computes, by other names.
 
 Pre-norm blocks (Xiong et al. 2020) with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021, by halves
-as in GPT-NeoX), grouped queries (Ainslie et al. 2023) and SwiGLU (Shazeer 2020); no biases. Weights can go to
-transformers' LlamaForCausalLM and back by their names (`llama_name`).
+as in GPT-NeoX), grouped queries (Ainslie et al. 2023) and SwiGLU (Shazeer 2020), or experts in its place; no biases.
+Weights can go to transformers' LlamaForCausalLM and back by their names (`llama_name`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from elastic_train.tasks.models.experts import MixtureOfExperts, RouterLosses
 
 _WIDTH_MULTIPLE = 64
 TENSOR_PLAN: Mapping[str, Literal["shared", "column", "row"]] = {
@@ -33,7 +35,11 @@ TENSOR_PLAN: Mapping[str, Literal["shared", "column", "row"]] = {
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
     """Sizes of a decoder; `kv_heads` are as many as `heads` and `hidden`, the width of an MLP, is 8/3 of `dim` by
-    default."""
+    default.
+
+    With `experts`, each block has so many in place of its MLP, `expert_hidden` wide (as `hidden` by default), of which
+    a token goes to `experts_per_token`; beside them is an MLP of width `shared_hidden` for all tokens, unless it is 0.
+    """
 
     vocabulary: int
     dim: int = 256
@@ -45,6 +51,10 @@ class DecoderShape:
     dropout: float = 0.0
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_hidden: int = 0
+    shared_hidden: int = 0
 
     def __post_init__(self) -> None:
         for name, default in (
@@ -52,6 +62,7 @@ class DecoderShape:
             ("hidden", -(-8 * self.dim // (3 * _WIDTH_MULTIPLE)) * _WIDTH_MULTIPLE),
         ):
             object.__setattr__(self, name, getattr(self, name) or default)
+        object.__setattr__(self, "expert_hidden", self.expert_hidden or self.hidden)
         for name in ("vocabulary", "dim", "depth", "heads", "kv_heads", "hidden"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -61,6 +72,13 @@ class DecoderShape:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, not {self.dropout}")
+        for name in ("experts", "expert_hidden", "shared_hidden"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"experts_per_token must be from 1 to experts {self.experts}, not {self.experts_per_token}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -94,30 +112,40 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: one projection gates another."""
 
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.dim, shape.hidden, bias=False)
-        self.up = nn.Linear(shape.dim, shape.hidden, bias=False)
-        self.down = nn.Linear(shape.hidden, shape.dim, bias=False)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each after a norm and inside a residual."""
+    """Attention and an MLP, or experts, each after a norm and inside a residual."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.norm_attention = nn.RMSNorm(shape.dim, shape.norm_eps)
         self.attention = Attention(shape)
         self.norm_mlp = nn.RMSNorm(shape.dim, shape.norm_eps)
-        self.mlp = MLP(shape)
+        self.mlp = _mlp_of(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, losses: RouterLosses | None = None
+    ) -> Tensor:
         x = x + self.dropout(self.attention(self.norm_attention(x), cos, sin, mask))
-        return x + self.dropout(self.mlp(self.norm_mlp(x)))  # type: ignore[no-any-return]
+        given = () if losses is None else (losses,)
+        return x + self.dropout(self.mlp(self.norm_mlp(x), *given))  # type: ignore[no-any-return]
+
+
+def _mlp_of(shape: DecoderShape) -> nn.Module:
+    if not shape.experts:
+        return MLP(shape.dim, shape.hidden)
+    shared = MLP(shape.dim, shape.shared_hidden) if shape.shared_hidden else None
+    return MixtureOfExperts(shape.dim, shape.expert_hidden, shape.experts, shape.experts_per_token, shared)
 
 
 class Decoder(nn.Module):
@@ -136,12 +164,18 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             _draw(name, parameter, shape)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        losses: RouterLosses | None = None,
+    ) -> Tensor:
         """tokens (batch, width) int64; positions alike, by default 0, 1, …; mask as in `Attention`, by default causal.
 
-        A causal mask hides what is padded on the right from all that is not.
+        A causal mask hides what is padded on the right from all that is not. `losses` takes those of routers.
         """
-        return self.run(self.parts, tokens, positions, mask)
+        return self.run(self.parts, tokens, positions, mask, losses=losses)
 
     @property
     def parts(self) -> list[str]:
@@ -155,16 +189,18 @@ class Decoder(nn.Module):
         positions: Tensor | None,
         mask: Tensor | None,
         x: Tensor | None = None,
+        losses: RouterLosses | None = None,
     ) -> Tensor:
         """Run some of the parts, neighbours, on what the part before them has returned; see `forward`."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = rotations(positions, self.shape)
+        given = () if losses is None else (losses,)
         for name in parts:
             if name == "embed":
                 x = self.dropout(self.embed(tokens))
             elif name.startswith("blocks."):
-                x = self.get_submodule(name)(x, cos, sin, mask)
+                x = self.get_submodule(name)(x, cos, sin, mask, *given)
             else:
                 x = self.get_submodule(name)(x)
         assert x is not None, "some part runs"
@@ -179,6 +215,8 @@ def stages_of(shape: DecoderShape, parts: Sequence[str], num_stages: int) -> lis
     wrong = []
     if num_stages > shape.depth:
         wrong.append(f"depth {shape.depth} is less than {num_stages} stages, each of which has a block at least")
+    if shape.experts:
+        wrong.append(f"experts {shape.experts}: the last stage would not learn of other stages' routers: set it to 0")
     if shape.tied:
         wrong.append("tied: true has one matrix in the first stage and in the last: set it to false")
     if wrong:
@@ -190,8 +228,8 @@ def stages_of(shape: DecoderShape, parts: Sequence[str], num_stages: int) -> lis
 
 def _draw(name: str, parameter: Tensor, shape: DecoderShape) -> None:
     """Draw a parameter; those of norms are ones from the start."""
-    if parameter.ndim == 2:  # what adds to the residual is smaller in deeper models (Radford et al. 2019)
-        is_added = name.endswith(("attention.o.weight", "mlp.down.weight"))
+    if parameter.ndim > 1:  # what adds to the residual is smaller in deeper models (Radford et al. 2019)
+        is_added = name.endswith(("attention.o.weight", "mlp.down.weight", "experts.down", "shared.down.weight"))
         nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * shape.depth) if is_added else 1.0))
 
 

@@ -7,12 +7,18 @@ from typing import Any
 
 from torch import nn
 
+from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
 from elastic_train.tasks.models.decoder import Decoder, llama_name
 
 
 def save_folder(model: nn.Module, folder: Path, *, is_merged: bool) -> None:
     """Write a model of transformers, a decoder of ours as a Llama, or adapters: alone, or added to their base."""
+    if isinstance(model, Decoder) and model.shape.experts:
+        raise ConfigError(
+            f"--to hf: no Llama has experts, and task.params.model.experts is {model.shape.experts}: use --to "
+            "safetensors or torch, which write the weights of any model"
+        )
     with needed_for("a folder of Hugging Face"):
         import transformers
     transformers.utils.logging.disable_progress_bar()

@@ -1,0 +1,114 @@
+"""A mixture of experts: a router sends each token to a few of many MLPs, and none is left out (dropless).
+
+A token's output is the sum of its experts' outputs, likeliest first, each times its probability; of several these add
+up to 1 (Jiang et al. 2024), and one expert's is as it is (Fedus et al. 2021). Each expert's tokens are one product, in
+the order in which the lane has them, so bits depend on the lane alone. What routers add to a lane's loss
+(`RouterLosses`) is a function of that lane, too: no rank needs to know of other lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLosses:
+    """What the routers of a model add to a lane's summed loss, block by block, over the tokens at `places`.
+
+    `balance` times the number of these tokens, times the number of experts, times the sum over experts of (share of the
+    tokens) * (mean probability), which is at least 1 and that where all get as many (Fedus et al. 2021, section 2.2).
+    And `z` times the squares of the logits' log-sum-exp (Zoph et al. 2022, section 3.2).
+    """
+
+    places: Tensor
+    balance: float
+    z: float
+    terms: list[Tensor] = field(default_factory=list)
+
+    def add(self, logits: Tensor, chosen: Tensor) -> None:
+        """Take a block's logits (tokens, experts) and the experts chosen (tokens, those of each)."""
+        logits, chosen = logits.index_select(0, self.places), chosen.index_select(0, self.places)
+        num_experts = logits.shape[1]
+        shares = shares_of(chosen, num_experts).to(logits.dtype) / max(1, chosen.numel())
+        likely = logits.softmax(-1).sum(0)  # the mean, times the number of tokens
+        self.terms.append(self.balance * num_experts * (shares * likely).sum())
+        self.terms.append(self.z * logits.logsumexp(-1).square().sum())
+
+    def total(self) -> Tensor:
+        """Return what all blocks have added."""
+        return torch.stack(self.terms).sum()
+
+
+def shares_of(chosen: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert is chosen."""
+    return (chosen.flatten()[:, None] == torch.arange(num_experts, device=chosen.device)).sum(0)
+
+
+def counts_of(chosen: Tensor, num_experts: int) -> list[int]:
+    """Return how many tokens each expert gets; as many each where tokens have no values, as in a plan."""
+    if isinstance(chosen, FakeTensor):
+        ends = [expert * chosen.numel() // num_experts for expert in range(num_experts + 1)]
+        return [hi - lo for lo, hi in pairwise(ends)]
+    counts: list[int] = shares_of(chosen, num_experts).tolist()
+    return counts
+
+
+class Experts(nn.Module):
+    """MLPs of one shape (SwiGLU), whose weights are stacked by expert."""
+
+    def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(num_experts, hidden, dim))
+        self.up = nn.Parameter(torch.empty(num_experts, hidden, dim))
+        self.down = nn.Parameter(torch.empty(num_experts, dim, hidden))
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Map x (tokens, dim), by expert, of which each has so many; same shape and type."""
+        return products(x, counts, self.gate, self.up, self.down)
+
+
+def products(x: Tensor, counts: Sequence[int], gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Return what each of some experts makes of its tokens: a product of its own, whose bits no other tokens change."""
+    each = zip(torch.split(x, list(counts)), gate.unbind(), up.unbind(), down.unbind(), strict=True)
+    made = [
+        F.linear(F.silu(F.linear(part, one_gate)) * F.linear(part, one_up), one_down)
+        for part, one_gate, one_up, one_down in each
+        if len(part)
+    ]
+    return torch.cat(made).to(x.dtype) if made else x
+
+
+class MixtureOfExperts(nn.Module):
+    """What takes the place of a block's MLP; `shared`, if there is one, sees every token."""
+
+    def __init__(self, dim: int, hidden: int, num_experts: int, per_token: int, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.num_experts, self.per_token = num_experts, per_token
+        self.router = nn.Linear(dim, num_experts, bias=False)
+        self.experts = Experts(dim, hidden, num_experts)
+        self.shared = shared
+
+    def forward(self, x: Tensor, losses: RouterLosses | None = None) -> Tensor:
+        """Map x (rows, width, dim) to the same shape."""
+        tokens = x.flatten(0, -2)
+        with torch.autocast(x.device.type, enabled=False):  # in bf16 many experts would be equally likely
+            logits = F.linear(tokens.float(), self.router.weight.float())
+            weights, chosen = logits.softmax(-1).topk(self.per_token)
+            weights = weights / weights.sum(-1, keepdim=True) if self.per_token > 1 else weights
+        if losses is not None:
+            losses.add(logits, chosen)
+        order = chosen.flatten().argsort(stable=True)
+        # Copies first, and an index without repetitions: a token's gradients are then added in one order.
+        copies = tokens[:, None].expand(-1, self.per_token, -1).reshape(-1, tokens.shape[-1])
+        made = self.experts(copies.index_select(0, order), counts_of(chosen, self.num_experts))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        made = made.index_select(0, back).view(len(tokens), self.per_token, tokens.shape[-1])
+        out: Tensor = (made * weights[..., None].to(made.dtype)).sum(1).view_as(x)
+        return out if self.shared is None else out + self.shared(x)
