@@ -145,6 +145,10 @@ class LiveMember:
         assert self._participant.world is not None, "a job is closed by a world"
         self._participant.close(self._participant.world.term)
 
+    def ask_to_leave(self, rank: int) -> str | None:
+        """Ask the node of a rank to leave, and return it; None if fewer nodes than the minimum would stay."""
+        return self._participant.ask_to_leave(rank)
+
     def leave(self) -> None:
         """Leave at once: the others need not wait for a lease to end."""
         self._reachability.close()

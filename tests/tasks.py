@@ -36,6 +36,13 @@ class PacedUntil(PacedClassifier):
         return super().loss(model, batch)
 
 
+class SlowHere(PacedClassifier):
+    """Is as slow as the environment of its process says, in milliseconds a lane."""
+
+    def __init__(self, **params: object) -> None:
+        super().__init__(**{**params, "lane_ms": float(os.environ["TESTED_LANE_MS"])})  # type: ignore[arg-type]
+
+
 class FailsOnce(TextClassifier):
     """Fails once, at the n-th loss of a process: creates `marker`, then raises or sends itself the signal `how`."""
 

@@ -11,6 +11,14 @@ straggler_precision   of what the detector says of ranks, how much is right: the
 straggler_recall      how many of the slow ranks are named (goal: 0.95)
 straggler_latency_steps
                       the most steps until one is (goal: 30)
+slowed_precision      the same of processes that are really slowed, 100 drawn cases in two jobs: busy
+                      neighbours, SIGSTOP for a part of the time, late packets, late rows (goal: 0.95). Minutes on an
+                      idle machine; on a busy one others are slow, too
+slowed_recall         (goal: 0.95)
+slowed_latency_steps  from the first step whose row shows it (goal: 30)
+slowed_cases          how many there were, and of what
+quiet_alarms          what is said of ranks in ten minutes of the same jobs in which nobody is slowed (goal: 0)
+quiet_steps           how many steps these were
 plan_step_error       by how much the seconds of a step that `elastic-train plan` gives are off at the most: a decoder,
                       a text classifier and a small ResNet on 1, 2 and 4 ranks over a wire of known alpha and beta,
                       and the decoder in each mode of sharding (goal: at most 0.15)
@@ -24,7 +32,7 @@ The last line is JSON.
 from __future__ import annotations
 
 from benchmarks.figures import Measure, measure_chosen
-from benchmarks.insight import always_on, planned, stragglers
+from benchmarks.insight import always_on, planned, slowed, stragglers
 
 FIGURES: dict[str, Measure] = {
     "overhead_always_on": always_on.overhead,
@@ -32,6 +40,12 @@ FIGURES: dict[str, Measure] = {
     "straggler_precision": stragglers.straggler_figures,
     "straggler_recall": stragglers.straggler_figures,
     "straggler_latency_steps": stragglers.straggler_figures,
+    "slowed_precision": slowed.figures,
+    "slowed_recall": slowed.figures,
+    "slowed_latency_steps": slowed.figures,
+    "slowed_cases": slowed.figures,
+    "quiet_alarms": slowed.quiet_minutes,
+    "quiet_steps": slowed.quiet_minutes,
     "plan_step_error": planned.errors,
     "plan_memory_error": planned.errors,
     "plan_step_errors": planned.errors,

@@ -56,7 +56,7 @@ def overhead(effort: Effort) -> dict[str, object]:
 def _watched_step() -> Callable[[], None]:
     """Return what phases add to one step."""
     clock = StepClock(_Peers())
-    watch = Watch(MagicMock(), None, PhaseTotals(), 50, [LANES] * RANKS, {}, lambda rank: None)
+    watch = Watch(MagicMock(), None, PhaseTotals(), 50, [LANES] * RANKS, {}, lambda rank: None, str)
     facts = RankFacts._make([*[0.01] * 10, 1 << 20, 0.0001])
     steps = itertools.count(1)
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, 0, 0, ranks=(facts,) * RANKS)

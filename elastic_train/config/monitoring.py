@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from elastic_train.config.section import Section
 
@@ -20,7 +20,9 @@ EventKind = Literal[
     "gradient_spike",
     "nonfinite",
 ]
-Action = Literal["tell", "snapshot", "stop"]
+Action = Literal["tell", "snapshot", "drop", "stop"]
+OF_RANKS: tuple[EventKind, ...] = ("slow_compute", "slow_data", "slow_link")
+"""What is wrong with one rank, whose node can be dropped."""
 
 
 class MonitoringConfig(Section):
@@ -32,7 +34,17 @@ class MonitoringConfig(Section):
     """After how many steps the seconds that every rank has spent, phase by phase, go to the history and the tracker."""
     on_event: dict[EventKind, Action] = Field(default_factory=dict)
     """What follows an event, by its kind: tell (the default of each) says so in log, history and tracker; snapshot also
-    commits at the next step; stop commits, and ends the job with exit code 93. Such as {slow_link: snapshot}."""
+    commits at the next step; drop (of a slow rank) asks its node to leave the others, if at least the fewest nodes
+    stay; stop commits, and ends the job with exit code 93. Such as {slow_link: drop}."""
+
+    @field_validator("on_event")
+    @classmethod
+    def _drops_ranks(cls, on_event: dict[EventKind, Action]) -> dict[EventKind, Action]:
+        """Refuse to drop a node for what is no rank's own."""
+        for kind, action in on_event.items():
+            if action == "drop" and kind not in OF_RANKS:
+                raise ValueError(f"{kind} concerns all ranks: there is no node to drop; {', '.join(OF_RANKS)} name one")
+        return on_event
 
 
 class ProfileConfig(Section):

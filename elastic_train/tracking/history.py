@@ -162,13 +162,17 @@ class History:
         who: tuple[int, str | None] | None,
         measured: tuple[float, float, str],
         is_over: bool,
+        then: str | None = None,
     ) -> None:
-        """Something began, or ended, to be wrong: of which rank and host, what was measured, and usual, in a unit."""
+        """Something began, or ended, to be wrong: of which rank and host, what was measured, and usual, in a unit.
+
+        `then` is what followed from it, if anything.
+        """
         rank, host = who or (None, None)
         value, usual, unit = measured
         evidence = {"value": repr(value) if not math.isfinite(value) else value, "usual": usual, "unit": unit.strip()}
         what = {"kind": kind, "step": step, "since": since, "of_rank": rank, "host": host, "over": is_over}
-        self._write("event", **what, **({} if is_over else evidence))
+        self._write("event", **what, **({} if is_over else evidence), **({"then": then} if then else {}))
 
     def unwritable(self, *, step: int, why: str) -> None:
         """This process cannot write where the commits are, although others can."""

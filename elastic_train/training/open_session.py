@@ -240,7 +240,8 @@ def open_watch(process: Process, world: World, tracker: Tracker | None, assigned
 
     keys = config.monitoring
     num_lanes = world.mesh.num_lanes(assigned)
-    return Watch(world, tracker, process.totals, keys.phases_every_steps, num_lanes, keys.on_event, host_of)
+    every, actions = keys.phases_every_steps, keys.on_event
+    return Watch(world, tracker, process.totals, every, num_lanes, actions, host_of, process.worlds.drop)
 
 
 def open_tracer(config: Config, world: World, clock: StepClock, step: int) -> Tracer | None:

@@ -22,7 +22,8 @@ from elastic_train.world.world import World
 class Watch:
     """The rows of one world, whose ranks have so many lanes; `totals` are the process's, over all of its worlds.
 
-    `wants_to_stop` says whether an event is to end the job, by `actions`.
+    `wants_to_stop` says whether an event is to end the job, by `actions`; `drop` asks a rank's node to leave, and says
+    what came of that.
     """
 
     def __init__(
@@ -34,12 +35,13 @@ class Watch:
         num_lanes: Sequence[int],
         actions: Mapping[Kind, str],
         host_of: Callable[[int], str | None],
+        drop: Callable[[int], str],
     ) -> None:
         self.totals = totals
         self.num_events = Counter[str]()
         self.wants_to_stop = self._wants_commit = False
         self._world, self._tracker, self._every_steps = world, tracker, every_steps
-        self._actions, self._host_of = actions, host_of
+        self._actions, self._host_of, self._drop = actions, host_of, drop
         self._window, self._detector = PhaseWindow(), Detector(num_lanes, world.mesh.alike)
         self._step = 0
 
@@ -72,6 +74,7 @@ class Watch:
     def _tell(self, event: Event) -> None:
         """Say what begins or ends to be wrong, and do what the configuration says of its kind."""
         host = None if event.rank is None else self._host_of(event.rank)
+        then = None if event.is_over else self._follow(event)
         self._world.history.event(
             kind=event.kind,
             step=event.step,
@@ -79,13 +82,20 @@ class Watch:
             who=None if event.rank is None else (event.rank, host),
             measured=(event.value, event.usual, event.unit),
             is_over=event.is_over,
+            then=then,
         )
-        self._world.announce(f"EVENT {event.kind}: {event.render(host)}")
+        self._world.announce(f"EVENT {event.kind}: {event.render(host)}{f'; {then}' if then else ''}")
         if event.is_over:
             return
         self.num_events[event.kind] += 1
         if self._tracker is not None:
             self._tracker.log(event.step, {f"events/{event.kind}": self.num_events[event.kind]})
+
+    def _follow(self, event: Event) -> str | None:
+        """Do what the configuration says of what begins to be wrong, and say what that is; None if it is to be told."""
         action = self._actions.get(event.kind, "tell")
         self._wants_commit |= action == "snapshot"
         self.wants_to_stop |= action == "stop"
+        if action == "drop" and event.rank is not None:
+            return self._drop(event.rank)
+        return {"snapshot": "a commit follows", "stop": "the job ends"}.get(action)

@@ -22,6 +22,7 @@ from elastic_train.errors import ConfigError, PeerLostError, Preempted, StorageE
 from elastic_train.parallel.devices.device import device_of
 from elastic_train.parallel.group import Group, connect
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.system.wording import counted
 from elastic_train.tracking.history import UnformedWorlds
 from elastic_train.world import one_store
 from elastic_train.world.standstill import Standstill
@@ -72,6 +73,9 @@ class Worlds(Protocol):
     def published(self) -> str | None:
         """Return the commit that etcd named as head when it was last heard of; None if it named none."""
 
+    def drop(self, rank: int) -> str:
+        """Ask the node of a rank of this world to leave, if the others can do without it; say what came of that."""
+
     def leave(self, *, is_job_done: bool) -> None:
         """Be gone for the others, at once; a job that is done takes no more members."""
 
@@ -104,6 +108,9 @@ class OneWorld:
 
     def published(self) -> str | None:
         return None
+
+    def drop(self, rank: int) -> str:
+        return "kept: a node can leave the others only where recovery is live"
 
     def leave(self, *, is_job_done: bool) -> None:
         """The launcher does it."""
@@ -239,6 +246,12 @@ class LiveWorlds:
 
     def published(self) -> str | None:
         return self._member.published if self._member is not None else None
+
+    def drop(self, rank: int) -> str:
+        assert self._member is not None, "who has ranks is a member"
+        node = self._member.ask_to_leave(rank)
+        fewest = counted(self._context.min_nodes, "node")
+        return f"dropped: node {node} is asked to leave" if node else f"kept: the job needs at least {fewest}"
 
     def leave(self, *, is_job_done: bool) -> None:
         if self._member is not None:

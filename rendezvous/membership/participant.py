@@ -38,6 +38,7 @@ from rendezvous.membership.known_agents import Ask, KnownAgents
 from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.own_record import MOST_TRIES, PAUSE_S, OwnRecord, Place
 from rendezvous.membership.records import (
+    REQUEST_S,
     Closed,
     Failure,
     Job,
@@ -46,7 +47,7 @@ from rendezvous.membership.records import (
     View,
     World,
 )
-from rendezvous.membership.store import Snapshot, Store
+from rendezvous.membership.store import Put, Snapshot, Store
 from rendezvous.outage_log import OutageLog, WaitingLog
 
 CLOSED_S = 300.0
@@ -298,6 +299,23 @@ class Participant:
             self._own.swap(change, lease)
         except StoreError as error:
             _log.warning("could not mark the job as done: %s", error)
+
+    def ask_to_leave(self, rank: int) -> str | None:
+        """Ask the node of a rank of the present world to leave, and return it; None if too few nodes would stay.
+
+        Returns at once; an etcd that does not take the request is a warning.
+        """
+        assert self.world is not None, "ranks are a world's"
+        node = decisions.node_to_spare(self.view, self.world, rank, self.policy.min_nodes)
+        if node is not None:
+            threading.Thread(target=self._request, args=(node,), name=f"request {node}", daemon=True).start()
+        return node
+
+    def _request(self, node: str) -> None:
+        try:
+            self._store.swap({self.keys.leave(node): Put("", self._store.lease(REQUEST_S, renew=False))}, {})
+        except StoreError as error:
+            _log.warning("node %s could not be asked to leave, and stays: %s", node, error)
 
     def leave(self) -> None:
         """Revoke the lease, so that the others need not wait for its end, and stop following; once is enough."""

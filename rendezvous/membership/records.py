@@ -33,6 +33,10 @@ JOBS = "/elastic/"
 """What the keys of all jobs begin with."""
 
 
+REQUEST_S = 60.0
+"""How long a request to leave lasts; nodes that are there see it at once."""
+
+
 @dataclass(frozen=True)
 class Keys:
     """The keys of one job."""

@@ -24,13 +24,11 @@ from elastic_train.errors import ConfigError, TooFewNodesError, translated
 from elastic_train.launch.schedulers import found_in
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from rendezvous.etcd.store import EtcdStore
-from rendezvous.membership.records import JOBS, Keys, Member, View, read_view
+from rendezvous.membership.records import JOBS, REQUEST_S, Keys, Member, View, read_view
 from rendezvous.membership.store import Put, Snapshot, Store
 
 app = App(name="job", help="Show the jobs that etcd knows, and ask their nodes to leave.")
 Etcd = Annotated[str | None, Parameter(name="--etcd")]
-REQUEST_S = 60.0
-"""How long a request lasts; nodes that are there see it at once."""
 LOOK_S = 1.0
 
 

@@ -38,8 +38,15 @@ class Said:
         self.files, self.tracker, self.folder = BackgroundFiles(), MagicMock(), folder
         self.history = History(self.files, folder, 3, 0)
         self.world = MagicMock(history=self.history, mesh=Mesh(0, 3))
+        self.dropped: list[int] = []
         hosts = {1: "n7"}
-        self.watch = Watch(self.world, self.tracker, PhaseTotals(), every_steps, [2, 2, 2], actions, hosts.get)  # type: ignore[arg-type]
+        self.watch = Watch(
+            self.world, self.tracker, PhaseTotals(), every_steps, [2, 2, 2], actions, hosts.get, self.drop
+        )  # type: ignore[arg-type]
+
+    def drop(self, rank: int) -> str:
+        self.dropped.append(rank)
+        return f"dropped: node of {rank}"
 
     def lines(self) -> list[dict[str, Any]]:
         assert self.files.flush(5.0)
@@ -69,7 +76,9 @@ def test_only_rank_0_says_so() -> None:
     assert _phases_of(SimpleNamespace(watch=None)) == {}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("action", "commits", "stops"), [("tell", 0, 0), ("snapshot", 1, 0), ("stop", 0, 1)])
+@pytest.mark.parametrize(
+    ("action", "commits", "stops"), [("tell", 0, 0), ("snapshot", 1, 0), ("stop", 0, 1), ("drop", 0, 0)]
+)
 def test_a_slow_rank_is_an_event_with_its_evidence_and_what_is_to_follow(
     tmp_path: Path, action: str, commits: int, stops: int
 ) -> None:
@@ -81,11 +90,14 @@ def test_a_slow_rank_is_an_event_with_its_evidence_and_what_is_to_follow(
         said.watch.step(step, sums(ROW, slow, ROW), 1.0, 0)
         wanted += said.watch.take_wanted_commit()
     assert (wanted, said.watch.wants_to_stop) == (commits, bool(stops))
+    assert said.dropped == ([1] if action == "drop" else [])
     events = [line for line in said.lines() if line["op"] == "event" and line["of_rank"] is not None]
     (event,) = events
     assert (event["kind"], event["of_rank"], event["host"], event["over"]) == ("slow_compute", 1, "n7", False)
     assert (event["value"], event["usual"], event["unit"]) == (10.0, 3.0, "s") and event["since"] <= 25 < event["step"]
     shown = [call.args[0] for call in said.world.announce.call_args_list]
+    then = {"snapshot": "a commit follows", "stop": "the job ends", "drop": "dropped: node of 1"}.get(action)
+    assert event.get("then") == then and any(text.endswith(f"; {then}") for text in shown) == (then is not None)
     assert any(text.startswith("EVENT slow_compute: after step") and "rank 1 on n7:" in text for text in shown)
     assert said.tracker.log.call_args_list[0].args == (event["step"], {"events/slow_compute": 1})
 

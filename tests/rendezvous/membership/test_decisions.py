@@ -57,6 +57,27 @@ def test_a_full_house_starts_at_once() -> None:
     assert decisions.decide(both, "a", TWO, 0.0) == Wait("leader")
 
 
+@pytest.mark.parametrize(
+    ("min_nodes", "leaving", "members", "spared"),
+    [
+        (1, (), "abc", "b"),
+        (2, (), "abc", "b"),
+        (3, (), "abc", None),  # the fewest
+        (2, ("c",), "abc", None),  # another one leaves already
+        (2, ("b",), "abc", "b"),
+        (1, (), "ac", None),  # it is gone
+    ],
+)
+def test_a_node_is_spared_only_if_the_fewest_stay(
+    min_nodes: int, leaving: tuple[str, ...], members: str, spared: str | None
+) -> None:
+    """Of three nodes that train, the second is to be left out."""
+    seen = view(
+        *(replace(member(name), node=name) for name in members), of=world(3, *"abc"), leaving=frozenset(leaving)
+    )
+    assert decisions.node_to_spare(seen, world(3, *"abc"), 1, min_nodes) == spared
+
+
 def test_a_new_job_waits_a_moment_for_more() -> None:
     """A job that starts waits for the quiet time, one that continues does not."""
     alone = view(member("a"))

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import yaml
 
 from elastic_train.cli.main import main
 from elastic_train.cli.places.job import nodes_of, row_of
@@ -65,6 +66,31 @@ def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
         (row,) = json.loads(said(capsys, "ls", *where, "--json")[1])
         assert (row["state"], row["nodes"]) == ("gone", 0)
         assert row["commit"] is not None
+
+
+@pytest.mark.slow
+def test_a_slow_node_is_dropped_and_the_others_train_on(tmp_path: Path, rows: Path) -> None:
+    """Its launcher ends with 75, as if it had been asked by hand, and the other trains on; the event says so."""
+    tree = yaml.safe_load(Path(write_config(tmp_path, rows, ENDLESS)).read_text())
+    tree["task"]["path"], tree["monitoring"] = "tests.tasks:SlowHere", {"on_event": {"slow_compute": "drop"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    with EtcdServer() as etcd:
+        line = [sys.executable, "-m", "elastic_train.command", "launch", str(tmp_path / "config.yaml"), "--ranks", "1"]
+        line += ["--nodes", "1:2", "--id", "a job", "--endpoint", etcd.endpoint]
+        jobs = [begin(line, tmp_path / f"log{ms}", {"TESTED_LANE_MS": str(ms)}) for ms in (10, 60)]
+        try:
+            eventually(lambda: jobs[1].poll() == 75, "the slow node's launcher ends")
+            eventually(lambda: worlds(tmp_path / "run")[-2:] == [2, 1], "the other trains on")
+            (event,) = [
+                line for line in history(tmp_path / "run") if line["op"] == "event" and line["of_rank"] is not None
+            ]  # type: ignore[comparison-overlap]
+            assert event["kind"] == "slow_compute" and "is asked to leave" in event["then"]  # type: ignore[comparison-overlap, operator]
+            assert any("; dropped: node" in path.read_text() for path in tmp_path.glob("log*"))
+            assert jobs[0].poll() is None
+        finally:
+            for job in jobs:
+                job.terminate()
+            assert [job.wait(60) for job in jobs] == [75, 75]
 
 
 def member(node: str, *, own: str = "", missed: tuple[str, ...] = ()) -> Member:

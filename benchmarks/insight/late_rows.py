@@ -1,0 +1,28 @@
+"""The paced classifier, whose rows come late in the processes of a node that a file in its failpoints says so of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from chaos.tasks.paced_classifier import PacedClassifier
+from elastic_train.core.sample_random import SampleRandom
+from elastic_train.system.failpoints import VARIABLE
+from elastic_train.tasks.task import Batch
+
+ORDER = "late_rows"
+
+
+class LateRows(PacedClassifier):
+    """Waits before it makes a micro-batch, as for a disk, for so many milliseconds as the order says."""
+
+    def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> Batch:  # type: ignore[override]
+        with contextlib.suppress(FileNotFoundError, KeyError, ValueError):
+            time.sleep(float(Path(os.environ[VARIABLE], ORDER).read_text()) / 1e3)
+        return super().collate(rows, ids, draw)
