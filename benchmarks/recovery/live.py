@@ -24,6 +24,8 @@ from chaos.services.surroundings import Surroundings, folders
 from rendezvous.etcd.server import EtcdServer
 
 LEAVE = "stop_node"
+COME_WITHIN_S = 30.0
+"""How long a process may take to come to a failpoint, on a machine that is busy with other things, too."""
 
 
 def run_job(
@@ -37,6 +39,7 @@ def run_job(
     num_nodes: int = 2,
     laid: Cable | None = None,
     forked: bool = False,
+    cell_size: int = 1,
 ) -> Evidence:
     """Run a live job through its faults, ask its nodes to leave so many seconds later, and return what it left.
 
@@ -44,7 +47,7 @@ def run_job(
     world has no result to leave.
     With `forked`, nodes are forks of a process that has imported what they need, where only their end counts.
     The last node is put at the other end of a cable, if one is laid. A fault at a failpoint to which no process comes
-    is recorded as missed.
+    is recorded as missed. All train again once there are as many cells as the nodes' ranks make.
     """
     nodes = Nodes(
         count=num_nodes, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live", forked=forked
@@ -62,7 +65,9 @@ def run_job(
         endpoint = server.endpoint.replace("127.0.0.1", laid.address("etcd")) if laid else server.endpoint
         started = launch(scenario, endpoint, folder, ["--run.dir", str(folder)], folder.name, around)
         try:
-            Job(folder, started, scenario, faults, 0, lambda _: None, lambda _: None, around=around).run()
+            job = Job(folder, started, scenario, faults, 0, lambda _: None, lambda _: None, around=around)
+            job.cell_size, job.come_within_s = cell_size, COME_WITHIN_S
+            job.run()
         except RunError as error:  # expected: asked to leave, no node ends with 0
             ending = str(error)
     run = collect(folder)
@@ -71,14 +76,14 @@ def run_job(
     return run
 
 
-def repeat(folder: Path, config: str, run: Evidence, *overrides: str) -> Mapping[str, object]:
-    """Take as many steps as a run has, in one process and without a fault; return the result, hash and all.
+def repeat(folder: Path, config: str, run: Evidence, *overrides: str, ranks: int = 1) -> Mapping[str, object]:
+    """Take as many steps as a run has, without a fault and in one process, or in a cell of several ranks.
 
-    `overrides` are options for what must not change the result, such as the pace of a task.
+    Returns the result, hash and all. `overrides` are options for what must not change it, such as the pace of a task.
     """
     assert run.result is not None, "every run leaves one"
-    command = ["elastic_train", config, "--run.dir", str(folder), "--max_steps", str(whole(run.result, "step"))]
-    command += overrides
+    how = ["elastic_train"] if ranks == 1 else ["elastic_train.cli.main", "launch", "--ranks", str(ranks)]
+    command = [*how, config, "--run.dir", str(folder), "--max_steps", str(whole(run.result, "step")), *overrides]
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
     result = collect(folder).result

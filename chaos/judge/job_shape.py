@@ -6,7 +6,8 @@ that what a run says of itself can be held against it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -15,6 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 Counts = npt.NDArray[np.int64]
+
+
+_AXES = ("tensor", "pipeline", "expert")
+"""What of `parallel` makes a replica one of several ranks."""
+
+
+def cell_size(config: Mapping[str, object]) -> int:
+    """Return how many ranks hold a replica together, by a job's configuration."""
+    parallel = config.get("parallel")
+    return math.prod(int(parallel.get(axis, 1)) for axis in _AXES) if isinstance(parallel, dict) else 1
 
 
 @dataclass(frozen=True, slots=True)

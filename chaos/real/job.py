@@ -20,7 +20,7 @@ from chaos.errors import RunError
 from chaos.real import leftovers
 from chaos.real.acts import ACTS, Struck, Undo
 from chaos.real.acts.effects import Effect
-from chaos.real.acts.failpoints import Points
+from chaos.real.acts.failpoints import PATIENCE_S, Points
 from chaos.real.history_tail import Followed
 from chaos.real.stopping import Enough, on_first_signal
 from chaos.scenario.kinds import KINDS, LOCAL
@@ -69,6 +69,9 @@ class Job:
     around: Surroundings = field(default_factory=Surroundings)
     land: Callable[[Job], None] | None = None
     """Brings a job to its end that would run for ever, once its faults are over, or Ctrl-C was pressed."""
+    cell_size: int = 1
+    """How many ranks hold a replica together; those of a node that make no cell more are spares."""
+    come_within_s: float = PATIENCE_S
     followed: Followed = field(default_factory=Followed)
     lost: list[Node] = field(default_factory=list)
     draws: random.Random = field(default_factory=random.Random)
@@ -233,7 +236,7 @@ class Job:
             raise RunError(f"{waiting_for} did not come, and no step for {soak.heal_s:.0f} s ({where}); {self._logs()}")
 
     def _is_healed(self) -> bool:
-        size = self.scenario.nodes.count * self.scenario.nodes.ranks
+        size = self.scenario.nodes.count * (self.scenario.nodes.ranks // self.cell_size * self.cell_size)
         is_whole = self.followed.world == size and all(node.is_up for node in self.nodes)
         trains = self.followed.applied_at > self._disturbed_at + _SETTLED_S
         return not self._undos and is_whole and trains and self._points.are_over(self)

@@ -258,7 +258,9 @@ def _run(
     whole = ["--run.history-terms=null", f"--run.history-bytes={_ALL_BYTES}"]  # the judge needs every line
     nodes = launch(scenario, "", folder, [*whole, *changes, *own], around.run_id, around)
     look = _shown(progress, total_steps)
-    job = Job(folder, nodes, scenario, (), seed, look, progress.event, replay, around, landing)
+    job = Job(
+        folder, nodes, scenario, (), seed, look, progress.event, replay, around, landing, config.parallel.cell.size
+    )
     job.faults = due(lambda: job.num_faults) if isinstance(due, Drawn) else due
     try:
         job.run()

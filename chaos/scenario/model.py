@@ -35,6 +35,8 @@ class Point(_Section):
     """One of `elastic_train.system.failpoints.POINTS`."""
     nth: PositiveInt = 1
     """Counted from 1."""
+    worker: int | None = Field(default=None, ge=0)
+    """Which of the node's workers in the present world, by rank from 0; whichever comes, if none is named."""
 
     @field_validator("name")
     @classmethod

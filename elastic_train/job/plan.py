@@ -39,6 +39,7 @@ from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.preparing import prepare
 from elastic_train.tasks.task import OWN_VALUES, Deferring, Grouping, Task, load_task
 from elastic_train.tracking.destinations.event_files import check_installed
+from rendezvous.context import live_context
 
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
 
@@ -260,10 +261,17 @@ def check_can_be_in_cells(config: Config, device: torch.device) -> None:
     size, num_workers = config.parallel.cell.size, os.environ.get("LOCAL_WORLD_SIZE")
     if size > 1 and device.type != "cpu":
         raise ConfigError(f"{config.parallel.degrees} was not tried on GPUs: set device to cpu, or it to 1")
-    if num_workers is not None and int(num_workers) % size:
+    if num_workers is None or int(num_workers) % size == 0:
+        return
+    if live_context() is None:
         raise ConfigError(
             f"{config.parallel.degrees} needs workers of one node, and this node has {num_workers}: start a multiple "
             f"of {size} on each (--nproc-per-node, --ranks), or set it to a divisor of {num_workers}"
+        )
+    if int(num_workers) < size:  # others may make up cells, and who is left over is a spare
+        raise ConfigError(
+            f"{config.parallel.degrees} needs {size} workers of one node, and this node has {num_workers}: start at "
+            f"least {size} (--nproc-per-node, --ranks); those beyond a multiple of it are spares"
         )
 
 

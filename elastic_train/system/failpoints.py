@@ -1,8 +1,8 @@
 """Named places at which a fault can be planted while a job runs: one line of code each, without effect unless armed.
 
 ELASTIC_FAILPOINTS names a folder that the processes of a job, or of a node, share. A file there, named after a place
-and holding a kind, arms it: the n-th time that any of the processes comes to the place, the file is renamed to
-<place>.<pid>, and the fault happens there.
+and holding a kind, arms it: the n-th time that any of the processes comes to the place, or that the one which it names
+does, the file is renamed to <place>.<pid>, and the fault happens there.
 
 Kinds: kill (SIGKILL), stop (SIGSTOP), raise (RuntimeError), hang (in Python), hang-native (holding the interpreter's
 lock, so that no other thread of the process runs), slow (a second), full and eio (the operating system's errors), oom
@@ -62,10 +62,10 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def arm(folder: Path, name: str, kind: str, nth: int = 1) -> None:
-    """Plant a fault for the n-th arrival at a place, counted from 1."""
+def arm(folder: Path, name: str, kind: str, nth: int = 1, only: int | None = None) -> None:
+    """Plant a fault for the n-th arrival at a place, counted from 1; with `only`, of the process of that pid."""
     assert name in POINTS and kind in KINDS, f"no {kind} at '{name}'; there are {KINDS} at {POINTS}"
-    (folder / f"{name}.new").write_text(f"{kind} {nth}")
+    (folder / f"{name}.new").write_text(f"{kind} {nth}" if only is None else f"{kind} {nth} {only}")
     (folder / f"{name}.new").rename(folder / name)
 
 
@@ -118,10 +118,12 @@ def _take(folder: Path, name: str) -> str | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        kind, left = os.pread(descriptor, 64, 0).decode().split()
+        kind, left, *only = os.pread(descriptor, 64, 0).decode().split()
+        if only and int(only[0]) != os.getpid():
+            return None
         if int(left) == 1:
             (folder / name).rename(folder / f"{name}.{os.getpid()}")
-        content = f"{kind} {int(left) - 1}".encode()
+        content = " ".join([kind, str(int(left) - 1), *only]).encode()
         os.pwrite(descriptor, content, 0)
         os.ftruncate(descriptor, len(content))
         return kind if int(left) == 1 else None

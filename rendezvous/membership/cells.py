@@ -43,6 +43,14 @@ def arrange(members: Sequence[Member], size: int, last: World | None, most: int 
     return Arrangement(tuple(chosen), tuple(member for member in members if member.id not in taken))
 
 
+def is_a_part_left_behind(chosen: Sequence[Member], ready: Sequence[Member], size: int, last: World | None) -> bool:
+    """Say whether only members that are not chosen had some place in the last world: they alone may hold its part."""
+    seated = {member.id for member in chosen}
+    held = {had[1] for member in chosen if (had := _had(member, size, last)) is not None}
+    spare = {had[1] for member in ready if member.id not in seated and (had := _had(member, size, last)) is not None}
+    return not spare <= held
+
+
 def _had(member: Member, size: int, last: World | None) -> tuple[int, int] | None:
     """Return the cell and the place that a member had in the last world; None for a newcomer."""
     rank = None if last is None else last.rank_of(member.id)

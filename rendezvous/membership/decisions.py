@@ -13,12 +13,12 @@ No I/O, no clock: the same code runs in the simulator.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from rendezvous.membership.cells import arrange
+from rendezvous.membership.cells import arrange, is_a_part_left_behind
 from rendezvous.membership.records import (
     Cause,
     Closed,
@@ -49,6 +49,8 @@ class Policy:
     max_members: int = 1 << 30
     cell_size: int = 1
     """How many members of one node make up a cell; a world is made of whole cells (`cells`)."""
+    last_holder_s: float = 30.0
+    """How long a world waits for a member that alone may hold a part of the state until its node has a cell again."""
 
     @property
     def nodes(self) -> str:
@@ -76,7 +78,7 @@ class Seal:
 class Wait:
     """Nothing to do until the view changes, or for `seconds` if given."""
 
-    why: Literal["members", "nodes", "last call", "leader", "room"]
+    why: Literal["members", "nodes", "last call", "leader", "room", "holder"]
     seconds: float | None = None
 
 
@@ -140,7 +142,13 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
         return Wait("room" if policy.cell_size > 1 and all(member.id != me for member in chosen) else "leader")
     if num_nodes < policy.max_nodes and _is_fresh(view) and quiet_s < policy.last_call_s:
         return Wait("last call", policy.last_call_s - quiet_s)
+    if quiet_s < policy.last_holder_s and _loses_a_part(chosen, ready.members, policy, view):
+        return Wait("holder", policy.last_holder_s - quiet_s)
     return _seal(view, chosen)
+
+
+def _loses_a_part(chosen: Sequence[Member], ready: Sequence[Member], policy: Policy, view: View) -> bool:
+    return policy.cell_size > 1 and is_a_part_left_behind(chosen, ready, policy.cell_size, view.world)
 
 
 def disagreement(view: View, nodes: str, me: str = "") -> str | None:

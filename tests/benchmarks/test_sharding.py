@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.recovery.watched_tasks import WatchedClassifier, num_models
 from benchmarks.sharding import __main__ as sharding
 from benchmarks.sharding import jobs
 from benchmarks.sharding.commits import rows_of
 from benchmarks.sharding.jobs import MODES, SMALL, Job
 from benchmarks.sharding.live.recovery import num_restarted
-from benchmarks.sharding.live.watched_task import WatchedClassifier, num_models
 from benchmarks.sharding.matrix import ALONE, Case, cases, live_through
 from benchmarks.sharding.peers import Peer, mesh_of
 from benchmarks.sharding.ranks import Meeting, run
@@ -27,6 +27,7 @@ from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.task import LaneLoss
+from elastic_train.tasks.text_classifier import TextClassifier
 
 WORK = replace(SMALL, shape=replace(SMALL.shape, vocabulary=512, dim=32, depth=2), num_lanes=4, micro_batch=2)
 
@@ -79,7 +80,7 @@ def test_ranks_hold_the_rows_that_torch_gives_them(size: int) -> None:
 
 def test_a_process_says_how_many_models_it_has_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is built again is another one, whichever task trains it; one that is trained again is not."""
-    monkeypatch.setattr(WatchedClassifier.__base__, "loss", lambda *_: LaneLoss(torch.zeros(()), 1.0))
+    monkeypatch.setattr(TextClassifier, "loss", lambda *_: LaneLoss(torch.zeros(()), 1.0))
     seen, models = tmp_path / "seen", [nn.Linear(1, 1), nn.Linear(1, 1)]
     found = []
     for turn in (0, 0, 1, 0):

@@ -17,8 +17,8 @@ import torch
 from benchmarks.figures import Effort
 from benchmarks.recovery.jobs import write_live_job
 from benchmarks.recovery.live import LEAVE, repeat, run_job
+from benchmarks.recovery.watched_tasks import num_models
 from benchmarks.sharding.jobs import MODES
-from benchmarks.sharding.live.watched_task import num_models
 from benchmarks.sharding.ranks import Meeting, run
 from chaos.judge.evidence.applied import pids_of, steps_of
 from chaos.judge.evidence.recovery_cost import Recovery, recoveries
@@ -55,28 +55,28 @@ def live_worker(effort: Effort) -> dict[str, object]:
         found = _run(Path(folder) / "faulted", config, due, timeout_s)
     costs = [cost for cost in recoveries(found) if cost.kind != LEAVE]
     for cost in costs:
-        effort.say(_described(cost))
+        effort.say(described(cost))
     seconds, ready = [cost.rto_s for cost in costs], [cost.rto_s - cost.warm_s for cost in costs]
-    link_s = max(run(_link, 2, 12 * NUM_PARAMETERS // RANKS))
+    link_s = max(run(send_once, 2, 12 * NUM_PARAMETERS // RANKS))
     figures = {"p50": statistics.median(seconds), "max": max(seconds), "ready_p50": statistics.median(ready)}
-    figures |= {"ready_max": max(ready), "step": _step_s(found), "link": link_s, "state_gb": 12e-9 * NUM_PARAMETERS}
+    figures |= {"ready_max": max(ready), "step": step_s(found), "link": link_s, "state_gb": 12e-9 * NUM_PARAMETERS}
     return {"live_worker_s": {name: round(value, 3) for name, value in figures.items()} | {"kills": len(costs)}}
 
 
-def _link(meeting: Meeting, num_bytes: int) -> float:
+def send_once(meeting: Meeting, num_bytes: int) -> float:
     """Return what it takes that one rank gives another so many bytes; the first time warms up."""
     group, content = meeting.group, torch.ones(num_bytes, dtype=torch.uint8)
     give, take = [(1 - group.rank, content)] * (1 - group.rank), [(1 - group.rank, content)] * group.rank
     return [meeting.timed(lambda: group.exchange(give, take)) for _ in range(2)][1]
 
 
-def _described(cost: Recovery) -> str:
+def described(cost: Recovery) -> str:
     parts = {"detect": cost.detect_s, "form": cost.form_s, "restore": cost.restore_s, "step": cost.warm_s}
     known = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items() if seconds is not None)
     return f"a worker of node {cost.node}: {cost.rto_s:.2f} s ({known})"
 
 
-def _step_s(found: Evidence) -> float:
+def step_s(found: Evidence) -> float:
     """Return the median time from one applied step to the next within a world."""
     at = {place: min(number(line, "t") for line in lines) for place, lines in steps_of(found).items()}
     gaps = [after - at[term, step - 1] for (term, step), after in at.items() if (term, step - 1) in at]
@@ -91,11 +91,11 @@ def kills_at_points(effort: Effort) -> dict[str, object]:
     """
     num_kills = 12 if effort.is_quick else 50
     points = itertools.islice(itertools.cycle((*STEP_POINTS, *COMMIT_POINTS)), num_kills)
-    due = [_kill_at(name, turn) for turn, name in enumerate(points)]
+    due = [kill_at(name, turn) for turn, name in enumerate(points)]
     with tempfile.TemporaryDirectory() as folder:
         seen = Path(folder) / "models"
         params = {"max_tokens": 32, "dim": 96, "depth": 2, "heads": 4, "dropout": 0.1, "lane_ms": 20, "seen": str(seen)}
-        task = {"path": "benchmarks.sharding.live.watched_task:WatchedClassifier", "params": params}
+        task = {"path": "benchmarks.recovery.watched_tasks:WatchedClassifier", "params": params}
         config = _write_job(Path(folder) / "job", task, micro_batch=4, commit_every=4)
         found = _run(Path(folder) / "faulted", config, due, 120 + 20.0 * num_kills)
         models = num_models(seen)
@@ -114,7 +114,7 @@ def kills_at_points(effort: Effort) -> dict[str, object]:
     return {"rpo_steps_max": given_up(found), "model_rebuilt": is_rebuilt, "kills_at_points": facts}
 
 
-def _kill_at(point: str, turn: int) -> Due:
+def kill_at(point: str, turn: int) -> Due:
     is_any = point in STEP_POINTS
     target, nth = (turn % NUM_NODES, 1 + turn % MOST_ARRIVALS) if is_any else ("leader", 1)
     return Due("kill", target, None, 0.0, point=Point(name=point, nth=nth), is_healed=True)

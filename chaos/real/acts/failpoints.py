@@ -73,7 +73,14 @@ class Points:
         folder, name = job.around.points[node.number], fault.point.name
         if any((armed.folder, armed.name) == (folder, name) for armed in self._armed):
             return False
-        arm(folder, name, fault.kind, fault.point.nth)
+        only = None
+        if fault.point.worker is not None:
+            own = set(node.pids())
+            workers = [pid for _, pid in sorted(job.followed.pids.items()) if pid in own]
+            if len(workers) <= fault.point.worker:
+                return False
+            only = workers[fault.point.worker]
+        arm(folder, name, fault.kind, fault.point.nth, only)
         self._armed.append(_Armed(fault, node, folder, time.time(), name))
         return True
 
@@ -88,7 +95,7 @@ class Points:
 
     def are_over(self, job: JobLog) -> bool:
         """Say whether all has come; a job that is well and does not come to a place does not hold others up."""
-        for armed in [armed for armed in self._armed if time.time() > armed.since + PATIENCE_S]:
+        for armed in [armed for armed in self._armed if time.time() > armed.since + job.come_within_s]:
             self._take_back(job, armed)
         return not self._armed
 

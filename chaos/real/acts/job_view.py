@@ -41,6 +41,8 @@ class JobLog(JobView, Protocol):
     """A running job that takes note of faults which come by themselves."""
 
     scenario: Scenario
+    come_within_s: float
+    """How long a healthy job may take to come to a failpoint before that is given up."""
 
     def note(self, fault: Due, done: Struck, at: float) -> None:
         """Record a fault that came at a time (unix seconds)."""

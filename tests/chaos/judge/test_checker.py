@@ -23,7 +23,7 @@ from chaos.judge.evidence.run_files import (
 )
 from chaos.judge.findings import find
 from chaos.judge.invariants.exactly_once.agreement import partition
-from chaos.judge.invariants.exactly_once.samples import closed_form
+from chaos.judge.invariants.exactly_once.samples import closed_form, coverage
 from chaos.judge.invariants.tracked_values import tracking
 from chaos.judge.verdict import examine
 from chaos.planted.catalogue import PLANTED, Planted
@@ -395,9 +395,9 @@ def _is_effect_of(line: Line, number: int) -> bool:
 def test_in_cells_each_place_computes_every_lane(healthy: Path, degree: str) -> None:
     """Not a lane that two cells have, one that lacks a place, or one that a rank of another place speaks for."""
     run = collect(healthy / "faulted")
-    places = [[{**line, "place": place} for line in lines] for place in (0, 1) for lines in run.processes]
+    places = [[_at_place(line, place) for line in lines] for place in (0, 1) for lines in run.processes]
     cells = replace(run, config={**run.config, "parallel": {degree: 2}}, processes=places)
-    assert _partition_of(cells) == "true"
+    assert _partition_of(cells) == find("coverage", lambda: coverage(cells)).truth == "true"
     assert _partition_of(replace(cells, config=run.config)) == "false", "without cells it is twice too many"
     process, at = next(
         (lines, at) for lines in places[len(places) // 2 :] for at, line in enumerate(lines) if line["op"] == "step"
@@ -405,6 +405,26 @@ def test_in_cells_each_place_computes_every_lane(healthy: Path, degree: str) -> 
     for change in ([], [{**process[at], "place": 0}], [process[at], process[at]]):
         spoilt = [[*lines[:at], *change, *lines[at + 1 :]] if lines is process else lines for lines in places]
         assert _partition_of(replace(cells, processes=spoilt)) == "false"
+
+    one, other = next(
+        (one, other)
+        for one in _steps(places)
+        for other in _steps(places)
+        if all(one[key] == other[key] for key in ("term", "step", "place")) and one["rank"] != other["rank"]
+    )
+    lanes = {id(one): other["lanes"], id(other): one["lanes"]}
+    crossed = [[{**line, "lanes": lanes.get(id(line), line.get("lanes"))} for line in lines] for lines in places]
+    assert _partition_of(replace(cells, processes=crossed)) == "false", "a cell has two cells' lanes at its places"
+
+
+def _at_place(line: Line, place: int) -> Line:
+    """Return a rank's line as that of a place of a cell of two."""
+    rank = {"rank": 2 * line["rank"] + place} if isinstance(line.get("rank"), int) else {}  # type: ignore[operator]
+    return {**line, "place": place, **rank}
+
+
+def _steps(processes: list[list[Line]]) -> list[Line]:
+    return [line for lines in processes for line in lines if line["op"] == "step"]
 
 
 def _partition_of(run: Evidence) -> str:

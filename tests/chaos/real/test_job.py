@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -344,6 +345,20 @@ def test_a_failpoint_is_armed_once_somebody_has_the_role(node: Node, tmp_path: P
     assert [(line["op"], line["kind"], line["pids"]) for line in without_proofs(tmp_path)] == [
         ("fault", "kill", [4711])
     ]
+
+
+def test_a_failpoint_is_armed_for_one_of_a_nodes_workers(node: Node, tmp_path: Path) -> None:
+    """The n-th of them in the present world, by rank: as long as there is none, the fault waits."""
+    waiting = waits_at_points(tmp_path, node)
+    fault = at_form("kill", 0)
+    assert fault.point is not None
+    waiting._points.arm(waiting, replace(fault, point=fault.point.model_copy(update={"worker": 1})))
+    agent, worker = sorted(node.pids(), key=lambda pid: pid != node.agent)[:2]
+    waiting.followed.pids = {0: worker}
+    waiting._points.look(waiting)
+    assert armed(waiting) == []
+    waiting.followed.pids = {0: worker, 1: -1, 2: agent}
+    until(lambda: [waiting._points.look(waiting), armed(waiting)][1] == [f"kill 1 {agent}"])
 
 
 def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Path) -> None:

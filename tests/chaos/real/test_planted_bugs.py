@@ -14,19 +14,28 @@ import yaml
 from chaos.cli import main
 from chaos.judge.verdict import examine
 from chaos.scenario.model import FOLDER
+from chaos.tasks import planted_in_cells
 from chaos.tasks.planted_bugs import BUGS, BuggyClassifier
 
+LANGUAGE: dict[str, object] = {
+    "lane_ms": 8,
+    "max_tokens": 16,
+    "model": {"vocabulary": 64, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "tied": False},
+}
 PARAMS = {"lane_ms": 8, "max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
 
 
-def soaked(folder: Path, rows: Path, task: dict[str, object], count: int) -> dict[str, str]:
-    """Run the soak of so many nodes through kills of workers alone; return what each invariant came to."""
-    soak = yaml.safe_load((FOLDER / "soak.yaml").read_text())
+def soaked(
+    folder: Path, rows: Path, task: dict[str, object], count: int, name: str = "soak", faults: int = 2
+) -> dict[str, str]:
+    """Run a soak of so many nodes through kills of workers alone; return what each invariant came to."""
+    soak = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     tree = yaml.safe_load(Path(soak["config"]).read_text())
     tree["task"], tree["data"] = task, {"train": str(rows / "train"), "too_long": "truncate"}
     (folder / "config.yaml").write_text(yaml.safe_dump({**tree, "validation": {"every_steps": None}}))
     soak |= {"config": str(folder / "config.yaml"), "etcd_members": 1, "tracker": False}
-    soak |= {"nodes": {**soak["nodes"], "count": count}, "soak": {"faults": 2, "burst": 1, "kinds": ["kill_worker"]}}
+    soak |= {"nodes": {**soak["nodes"], "count": count, "forked": True}}
+    soak |= {"soak": {"faults": faults, "burst": 1, "kinds": ["kill_worker"]}}
     (folder / "soak.yaml").write_text(yaml.safe_dump(soak))
     with pytest.raises(SystemExit) as left:
         main(["run", str(folder / "soak.yaml"), "--seed", "3", "--out", str(folder / "run"), "--json"])
@@ -96,7 +105,31 @@ def test_the_same_soak_without_a_bug_is_valid(tmp_path: Path, rows: Path) -> Non
     assert set(truths.values()) == {"true"}, truths
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [("two-cells-with-one-lane", "finished"), ("neighbours-part", "deaths"), ("stage-misses-a-step", "hash")],
+)
+def test_a_bug_in_cells_turns_their_soak_red(tmp_path: Path, rows: Path, plant: str, found: str) -> None:
+    """A lane's samples read by two cells, a part of another place, a place that is a step behind."""
+    params = {**LANGUAGE, "plant": plant}
+    truths = soaked(
+        tmp_path, rows, {"path": "chaos.tasks.planted_in_cells:BuggyLanguage", "params": params}, 2, "soak-cells"
+    )
+    assert truths[found] == "false", truths
+
+
+@pytest.mark.slow
+def test_cells_survive_a_short_storm(tmp_path: Path, rows: Path) -> None:
+    """Two cells of two ranks and their spares, on two nodes: what the planted bugs are found by accuses nobody else."""
+    task = {"path": "chaos.tasks.paced_language:PacedLanguage", "params": LANGUAGE}
+    truths = soaked(tmp_path, rows, task, 2, "soak-cells")
+    assert set(truths.values()) == {"true"}, truths
+
+
 def test_an_unknown_bug_is_refused() -> None:
     """A misspelt name would plant nothing, and a soak would be valid for that reason."""
     with pytest.raises(ValueError, match=f"no bug 'wrong-trees'; there are {', '.join(BUGS)}"):
         BuggyClassifier("wrong-trees")
+    with pytest.raises(ValueError, match=f"no bug 'two-lanes'; there are {', '.join(planted_in_cells.BUGS)}"):
+        planted_in_cells.BuggyLanguage("two-lanes")

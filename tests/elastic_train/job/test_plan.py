@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from elastic_train.checkpoint import CommitRecord
@@ -13,7 +15,8 @@ from elastic_train.checkpoint.commits.retention_policies import Best
 from elastic_train.config.schema import Config, TaskConfig
 from elastic_train.core.order import VERSION
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
-from elastic_train.job.plan import Plan, make_plan
+from elastic_train.job import plan as plan_module
+from elastic_train.job.plan import Plan, check_can_be_in_cells, make_plan
 from elastic_train.tasks.task import load_task
 
 in_one_process = pytest.mark.xdist_group("torchmetrics")  # to ask the task for its metrics imports it, for two seconds
@@ -127,3 +130,17 @@ def test_a_task_that_cannot_be_built_is_refused(params: dict[str, object], messa
     """A divisor of zero is refused by its name, not by a ZeroDivisionError."""
     with pytest.raises(ConfigError, match=message):
         load_task(TaskConfig(params=params))
+
+
+@pytest.mark.parametrize(("num_workers", "is_fit"), [(3, True), (1, False)])
+def test_a_live_node_may_have_workers_beyond_its_cells(
+    monkeypatch: pytest.MonkeyPatch, num_workers: int, is_fit: bool
+) -> None:
+    """They are spares. Other launchers make one world of all ranks, so there is none."""
+    config = Config.model_validate({"data": {"train": "rows"}, "parallel": {"tensor": 2}})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_workers))
+    with pytest.raises(ConfigError, match="start a multiple of 2 on each"):
+        check_can_be_in_cells(config, torch.device("cpu"))
+    monkeypatch.setattr(plan_module, "live_context", object)
+    with nullcontext() if is_fit else pytest.raises(ConfigError, match="start at least 2"):
+        check_can_be_in_cells(config, torch.device("cpu"))

@@ -42,6 +42,14 @@ def test_the_nth_arrival_has_the_fault(folder: Path, nth: int) -> None:
     assert not (folder / "apply").exists()
 
 
+def test_a_fault_for_one_process_is_not_anothers(folder: Path) -> None:
+    """Only its arrivals count: a worker is hit where another one comes by first."""
+    arm(folder, "apply", "raise", 2, only=os.getpid() + 1)
+    assert not any(comes() for _ in range(3))
+    arm(folder, "apply", "raise", 2, only=os.getpid())
+    assert [comes() for _ in range(3)] == [False, True, False]
+
+
 def test_exactly_one_of_many_concurrent_arrivals_has_the_fault(folder: Path) -> None:
     """Comers at the same time are counted one by one, also those that arrive while it is taken away."""
     with ThreadPoolExecutor(8) as pool:

@@ -151,3 +151,22 @@ def _enter(node: Participant) -> World:
     found = node.next_world(lambda seal: ("127.0.0.1", 1), 10.0)
     assert found is not None
     return found
+
+
+def test_a_world_waits_for_whoever_alone_may_hold_a_part() -> None:
+    """A second fault hits a cell before it has taken a step: its place 1 is left, and place 0 on another node.
+
+    A cell of the other node would have to begin with the newest commit. So the node with place 1 gets the time to start
+    a worker; a member that nobody needs is not waited for.
+    """
+    last = world(2, "a0", "a1")
+    b0, a1, new_b = worker("b0"), worker("a1", after=2), worker("bn")
+    alone = View(1, (b0, a1, new_b), last)
+    found = decisions.decide(alone, "b0", CELLS, 1.0)
+    assert found == Wait("holder", 29.0)
+    assert isinstance(decisions.decide(alone, "b0", CELLS, 30.0), Seal), "its node may have lost a device for good"
+    whole = View(1, (b0, a1, new_b, worker("an")), last)
+    found = decisions.decide(whole, "b0", CELLS, 1.0)
+    assert isinstance(found, Seal) and {seat.member for seat in found.seats} == {"a1", "an", "b0", "bn"}
+    other = View(1, (worker("b0", after=2), a1, worker("b1", after=2)), world(2, "a0", "a1", "b0", "b1"))
+    assert isinstance(decisions.decide(other, "b0", CELLS, 0.0), Seal), "b1 has place 1, too"

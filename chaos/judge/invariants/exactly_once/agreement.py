@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from chaos.judge.evidence.applied import restored_at, result_of, shape_of, steps_of
+from chaos.judge.evidence.applied import Steps, restored_at, result_of, shape_of, steps_of
 from chaos.judge.evidence.holes import left_out_of
 from chaos.judge.evidence.run_files import Evidence, Line, lanes_of, number, whole
 from chaos.judge.findings import Violated
+from chaos.judge.job_shape import cell_size
 
 _UNWRITTEN_S = 0.25
 """How long a line may wait for the thread that writes it, on a machine that is busy."""
@@ -70,12 +71,15 @@ def differ(value: object, other: object) -> bool:
 
 
 def partition(run: Evidence) -> str:
-    """In every applied step, every lane belongs to exactly one rank of the world; in cells, to one of each place."""
+    """In every applied step, every lane belongs to exactly one rank of the world; or to all ranks of one cell."""
     steps, num_lanes = steps_of(run), shape_of(run).num_lanes
     last_term, ended_at = whole(result_of(run), "term"), dict[int, float]()
     for (term, _), lines in steps.items():
         ended_at[term] = max(ended_at.get(term, 0.0), *(number(line, "t") for line in lines))
-    in_places = ((key, lines, alike) for key, lines in steps.items() for alike in _by_place(run, lines))
+    size = cell_size(run.config)
+    if size > 1:
+        _check_cells(steps, size)
+    in_places = ((key, lines, alike) for key, lines in steps.items() for alike in _by_place(lines, size))
     for (term, step), lines, alike in in_places:
         if _tile(alike, num_lanes):
             continue
@@ -91,14 +95,23 @@ def partition(run: Evidence) -> str:
     return f"{len(steps)} applied steps, {num_lanes} lanes, each lane once in each"
 
 
-def _by_place(run: Evidence, lines: list[Line]) -> list[list[Line]]:
+def _check_cells(steps: Steps, size: int) -> None:
+    """Ranks of a cell compute the same lanes, each at its own place: neighbours hold the parts of one replica."""
+    for (term, step), lines in steps.items():
+        lanes: dict[int, Line] = {}
+        for line in lines:
+            cell, place = divmod(whole(line, "rank"), size)
+            first, where = lanes.setdefault(cell, line), f"term {term}, step {step}: rank {line['rank']}"
+            if line.get("place") != place:
+                raise Violated(f"{where} computed as place {line.get('place')} of its cell, it is place {place}")
+            if lanes_of(line) != lanes_of(first):
+                mine, others = ([*lanes_of(one)] for one in (line, first))
+                raise Violated(f"{where} computed lanes {mine}, rank {first['rank']} of its cell {others}")
+
+
+def _by_place(lines: list[Line], size: int) -> list[list[Line]]:
     """Return a step's lines by their ranks' places in cells; all together where every rank is a replica."""
-    parallel = run.config.get("parallel")
-    degrees = parallel if isinstance(parallel, dict) else {}
-    size = degrees.get("tensor", 1) * degrees.get("pipeline", 1)
-    if size == 1:
-        return [lines]
-    return [[line for line in lines if line.get("place") == place] for place in range(size)]
+    return [[line for line in lines if line.get("place", 0) == place] for place in range(size)] if size > 1 else [lines]
 
 
 def _is_unwritten_to_the_end(run: Evidence, term: int, at: float, lanes: list[int]) -> bool:

@@ -29,9 +29,9 @@ def a_world(t: float, term: int, pids: list[int], step: int, *, size: int = 0, *
     return lines
 
 
-def evidence_of(*lines: list[Line], num_copies: int | None = 2) -> Evidence:
+def evidence_of(*lines: list[Line], num_copies: int | None = 2, cell: int = 1) -> Evidence:
     nodes = [{"op": "node", "t": 0.0, "node": node, "pids": [pid]} for pid, node in NODES.items()]
-    parallel = {"shards": "none" if num_copies is None else "optimizer", "copies": num_copies or 2}
+    parallel = {"shards": "none" if num_copies is None else "optimizer", "copies": num_copies or 2, "tensor": cell}
     return Evidence(
         Path("drawn"), [[*nodes, *(x for some in lines for x in some)]], [], {"parallel": parallel}, None, None
     )
@@ -113,3 +113,25 @@ def test_a_world_without_any_commit_ends_as_a_whole() -> None:
 
 def test_a_job_whose_state_is_whole_is_not_put_to_the_test() -> None:
     assert is_sharded(evidence_of()) and not is_sharded(evidence_of(num_copies=None))
+
+
+@pytest.mark.parametrize(
+    ("left", "is_lawful"),
+    [([8, 10, 12], True), ([7, 8], False), ([8, 9, 11], False), ([7, 10, 12], False)],
+    ids=["place 0 of all", "a cell lives", "a place 0 lives on in another cell", "place 1, too, is held"],
+)
+def test_a_part_is_lost_once_every_cell_has_lost_its_place(left: list[int], is_lawful: bool) -> None:
+    """However many processes are gone: ranks of one place hold the same part, whichever cell they are of."""
+    run = evidence_of(a_world(1.0, 1, ALL, 0), a_world(2.0, 2, [*left, 90], 0, lost=1), num_copies=None, cell=2)
+    assert is_sharded(run)
+    if is_lawful:
+        assert copies(run).startswith("cells of 2 ranks; 1 worlds")
+    else:
+        with pytest.raises(Violated, match=r"at most [12] of 3 cells had lost the same place"):
+            copies(run)
+
+
+def test_who_held_nothing_yet_is_no_holder_of_a_part() -> None:
+    """A member whose world broke while it waited for its part lives on without it."""
+    world = [line for line in a_world(1.0, 1, [7, 8, 9, 10], 0) if not (line["op"] != "form" and line["rank"] == 2)]
+    copies(evidence_of(world, a_world(2.0, 2, [8, 9], 0, lost=1), num_copies=None, cell=2))

@@ -1,0 +1,188 @@
+"""Workers of real live jobs of cells are killed: at every point of a step and every place, and with a large state.
+
+A cell is two ranks that hold a decoder together (`parallel.tensor: 2`), and every job has two of them: on two nodes, or
+on one that has a fifth rank, the spare. All kills are SIGKILL.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from benchmarks.figures import Effort
+from benchmarks.recovery.jobs import write_live_job
+from benchmarks.recovery.live import LEAVE, repeat, run_job
+from benchmarks.recovery.watched_tasks import given_up_at, num_models
+from benchmarks.sharding.live.recovery import described, num_restarted, send_once, step_s
+from benchmarks.sharding.ranks import run
+from chaos.judge.evidence.applied import pids_of, steps_of
+from chaos.judge.evidence.recovery_cost import Recovery, recoveries
+from chaos.judge.evidence.run_files import Evidence, Line, items, number, whole
+from chaos.judge.invariants.whole_run import given_up
+from chaos.scenario.model import Point
+from chaos.scenario.schedule import Due
+
+CELL, NUM_CELLS = 2, 2
+STEP_POINTS = ("data", "forward", "backward", "reduce", "exchange", "apply", "applied")
+ENTERING = ("restore", "hand-over")
+"""Where ranks come in a new world: another worker, of another place, is killed before."""
+POINTS = (*STEP_POINTS, "commit", *ENTERING)
+MOST_ARRIVALS = 3
+VOCABULARY, DIM, DEPTH = 4096, 512, 8
+NUM_PARAMETERS = 12 * DEPTH * DIM * DIM + 2 * VOCABULARY * DIM
+"""About: with two moments each, 0.35 GB of state, of which a place has most of a half."""
+KILL_EVERY_S, QUIET_S = 12.0, 6.0
+
+
+def kills_at_points(effort: Effort) -> dict[str, object]:
+    """Kill each worker of two cells at each point; return what was lost, and how soon peers knew.
+
+    Every process that was not killed must have lived on; the weights are then compared with those of as many steps of
+    one cell without faults.
+    """
+    due = list(itertools.islice(_every_kill(), 12 if effort.is_quick else None))
+    with tempfile.TemporaryDirectory() as folder:
+        seen = Path(folder) / "seen"
+        params = {"lane_ms": 20, "seen": str(seen), "max_tokens": 32, "model": _sizes(VOCABULARY, 32, 2)}
+        config = _write_job(Path(folder) / "job", params, micro_batch=4, commit_every=4)
+        found = _run(Path(folder) / "faulted", config, due, 120 + 20.0 * len(due), num_nodes=NUM_CELLS, ranks=CELL)
+        models, losses = num_models(seen), given_up_at(seen)
+        expected = repeat(Path(folder) / "alone", config, found, "--task.params.lane_ms=0", ranks=CELL)
+    assert found.result is not None, "every run leaves one"
+    kills = [fault for fault in found.of("fault") if fault["kind"] != LEAVE]
+    for line in found.of("missed"):
+        effort.say(f"missed: {line['kind']} at {line['point']}: {line['why']}")
+    ranks = sorted({(str(kill["point"]), _rank_of(found, kill)) for kill in kills})
+    for point, at in itertools.groupby(ranks, lambda one: one[0]):
+        effort.say(f"{point}: ranks {', '.join(str(rank) for _, rank in at)}")
+    facts = {
+        "kills": len(kills),
+        "hash_equal": expected["weights_sha256"] == found.result["weights_sha256"],
+        "again_steps_max": max(cost.rpo_steps for cost in recoveries(found)),
+        "rollbacks": len(found.of("rollback")),
+        "survivors_restarted": num_restarted(found),
+    }
+    is_rebuilt = any(count > 1 for count in models.values()) or bool(facts["survivors_restarted"])
+    seconds = [late for kill in kills if kill["point"] in STEP_POINTS for late in _noticed(found, kill, losses)]
+    return {
+        "rpo_steps_max": given_up(found),
+        "model_rebuilt": is_rebuilt,
+        "peer_killed_given_up_s": {"p50": _rounded(statistics.median(seconds)), "max": _rounded(max(seconds))},
+        "kills_at_points": facts,
+    }
+
+
+def _every_kill() -> Iterator[Due]:
+    """Yield a kill of each worker at each point, at the first to third time that it comes there."""
+    workers = [(node, worker) for node in range(NUM_CELLS) for worker in range(CELL)]
+    for turn, ((node, worker), point) in enumerate(itertools.product(workers, POINTS)):
+        if point in ENTERING:
+            yield _kill(1 - node, 1 - worker, STEP_POINTS[turn % len(STEP_POINTS)])
+        nth = 1 + turn % MOST_ARRIVALS if point in STEP_POINTS else 1
+        yield _kill(node, worker, point, nth, is_healed=point not in ENTERING)
+
+
+def _kill(node: int, worker: int, point: str, nth: int = 1, *, is_healed: bool = True) -> Due:
+    at = Point(name=point, nth=nth, worker=worker)
+    return Due("kill", node, None, 0.0, point=at, is_healed=is_healed)
+
+
+def _rank_of(found: Evidence, kill: Line) -> int:
+    """Return the rank that a process had when it was killed."""
+    pid = items(kill, "pids")[0]
+    lines = [line for line in found.of("form") if line["pid"] == pid and number(line, "t") <= number(kill, "t")]
+    return whole(lines[-1], "rank") if lines else -1
+
+
+def _noticed(found: Evidence, kill: Line, losses: list[tuple[int, float]]) -> list[float]:
+    """Return how long each peer of a killed process still waited for it."""
+    pid = items(kill, "pids")[0]
+    at = number(kill, "t")
+    world = next((members for _, members in sorted(pids_of(found).items(), reverse=True) if pid in members), set())
+    after = min((number(line, "t") for line in found.of("form") if number(line, "t") > at), default=float("inf"))
+    first: dict[int, float] = {}
+    for peer, t in losses:
+        if peer in world - {pid} and at < t < after:
+            first[peer] = min(t, first.get(peer, t))
+    return [t - at for t in first.values()]
+
+
+def live_worker(effort: Effort) -> dict[str, object]:
+    """Kill workers of two cells on two nodes; return the seconds until the other cell has applied a step."""
+    found = _with_large_state(effort, num_nodes=NUM_CELLS, ranks=CELL)
+    costs = [cost for cost in recoveries(found) if cost.kind != LEAVE]
+    return {"live_worker_s": _seconds(effort, found, costs)}
+
+
+def spare_fill(effort: Effort) -> dict[str, object]:
+    """Kill workers where there is a spare; return the seconds until as many ranks as before have applied a step.
+
+    `link` is what it takes that one rank gives another as many bytes as a place's part has, weights and moments.
+    """
+    num_ranks = NUM_CELLS * CELL
+    found = _with_large_state(effort, num_nodes=1, ranks=num_ranks + 1)
+    worlds = {term: whole(lines[0], "world") for (term, _), lines in steps_of(found).items()}
+    costs = [cost for cost in recoveries(found) if cost.kind != LEAVE]
+    filled = [cost for cost in costs if worlds[cost.term] == num_ranks]
+    for cost in costs:
+        if cost not in filled:
+            effort.say(f"a worker was killed while no spare was ready: {worlds[cost.term]} ranks went on")
+    if not filled:
+        raise SystemExit("no spare was ready when a worker was killed: the machine is too busy for this figure")
+    link_s = max(run(send_once, 2, 12 * NUM_PARAMETERS // CELL))
+    return {"spare_fill_s": {**_seconds(effort, found, filled), "link": _rounded(link_s)}}
+
+
+def _with_large_state(effort: Effort, *, num_nodes: int, ranks: int) -> Evidence:
+    num_kills = 4 if effort.is_quick else 12
+    due = [Due("kill_worker", turn % num_nodes, None, KILL_EVERY_S, is_healed=True) for turn in range(num_kills)]
+    with tempfile.TemporaryDirectory() as folder:
+        params = {"seen": f"{folder}/seen", "max_tokens": 16, "model": _sizes(VOCABULARY, DIM, DEPTH)}
+        config = _write_job(Path(folder) / "job", params, micro_batch=1, commit_every=1000)
+        timeout_s = 120 + 4 * KILL_EVERY_S * num_kills
+        return _run(Path(folder) / "faulted", config, due, timeout_s, num_nodes=num_nodes, ranks=ranks)
+
+
+def _seconds(effort: Effort, found: Evidence, costs: list[Recovery]) -> dict[str, float]:
+    """Return the seconds from kills to the next applied step; `ready` are those until a world has its state."""
+    for cost in costs:
+        effort.say(described(cost))
+    seconds, ready = [cost.rto_s for cost in costs], [cost.rto_s - cost.warm_s for cost in costs]
+    figures = {"p50": statistics.median(seconds), "max": max(seconds), "ready_p50": statistics.median(ready)}
+    figures |= {"step": step_s(found), "state_gb": 12e-9 * NUM_PARAMETERS, "kills": len(costs)}
+    return {name: _rounded(value) for name, value in figures.items()}
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 3)
+
+
+def _sizes(vocabulary: int, dim: int, depth: int) -> dict[str, object]:
+    return {"vocabulary": vocabulary, "dim": dim, "depth": depth, "heads": 4, "dropout": 0.1, "tied": False}
+
+
+def _write_job(folder: Path, params: Mapping[str, object], *, micro_batch: int, commit_every: int) -> str:
+    num_lanes = NUM_CELLS * CELL
+    changes = {
+        "task": {"path": "benchmarks.recovery.watched_tasks:WatchedLanguage", "params": params},
+        "parallel": {"tensor": CELL},
+        "batch": {"global_batch": micro_batch * num_lanes, "micro_batch": micro_batch},
+        "checkpoint": {"every_steps": commit_every, "every_s": None, "keep_last": 2},
+    }
+    return write_live_job(folder, num_lanes, changes)
+
+
+def _run(folder: Path, config: str, due: list[Due], timeout_s: float, *, num_nodes: int, ranks: int) -> Evidence:
+    return run_job(
+        folder,
+        config,
+        due,
+        ranks=ranks,
+        leave_after_s=QUIET_S,
+        timeout_s=timeout_s,
+        num_nodes=num_nodes,
+        cell_size=CELL,
+    )

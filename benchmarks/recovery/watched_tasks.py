@@ -1,0 +1,86 @@
+"""Paced tasks that note what their process lives through: how many models it has trained, and each peer that it lost.
+
+A process that lives through faults has one model. Lines go to a file that all processes share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from torch import nn
+
+from chaos.tasks.paced import Paced
+from chaos.tasks.paced_classifier import PacedClassifier
+from chaos.tasks.paced_language import PacedLanguage
+from elastic_train.errors import PeerLostError
+from elastic_train.parallel.point_to_point import PointToPoint
+
+
+class _Watched(Paced):
+    """A paced task, watched: `seen` is the file."""
+
+    def __init__(self, seen: str, **params: object) -> None:
+        super().__init__(**params)  # type: ignore[arg-type]
+        self._seen = Path(seen)
+
+    def _begin_lane(self, model: nn.Module) -> None:
+        _watch(self._seen).sees(model)
+        super()._begin_lane(model)
+
+
+class WatchedClassifier(_Watched, PacedClassifier):  # type: ignore[misc]
+    """The paced classifier, watched."""
+
+
+class WatchedLanguage(_Watched, PacedLanguage):  # type: ignore[misc]
+    """The paced language model, watched."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """This process's: `trained` are all models that it has trained, held on to, so that none is taken for another."""
+
+    path: Path
+    trained: list[nn.Module] = field(default_factory=list)
+
+    def sees(self, model: nn.Module) -> None:
+        if not any(model is one for one in self.trained):
+            self.trained.append(model)
+            self.say("model")
+
+    def say(self, what: str) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"pid": os.getpid(), "what": what, "t": time.time()}) + "\n")
+
+
+@lru_cache(1)
+def _watch(path: Path) -> _Watch:
+    """Return this process's watch, which from then on hears of every wait that ends because a peer is lost."""
+    watch, lost = _Watch(path), PointToPoint.lost
+
+    def say(group: PointToPoint, why: str) -> PeerLostError:
+        watch.say("lost")
+        return lost(group, why)
+
+    PointToPoint.lost = say  # type: ignore[method-assign, assignment]
+    return watch
+
+
+def num_models(seen: Path) -> Counter[int]:
+    """Return how many models each process has trained, by its pid."""
+    return Counter(pid for pid, what, _ in _lines(seen) if what == "model")
+
+
+def given_up_at(seen: Path) -> list[tuple[int, float]]:
+    """Return by which process, and when, a wait was given up because a peer was lost."""
+    return [(pid, t) for pid, what, t in _lines(seen) if what == "lost"]
+
+
+def _lines(seen: Path) -> list[tuple[int, str, float]]:
+    return [(line["pid"], line["what"], line["t"]) for line in map(json.loads, seen.read_text().splitlines())]

@@ -1,0 +1,107 @@
+"""Bugs planted in what cells do, in the processes that train: a lane, a place's part, or a stage's step goes wrong.
+
+Each is invisible in one cell without faults, so that the run without faults is what the product should have computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from chaos.tasks.paced_language import PacedLanguage
+from elastic_train.core.mesh import Mesh
+from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.plan import Plan
+from elastic_train.job.reseating import placing
+from elastic_train.job.sample_streams import Feed
+from elastic_train.job.state import AppliedState, StepFacts
+from elastic_train.parallel.group import Group
+from elastic_train.tracking.history import History
+from elastic_train.training import open_session
+from rendezvous.membership import cells, decisions
+from rendezvous.membership.cells import Arrangement
+from rendezvous.membership.records import Member, World
+
+
+class BuggyLanguage(PacedLanguage):
+    """The paced language model in a process whose product has the planted bug `plant`, a name in `BUGS`."""
+
+    def __init__(self, plant: str, **params: object) -> None:
+        super().__init__(**params)  # type: ignore[arg-type]
+        if plant not in BUGS:
+            raise ValueError(f"no bug '{plant}'; there are {', '.join(BUGS)}")
+        BUGS[plant]()
+
+
+def two_cells_with_one_lane() -> None:
+    """Every cell but the first takes the samples of the lane before each of its own, and says so."""
+    training, said = Feed.training, History.step
+
+    def one_before(lanes: range) -> range:
+        return range(lanes.start - 1, lanes.stop - 1) if lanes.start else lanes
+
+    def others(feed: Feed, order: RunOrder, lanes: range, *rest: Any) -> Iterator[Sequence[LaneBatch]]:
+        for batches in training(feed, order, one_before(lanes), *rest):
+            yield [replace(batch, lane=lane) for batch, lane in zip(batches, lanes, strict=True)]
+
+    def say(history: History, *, lanes: range, **step: Any) -> None:
+        said(history, lanes=one_before(lanes), **step)
+
+    Feed.training = others  # type: ignore[method-assign, assignment]
+    History.step = say  # type: ignore[method-assign, assignment]
+
+
+def neighbours_part() -> None:
+    """Where a cell is filled, its members change places, and one that held a part takes it for its new place's."""
+    arrange, take_place = cells.arrange, placing.take_place
+
+    def arrange_crossed(
+        members: Sequence[Member], size: int, last: World | None, most: int | None = None
+    ) -> Arrangement:
+        found = arrange(members, size, last, most)
+        if last is None:
+            return found
+        stays = [all(last.rank_of(one.id) is not None for one in cell) for cell in found.cells]
+        return replace(
+            found, cells=tuple(cell[:: 1 if stay else -1] for cell, stay in zip(found.cells, stays, strict=True))
+        )
+
+    def keep_part(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group) -> None:
+        assert isinstance(state.shards, CellState), "it trains in cells"
+        if state.shards.cut.place is not None:
+            state.shards.cut.place = mesh.place
+        take_place(plan, state, mesh, cell)
+
+    vars(decisions)["arrange"] = arrange_crossed
+    vars(open_session)["take_place"] = keep_part
+
+
+def stage_misses_a_step() -> None:
+    """The second place counts the first step of a world as applied, and leaves its part as it was, after a fault."""
+    apply, counted = AppliedState.apply, set[int]()
+
+    def apply_or_miss(state: AppliedState, facts: StepFacts, norm: Tensor) -> None:
+        assert isinstance(state.shards, CellState), "it trains in cells"
+        mesh = state.shards.mesh
+        if mesh is None or mesh.place != 1 or facts.term == 1 or facts.term in counted:
+            apply(state, facts, norm)
+            return
+        counted.add(facts.term)
+        before = {name: tensor.clone() for name, tensor in state.shards.cut_weights().items()}
+        apply(state, facts, norm)
+        for name, tensor in state.shards.cut_weights().items():
+            tensor.copy_(before[name])
+
+    AppliedState.apply = apply_or_miss  # type: ignore[method-assign, assignment]
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    "two-cells-with-one-lane": two_cells_with_one_lane,
+    "neighbours-part": neighbours_part,
+    "stage-misses-a-step": stage_misses_a_step,
+}
