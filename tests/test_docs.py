@@ -16,7 +16,12 @@ from tests.conftest import ROOT
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md"))
+    for path in (
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs/guides").glob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+    )
 }
 """Not the decisions: their names are those of the time."""
 APPS = {"elastic-train": train_app, "elastic-chaos": chaos_app}

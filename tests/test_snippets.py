@@ -22,7 +22,7 @@ from tests.elastic_train.training.whole_runs.stored import copy_stored_run
 
 pytestmark = pytest.mark.slow
 
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("**/[a-z]*.md")))]
 OURS = ("elastic_train", "chaos", "rendezvous")
 
 

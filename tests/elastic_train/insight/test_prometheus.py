@@ -34,6 +34,7 @@ needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
     reason="no prometheus and promtool: apt-get install prometheus",
 )
+RUNBOOK = (ROOT / "docs" / "guides" / "on-call.md").read_text()
 PATIENCE_S = 120.0
 
 
@@ -62,14 +63,21 @@ def test_a_rule_that_is_wrong_fails_them(tmp_path: Path) -> None:
 
 
 def test_rules_and_dashboard_ask_for_what_a_page_has() -> None:
-    """Every name, every phase and every kind of event that they speak of; the guide has each alert."""
+    """Every name, every phase and every kind of event that they speak of."""
     facts = Facts(num_failed_saves=0, num_skipped_saves=0)
     known = {PREFIX + name for name, *_ in _gauges(facts)} | {f"{PREFIX}{name}_total" for name, *_ in _counters(facts)}
     asked = " ".join([*(rule["expr"] for rule in RULES), *(query for queries in QUERIES.values() for query in queries)])
     assert set(re.findall(rf"{PREFIX}\w+", asked)) <= known
     assert set(re.findall(r'kind="(\w+)"', asked)) <= set(MEANINGS)
-    guide = (ROOT / "docs" / "monitoring.md").read_text()
-    assert [rule["alert"] for rule in RULES if f"| `{rule['alert']}` |" not in guide] == []
+
+
+def test_each_alert_leads_to_its_section_of_the_runbook() -> None:
+    """Which says what it means, what to look at and what to do; and there is no section without an alert."""
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))
+    assert [*sections] == [rule["alert"] for rule in RULES]
+    for rule in RULES:
+        assert rule["annotations"]["runbook"] == f"guides/on-call.html#{rule['alert'].lower()}"
+        assert re.findall(r"^\* \*\*(.*?)\.\*\*", sections[rule["alert"]], re.MULTILINE) == ["Means", "Look at", "Do"]
 
 
 @pytest.fixture
