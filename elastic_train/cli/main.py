@@ -181,15 +181,16 @@ def report(runs: list[str], /, *, html: Path | None = None, json_: Json = False)
 
 
 @app.command
-def top(run: str, *, once: Flag = False, every: float = 2.0, json_: Json = False) -> int:
+def top(run: str, *, etcd: str | None = None, once: Flag = False, every: float = 2.0, json_: Json = False) -> int:
     """Show RUN as it goes on: progress, nodes, the phases of ranks, what happened last. Ctrl-C ends it.
 
     It reads the run's files, so any machine that has them will do. --every: seconds between two looks. --once: print
-    one frame, also where the output is not a terminal. --json: one look, for scripts.
+    one frame, also where the output is not a terminal. --json: one look, for scripts. --etcd HOST:PORT[,...]: RUN is a
+    run id, and what etcd knows of that job is shown, where its files are out of reach: nodes, ranks, newest commit.
     """
     from elastic_train.cli.runs.top import top as show
 
-    return show(run, is_once=once, every_s=every, is_json=json_)
+    return show(run, etcd=etcd, is_once=once, every_s=every, is_json=json_)
 
 
 @app.command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from elastic_train.config.section import Section
 
@@ -32,10 +32,21 @@ class MonitoringConfig(Section):
     """Where that page listens: this machine alone, or 0.0.0.0 for everybody who reaches it. It asks for no password."""
     phases_every_steps: PositiveInt = 50
     """After how many steps the seconds that every rank has spent, phase by phase, go to the history and the tracker."""
+    flops_per_sample: PositiveFloat | None = None
+    """Operations of the model for a sample, forward and backward, as `elastic-train plan` says; null for no MFU."""
+    peak_tflops: PositiveFloat | None = None
+    """What a rank's device can do, in 10^12 operations a second at the run's precision; null for no MFU."""
     on_event: dict[EventKind, Action] = Field(default_factory=dict)
     """What follows an event, by its kind: tell (the default of each) says so in log, history and tracker; snapshot also
     commits at the next step; drop (of a slow rank) asks its node to leave the others, if at least the fewest nodes
     stay; stop commits, and ends the job with exit code 93. Such as {slow_link: drop}."""
+
+    @model_validator(mode="after")
+    def _has_both(self) -> MonitoringConfig:
+        """Refuse one half of MFU."""
+        if (self.flops_per_sample is None) != (self.peak_tflops is None):
+            raise ValueError("MFU needs both, monitoring.flops_per_sample and monitoring.peak_tflops, or neither")
+        return self
 
     @field_validator("on_event")
     @classmethod

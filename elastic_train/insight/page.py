@@ -27,6 +27,9 @@ class Facts:
     """What a process knows of its run; times are unix seconds. What only rank 0 knows is None on other nodes."""
 
     started_at: float = field(default_factory=time.time)
+    flops_per_sample: float | None = None
+    peak_flops: float | None = None
+    """Of a rank's device, a second."""
     step: int = 0
     total_steps: int = 0
     loss: float = 0.0
@@ -77,6 +80,13 @@ class Facts:
         self.trained_s += row.total_s
         self.hidden_s += row.hidden_s
         self.exchanged_bytes += row.exchanged_bytes
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of what all devices can do that went into the model in the last step; None if that is not known."""
+        if self.flops_per_sample is None or self.peak_flops is None or not self.world_size:
+            return None
+        return self.samples_per_s * self.flops_per_sample / (self.world_size * self.peak_flops)
 
     @property
     def goodput(self) -> float:
@@ -161,6 +171,7 @@ def _gauges(facts: Facts) -> Sequence[tuple[str, str, float | None]]:
         ("leader", "Whether this process is rank 0.", facts.is_leader),
         ("recovery_seconds", "RTO: from the last step before the last fault to the first after it.", facts.recovery_s),
         ("goodput_ratio", "Share of this process's time in steps that count.", facts.goodput),
+        ("mfu_ratio", "Share of all devices' peak that the model's own operations took; if configured.", facts.mfu),
         ("samples_left_out", "Samples in row groups that could not be read.", facts.samples_left_out),
         ("last_commit_step", "Step of the newest commit; rank 0.", facts.last_commit_step),
         ("last_commit_timestamp_seconds", "When the newest commit was made; rank 0.", facts.last_commit_at),

@@ -49,6 +49,10 @@ class Report:
                 f"{own.per_s:.4g} {model.amount}/s, MFU {own.mfu:.1%}, {size(step.sent_bytes)} sent by a device"
             )
             yield (
+                f"For the MFU of the run itself: --monitoring.flops-per-sample {model.flops / model.samples:.4g} "
+                f"--monitoring.peak-tflops {job.cluster.device.peak_flops(model.precision) / 1e12:g}"
+            )
+            yield (
                 f"The run takes {own.days:.3g} days" + (f" and {own.cost:,.0f}" if own.cost else "") + f" at a goodput "
                 f"of {own.goodput.share:.2%}: a fault is expected every {duration(own.goodput.mtbf_s)}, save every "
                 f"{duration(own.goodput.save_every_s)}"

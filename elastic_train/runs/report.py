@@ -86,6 +86,16 @@ class RunReport:
         return sum(step.num_samples for step in self.story.kept) / self.seconds if self.seconds > 0 else None
 
     @property
+    def mfu(self) -> float | None:
+        """The median over the steps that count; None if the configuration has no operations and no peak."""
+        flops, tflops = (number_of(self.config, f"monitoring.{key}") for key in ("flops_per_sample", "peak_tflops"))
+        if flops is None or tflops is None:
+            return None
+        worlds = [(world.size, step) for world in self.story.worlds for step in world.kept if step.seconds > 0]
+        rates = [step.num_samples / step.seconds / size for size, step in worlds if size]
+        return statistics.median(rates) * flops / (1e12 * tflops) if rates else None
+
+    @property
     def step_s(self) -> float | None:
         """The median seconds of the steps that count."""
         return statistics.median(step.seconds for step in self.story.kept) if self.story.kept else None
@@ -125,6 +135,7 @@ class RunReport:
             "spent_s": dict(self.spent),
             "step_s": self.step_s,
             "samples_per_s": self.samples_per_s,
+            "mfu": self.mfu,
             "samples_per_s_in_all": self.samples_per_s_in_all,
             "steps_given_up": sum(len(world.given_up) for world in self.story.worlds),
             "changes": [{**asdict(change), "is_fault": change.is_fault} for change in self.changes],
@@ -227,6 +238,14 @@ def _missing(story: Story, curves: Mapping[str, Curve]) -> list[str]:
     if story.worlds and not any(world.phases for world in story.worlds):
         notes.append("no phases of ranks: the run ended before the first were written, or is of an older version")
     return notes
+
+
+def number_of(config: Mapping[str, str], key: str) -> float | None:
+    """Return a key's number; None where it has none."""
+    try:
+        return float(config.get(key, ""))
+    except ValueError:
+        return None
 
 
 def _coverage(run: str, notes: list[str]) -> Coverage:

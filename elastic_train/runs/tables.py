@@ -26,6 +26,7 @@ def summary(reports: Sequence[RunReport]) -> Rows:
         "goodput": lambda run: said(run.goodput, "{:.1%}"),
         "samples/s, median step": lambda run: said(run.samples_per_s, "{:.4g}"),
         "samples/s, all of the time": lambda run: said(run.samples_per_s_in_all, "{:.4g}"),
+        "MFU, median step": lambda run: said(run.mfu, "{:.1%}"),
         "a step": lambda run: NONE if run.step_s is None else duration(run.step_s),
         "faults": lambda run: str(len(run.faults)) if run.story.worlds else NONE,
         "steps lost to faults": lambda run: str(sum(change.steps_lost for change in run.faults)),

@@ -259,7 +259,9 @@ def open_page(config: Config) -> Page | None:
     keys = config.monitoring
     if keys.port is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
-    page = Page(Facts(), config.run_name, socket.gethostname())
+    peak = None if keys.peak_tflops is None else 1e12 * keys.peak_tflops
+    facts = Facts(flops_per_sample=keys.flops_per_sample, peak_flops=peak)
+    page = Page(facts, config.run_name, socket.gethostname())
     page.open(keys.host, keys.port)
     if page.port is not None:
         log.warning("metrics for Prometheus: http://%s:%d/metrics", keys.host, page.port)

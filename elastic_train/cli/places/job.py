@@ -16,7 +16,9 @@ from typing import Annotated
 from urllib.parse import unquote
 
 from cyclopts import App, Parameter
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
 
 from elastic_train.cli.output import Json, cell, narrow_table, print_json, print_text
 from elastic_train.cli.places.control_plane import etcd_of
@@ -82,14 +84,35 @@ def show(run_id: str, *, etcd: Etcd = None, json_: Json = False) -> int:
     row, nodes = row_of(run_id, view), nodes_of(view)
     if json_:
         return print_json({**asdict(row), "members": [asdict(node) for node in nodes]})
-    print_text(f"{run_id}: {row.state}, term {row.term}, a world of {row.world}; newest commit {row.commit or '-'}")
+    Console().print(_drawn(row, nodes))
+    return 0
+
+
+def watch(run_id: str, etcd: str | None, *, is_once: bool, every_s: float) -> int:
+    """Show a job's nodes again and again, until it is done or Ctrl-C is pressed; once where nobody looks."""
+    console = Console()
+    with _store(etcd) as store:
+        view = _view(store, run_id)
+        shown = _drawn(row_of(run_id, view), nodes_of(view))
+        if is_once or not console.is_terminal:
+            console.print(shown)
+            return 0
+        with Live(shown, console=console, auto_refresh=False) as live, contextlib.suppress(KeyboardInterrupt):
+            while view.closed is None:
+                time.sleep(every_s)
+                view = _view(store, run_id)
+                live.update(_drawn(row_of(run_id, view), nodes_of(view)), refresh=True)
+    return 0
+
+
+def _drawn(row: Row, nodes: Sequence[Node]) -> Group:
+    head = f"{row.id}: {row.state}, term {row.term}, a world of {row.world}; newest commit {row.commit or '-'}"
     table = narrow_table("node", "host", "address", "workers", "ranks", "notes")
     for node in nodes:
         notes = ["leaving"] * node.is_leaving + [f"{node.missed_by} cannot reach it"] * bool(node.missed_by)
         ranks = ",".join(map(str, node.ranks)) or "-"
         table.add_row(node.node, node.host, node.address, str(node.workers), ranks, "; ".join(notes))
-    Console().print(table)
-    return 0
+    return Group(Text(head), table)
 
 
 @app.command

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_train.cli.output import narrow_table, print_json
+from elastic_train.cli.places import job
 from elastic_train.errors import ConfigError
 from elastic_train.runs.glance import Glance, look
 from elastic_train.system.wording import duration
@@ -21,10 +22,14 @@ _SHOWN = ("data", "forward", "backward", "wait", "exchange", "optimizer", "save"
 LEAST_EVERY_S = 0.2
 
 
-def top(run: str, *, is_once: bool, every_s: float, is_json: bool) -> int:
+def top(run: str, *, etcd: str | None = None, is_once: bool, every_s: float, is_json: bool) -> int:
     """Show a run until it is done or somebody presses Ctrl-C; one frame where nobody looks."""
     if not every_s >= LEAST_EVERY_S:
         raise ConfigError(f"--every must be at least {LEAST_EVERY_S} s, not {every_s:g}")
+    if etcd is not None:
+        return (
+            job.show(run, etcd=etcd, json_=True) if is_json else job.watch(run, etcd, is_once=is_once, every_s=every_s)
+        )
     glance = look(run)
     if is_json:
         return print_json(glance.as_json())

@@ -53,6 +53,9 @@ def test_a_scrape_gets_what_the_process_knows(page: Page) -> None:
     facts.num_failed_saves, facts.num_skipped_saves, facts.last_commit_at = 2, 1, 1e9
     facts.events = {"slow_link": 3}
     found = scraped(page)
+    assert "mfu_ratio" not in found, "nobody has said what a sample or a device is worth"
+    facts.flops_per_sample, facts.peak_flops = 3e9, 1e12
+    assert scraped(page)["mfu_ratio"] == pytest.approx(128 * 3e9 / (3 * 1e12))
     known = {"failed_saves_total": 2, "skipped_saves_total": 1, "last_commit_timestamp_seconds": 1e9}
     known |= {"events_total/slow_link": 3, "events_total/nonfinite": 0}
     assert found.items() >= known.items()

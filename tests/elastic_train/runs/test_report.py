@@ -40,6 +40,14 @@ def test_every_second_of_a_run_is_spent_on_one_thing(tmp_path: Path) -> None:
     assert goodput(spent) == pytest.approx(76.75 / 92.5)
 
 
+def test_mfu_is_what_the_configuration_lets_be_known(tmp_path: Path) -> None:
+    """Samples a second, by their operations, over what the ranks of each world could do."""
+    run = faulted(tmp_path)
+    assert report_on(str(run.folder)).mfu is None
+    run.config(monitoring={"flops_per_sample": 1e9, "peak_tflops": 0.1})
+    assert report_on(str(run.folder)).mfu == pytest.approx(64.0 * 1e9 / (2 * 1e11))
+
+
 def test_steps_that_a_later_world_did_not_continue_are_given_up(tmp_path: Path) -> None:
     first, second = read_story(faulted(tmp_path).folder).worlds
     assert ([step.step for step in first.given_up], first.cut, second.given_up) == ([18, 19, 20], 17, [])

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_train.cli.main import main
+from elastic_train.cli.runs import profile
 from elastic_train.config.monitoring import ProfileConfig
 from elastic_train.errors import ConfigError
 from elastic_train.insight.phases import PHASES, StepClock
@@ -139,6 +143,35 @@ def test_a_tracer_listens_for_its_steps_alone(tmp_path: Path, caplog: pytest.Log
             if step == 2:
                 broken.close()
     assert [record.message.count("training continues without traces") for record in caplog.records] == [1]
+
+
+@pytest.mark.slow
+def test_a_configuration_is_trained_for_the_steps_that_are_traced(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of its own beside the run's, which is not touched; a second time that folder is in the way."""
+
+    def run(command: Sequence[str], **_: object) -> SimpleNamespace:
+        assert command[:3] == [sys.executable, "-m", "elastic_train"]
+        return SimpleNamespace(returncode=start([*command[3:]]).code)
+
+    monkeypatch.setattr(profile.subprocess, "run", run)
+    made = config(tmp_path, rows, CLASSIFIER)
+    arguments = ["profile", made, "--optimizer.lr", "0.02", "--at", "2", "--steps", "2", "--json"]
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 0
+    [merged] = json.loads(capsys.readouterr().out)
+    assert (merged["step"], merged["ranks"], Path(merged["path"]).parents[1]) == (
+        2,
+        [0],
+        tmp_path / "run-profile" / "profile",
+    )
+    assert json.loads((tmp_path / "run-profile" / "result.json").read_text())["step"] == 3
+    assert "0.02" in (tmp_path / "run-profile" / "config.yaml").read_text() and not (tmp_path / "run").exists()
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2 and "run-profile exists" in capsys.readouterr().err
 
 
 @pytest.mark.slow
