@@ -32,6 +32,9 @@ class MonitoringConfig(Section):
     """Where that page listens: this machine alone, or 0.0.0.0 for everybody who reaches it. It asks for no password."""
     phases_every_steps: PositiveInt = 50
     """After how many steps the seconds that every rank has spent, phase by phase, go to the history and the tracker."""
+    otlp: str | None = Field(default=None, pattern=r"^https?://")
+    """Send an OpenTelemetry trace of every recovery to this OTLP endpoint over HTTP, such as http://collector:4318.
+    Needs the extra [otel]."""
     flops_per_sample: PositiveFloat | None = None
     """Operations of the model for a sample, forward and backward, as `elastic-train plan` says; null for no MFU."""
     peak_tflops: PositiveFloat | None = None

@@ -37,6 +37,7 @@ from elastic_train.core.lanes import Assignment, owned_lanes
 from elastic_train.errors import StorageError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock
+from elastic_train.insight.recovery_traces import Recovery, RecoveryTraces, open_traces
 from elastic_train.insight.tracing import Tracer
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.stage import Stage, stage_of
@@ -241,7 +242,21 @@ def open_watch(process: Process, world: World, tracker: Tracker | None, assigned
     keys = config.monitoring
     num_lanes = world.mesh.num_lanes(assigned)
     every, actions = keys.phases_every_steps, keys.on_event
-    return Watch(world, tracker, process.totals, every, num_lanes, actions, host_of, process.worlds.drop)
+    traced = trace_recovery(process, world)
+    return Watch(world, tracker, process.totals, every, num_lanes, actions, host_of, process.worlds.drop, traced)
+
+
+def trace_recovery(process: Process, world: World) -> Callable[[], None]:
+    """Return what sends a trace of the recovery that this world is, called at its first step; nothing if it is none."""
+    last = world.history.last_applied() if process.traces is not None else None
+    if process.traces is None or last is None:
+        return lambda: None
+    traces, launched, step = process.traces, world.launched, process.state.step
+    facts: dict[str, str | int] = {"term": world.term, "ranks": world.group.size, "ranks_before": last.world}
+    facts |= {"step": step, "steps_lost": max(0, last.step - step)} | ({"cause": launched.cause} if launched else {})
+    joined_at = launched.joined_at if launched else None
+    recovery = Recovery(last.at, joined_at, world.formed_at, time.time(), facts)
+    return lambda: traces.send(recovery, time.time())
 
 
 def open_tracer(config: Config, world: World, clock: StepClock, step: int) -> Tracer | None:
@@ -266,6 +281,12 @@ def open_page(config: Config) -> Page | None:
     if page.port is not None:
         log.warning("metrics for Prometheus: http://%s:%d/metrics", keys.host, page.port)
     return page
+
+
+def open_recovery_traces(config: Config) -> RecoveryTraces | None:
+    """Return what sends traces of recoveries, if they are to be sent; any process may come to lead."""
+    endpoint = config.monitoring.otlp
+    return None if endpoint is None else open_traces(endpoint, config.run_name, socket.gethostname())
 
 
 def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:

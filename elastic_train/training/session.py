@@ -21,6 +21,7 @@ from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock, slowest
+from elastic_train.insight.recovery_traces import RecoveryTraces
 from elastic_train.insight.totals import PhaseTotals
 from elastic_train.insight.tracing import Tracer
 from elastic_train.job.cells.stage import Stage
@@ -63,6 +64,7 @@ class Process:
     files: BackgroundFiles = field(default_factory=BackgroundFiles)
     page: Page | None = None
     """What it serves for Prometheus."""
+    traces: RecoveryTraces | None = None
     totals: PhaseTotals = field(default_factory=PhaseTotals)
     """Of the worlds that it has led."""
     warned: set[str] = field(default_factory=set)

@@ -30,7 +30,13 @@ from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import UnformedWorlds
 from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
-from elastic_train.training.open_session import commit_alone, make_repeatable, open_page, open_session
+from elastic_train.training.open_session import (
+    commit_alone,
+    make_repeatable,
+    open_page,
+    open_recovery_traces,
+    open_session,
+)
 from elastic_train.training.result import TrainResult, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.world.forming import Formed, open_worlds, own_run_id
@@ -82,13 +88,15 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
         except StepDropped:
             return Preempted("asked to leave before the first world")
     use = StoreUse(plan.config.checkpoint_url)
-    page = open_page(config)
-    process = Process(plan, state, worlds, leave, watchdog, started_at, use, files=files, page=page)
+    page, traces = open_page(config), open_recovery_traces(config)
+    process = Process(plan, state, worlds, leave, watchdog, started_at, use, files=files, page=page, traces=traces)
     try:
         return _train_through(process)
     finally:
         if page is not None:
             page.close()
+        if traces is not None:
+            traces.close()
         process.files.flush(WRITE_TIMEOUT_S)
 
 

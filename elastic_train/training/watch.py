@@ -23,7 +23,7 @@ class Watch:
     """The rows of one world, whose ranks have so many lanes; `totals` are the process's, over all of its worlds.
 
     `wants_to_stop` says whether an event is to end the job, by `actions`; `drop` asks a rank's node to leave, and says
-    what came of that.
+    what came of that; `at_first_step` is called once, when the world has applied its first.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Watch:
         actions: Mapping[Kind, str],
         host_of: Callable[[int], str | None],
         drop: Callable[[int], str],
+        at_first_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.totals = totals
         self.num_events = Counter[str]()
@@ -43,11 +44,13 @@ class Watch:
         self._world, self._tracker, self._every_steps = world, tracker, every_steps
         self._actions, self._host_of, self._drop = actions, host_of, drop
         self._window, self._detector = PhaseWindow(), Detector(num_lanes, world.mesh.alike)
-        self._step = 0
+        self._step, self._at_first_step = 0, at_first_step
 
     def step(self, step: int, sums: StepSums, norm: float, num_failed_saves: int) -> None:
         """Take the rows of a step that was applied, and the norm of its gradient; of saves those failed in a row."""
         self._window.add(sums.ranks)
+        if self._step == 0:
+            self._at_first_step()
         self._step = step
         loss = sums.loss / sums.divisor
         for event in self._detector.step(step, sums.ranks, loss, norm, num_failed_saves):
