@@ -76,16 +76,27 @@ def _edge(circle: Circle, at: Fraction) -> int:
     return int(np.searchsorted(circle.starts, -(-at.numerator * circle.length // at.denominator)))
 
 
-def runs_of(layout: Layout, grains: Int64s) -> list[Run]:
+def sections_of(circle: Circle, num_sections: int) -> Int64s:
+    """Return in which of the circle's equal sections each grain begins, by its number; shape (grains,)."""
+    edges = [_edge(circle, Fraction(section, num_sections)) for section in range(1, num_sections)]
+    sections = np.empty_like(circle.grains)
+    sections[circle.grains] = np.searchsorted(edges, np.arange(circle.grains.size), side="right")
+    return sections
+
+
+def runs_of(layout: Layout, grains: Int64s, sections: Int64s | None = None) -> list[Run]:
     """Return where grains are, their padding included, as the fewest runs of flat vectors; by flat vector, ascending.
 
-    `grains` are ascending. An arc has one run of each flat vector at most.
+    `grains` are ascending. An arc has one run of each flat vector at most; with `sections` of grains, one in each.
     """
     runs: list[Run] = []
+    last = 0
     for number in grains[np.lexsort((layout.start[grains], layout.flat_of[grains]))].tolist():
         flat, lo = int(layout.flat_of[number]), int(layout.start[number])
-        if runs and runs[-1].flat == flat and runs[-1].hi == lo:
+        is_one = sections is None or sections[number] == sections[last]
+        if is_one and runs and runs[-1].flat == flat and runs[-1].hi == lo:
             lo = runs.pop().lo
+        last = number
         runs.append(Run(flat, lo, int(layout.start[number] + layout.span[number])))
     return runs
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.shards.grains import Layout
-from elastic_train.shards.holdings import Circle, Run, all_held, runs_of
+from elastic_train.shards.holdings import Circle, Run, all_held, runs_of, sections_of
 from elastic_train.shards.owners import owned_of
 from elastic_train.shards.seats import Seat
 
@@ -21,8 +21,9 @@ class Seating:
     """The seats of all ranks of a world, by rank, of which this one is `rank`."""
 
     def __init__(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> None:
-        self.layout, self.seats, self.rank = layout, list(seats), rank
+        self.layout, self.circle, self.seats, self.rank = layout, circle, list(seats), rank
         self.holdings = all_held(circle, seats)
+        self._sections = dict[int, Int64s]()
 
     @property
     def seat(self) -> Seat:
@@ -75,6 +76,21 @@ class Seating:
         if owner == holder or not owned.size or not held.size:
             return []
         return runs_of(self.layout, np.intersect1d(owned, held, assume_unique=True))
+
+    def sections_of(self, rank: int) -> Int64s:
+        """Return the sections of the grains, by number, at whose ends what a rank holds is cut: its group's bases.
+
+        A rank that keeps its base, and takes over what others held, then keeps its base's memory as it is; and all
+        ranks know how a rank's memory is cut.
+        """
+        num_base = self.seats[rank].num_base
+        if num_base not in self._sections:
+            self._sections[num_base] = sections_of(self.circle, num_base)
+        return self._sections[num_base]
+
+    def runs_at(self, rank: int, grains: Int64s) -> list[Run]:
+        """Return where grains are in the memory of a rank that holds them; each run is in one piece of it."""
+        return runs_of(self.layout, grains, self.sections_of(rank))
 
     def neighbours(self) -> list[int]:
         """Return the other ranks of this rank's group, its right neighbour first."""

@@ -69,6 +69,10 @@ class _CommonSeating(Seating):
     """What all ranks of a world find of their seats."""
 
     @cached_property
+    def known_runs(self) -> Known:
+        return Known()
+
+    @cached_property
     def runs(self) -> list[list[Run]]:
         return super().owned_runs()
 
@@ -78,7 +82,7 @@ class _OwnSeating(Seating):
 
     def __init__(self, common: _CommonSeating, rank: int) -> None:
         self.layout, self.seats, self.rank = common.layout, common.seats, rank
-        self.holdings, self._common = common.holdings, common
+        self.circle, self.holdings, self._common = common.circle, common.holdings, common
 
     @property
     def trained(self) -> list[Int64s]:
@@ -90,3 +94,10 @@ class _OwnSeating(Seating):
 
     def owned_runs(self) -> list[list[Run]]:
         return self._common.runs
+
+    def sections_of(self, rank: int) -> Int64s:
+        return self._common.sections_of(rank)
+
+    def runs_at(self, rank: int, grains: Int64s) -> list[Run]:
+        key = self.seats[rank].num_base, grains.tobytes()
+        return self._common.known_runs(key, lambda: self._common.runs_at(rank, grains))

@@ -34,7 +34,7 @@ from elastic_train.job.state import AppliedState, Reached
 from elastic_train.job.state_shards import Place
 from elastic_train.job.tree_transfer import give_tree, take_tree
 from elastic_train.parallel.group import Group
-from elastic_train.shards.holdings import Run, grains_in, runs_of
+from elastic_train.shards.holdings import Run, grains_in
 from elastic_train.shards.recut import Holder, Recut, plan_recut
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat, seats_of_holders
@@ -112,7 +112,7 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     old = [*shards.runs, *shards.spare.runs] if mine.seat is not None else []
     runs = shards.room_for(seating, old)
     reach("hand-over")
-    arrived = _move(group, shards, plan, runs, old)
+    arrived = _move(group, shards, seating, plan, runs, old)
     given = _share_settings(group, state, shards, [one.place == furthest for one in brought])
     # Everything for this seat is here.
     for one in runs:
@@ -185,7 +185,12 @@ def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
 
 
 def _move(
-    group: Group, shards: HeldState, plan: Recut, runs: Sequence[HeldRun], old: Sequence[HeldRun]
+    group: Group,
+    shards: HeldState,
+    seating: Seating,
+    plan: Recut,
+    runs: Sequence[HeldRun],
+    old: Sequence[HeldRun],
 ) -> list[tuple[Tensor, Tensor]]:
     """Send and receive what the plan says, into `runs`; return pairs of weights' memory and what it is to be.
 
@@ -195,7 +200,7 @@ def _move(
     receives: list[tuple[int, Tensor]] = []
     arrived: list[tuple[Tensor, Tensor]] = []
     for giver, taker, grains in plan.transfers:
-        for run in runs_of(shards.layout, grains) if group.rank in (giver, taker) else ():
+        for run in seating.runs_at(taker, grains) if group.rank in (giver, taker) else ():
             one = _cut_out(shards, old if group.rank == giver else runs, run)
             moments = [moment for _, moment in sorted(one.moments.items())]
             if group.rank == giver:

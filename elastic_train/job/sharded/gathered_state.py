@@ -21,7 +21,7 @@ from elastic_train.job.sharded.shared_weights import check_copies, gather_whole,
 from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
-from elastic_train.shards.holdings import Run, by_flat, runs_of
+from elastic_train.shards.holdings import Run, by_flat
 from elastic_train.shards.seating import Seating
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class GatheredState(DealtState):
             self.flat.renew()
         seating, held = self.seated, {one.run: one for one in self.runs}
         ranks = (seating.rank, *seating.neighbours())
-        shares = {rank: by_flat(runs_of(self.layout, seating.holdings[rank])) for rank in ranks}
+        shares = {rank: by_flat(seating.runs_at(rank, seating.holdings[rank])) for rank in ranks}
         memory = None if self.offload is None else self.offload.memory
         self._units = UnitWeights(*self.flat.blocks(), replicas, shares, lambda run: self._shown_of(held[run]), memory)
         return self._units

@@ -30,6 +30,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.sharded.elementwise import Slots
 from elastic_train.job.sharded.flat_model import FlatModel
 from elastic_train.job.sharded.held_tree import (
+    Held,
     HeldRun,
     Spare,
     TensorPieces,
@@ -83,7 +84,7 @@ class HeldState:
         self.seating: Seating | None = None
         self._runs: list[HeldRun] = []
         self.spare = Spare()
-        self._written: list[Int64s] = []
+        self._written: list[Held] = []
         self._named: Mapping[str, TensorPieces] | None = None
         self.trained_in = 0
         """The last world in which this rank trained, by its term."""
@@ -130,7 +131,7 @@ class HeldState:
     def room_for(self, seating: Seating, known: Sequence[HeldRun] = ()) -> list[HeldRun]:
         """Return the runs of this rank's seat: those of `known` that are the same, and new ones, moments zero."""
         kept = {one.run: one for one in known}
-        return [kept.get(run) or self.new_run(run) for run in runs_of(self.layout, self.grains_of(seating))]
+        return [kept.get(run) or self.new_run(run) for run in seating.runs_at(seating.rank, self.grains_of(seating))]
 
     def grains_of(self, seating: Seating) -> Int64s:
         """Return of which grains this rank has runs: those that it updates."""
@@ -305,7 +306,8 @@ class HeldState:
     def assign(self, writers: Sequence[int]) -> Sequence[int]:
         """Let ranks write commits; all do where these hold less than everything: then those that cannot say so."""
         writers, by_rank = owned_by_some(self.seated.holdings, self.layout.span, writers)
-        self._written, self._named = [by_rank[rank] for rank in writers], None
+        self._written = [Held(by_rank[rank], self.seated.sections_of(rank)) for rank in writers]
+        self._named = None
         return writers
 
     def stand_alone(self) -> bool:
@@ -364,7 +366,7 @@ class HeldState:
     def pieces(self) -> Mapping[str, TensorPieces]:
         """Return the pieces of every tensor under each of its names; the same objects as long as the seat is."""
         if self._named is None:
-            held, self._named = self.seated.held, {}
+            held, self._named = Held(self.seated.held, self.seated.sections_of(self.seated.rank)), {}
             for place in self.layout.tensors:
                 is_trained = self.layout.flats[place.flat].group is not None
                 if is_trained or self.is_shared_out:

@@ -51,15 +51,25 @@ class Spare:
     runs: tuple[HeldRun, ...] = ()
 
 
-def spans_of(layout: Layout, place: Place, grains: Int64s) -> list[Span]:
-    """Return which elements of a tensor grains have, as the fewest half-open spans; `grains` ascend."""
+class Held(NamedTuple):
+    """Grains that a rank holds, by ascending numbers, and all grains' sections, at whose ends its memory is cut."""
+
+    grains: Int64s
+    sections: Int64s
+
+
+def spans_of(layout: Layout, place: Place, held: Held) -> list[Span]:
+    """Return which elements of a tensor are held, as the fewest spans that are in one piece of memory each."""
+    grains, sections = held
     first = int(np.searchsorted(grains, place.grains.start))
     spans: list[Span] = []
+    last = 0
     for number in grains[first : int(np.searchsorted(grains, place.grains.stop))].tolist():
         lo, hi = int(layout.lo[number]), int(layout.hi[number])
-        if spans and spans[-1][1] == lo:
+        if spans and spans[-1][1] == lo and sections[number] == sections[last]:
             lo = spans.pop()[0]
         spans.append((lo, hi))
+        last = number
     return spans
 
 
@@ -71,11 +81,11 @@ class TensorPieces(NamedTuple):
 
 
 def pieces_of(
-    layout: Layout, place: Place, names: Sequence[str], held: Int64s, runs: Sequence[HeldRun], written: Sequence[Int64s]
+    layout: Layout, place: Place, names: Sequence[str], held: Held, runs: Sequence[HeldRun], written: Sequence[Held]
 ) -> TensorPieces:
-    """Return one tensor's pieces, of moments those named; `written` are the grains that each writer writes."""
+    """Return one tensor's pieces, of moments those named; `written` is what each writer writes."""
     dtype = getattr(torch, layout.flats[place.flat].dtype.removeprefix("torch."))
-    cuts = tuple(tuple(spans_of(layout, place, grains)) for grains in written)
+    cuts = tuple(tuple(spans_of(layout, place, one)) for one in written)
     parts = {span: _held_at(runs, place, span) for span in spans_of(layout, place, held)}
 
     def pieces(memory: Callable[[HeldRun], Tensor]) -> Pieces:

@@ -15,7 +15,7 @@ from elastic_train.errors import WeightsDifferError
 from elastic_train.parallel.group import Group
 from elastic_train.shards.digest import grain_digests, tensor_digests
 from elastic_train.shards.grains import Layout
-from elastic_train.shards.holdings import Run, runs_of
+from elastic_train.shards.holdings import Run
 from elastic_train.shards.seating import Seating
 
 GrainAt = Callable[[int], Tensor]
@@ -69,7 +69,7 @@ def check_copies(group: Group, seating: Seating, grain_at: GrainAt, step: int) -
 
 def gather_whole(group: Group, seating: Seating, held: Callable[[Run], Tensor], whole: Callable[[Run], Tensor]) -> None:
     """Fill the whole weights on rank 0, which must have memory for them, from one holder of each grain."""
-    runs = [runs_of(seating.layout, grains) for grains in seating.all_owned()]
+    runs = [seating.runs_at(rank, grains) for rank, grains in enumerate(seating.all_owned())]
     if group.rank:
         group.exchange([(0, held(run)) for run in runs[group.rank]], [])
         return

@@ -125,12 +125,13 @@ def member(
             group.abandon()
             taking.reach = lambda point: None
             continue
-        before = group.num_bytes
+        before, memory = group.num_bytes, memory_of(state)
         lost = reseat(group, state, shards, brought)
         held = sum(moment.nbytes for one in shards.runs for moment in one.moments.values())
         got_all = group.num_bytes - before >= held
+        kept_all = memory <= memory_of(state)
         shards.trained_in = term
-        seen.append([term, state.step, fingerprint(group, state), int(lost.size), got_all])
+        seen.append([term, state.step, fingerprint(group, state), int(lost.size), got_all, kept_all])
         if lost.size:
             break
         train(group, state, world.fault.step if world.fault else STEPS, term)
@@ -138,10 +139,15 @@ def member(
             step_with(world.fault, who, group, state, term)
             group.abandon()
         else:
-            seen.append([term, state.step, fingerprint(group, state), 0, 0])
+            seen.append([term, state.step, fingerprint(group, state), 0, 0, 0])
             group.barrier()
     (Path(folder) / f"{who}.json").write_text(json.dumps(seen))
     os._exit(0)
+
+
+def memory_of(state: AppliedState) -> set[int]:
+    """Return where the moments are that this member holds."""
+    return {moment.data_ptr() for one in shards_of(state).runs for moment in one.moments.values()}
 
 
 def live_through(
@@ -151,7 +157,10 @@ def live_through(
     shards: Shards = "optimizer",
     offload: Offloads = "none",
 ) -> dict[int, list[list[object]]]:
-    """Return what each member that did not die saw: [term, step, weights, grains lost, bytes] at every beginning."""
+    """Return what each member that did not die saw: [term, step, weights, grains lost, ...] at every beginning.
+
+    The last two say whether it was sent as much as it holds, and whether what it held is still where it was.
+    """
     num = 1 + max(who for world in worlds for who in world.members)
     run_ranks(member, num, str(tmp_path), worlds, copies, shards, offload)
     found = {who: tmp_path / f"{who}.json" for who in range(num)}
@@ -190,6 +199,7 @@ def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, fault: Fault, kept: i
             [3, 6, expected[5], 0],
             [3, 6, expected[5], 0],
         ]
+        assert of_member[1][5], "what is kept is not copied when another's share comes beside it"
 
 
 @pytest.mark.slow
@@ -226,7 +236,7 @@ def test_joiners_take_their_shares_and_leavers_take_nothing_along(tmp_path: Path
     ]
     seen = live_through(tmp_path, worlds, shards=shards)
     for of_member in seen.values():
-        for term, step, weights, lost, _ in of_member:
+        for term, step, weights, lost, *_ in of_member:
             assert not lost and (step == 0 or weights == expected[int(str(step)) - 1]), f"term {term}, step {step}"
     assert seen[4][-1][:3] == [4, STEPS, expected[-1]]
     assert all(row[4] for row in (seen[3][0], seen[4][0])), "who joins gets what it holds from others"

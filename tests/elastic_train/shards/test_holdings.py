@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_train.shards.arcs import overlap
 from elastic_train.shards.grains import GRAIN, Listed, lay_out
-from elastic_train.shards.holdings import all_held, circle_of, held, num_elements, runs_of
+from elastic_train.shards.holdings import all_held, circle_of, held, num_elements, runs_of, sections_of
 from elastic_train.shards.seats import seats_of
 from tests.elastic_train.shards.laws import blocks, check_balance, check_partition, check_runs, models
 
@@ -37,6 +37,28 @@ def test_a_seat_has_one_run_of_each_flat_vector_at_most(listed: list[Listed], si
         check_runs(layout, grains, runs)
         assert len({run.flat for run in runs}) == len(runs)
         assert sum(run.hi - run.lo for run in runs) == num_elements(layout, grains)
+
+
+@given(models(), st.integers(2, 12), st.integers(1, 3), st.data())
+def test_who_keeps_a_base_keeps_the_runs_that_it_had_of_it(
+    listed: list[Listed], num_ranks: int, copies: int, data: st.DataObject
+) -> None:
+    """A group that keeps its bases and has fewer members cuts what is taken over from what was there."""
+    layout = lay_out(listed)
+    circle = circle_of(layout)
+    paths = [("", str(rank)) for rank in range(num_ranks)]
+    seats = seats_of(paths, copies)
+    lost = data.draw(st.sampled_from(range(num_ranks)))
+    left = [rank for rank in range(num_ranks) if rank != lost]
+    after = seats_of([paths[rank] for rank in left], copies, [seats[rank] for rank in left])
+    for rank, seat in zip(left, after, strict=True):
+        before = seats[rank]
+        if (seat.group, seat.base, seat.num_base) == (before.group, before.base, before.num_base):
+            sections = sections_of(circle, seat.num_base)
+            kept, now = held(circle, before), held(circle, seat)
+            runs = runs_of(layout, now, sections)
+            assert set(runs_of(layout, kept, sections)) <= set(runs)
+            assert sum(run.hi - run.lo for run in runs) == num_elements(layout, now)
 
 
 @given(models(), st.integers(1, 30))

@@ -11,24 +11,23 @@ from torch import Tensor
 
 from chaos.sim.campaign.planted import faults
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
-from elastic_train.core.arrays import Int64s
 from elastic_train.job.reseating.brought import Brought, all_arcs_of, comes_to, leave_out_unfinished
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.held_tree import Spare
 from elastic_train.job.state import AppliedState, Pending, StepFacts
 from elastic_train.job.state_shards import Place
 from elastic_train.shards import norm
-from elastic_train.shards.grains import Layout
-from elastic_train.shards.holdings import Run, grains_in, runs_of
+from elastic_train.shards.holdings import Run, grains_in
 from elastic_train.shards.norm import Float64s
 from elastic_train.shards.recut import Holder
+from elastic_train.shards.seating import Seating
 
 ONE, TWO = (replace(SHAPE, copies=copies) for copies in (1, 2))
 
 
-def runs_off_by_one(layout: Layout, grains: Int64s) -> list[Run]:
+def runs_off_by_one(self: Seating) -> list[list[Run]]:
     """Let what an owner finishes begin one element too late."""
-    return [Run(run.flat, run.lo + 1, run.hi) for run in runs_of(layout, grains)]
+    return [[Run(run.flat, run.lo + 1, run.hi) for run in runs] for runs in _OWNED_RUNS(self)]
 
 
 def at_any_place(shards: HeldState, one: Brought, furthest: Place) -> Holder:
@@ -55,7 +54,7 @@ def apply_and_hold(self: AppliedState, facts: StepFacts, norm: Tensor) -> None:
         self.pending = Pending(facts, _MEASURED.get(self.shards, torch.zeros(1, dtype=torch.float64)))
 
 
-_MEASURE, _APPLY = HeldState.measure, AppliedState.apply
+_OWNED_RUNS, _MEASURE, _APPLY = Seating.owned_runs, HeldState.measure, AppliedState.apply
 
 
 def keep_nothing(*_: object) -> Spare:
@@ -80,7 +79,7 @@ SHARDS = (
     SimBug(
         "run-off-by-one",
         "where shards begin, the sum over the lanes lacks an element",
-        lambda: {"elastic_train.shards.seating:runs_of": runs_off_by_one},
+        lambda: {"elastic_train.shards.seating:Seating.owned_runs": runs_off_by_one},
         ("hash", "weights"),
         faults.kills,
         ONE,

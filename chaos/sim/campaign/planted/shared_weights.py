@@ -21,6 +21,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.holdings import Run
 from elastic_train.shards.recut import Recut
+from elastic_train.shards.seating import Seating
 
 PARAMETERS = replace(SHAPE, copies=2, shards="parameters")
 
@@ -41,11 +42,16 @@ def gather_from_first_memory(self: GatheredState, replicas: Group) -> UnitWeight
 
 
 def move_all_but_a_joiners_weights(
-    group: Group, shards: HeldState, plan: Recut, runs: Sequence[HeldRun], old: Sequence[HeldRun]
+    group: Group,
+    shards: HeldState,
+    seating: Seating,
+    plan: Recut,
+    runs: Sequence[HeldRun],
+    old: Sequence[HeldRun],
 ) -> list[tuple[Tensor, Tensor]]:
     """Let who joins take moments alone: its weights are those that it began with."""
     first = [one.weights.clone() for one in runs]
-    arrived = _MOVE(group, shards, plan, runs, old)
+    arrived = _MOVE(group, shards, seating, plan, runs, old)
     for one, weights in zip(runs, first, strict=True) if shards.seat is None else ():
         one.weights.copy_(weights)
     return arrived

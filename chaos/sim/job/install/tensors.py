@@ -106,7 +106,6 @@ def _of_real_models(same: SameShares) -> Iterable[Replacement]:
         Seating=same.seating,
         _seats_of=same.seats_of,
         _plan_of=same.plan_of,
-        runs_of=same.runs_of,
     )
     yield from within("elastic_train.job.reseating.brought", _read=memory_of(brought._read))
     yield from within("elastic_train.world.restore", leave_out_unfinished=same.leave_out_unfinished)
@@ -116,7 +115,6 @@ def _of_real_models(same: SameShares) -> Iterable[Replacement]:
         owned_by_some=same.owned_by_some,
         norm_of_grains=lambda layout, gathered, holders: norm_of(gathered, layout, holders),
     )
-    yield from within("elastic_train.job.sharded.gathered_state", runs_of=same.runs_of)
     yield from within("elastic_train.job.state", slots_of=same.slots_of)
     yield from within("elastic_train.parallel.dealt_sum", runs_of=same.runs_of)
     planner = {"Planner": piece_files.PiecePlanner}
