@@ -121,6 +121,10 @@ class TrackingConfig(Section):
     """MLflow experiment."""
     tensorboard: bool = False
     """Also write event files for TensorBoard, below run.dir/tensorboard; needs the extra [tensorboard]."""
+    wandb: Literal["online", "offline"] | None = None
+    """Also log to Weights & Biases; offline: to run.dir/wandb, which `wandb sync` uploads. Needs the extra [wandb]."""
+    wandb_project: str = "elastic-train"
+    """Project in Weights & Biases."""
 
 
 class Config(Section):

@@ -38,7 +38,7 @@ from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.preparing import prepare
 from elastic_train.tasks.task import OWN_VALUES, Deferring, Grouping, Task, load_task
-from elastic_train.tracking.destinations.event_files import check_installed
+from elastic_train.tracking.destinations import event_files, weights_and_biases
 from rendezvous.context import live_context
 
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
@@ -196,7 +196,9 @@ def make_plan(config: Config) -> Plan:
     """Import the task, read the manifests, and check that they fit; raise ConfigError or DataError."""
     check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
     if config.tracking.tensorboard:
-        check_installed()
+        event_files.check_installed()
+    if config.tracking.wandb is not None:
+        weights_and_biases.check_installed()
     task = load_task(config.task)
     device = pick_device(config)
     if config.compile:

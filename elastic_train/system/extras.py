@@ -24,6 +24,7 @@ _EXTRA_OF = {
     "aiobotocore": "s3",
     "botocore": "s3",
     "tensorboard": "tensorboard",
+    "wandb": "wandb",
 }
 
 

@@ -28,7 +28,6 @@ from elastic_train.tracking.delivery import (
     code_tags,
 )
 from elastic_train.tracking.destinations.destination import Destination
-from elastic_train.tracking.destinations.event_files import EventFiles
 from elastic_train.tracking.metric_log import (
     LineageReader,
     MetricsWriter,
@@ -77,12 +76,12 @@ class Tracker:
         intervals: Sequence[Interval] = (),
         settled: int = 0,
         tags: Mapping[str, str] | None = None,
-        tensorboard: bool = False,
+        others: Sequence[Destination] = (),
     ) -> Tracker:
         """Begin a term's file, which `files` writes, and the threads that send it to the trackers that there are.
 
         The term resumes from the steps that the terms of `intervals` applied, of which `settled` are in a commit;
-        `tags` describe it further.
+        `tags` describe it further; `others` are trackers beside MLflow.
         """
         writer = MetricsWriter(files.lines(metrics_path(run_dir, term)), term)
         writer.begin(intervals)
@@ -95,7 +94,7 @@ class Tracker:
             bound_requests()
             job = Job(run_dir, config, resolve(mlflow_uri), experiment, run_name)
             mlflow = begin(Delivery(job, goes_on=True))
-        tracker = Tracker(files, writer, mlflow, [begin(EventFiles(run_dir))] if tensorboard else [])
+        tracker = Tracker(files, writer, mlflow, [begin(destination) for destination in others])
         tracker._settle(settled, code_tags() | dict(tags or {}))
         return tracker
 

@@ -53,6 +53,9 @@ from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import hazards
 from elastic_train.system.wording import counted, size
 from elastic_train.tasks.task import Counting, Staging
+from elastic_train.tracking.destinations.destination import Destination
+from elastic_train.tracking.destinations.event_files import EventFiles
+from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
 from elastic_train.tracking.history_files import Stagnation, host_in
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
@@ -393,7 +396,7 @@ def start_tracker(process: Process, world: World, head: CommitRecord | None) -> 
         mlflow_uri=config.tracking.mlflow_uri,
         experiment=config.tracking.experiment,
         run_name=config.run_name,
-        tensorboard=config.tracking.tensorboard,
+        others=_other_trackers(config),
         intervals=process.state.reached.intervals,
         settled=head.step if head else 0,
         tags={
@@ -403,3 +406,13 @@ def start_tracker(process: Process, world: World, head: CommitRecord | None) -> 
             **({COMMIT_TAG: head.key} if head else {}),
         },
     )
+
+
+def _other_trackers(config: Config) -> list[Destination]:
+    """Return the trackers beside MLflow that the configuration names."""
+    keys, folder = config.tracking, Path(config.run.dir)
+    found: list[Destination] = [EventFiles(folder)] if keys.tensorboard else []
+    if keys.wandb is not None:
+        tree = config.model_dump(mode="json")
+        found.append(WeightsAndBiases(folder, tree, keys.wandb, keys.wandb_project, config.run_name))
+    return found

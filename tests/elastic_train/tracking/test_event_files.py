@@ -15,7 +15,7 @@ from elastic_train.core.lineage import Interval
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import make_plan
 from elastic_train.tracking.background_files import BackgroundFiles
-from elastic_train.tracking.destinations.event_files import FOLDER, SENT, sync_event_files
+from elastic_train.tracking.destinations.event_files import FOLDER, SENT, EventFiles, sync_event_files
 from elastic_train.tracking.tracker import Tracker
 from tests.conftest import start
 from tests.elastic_train.training.jobs import CLASSIFIER, config, succeed
@@ -33,7 +33,7 @@ def term(folder: Path, number: int, *, lo: int = 0, tensorboard: bool = True) ->
         run_name="run",
         intervals=intervals,
         settled=lo,
-        tensorboard=tensorboard,
+        others=[EventFiles(folder)] if tensorboard else [],
     )
 
 
