@@ -12,7 +12,7 @@ OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
-.PHONY: setup demo test test-fast test-long test-deploy gpu sim soak check docs format bench clean
+.PHONY: setup demo test test-fast test-long test-deploy gpu sim soak check docs release format bench clean
 
 setup: .venv/.installed
 
@@ -81,6 +81,9 @@ check: setup
 	@$(BIN)/lint-imports --no-logo --no-cache
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+release: setup
+	@$(BIN)/python -m release dist
+
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "docs: site/index.html"
@@ -92,4 +95,4 @@ bench: setup
 	@$(RUN) -m benchmarks.reduction --json
 
 clean:
-	rm -rf .venv data runs build site mlflow.db *.egg-info
+	rm -rf .venv data runs build dist site mlflow.db *.egg-info

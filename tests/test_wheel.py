@@ -1,4 +1,4 @@
-"""The wheel as users install it: away from the repository it imports, trains and brings its data files."""
+"""The release: the same sources are the same bytes, and the wheel as users install it imports and trains elsewhere."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.metadata import Metadata
+from packaging.version import Version
 
 from tests.conftest import ROOT
 
@@ -27,6 +29,7 @@ PACKAGES = ("elastic_train", "rendezvous", "chaos")
 class Installed:
     """A virtual environment that holds the wheel, and a folder of somebody who has nothing else."""
 
+    release: Path
     wheel: Path
     bin: Path
     home: Path
@@ -53,49 +56,71 @@ def _environ() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INDEX": "1"}
 
 
-def _pip(*arguments: str | Path) -> None:
-    command: Sequence[str | Path] = [sys.executable, "-m", "pip", "--quiet", *arguments]
+def _python(*arguments: str | Path) -> None:
+    command: Sequence[str | Path] = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, env=_environ(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def _copy_sources(folder: Path) -> Path:
+    """Copy what git has of a release's sources."""
+    for name in (*PACKAGES, "configs", "deploy"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", ".gitignore"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Build the wheel from a copy of the sources, and install it beside the dependencies that are there already.
+    """Build the source distribution, and of that alone the wheel; install it beside the dependencies that are there.
 
     A line in a .pth file lets the environment see those. It does not run the .pth files of that folder, so the editable
     install of the repository is not seen.
     """
     folder = tmp_path_factory.mktemp("wheel")
-    sources = folder / "sources"
-    sources.mkdir()
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, sources)
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sources)
-    (wheel,) = folder.glob("elastic_train-*.whl")
+    release = folder / "release"
+    _python("build", "--no-isolation", "--outdir", release, _copy_sources(folder / "sources"))
+    (wheel,) = release.glob("elastic_train-*.whl")
     venv.create(folder / "venv", symlinks=True, with_pip=False)
     binaries = folder / "venv" / "bin"
-    _pip("--python", binaries / "python", "install", "--no-deps", wheel)
+    _python("pip", "--quiet", "--python", binaries / "python", "install", "--no-deps", wheel)
     # Only now: pip must not take the repository's own install for one to replace.
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (folder / "home").mkdir()
-    return Installed(wheel, binaries, folder / "home")
+    return Installed(release, wheel, binaries, folder / "home")
+
+
+def test_the_same_sources_are_the_same_bytes(installed: Installed, tmp_path: Path) -> None:
+    """Also in another folder, with other times and rights, and a wheel that is not made of the source distribution."""
+    sources = _copy_sources(tmp_path / "elsewhere")
+    for file in sources.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            os.utime(file, (1e9, 1e9))
+            file.chmod(0o600)
+    _python("build", "--no-isolation", "--sdist", "--wheel", "--outdir", tmp_path / "again", sources)
+    again = {file.name: file.read_bytes() for file in (tmp_path / "again").iterdir()}
+    assert {file.name: file.read_bytes() for file in installed.release.iterdir()} == again
+    assert sorted(Path(name).suffix for name in again) == [".gz", ".whl"]
 
 
 def test_the_wheel_holds_every_file_of_the_packages(installed: Installed) -> None:
-    """Scenarios, regressions and the report's template are not Python, and are asked for at run time all the same."""
-    kinds = {".py", ".yaml", ".j2", ".css"}
-    files = {path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix in kinds}
-    linked = ROOT / "elastic_train" / "cli" / "places" / "deploy"  # rglob does not follow links
-    deployed = {path for path in [*linked.glob("slurm/*"), *linked.glob("kubernetes/*/*")] if path not in files}
-    assert {path.suffix for path in deployed} == {".sbatch", ".yaml", ".env"}
-    assert {path.suffix for path in files} == kinds
+    """Scenarios, regressions, templates and scripts are not Python, and are asked for at run time all the same."""
+    folders = [ROOT / name for name in PACKAGES]
+    # rglob does not follow the link to deploy/
+    folders.append(ROOT / "elastic_train" / "cli" / "places" / "deploy")
+    files = {path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert {".py", ".yaml", ".j2", ".css", ".sbatch", ".typed"} <= {path.suffix or path.name for path in files}
     with zipfile.ZipFile(installed.wheel) as wheel:
         packed = {name for name in wheel.namelist() if name.startswith(tuple(f"{name}/" for name in PACKAGES))}
-    assert packed == {str(path.relative_to(ROOT)) for path in files | deployed}
+        assert all(f"{name}/py.typed" in packed for name in PACKAGES)
+        (metadata,) = (wheel.read(name) for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    assert packed == {str(path.relative_to(ROOT)) for path in files}
+    described = Metadata.from_email(metadata, validate=True)
+    assert described.version == Version("0.1.0") and described.license_expression == "Apache-2.0"
+    assert described.description_content_type == "text/markdown" and described.keywords and described.classifiers
 
 
 def test_the_installed_packages_are_those_of_the_wheel(installed: Installed) -> None:

@@ -87,7 +87,7 @@ def deciding(plan: Plan) -> dict[str, object]:
     found = {key: config[key] for key in _TOP} | {
         "the training set's digest": plan.manifest.digest,
         "the validation set's digest": plan.feed.validation_digest,
-        "the version of elastic-train": _version("elastic-train"),
+        "the version of elastic-train": _series(_version("elastic-train")),
         _MODULES: sorted({line for one in (type(plan.task), *_own_code(plan)) for line in source_of(one)}),
     }
     if (shares := plan.config.data.shares) is not None:
@@ -110,6 +110,14 @@ def job_of(plan: Plan) -> Job:
     """Return what the members that come later under the same run id compare with what they are to train."""
     text = json.dumps(deciding(plan), sort_keys=True)
     return Job(plan.config.checkpoint_url, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def _series(version: str) -> str:
+    """Return what of a version has to agree: 0.1 of 0.1.7, since releases of a series compute the same bits.
+
+    So a live job is upgraded node by node, from any release of a series to any other.
+    """
+    return ".".join(version.split(".")[:2])
 
 
 def _version(package: str) -> str:

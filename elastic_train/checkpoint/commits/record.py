@@ -27,6 +27,7 @@ from elastic_train.core.lineage import Interval, commit_key
 from elastic_train.core.mixture.account import SourceFacts
 from elastic_train.core.order import Cursor
 from elastic_train.errors import CommitError
+from elastic_train.system.extras import version_of
 
 FORMAT = 3
 _FORMATS = (1, 2, FORMAT)
@@ -92,7 +93,8 @@ class CommitRecord(CommitFacts):
     * `attempt`: the folder of its files in the store; `files`: by name below it, their sizes and checksums;
     * `int_keyed`, `empty`: the mappings of the state that the file format would change, by path: those with integer
       keys, and those without entries;
-    * `versions`: of Python and torch; `created_at`: unix seconds, by the clock of the machine that published it.
+    * `versions`: of this package, Python and torch; `created_at`: unix seconds, by the clock of the machine that
+      published it.
     """
 
     weights_sha256: str
@@ -173,7 +175,8 @@ def decode(content: bytes, key: str) -> CommitRecord:
 
 def library_versions() -> dict[str, str]:
     """Return the versions that may matter to a reader of the files."""
-    return {"python": platform.python_version(), "torch": torch.__version__}
+    ours = version_of("elastic-train") or "unknown"
+    return {"elastic-train": ours, "python": platform.python_version(), "torch": torch.__version__}
 
 
 def _dump(fields: object) -> bytes:

@@ -151,6 +151,17 @@ def test_every_compared_key_exists() -> None:
     )
 
 
+@pytest.mark.parametrize(("version", "is_let_in"), [("0.1.7", True), ("0.1.0.dev3", True), ("0.2.0", False)])
+def test_releases_of_a_series_train_together(version: str, is_let_in: bool) -> None:
+    """So a live job is upgraded node by node; a new series may compute otherwise."""
+    with patch.object(uniformity, "_version", lambda _: "0.1.0"):
+        ours = deciding(PLANS[0])
+    with patch.object(uniformity, "_version", lambda _: version):
+        theirs = deciding(PLANS[0])
+    differing = [key for key in ours if ours[key] != theirs[key]]
+    assert differing == ([] if is_let_in else ["the version of elastic-train"])
+
+
 def test_optimizers_and_schedules_of_ones_own_are_compared_by_their_source() -> None:
     """As the task is: their modules' lines are among those of what decides."""
     here = "tests.elastic_train.job.optimizers"

@@ -121,6 +121,10 @@ def test_one_asked_to_leave_during_an_alarm_leaves(run_id: str) -> None:
         node.leave()
 
 
+PATIENCE_S = 60.0
+"""For a call: etcd hashes a password for longer than any other answer takes it."""
+
+
 class Users:
     """The users of an etcd, as its operator changes them."""
 
@@ -129,22 +133,22 @@ class Users:
         store = EtcdStore(etcd_options(server.endpoint))
         auth = store._connection.client().authstub
         for name, key in (("root", None), ("job", b"/elastic/"), ("reader", b"/elastic/")):
-            auth.UserAdd(rpc.AuthUserAddRequest(name=name, password="right"), 2)
-            auth.RoleAdd(rpc.AuthRoleAddRequest(name=name), 2)
+            auth.UserAdd(rpc.AuthUserAddRequest(name=name, password="right"), PATIENCE_S)
+            auth.RoleAdd(rpc.AuthRoleAddRequest(name=name), PATIENCE_S)
             if key is not None:
                 asked = rpc.AuthRoleGrantPermissionRequest(name=name)
                 asked.perm.permType = 0 if name == "reader" else 2
                 asked.perm.key, asked.perm.range_end = key, b"/elastic0"
-                auth.RoleGrantPermission(asked, 2)
-            auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user=name, role=name), 2)
-        auth.AuthEnable(rpc.AuthEnableRequest(), 2)
+                auth.RoleGrantPermission(asked, PATIENCE_S)
+            auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user=name, role=name), PATIENCE_S)
+        auth.AuthEnable(rpc.AuthEnableRequest(), PATIENCE_S)
         store.close()
 
     def change(self, method: str, request: object) -> None:
         """Call etcd's auth service as root."""
         root = EtcdStore(etcd_options(self._server.endpoint, {"user": "root", "password": "right"}))
         client = root._connection.client()
-        getattr(client.authstub, method)(request, 2, metadata=client.metadata)
+        getattr(client.authstub, method)(request, PATIENCE_S, metadata=client.metadata)
         root.close()
 
     def set_password(self, user: str, password: str) -> None:

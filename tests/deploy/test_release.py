@@ -1,0 +1,33 @@
+"""A release describes what users install: all of it, nothing else, under known licences."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.deploy
+
+
+def test_a_release_is_complete(tmp_path: Path) -> None:
+    """Both archives, a bill of materials without tools of development, a licence for each package, and sums."""
+    pytest.importorskip("cyclonedx_py")
+    pytest.importorskip("build")
+    from release.__main__ import main
+
+    main(tmp_path)
+    bill = json.loads((tmp_path / "sbom.cdx.json").read_text())
+    names = {each["name"].lower().replace("_", "-") for each in bill["components"]}
+    assert {"torch", "pyarrow", "mlflow", "etcd-sdk-python", "s3fs", "transformers", "greenlet"} <= names
+    assert not {"pytest", "mypy", "ruff", "moto", "cyclonedx-bom"} & names
+    rows = (tmp_path / "licenses.md").read_text().splitlines()[2:]
+    assert len(rows) == len(bill["components"])
+    assert [row for row in rows if "not declared" in row] == []
+    sums = dict(line.split("  ")[::-1] for line in (tmp_path / "SHA256SUMS").read_text().splitlines())
+    assert len([name for name in sums if name.endswith((".whl", ".tar.gz"))]) == 2
+    assert sums == {
+        name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+        for name in sorted(path.name for path in tmp_path.iterdir() if path.name != "SHA256SUMS")
+    }

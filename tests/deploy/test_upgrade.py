@@ -1,0 +1,105 @@
+"""A live job is upgraded node by node: releases of a series train together, and no step is lost on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rendezvous import EtcdServer
+from tests.conftest import ROOT, environ_of
+from tests.elastic_train.training.live.test_live import (
+    etcd,
+    finish,
+    history,
+    launch_alone,
+    nothing_left,
+    undisturbed,
+    until_whole,
+    weights,
+    write_config,
+)
+
+pytestmark = pytest.mark.deploy
+__all__ = ["etcd", "nothing_left", "undisturbed"]
+PATIENT = ("--hang-timeout-s", "30")
+STEPS = 120
+
+
+def newer_release(folder: Path) -> Path:
+    """Copy the sources as the next release of the series, whose members say of themselves what the others' do not."""
+    for name in ("elastic_train", "rendezvous", "chaos", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "deploy"))
+    records = folder / "rendezvous" / "membership" / "records.py"
+    text, last = records.read_text(), "    missed: tuple[str, ...] = ()\n"
+    assert text.count(last) == 1
+    records.write_text(text.replace(last, f'{last}    rack: str = "of a newer release"\n'))
+    described = folder / "elastic_train-0.1.99.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.4\nName: elastic-train\nVersion: 0.1.99\n")
+    return folder
+
+
+@contextmanager
+def upgraded_node(folder: Path, sources: Path, etcd: EtcdServer, config: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a node of the newer release, which leaves within the context."""
+    node = [
+        "launch",
+        config,
+        *PATIENT,
+        "--ranks",
+        "1",
+        "--nodes",
+        "1:2",
+        "--endpoint",
+        etcd.endpoint,
+        "--id",
+        folder.name,
+    ]
+    command = [sys.executable, "-m", "elastic_train.cli.main", *node]
+    with (folder / "newer.log").open("wb") as log:
+        environ = environ_of(PYTHONPATH=str(sources))
+        process = subprocess.Popen(command, cwd=sources, env=environ, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_live_job_is_upgraded_and_taken_back_without_a_lost_step(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
+) -> None:
+    """The new one is taken in, the old one leaves, and an old one joins again: both orders of ranks, one hash."""
+    sources, done, run = newer_release(tmp_path / "newer"), tmp_path / "done", tmp_path / "run"
+    config = write_config(tmp_path, rows, STEPS, lane_ms=500.0, until=done)
+    old = launch_alone(tmp_path, etcd, config, "old", *PATIENT)
+    term, _ = until_whole(run, 1)
+    with upgraded_node(tmp_path, sources, etcd, config) as new:
+        term, _ = until_whole(run, 2, above=term)
+        old.send_signal(signal.SIGUSR1)
+        term, _ = until_whole(run, 1, above=term)
+        assert old.wait(60) == 75
+        back = launch_alone(tmp_path, etcd, config, "node", *PATIENT)
+        until_whole(run, 2, above=term)
+        new.send_signal(signal.SIGUSR1)
+        assert new.wait(60) == 75, (tmp_path / "newer.log").read_text()
+        done.touch()
+        evidence, _ = finish(back, tmp_path)
+    assert weights(evidence) == undisturbed(STEPS)
+    applied = Counter(
+        step for step, _ in {(line["step"], line["term"]) for line in history(run) if line["op"] == "step"}
+    )
+    assert sorted(applied.items()) == [(step, 1) for step in range(1, STEPS + 1)], "each step once, in one world"
+    sizes = {line["term"]: line["world"] for line in history(run) if line["op"] == "form"}
+    assert [size for _, size in sorted(sizes.items())] == [1, 2, 1, 2, 1]
+    records = [json.loads(path.read_text()) for path in sorted((run / "commits").iterdir())]
+    assert {record["versions"]["elastic-train"] for record in records} <= {"0.1.99", "0.1.0"}
