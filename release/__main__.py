@@ -42,8 +42,8 @@ def bill_of_materials() -> Document:
     """Return what is installed here and needed by the package or an extra that users install."""
     with tempfile.TemporaryDirectory() as made:
         out = Path(made) / "sbom.json"
-        known = ["--pyproject", ROOT / "pyproject.toml", "--output-reproducible", "--output-file", out]
-        _run("cyclonedx_py", "environment", *known, sys.executable)
+        described = ("--pyproject", ROOT / "pyproject.toml", "--output-reproducible")
+        _run("cyclonedx_py", "environment", *described, "--output-file", out, sys.executable)
         found: Document = json.loads(out.read_text())
     needed = _needed()
     found["components"] = [each for each in found["components"] if canonicalize_name(each["name"]) in needed]
@@ -81,7 +81,7 @@ def _licence(component: Document) -> str:
         each.get("expression") or each["license"].get("id") or each["license"].get("name")
         for each in component.get("licenses", [])
     ]
-    free = (metadata(component["name"]).get("License") or "").strip().partition("\n")[0]
+    free = str(metadata(component["name"]).json.get("license", "")).strip().partition("\n")[0]
     return ", ".join(named) or free or "not declared: see its files"
 
 
