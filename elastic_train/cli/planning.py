@@ -38,7 +38,7 @@ def plan(
     recovery: Literal["live", "restart"] = "live",
     spares: int = 0,
     pp: int | None = None,
-    ep: int = 1,
+    ep: int | None = None,
     cells: Flag = False,
     json_: Json = False,
     html: Path | None = None,
@@ -64,8 +64,10 @@ def plan(
     spares
         Nodes that wait to take a lost one's place; they cost what others do.
     pp
-        Stages of a pipeline, parallel.pipeline by default; with parallel.tensor and --ep, ranks that share experts,
-        they make a cell. The trainer runs no experts yet: these are for what is to come.
+        Stages of a pipeline, parallel.pipeline by default; with parallel.tensor and --ep they make a cell.
+    ep
+        Ranks over which experts are spread, parallel.expert by default. The trainer does not run them beside tensor
+        ranks or stages yet.
     cells
         Compare cells, too.
     html
@@ -77,7 +79,12 @@ def plan(
     from elastic_train.planning.search import Job, wrong_figure
 
     cluster = parse_cluster(on)
-    least = {"pp": (1 if pp is None else pp, 1), "ep": (ep, 1), "spares": (spares, 0), "price": (price, 0)}
+    least = {
+        "pp": (1 if pp is None else pp, 1),
+        "ep": (1 if ep is None else ep, 1),
+        "spares": (spares, 0),
+        "price": (price, 0),
+    }
     wrong = [f"--{name} must be at least {low}, not {value}" for name, (value, low) in least.items() if value < low]
     wrong += [] if mtbf_h > 0 else [f"--mtbf-h must be more than 0, not {mtbf_h}"]
     if wrong := [*wrong, *wrong_figure(by)]:
@@ -86,7 +93,8 @@ def plan(
     from elastic_train.planning.reading import read_config  # torch: once all that needs no model is known to be right
 
     read = read_config(resolved)
-    layout = replace(read.layout, pipeline=read.layout.pipeline if pp is None else pp, expert=ep)
+    own = read.layout
+    layout = replace(own, pipeline=own.pipeline if pp is None else pp, expert=own.expert if ep is None else ep)
     reliability = Reliability(mtbf_h=mtbf_h, recovery=recovery, spares=spares)
     threads = resolved.threads_per_rank
     job = Job(read.facts, read.batch, cluster, read.num_steps, price, threads, reliability)

@@ -20,6 +20,9 @@ class ParallelConfig(Section):
     pipeline: PositiveInt = 1
     """How many stages a model runs in, each on another worker of a node (pipeline parallelism); they are a cell, too.
     The task has to say what the stages are. No number of stages shows in the bits."""
+    expert: PositiveInt = 1
+    """Over how many workers of a node the experts of each block are spread (expert parallelism): a cell, each of whose
+    ranks computes lanes of its own and sends tokens to their experts. No degree shows in the bits."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """In which order a stage computes its lanes: all forward passes first, or forward and backward passes in turn,
     which keeps fewer activations: of at most as many lanes as there are stages from it on. Same bits."""
@@ -63,6 +66,16 @@ class ParallelConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _spreads_experts_alone(self) -> ParallelConfig:
+        others = {"tensor": self.tensor, "pipeline": self.pipeline}
+        found = [f"{key}: {degree}" for key, degree in others.items() if degree > 1]
+        if self.expert > 1 and self.recompute != "none":
+            found.append(f"recompute: {self.recompute}")
+        if self.expert > 1 and found:
+            raise ValueError(f"expert: {self.expert} does not go together with {' and '.join(found)} yet: set one back")
+        return self
+
     @property
     def has_shares(self) -> bool:
         """Whether ranks hold runs of the state by their seats, be it that each holds all of it."""
@@ -75,11 +88,11 @@ class ParallelConfig(Section):
     @property
     def degrees(self) -> str:
         """What of the configuration makes a replica one of several ranks; that of `tensor` where nothing does."""
-        degrees = {"tensor": self.tensor, "pipeline": self.pipeline}
+        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
         found = [f"parallel.{key}: {degree}" for key, degree in degrees.items() if degree > 1]
         return " and ".join(found or [f"parallel.tensor: {self.tensor}"])
 
     @property
     def cell(self) -> Cell:
         """The ranks that make up a replica."""
-        return Cell(stage=self.pipeline, tensor=self.tensor)
+        return Cell(stage=self.pipeline, tensor=self.tensor, expert=self.expert)

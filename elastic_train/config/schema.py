@@ -199,7 +199,8 @@ class Config(Section):
             "compile: true": self.compile,
         }
         found = [key for key, is_set in others.items() if is_set]
-        degrees = {"tensor": self.parallel.tensor, "pipeline": self.parallel.pipeline}
+        parallel = self.parallel
+        degrees = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "expert": parallel.expert}
         wrong = [
             f"parallel.{key}: {degree} does not go together with {' and '.join(found)} yet: set one back"
             for key, degree in degrees.items()
@@ -210,6 +211,12 @@ class Config(Section):
                 f"parallel.pipeline: {self.parallel.pipeline} stages would wait for one another with "
                 f"{self.batch.num_lanes} lanes (batch.global_batch {self.batch.global_batch} / batch.micro_batch "
                 f"{self.batch.micro_batch}): make batch.micro_batch smaller, or use fewer stages"
+            )
+        if parallel.expert > self.batch.num_lanes:
+            wrong.append(
+                f"parallel.expert: {parallel.expert} ranks compute a lane each, and there are {self.batch.num_lanes} "
+                f"(batch.global_batch {self.batch.global_batch} / batch.micro_batch {self.batch.micro_batch}): make "
+                "batch.micro_batch smaller, or spread experts over fewer ranks"
             )
         if wrong:
             raise ValueError("; ".join(wrong))

@@ -3,6 +3,9 @@
 A *cell* is the set of ranks that together hold one replica of the model and compute one lane's gradient; its shape is
 fixed by the configuration. A world is as many cells as its ranks make. Lanes belong to replicas, never to ranks. Ranks
 are dealt cell by cell, so a replica's ranks are neighbours: rank = replica * cell.size + place.
+
+Ranks that hold some of the experts each compute lanes of their own, so their replica's lanes are dealt out among them:
+the *owner* of a lane is then one rank, and else a whole replica.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from elastic_train.core.lanes import Assignment, contiguous
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,15 @@ class Cell:
     def size(self) -> int:
         """The number of ranks of a replica."""
         return self.stage * self.shard * self.tensor * self.expert
+
+    @property
+    def crew(self) -> int:
+        """The number of ranks that compute a lane together."""
+        return self.size // self.expert
+
+    def most_ranks(self, num_lanes: int) -> int:
+        """The number of ranks of a world in which each has a lane to compute or to take part in."""
+        return num_lanes // self.expert * self.size
 
     @property
     def speaker(self) -> int:
@@ -77,10 +91,27 @@ class Mesh:
         """The ranks of this rank's place in all replicas, by replica: they sum gradients with one another."""
         return range(self.place, self.size, self.cell.size)
 
+    @property
+    def owner(self) -> int:
+        """Who computes this rank's lanes, in [0, size / cell.crew)."""
+        return self.rank // self.cell.crew
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the one of its lanes' that says which samples they have read."""
+        return self.rank % self.cell.crew == 0
+
+    def assigned(self, num_lanes: int) -> Assignment:
+        """Return the lanes of every owner: neighbours to a replica, and of these in turn to ranks with experts."""
+        by_replica, degree = contiguous(self.num_replicas, num_lanes), self.cell.expert
+        assert degree in (1, self.cell.size), "ranks of one lane are neighbours: experts alone make a cell, or none"
+        return tuple(lanes[place::degree] for lanes in by_replica for place in range(degree))
+
     def num_lanes(self, assigned: Sequence[Sequence[int]]) -> list[int]:
-        """Return how many lanes each rank computes, by rank, of what each replica is assigned."""
-        assert len(assigned) == self.num_replicas, f"lanes for {len(assigned)} of {self.num_replicas} replicas"
-        return [len(lanes) for lanes in assigned for _ in range(self.cell.size)]
+        """Return how many lanes each rank computes, by rank, of what each owner is assigned."""
+        crew = self.cell.crew
+        assert len(assigned) * crew == self.size, f"lanes for {len(assigned)} of {self.size // crew} owners"
+        return [len(lanes) for lanes in assigned for _ in range(crew)]
 
     @property
     def alike(self) -> list[list[int]]:

@@ -172,7 +172,7 @@ class Plan:
             "samples": self.manifest.num_rows,
             **(describe_sources(order, self.sources, length) if isinstance(order, Mixture) else {}),
             "lanes": self.num_lanes,
-            "ranks at most": self.num_lanes * self.config.parallel.cell.size,
+            "ranks at most": self.config.parallel.cell.most_ranks(self.num_lanes),
             **({"steps an epoch": order.num_steps(self.micro_batch)} if isinstance(order, Order) else {}),
             "steps": self.total_steps,
             **({"pipeline": describe_pipeline(self.config)} if self.config.parallel.pipeline > 1 else {}),
@@ -249,9 +249,9 @@ def check_same_sources(config: Config, sources: Sequence[Source], record: Commit
 
 def check_world_size(config: Config, world_size: int) -> None:
     """Refuse a world with more ranks than lanes."""
-    batch, num_replicas = config.batch, world_size // config.parallel.cell.size
-    if num_replicas > batch.num_lanes:
-        who = f"{world_size} ranks" if config.parallel.cell.size == 1 else f"{num_replicas} cells of ranks"
+    batch, cell = config.batch, config.parallel.cell
+    if world_size > cell.most_ranks(batch.num_lanes):
+        who = f"{world_size} ranks" if cell.crew == 1 else f"{world_size // cell.size} cells of ranks"
         raise ConfigError(
             f"{who}, but only {batch.num_lanes} lanes (batch.global_batch {batch.global_batch} / "
             f"batch.micro_batch {batch.micro_batch}): start fewer ranks, or make batch.micro_batch smaller"

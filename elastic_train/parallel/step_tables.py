@@ -38,7 +38,7 @@ def gather_tables(
 ) -> StepTables:
     """Return all lanes' and all ranks' rows, from the rows of this rank's lanes and its own, in one collective.
 
-    `group` is the whole world, `assigned` are its replicas' lanes. Lanes' rows have one length, ranks' rows another;
+    `group` is the whole world, `assigned` are its owners' lanes. Lanes' rows have one length, ranks' rows another;
     floats are among the first 64 values of a row. A float travels as its bits, an integer modulo 2^64 as it is; each
     row's first word says which is which, so that one rank's 0 and another's 0.0 cannot be taken for each other.
     """
@@ -76,10 +76,9 @@ def _places(assigned: Assignment, cell: Cell) -> npt.NDArray[np.int64]:
     """Return where every lane's row is among the gathered ones, of which each rank has as many as the largest."""
     most = max(map(len, assigned))
     places = np.empty(sum(map(len, assigned)), dtype=np.int64)
-    for replica, lanes in enumerate(assigned):
-        places[lanes.start : lanes.stop : lanes.step] = (replica * cell.size + cell.speaker) * most + np.arange(
-            len(lanes)
-        )
+    for owner, lanes in enumerate(assigned):
+        rank = owner * cell.crew + cell.speaker
+        places[lanes.start : lanes.stop : lanes.step] = rank * most + np.arange(len(lanes))
     return places
 
 

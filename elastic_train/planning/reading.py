@@ -51,7 +51,10 @@ def read_config(config: Config) -> Read:
     """Read a configuration's model, data and layout; raises ConfigError or DataError as training would."""
     parallel = config.parallel
     # Whether this machine can compile or has a device to spare is not what is asked: the plan may be for another.
-    here = {"compile": False, "parallel": parallel.model_copy(update={"offload": "none", "tensor": 1, "pipeline": 1})}
+    here = {
+        "compile": False,
+        "parallel": parallel.model_copy(update={"offload": "none", "tensor": 1, "pipeline": 1, "expert": 1}),
+    }
     plan = make_plan(config.model_copy(update=here))
     batches = _first_batches(plan)
     facts = read_model(plan, batches)
@@ -62,6 +65,7 @@ def read_config(config: Config) -> Read:
         offload=parallel.offload,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
+        expert=parallel.expert,
         bucket_mb=parallel.bucket_mb,
         wire=parallel.wire,
     )

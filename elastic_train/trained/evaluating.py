@@ -21,7 +21,7 @@ class Alone:
     mesh: Mesh = Mesh(0, 1)  # noqa: RUF009 - frozen
 
     @property
-    def replicas(self) -> Group:
+    def owners(self) -> Group:
         return self.group
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from elastic_train.core.lanes import contiguous
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError
@@ -39,8 +38,8 @@ class Ranks(Protocol):
         """Who is who among them."""
 
     @property
-    def replicas(self) -> Group:
-        """One rank of every replica."""
+    def owners(self) -> Group:
+        """One rank of every owner of lanes."""
 
 
 @torch.no_grad()
@@ -63,7 +62,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        turns = shards.turns(world.replicas, (batch for step in steps for batch in step))
+        turns = shards.turns(world.owners, (batch for step in steps for batch in step))
         for batch, loss in _losses(task, model, turns, device) if stage is None else stage.losses(turns, device):
             row = sums.setdefault(batch.lane, [0.0, 0.0, 0.0])
             if loss is None:
@@ -76,11 +75,10 @@ def evaluate(
                     metric.update(loss.predictions, loss.targets)
     finally:
         model.train(was_training)
-    assigned = contiguous(world.mesh.num_replicas, num_lanes)
-    table = gather_tables(world.group, world.mesh, assigned, sums).lanes
+    table = gather_tables(world.group, world.mesh, world.mesh.assigned(num_lanes), sums).lanes
     total, weight, samples = (tree_sum([row[place] for row in table]) for place in range(3))
     own = dict(zip(OWN_VALUES, (total / (weight or 1.0), samples), strict=True))
-    values = _merge(metrics, world.replicas)
+    values = _merge(metrics, world.owners)
     return {**own, **(values if stage is None else _told(world, values))}
 
 
@@ -112,8 +110,8 @@ def _plain_kernels() -> Iterator[None]:
         torch.set_deterministic_debug_mode(mode)
 
 
-def _merge(metrics: Mapping[str, Metric], replicas: Group) -> dict[str, float]:
-    """Sum the metrics' states over the replicas and compute their values."""
+def _merge(metrics: Mapping[str, Metric], owners: Group) -> dict[str, float]:
+    """Sum the metrics' states over the owners of lanes and compute their values."""
     values: dict[str, float] = {}
     for name, metric in metrics.items():
         for state_name, state in metric.metric_state.items():
@@ -121,7 +119,7 @@ def _merge(metrics: Mapping[str, Metric], replicas: Group) -> dict[str, float]:
                 raise ConfigError(
                     f"metric '{name}': state '{state_name}' is not an integer count; give the metric thresholds"
                 )
-            replicas.all_reduce(state)
+            owners.all_reduce(state)
             setattr(metric, state_name, state)
         values[name] = float(metric.compute())
     return values

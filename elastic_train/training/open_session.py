@@ -33,7 +33,7 @@ from elastic_train.checkpoint.saving.abandonment import call_abandonable
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
-from elastic_train.core.lanes import Assignment, owned_lanes
+from elastic_train.core.lanes import Assignment
 from elastic_train.errors import StorageError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock
@@ -101,12 +101,12 @@ def _open_in(process: Process, world: World) -> Session:
     check_can_be_sharded(world.group, plan, differing)
     world = form_cells(world, plan.config.parallel)
     if world.cell is not None:
-        take_place(plan, state, world.mesh, world.cell)
+        take_place(plan, state, world.mesh, world.cell, world.replicas)
     head = restore(plan, world, state)
     stuck = check_progress(world, plan)
     kind = _pick_reduction(plan, world, differing)
     assigned = state.shards.assigned(world.mesh.num_replicas, plan.num_lanes)
-    gradients = sum_of_gradients(state, kind, world.replicas, plan.num_lanes)
+    gradients = sum_of_gradients(state, kind, world.owners, plan.num_lanes)
     saves = open_saves(process, world, head)
     tracker = start_tracker(process, world, head)
     cadence, clock = open_cadence(process, world, head), StepClock(world.group)
@@ -207,7 +207,7 @@ def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...
     world.announce(
         f"{stuck.num_terms} worlds in a row did not get past step {step}: trying the samples of the next one"
     )
-    lanes = owned_lanes(world.mesh.replica, world.mesh.num_replicas, plan.num_lanes)
+    lanes = world.mesh.assigned(plan.num_lanes)[world.mesh.owner]
     with process.watchdog.resting():
         deadly = find_deadly(plan, state, step, lanes, holes, TRIAL_SHARE * plan.config.peer_timeout_s)
     return quarantine_deadly(world, plan, step, deadly, holes)
@@ -216,8 +216,8 @@ def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...
 def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction, assigned: Assignment) -> BufferMean:
     """Return the buffers that forward passes may change; the task says which of the integer ones count."""
     summed = plan.task.summed_buffers() if isinstance(plan.task, Counting) else ()
-    replicas = world.replicas
-    return BufferMean(state.model, summed, replicas, lambda flats: make_sum(kind, flats, replicas, assigned))
+    owners = world.owners
+    return BufferMean(state.model, summed, owners, lambda flats: make_sum(kind, flats, owners, assigned))
 
 
 def _pick_reduction(plan: Plan, world: World, differing: list[str]) -> Reduction:

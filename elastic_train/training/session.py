@@ -16,7 +16,7 @@ from elastic_train.checkpoint.commits.improvement import improvement_for, is_exh
 from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.config.recipe import parse_best
 from elastic_train.core.accounting import Hole
-from elastic_train.core.lanes import Assignment, contiguous
+from elastic_train.core.lanes import Assignment
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.insight.page import Facts, Page
@@ -81,7 +81,7 @@ class Session:
     gradients: GradientSum
     buffers: BufferMean
     assigned: Assignment
-    """The lanes of every replica."""
+    """The lanes of every replica, or of every rank that computes its own."""
     leave: LeaveRequest
     worlds: Worlds
     watchdog: Watchdog
@@ -104,8 +104,8 @@ class Session:
 
     @property
     def lanes(self) -> range:
-        """The lanes of this rank's replica."""
-        return self.assigned[self.world.mesh.replica]
+        """The lanes that this rank has a part in."""
+        return self.assigned[self.world.mesh.owner]
 
     def steps(self) -> Iterator[Sequence[LaneBatch]]:
         """Yield the lanes' micro-batches of every step from the state's cursor to the last.
@@ -282,7 +282,7 @@ class Session:
         """Validate over all ranks and record the values; nothing without a validation set."""
         reach("validate")
         mesh = self.world.mesh
-        batches = self.plan.feed.validation(contiguous(mesh.num_replicas, self.plan.num_lanes)[mesh.replica])
+        batches = self.plan.feed.validation(mesh.assigned(self.plan.num_lanes)[mesh.owner])
         if batches is None:
             return
         self.world.history.validate(step=self.state.step)

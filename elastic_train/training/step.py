@@ -59,7 +59,7 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
     Where a rank cannot read a sample of the step, all learn of it together, and the gradient is left unfinished. Where
     a forward pass has changed a buffer for the first time, all ranks run their lanes once more, the buffers in the sum.
     """
-    if session.plan.config.run.forensic and session.world.mesh.place == 0:
+    if session.plan.config.run.forensic and session.world.mesh.speaks:
         _keep_ids(session, lanes)
     while True:
         results = run_lanes(session, lanes)
@@ -213,7 +213,7 @@ def _gather(session: Session, lanes: Sequence[LaneBatch], results: dict[int, Lan
     for batch in lanes:
         lane, has_samples = results[batch.lane], int(batch.tensors is not None)
         rows[batch.lane] = [lane.loss, lane.weight, batch.num_left_out, batch.num_truncated, has_samples, lane.buffers]
-    spoken_for = lanes if session.world.mesh.place == 0 else ()  # a cell's ranks have all read the same
+    spoken_for = lanes if session.world.mesh.speaks else ()  # a cell's ranks have all read the same
     coverage = _coverage_of(spoken_for)
     rank = [coverage.count, coverage.sum_a, coverage.sum_b, flags, *session.clock.row()]
     for sums in _sums_of_sources(session.plan.order, spoken_for):

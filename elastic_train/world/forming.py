@@ -137,7 +137,7 @@ class LiveWorlds:
         self._has_trained = False
         self._config = config
         self._cell_size = config.parallel.cell.size
-        self._max_members = config.batch.num_lanes * self._cell_size
+        self._max_members = config.parallel.cell.most_ranks(config.batch.num_lanes)
         self._timeout_s = config.peer_timeout_s
         self._device = device_of(device, config.parallel.transport)
         self._member: LiveMember | None = None

@@ -82,8 +82,13 @@ class World:
 
     @property
     def replicas(self) -> Group:
-        """The ranks of this rank's place in all replicas, which sum gradients; a rank's number is its replica's."""
+        """The ranks of this rank's place in all replicas, which hold the same; a rank's number is its replica's."""
         return self.group if self.column is None else self.column
+
+    @property
+    def owners(self) -> Group:
+        """One rank of every owner of lanes, which sum gradients; a rank's number is its owner's."""
+        return self.group if self.shape.crew == 1 else self.replicas
 
     @property
     def is_leader(self) -> bool:

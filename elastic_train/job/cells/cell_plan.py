@@ -1,4 +1,5 @@
-"""How the ranks of a cell hold a task's model: which of its modules are cut, and which are in which stage.
+"""How the ranks of a cell hold a task's model: which of its modules are cut, which are in which stage, and which
+experts are spread.
 
 What a task says is checked in full before anything is built on it; a mistake names the module, and what to set instead.
 """
@@ -13,6 +14,7 @@ from torch import nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
+from elastic_train.tasks.models.experts import Experts
 from elastic_train.tasks.task import Splitting, StagePlan, Staging, Task, TensorPlan
 
 DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
@@ -21,10 +23,12 @@ DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
-    """What becomes of modules that are cut, by full names, and the modules of each stage; empty if there are none."""
+    """What becomes of modules that are cut, by full names, the modules of each stage, and the modules whose experts
+    are spread over ranks; empty if there are none."""
 
     tensor: TensorPlan = field(default_factory=dict)
     stages: StagePlan = ()
+    experts: tuple[str, ...] = ()
 
 
 def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:
@@ -62,7 +66,24 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
         stages = tuple(tuple(stage) for stage in task.stage_plan(model, parallel.pipeline))
         if wrong := list(_mistakes(stages, model, parallel.pipeline)):
             raise ConfigError(*wrong)
-    return CellPlan(tensor, stages)
+    return CellPlan(tensor, stages, _experts_of(task, model, parallel.expert) if parallel.expert > 1 else ())
+
+
+def _experts_of(task: Task, model: nn.Module, degree: int) -> tuple[str, ...]:
+    """Return the modules that are experts, in the order in which they run."""
+    found = {name: one for name, one in model.named_modules() if isinstance(one, Experts)}
+    if not found:
+        raise ConfigError(
+            f"parallel.expert: {degree} spreads experts over ranks, and the model of {type(task).__name__} has none: "
+            "set it to 1, or give the package's own decoder some (task.params.model.experts)"
+        )
+    for name, one in found.items():
+        if one.num_experts % degree:
+            raise ConfigError(
+                f"parallel.expert: {degree} does not divide the {one.num_experts} experts of '{name}' "
+                "(task.params.model.experts): change either"
+            )
+    return tuple(found)
 
 
 def _named(patterns: TensorPlan, model: nn.Module, degree: int) -> TensorPlan:

@@ -8,9 +8,9 @@ commits continue at any degree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_pat
 from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
+from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.cells.cut_model import CutModel
@@ -34,12 +35,14 @@ from elastic_train.job.cells.state_parts import (
 )
 from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
+from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.shards.grains import GRAIN
 from elastic_train.shards.norm import grain_squares, split_grains, total_norm
 
 Float64s = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 
 class Measured(NamedTuple):
@@ -59,13 +62,14 @@ class CellState(ReplicatedState):
     """Where this rank is in the present world."""
     trained_in: int = 0
     """The last world in which this rank trained, by its term."""
+    _column: Group | None = None
     _writers: Sequence[int] = ()
     _planner: Planner = field(default_factory=Planner)
     _measured: dict[str, Sequence[Measured]] = field(default_factory=dict)
 
-    def enter(self, mesh: Mesh, cell: Group, weights: Iterable[tuple[str, Tensor]] | None) -> None:
+    def enter(self, mesh: Mesh, cell: Group, column: Group, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         """Take the place that a world gives this rank, of `weights` to begin with where it does not have them."""
-        self.mesh = mesh
+        self.mesh, self._column = mesh, column
         self.cut.bind(mesh, cell)
         if self.cut.place != mesh.place:
             self.cut.take_place(mesh.place, weights)
@@ -87,10 +91,26 @@ class CellState(ReplicatedState):
         """Return the parts that ranks of equal place alone have alike, by name."""
         return {name: tensor for name, tensor in self.model.state_dict().items() if name in self.cut.cuts}
 
+    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        return self._mesh.assigned(num_lanes)
+
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
-        """Sum over the ranks of equal place: `replicas` has one of each cell."""
+        """Sum over the ranks of equal place: `replicas` has one of each cell; where experts are spread, all ranks."""
         assert kind == "canonical", "places hold parts of one and the same sum"
-        return ReplicatedState.sum_of(self, replicas, num_lanes, kind)
+        if self.cut.experts is None:
+            return ReplicatedState.sum_of(self, replicas, num_lanes, kind)
+        if self._sum is not None:
+            self._sum.close()
+        named, cuts = list(self.model.named_parameters()), self.cut.cuts
+        whole, parts = ([one for name, one in named if (name in cuts) == is_cut] for is_cut in (False, True))
+        assert self._column is not None, "no world has given this rank a place"
+        lanes = self._mesh.assigned(num_lanes)
+        self._sum = ExpertSum(whole, parts, replicas, self._column, lanes, self.cut.experts, self.bucket_bytes)
+        return self._sum
+
+    def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
+        """Yield with the turns of the cell's other ranks, which need this one's experts."""
+        return items if self.cut.experts is None else self.cut.experts.turns(items)
 
     def measure(self) -> Tensor:
         """Return the sums of squares of the grains of what this rank holds of the gradient, and zeros after them."""

@@ -18,8 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.job.cells.cell_plan import DIMENSIONS, CellPlan
+from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.links import CellLinks, shared, summed
 from elastic_train.parallel.group import Group
+from elastic_train.tasks.models.experts import Experts
 
 Span = tuple[int, int]
 
@@ -60,7 +62,7 @@ class Cut:
 
 def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
     """Return how parameters are cut, by each name of every one that is; in a pipeline all are."""
-    dims: dict[int, int] = {}
+    dims = {id(one): 0 for name in plan.experts for one in model.get_submodule(name).parameters()}
     for name, use in plan.tensor.items():
         if use != "shared":
             layer = model.get_submodule(name)
@@ -83,10 +85,10 @@ def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
 
 def _cut(one: Tensor, dim: int | None, stage: int | None, cell: Cell) -> Cut:
     """Cut a parameter for a cell, whose ranks of one stage are neighbours."""
-    spans: list[Span] = []
+    spans, degree = list[Span](), cell.size // cell.stage
     for place in range(cell.size):
-        at, part = divmod(place, cell.tensor)
-        length = one.shape[dim] // cell.tensor if dim is not None else one.shape[0]
+        at, part = divmod(place, degree)
+        length = one.shape[dim] // degree if dim is not None else one.shape[0]
         lo = part * length if dim is not None else 0
         spans.append((lo, lo + length) if stage in (None, at) else (0, 0))
     return Cut(dim or 0, one.shape, tuple(spans))
@@ -103,6 +105,9 @@ class CutModel:
         self.has_weights = all(one.untyped_storage().nbytes() >= one.nbytes for one in model.parameters())
         """Whether there were any to begin with."""
         self._hooks = list[RemovableHandle]()
+        self._spread = [one for name in plan.experts if isinstance(one := model.get_submodule(name), Experts)]
+        self.experts = ExpertLinks(self._spread) if self._spread else None
+        """What ranks exchange that have some of the experts each."""
         self.cuts = cuts_of(model, plan, cell)
         """By each name of every parameter that is cut."""
         self.outline: Mapping[str, Tensor] = {
@@ -124,6 +129,8 @@ class CutModel:
                 elif weights is not None and name not in self.cuts:
                     self.model.state_dict()[name].copy_(tensor)
         self.place = place
+        for one in self._spread:
+            one.links = self.experts
         if not self._hooks:
             self._hooks = [hook for name, use in self.plan.tensor.items() for hook in self._hooks_of(name, use)]
 
@@ -134,6 +141,8 @@ class CutModel:
             if name in parameters:
                 parameters[name].grad = None
                 parameters[name].data = self.whole(name, parameters[name])
+        for one in self._spread:
+            one.links = None
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -154,6 +163,8 @@ class CutModel:
 
     def bind(self, mesh: Mesh, cell: Group) -> None:
         """Exchange with the ranks of this cell from now on; all of them call it."""
+        if self.experts is not None:
+            self.experts.bind(cell)
         self.cell, stage, size = cell, mesh.coordinates.stage, mesh.cell.size // mesh.cell.stage
         is_cut_both_ways = mesh.cell.stage > 1 and size > 1
         links = cell.part(f"stage-{stage}", range(stage * size, (stage + 1) * size)) if is_cut_both_ways else cell

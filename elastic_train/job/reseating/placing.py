@@ -10,7 +10,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.system.wording import counted
 
 
-def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group) -> None:
+def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group, column: Group) -> None:
     """Take the place in a cell that a world gives this rank; what it held at another place is of no use there."""
     assert isinstance(state.shards, CellState), "a cell needs a model that can be cut"
     cut = state.shards.cut
@@ -18,7 +18,7 @@ def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group) -> None
         state.drop_pending()
         state.reached = Reached()
     has_them = cut.place == mesh.place or (cut.place is None and cut.has_weights)
-    state.shards.enter(mesh, cell, None if has_them else plan.first_weights())
+    state.shards.enter(mesh, cell, column, None if has_them else plan.first_weights())
 
 
 def redundancy_of(mesh: Mesh) -> str:

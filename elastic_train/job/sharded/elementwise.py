@@ -128,6 +128,6 @@ def _tried(
 def _not_elementwise(kind: type[Optimizer], why: str) -> ConfigError:
     return ConfigError(
         f"{kind.__name__} does not update a parameter element by element ({why}), so its state cannot be sharded, nor "
-        "offloaded: set parallel.shards to none and parallel.offload, too, and parallel.tensor and pipeline to 1, or "
-        "optimizer.name to adamw"
+        "offloaded: set parallel.shards to none and parallel.offload, too, and parallel.tensor, pipeline and expert to "
+        "1, or optimizer.name to adamw"
     )

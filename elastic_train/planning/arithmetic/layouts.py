@@ -1,7 +1,7 @@
 """Layouts: how a run is spread over devices, and what rules one out before anything is worked out.
 
 What the trainer runs today are shards, copies and offload over single ranks, tensor ranks and stages with whole state,
-and recomputation. All else (experts, interleaved stages, cells in shards) is arithmetic: `runs_today` is false for it.
+or experts, and recomputation. All else (interleaved stages, cells in shards) is arithmetic: then `runs_today` is false.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class Layout:
 
     @property
     def runs_today(self) -> bool:
-        """Whether the trainer runs it, if the task says how its model is cut over tensor ranks, and into stages."""
+        """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
         is_whole = self.shards == "none" and self.offload == "none"
-        return self.cell == 1 or (self.expert == self.interleave == 1 and is_whole)
+        has_experts_alone = self.expert == self.cell and self.recompute == "none"
+        return self.cell == 1 or (self.interleave == 1 and is_whole and (self.expert == 1 or has_experts_alone))
 
     @property
     def name(self) -> str:

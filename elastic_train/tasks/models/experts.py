@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from elastic_train.parallel.cells.expert_links import ExpertLinks
+
 
 @dataclass(frozen=True, slots=True)
 class RouterLosses:
@@ -61,28 +63,35 @@ def counts_of(chosen: Tensor, num_experts: int) -> list[int]:
 
 
 class Experts(nn.Module):
-    """MLPs of one shape (SwiGLU), whose weights are stacked by expert."""
+    """MLPs of one shape (SwiGLU), whose weights are stacked by expert; with `links`, only some of them are here."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
         super().__init__()
+        self.num_experts, self.width = num_experts, dim
+        self.links: ExpertLinks | None = None
         self.gate = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.up = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, hidden))
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Map x (tokens, dim), by expert, of which each has so many; same shape and type."""
-        return products(x, counts, self.gate, self.up, self.down)
+        return self.compute(x, counts) if self.links is None else self.links.spread(self, x, counts)
 
+    @property
+    def stacked(self) -> Sequence[nn.Parameter]:
+        return self.gate, self.up, self.down
 
-def products(x: Tensor, counts: Sequence[int], gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Return what each of some experts makes of its tokens: a product of its own, whose bits no other tokens change."""
-    each = zip(torch.split(x, list(counts)), gate.unbind(), up.unbind(), down.unbind(), strict=True)
-    made = [
-        F.linear(F.silu(F.linear(part, one_gate)) * F.linear(part, one_up), one_down)
-        for part, one_gate, one_up, one_down in each
-        if len(part)
-    ]
-    return torch.cat(made).to(x.dtype) if made else x
+    def compute(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Map the tokens of the experts that are here: each one's are a product of their own, whose bits no others
+        change."""
+        made = [
+            F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+            for part, gate, up, down in zip(
+                torch.split(x, list(counts)), *(weights.unbind() for weights in self.stacked), strict=True
+            )
+            if len(part)
+        ]
+        return torch.cat(made).to(x.dtype) if made else x
 
 
 class MixtureOfExperts(nn.Module):

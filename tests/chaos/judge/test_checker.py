@@ -417,6 +417,19 @@ def test_in_cells_each_place_computes_every_lane(healthy: Path, degree: str) -> 
     assert _partition_of(replace(cells, processes=crossed)) == "false", "a cell has two cells' lanes at its places"
 
 
+def test_where_experts_are_spread_each_rank_computes_lanes_of_its_own(healthy: Path) -> None:
+    """They are told apart by their places in cells all the same."""
+    run = collect(healthy / "faulted")
+    placed = [
+        [{**line, "place": line["rank"] % 2} if line["op"] == "step" else line for line in lines]  # type: ignore[operator]
+        for lines in run.processes
+    ]
+    cells = replace(run, config={**run.config, "parallel": {"expert": 2}}, processes=placed)
+    assert _partition_of(cells) == "true"
+    assert _partition_of(replace(cells, config={**run.config, "parallel": {"tensor": 2}})) == "false"
+    assert _partition_of(replace(cells, processes=run.processes)) == "false", "no rank says its place"
+
+
 def _at_place(line: Line, place: int) -> Line:
     """Return a rank's line as that of a place of a cell of two."""
     rank = {"rank": 2 * line["rank"] + place} if isinstance(line.get("rank"), int) else {}  # type: ignore[operator]

@@ -73,3 +73,19 @@ def test_ranks_of_a_replica_compute_its_lanes_together() -> None:
     """Rows of ranks are compared with lanes by rank, also where a replica has several ranks."""
     assert Mesh(0, 2).num_lanes([range(3), range(3, 5)]) == [3, 2]
     assert Mesh(3, 4, Cell(tensor=2)).num_lanes([range(3), range(3, 5)]) == [3, 3, 2, 2]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 20))
+def test_ranks_with_experts_compute_lanes_of_their_own(degree: int, num_replicas: int, more: int) -> None:
+    """Neighbouring lanes at a time, by place, of the replica's; only in the last turn a rank may have none."""
+    cell = Cell(expert=degree)
+    num_lanes, size = num_replicas * degree + more, num_replicas * degree
+    assert cell.most_ranks(num_lanes) >= size
+    meshes = [Mesh(rank, size, cell) for rank in range(size)]
+    lanes = meshes[0].assigned(num_lanes)
+    assert [mesh.owner for mesh in meshes] == list(range(size)) and all(mesh.speaks for mesh in meshes)
+    assert meshes[0].num_lanes(lanes) == [len(one) for one in lanes] and min(map(len, lanes)) > 0
+    for replica in range(num_replicas):
+        ranks = lanes[replica * degree : (replica + 1) * degree]
+        turns = [one[turn] for turn in range(len(ranks[0])) for one in ranks if turn < len(one)]
+        assert turns == list(owned_lanes(replica, num_replicas, num_lanes))

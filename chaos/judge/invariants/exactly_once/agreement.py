@@ -9,7 +9,7 @@ from chaos.judge.evidence.applied import Steps, restored_at, result_of, shape_of
 from chaos.judge.evidence.holes import left_out_of
 from chaos.judge.evidence.run_files import Evidence, Line, lanes_of, number, whole
 from chaos.judge.findings import Violated
-from chaos.judge.job_shape import cell_size
+from chaos.judge.job_shape import cell_size, crew_size
 
 _UNWRITTEN_S = 0.25
 """How long a line may wait for the thread that writes it, on a machine that is busy."""
@@ -71,15 +71,16 @@ def differ(value: object, other: object) -> bool:
 
 
 def partition(run: Evidence) -> str:
-    """In every applied step, every lane belongs to exactly one rank of the world; or to all ranks of one cell."""
+    """In every applied step, every lane belongs to exactly one rank of the world; or to those that compute it in a
+    cell."""
     steps, num_lanes = steps_of(run), shape_of(run).num_lanes
     last_term, ended_at = whole(result_of(run), "term"), dict[int, float]()
     for (term, _), lines in steps.items():
         ended_at[term] = max(ended_at.get(term, 0.0), *(number(line, "t") for line in lines))
-    size = cell_size(run.config)
+    size, crew = cell_size(run.config), crew_size(run.config)
     if size > 1:
-        _check_cells(steps, size)
-    in_places = ((key, lines, alike) for key, lines in steps.items() for alike in _by_place(lines, size))
+        _check_cells(steps, size, crew)
+    in_places = ((key, lines, alike) for key, lines in steps.items() for alike in _by_place(lines, crew))
     for (term, step), lines, alike in in_places:
         if _tile(alike, num_lanes):
             continue
@@ -95,13 +96,14 @@ def partition(run: Evidence) -> str:
     return f"{len(steps)} applied steps, {num_lanes} lanes, each lane once in each"
 
 
-def _check_cells(steps: Steps, size: int) -> None:
-    """Ranks of a cell compute the same lanes, each at its own place: neighbours hold the parts of one replica."""
+def _check_cells(steps: Steps, size: int, crew: int) -> None:
+    """Each rank of a cell is at its own place, and neighbours that are a crew compute the same lanes."""
     for (term, step), lines in steps.items():
         lanes: dict[int, Line] = {}
         for line in lines:
-            cell, place = divmod(whole(line, "rank"), size)
-            first, where = lanes.setdefault(cell, line), f"term {term}, step {step}: rank {line['rank']}"
+            rank = whole(line, "rank")
+            place = rank % size
+            first, where = lanes.setdefault(rank // crew, line), f"term {term}, step {step}: rank {line['rank']}"
             if line.get("place") != place:
                 raise Violated(f"{where} computed as place {line.get('place')} of its cell, it is place {place}")
             if lanes_of(line) != lanes_of(first):

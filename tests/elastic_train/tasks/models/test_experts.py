@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from elastic_train.config.sources import load_config
 from elastic_train.errors import ConfigError
+from elastic_train.planning.arithmetic.layouts import Layout, place_elements
 from elastic_train.planning.reading import read_config
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.decoder import MLP, Decoder, DecoderShape, drawn_weights
@@ -116,12 +118,17 @@ def test_weights_are_drawn_one_by_one_as_they_are_together() -> None:
 
 def test_a_plan_counts_experts_and_the_work_of_those_that_a_token_goes_to(tmp_path: Path, rows: Path) -> None:
     """On fakes, whose routers choose nothing: tokens are dealt out evenly."""
-    read = read_config(load_config(config(tmp_path, rows, {**LANGUAGE, "task": task_of(MODEL)})))
+    path = config(tmp_path, rows, {**LANGUAGE, "task": task_of(MODEL)})
+    read = read_config(load_config(path))
     with torch.device("meta"):
         model = Decoder(DecoderShape(**MODEL))  # type: ignore[arg-type]
     assert read.facts.num_tensors == len(list(model.parameters()))
     experts = 4 * 3 * 16 * 20
     assert [unit.experts for unit in read.facts.blocks] == [experts, experts]
+    spread = read_config(load_config(path, {"parallel.expert": 4})).layout
+    assert spread.runs_today and not replace(spread, recompute="units").runs_today
+    whole = place_elements(read.facts, Layout(), trained=False)
+    assert whole - place_elements(read.facts, spread, trained=False) == 2 * experts * 3 // 4
     dense = read_config(load_config(config(tmp_path / "dense", rows, {**LANGUAGE, "task": task_of({"hidden": 40})})))
     extra = read.facts.blocks[0].forward.flops - dense.facts.blocks[0].forward.flops
     # Two experts of width 20 are as much work as an MLP of width 40; router and shared expert come on top.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,9 @@ MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "t
 PARAMS = {"model": MODEL, "max_tokens": 16}
 
 
-def write_config(folder: Path, rows: Path, until: Path, **parallel: object) -> str:
+def write_config(folder: Path, rows: Path, until: Path, sizes: Mapping[str, object] = MODEL, **parallel: object) -> str:
     """Write a job of cells of two ranks by default, whose lanes take longer until a file exists."""
-    params = {**PARAMS, "lane_ms": 65.0, "until": str(until)}
+    params = {**PARAMS, "model": sizes, "lane_ms": 65.0, "until": str(until)}
     tree = {
         **JOB,
         "run": {"dir": str(folder / "run"), "seed": 5},

@@ -100,7 +100,7 @@ def newest_weights(folder: Path) -> dict[str, torch.Tensor]:
         (
             [*TENSOR, "--optimizer.name", "muon"],
             None,
-            "and parallel.tensor and pipeline to 1, or optimizer.name to adamw",
+            "and parallel.tensor, pipeline and expert to 1, or optimizer.name to adamw",
         ),
     ],
 )

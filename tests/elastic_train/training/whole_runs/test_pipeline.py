@@ -106,7 +106,7 @@ def files_of(folder: Path, name: str) -> str:
             "parallel.pipeline: 2 does not go together with parallel.shards: optimizer and precision: fp16 yet",
         ),
         ([*stages(4), "--max_steps", "3"], "a world of 1 rank is not of whole cells of 4 (parallel.pipeline: 4)"),
-        ([*stages(2), "--optimizer.name", "muon"], "and parallel.tensor and pipeline to 1"),
+        ([*stages(2), "--optimizer.name", "muon"], "and parallel.tensor, pipeline and expert to 1"),
     ],
 )
 def test_what_makes_no_pipeline_is_refused(tmp_path: Path, rows: Path, how: list[str], message: str) -> None:

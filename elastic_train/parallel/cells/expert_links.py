@@ -1,0 +1,201 @@
+"""What the ranks of a cell send each other where each has some of the experts: tokens to them, and their outputs back.
+
+Each rank computes lanes of its own, all of them one at a time in step: a *turn*. An expert's rank computes the product
+of one lane's tokens by itself, as one rank with all experts would, and keeps each lane's gradient of its weights apart.
+So no degree is in any bit. A rank without a lane, or with one without samples, takes part in the others' turn.
+
+Who sends how many tokens is gathered first; then tensors go from each rank to each, and are put together in the order
+of the ranks. Backward passes go the same way in the opposite order. A peer that is lost ends any of it with
+PeerLostError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from elastic_train.parallel.group import Group
+
+T = TypeVar("T")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Leaf = Mapping[int, Tensor]
+"""Where a lane's gradients of experts' weights go, by the identity of each parameter."""
+
+
+class Unit(Protocol):
+    """The experts of a block, of which a rank has some."""
+
+    @property
+    def stacked(self) -> Sequence[nn.Parameter]:
+        """The weights, by expert along their first dimension."""
+
+    @property
+    def width(self) -> int:
+        """How many elements a token has."""
+
+    def compute(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return what these experts make of tokens, of which each has so many; same shape and type."""
+
+
+class _Kept(NamedTuple):
+    """What a backward pass needs of a forward pass: each rank's tokens and outputs here, and how many went where."""
+
+    passes: Sequence[tuple[Tensor, Tensor] | None]
+    given: Sequence[int]
+    taken: Sequence[int]
+
+
+class ExpertLinks:
+    """This rank's exchanges with the others of its cell, block by block, in the order of `units`."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._group: Group | None = None
+        self._at = 0
+        """How many units have run forward in this turn."""
+        self.leaves: Sequence[Leaf] = ()
+        """By rank of the cell, whose lanes' gradients they take."""
+
+    @property
+    def group(self) -> Group:
+        assert self._group is not None, "no cell has been formed"
+        return self._group
+
+    def bind(self, group: Group) -> None:
+        """Exchange with the ranks of this group from now on; a rank's number says which experts it has."""
+        self._group = group
+
+    @contextlib.contextmanager
+    def turn(self, *, trains: bool) -> Iterator[None]:
+        """Return the context of this rank's passes; if it has run none, it takes part in the others'."""
+        self._at = 0
+        yield
+        if self._at == 0:
+            kept = [self.forward(unit, None, (), trains=trains)[1] for unit in self._units]
+            for unit, one in zip(reversed(self._units), reversed(kept), strict=True):
+                if trains:
+                    self.backward(unit, one, None)
+        assert self._at == len(self._units), f"{self._at} of {len(self._units)} blocks with experts were run"
+
+    def turns(self, items: Iterator[T]) -> Iterator[T]:
+        """Yield what this rank runs forward passes with, one in a turn, until no rank of the cell has any left."""
+        while True:
+            found = list(next(([item] for item in items), []))
+            if not self.group.all_gather(torch.tensor(len(found))).any():
+                return
+            with self.turn(trains=False):
+                yield from found
+
+    def spread(self, unit: Unit, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return what all experts make of a lane's tokens, of which each has so many."""
+        if not torch.is_grad_enabled():
+            return self.forward(unit, x, counts, trains=False)[0]
+        return _Spread.apply(x if x.requires_grad else x.detach().requires_grad_(), unit, counts, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def forward(self, unit: Unit, x: Tensor | None, counts: Sequence[int], *, trains: bool) -> tuple[Tensor, _Kept]:
+        """Send tokens to their experts, compute those that come, and return what others have made of this rank's."""
+        assert self._units[self._at] is unit, "experts run in the order of the model's blocks, each once"
+        self._at += 1
+        group, mine = self.group, self.group.rank
+        table = self._counts(unit, x, counts)
+        sources = [_Source.of(row) for row in table]
+        dtype = next((source.dtype for source in sources if source.dtype is not None), torch.float32)
+        per_rank = len(sources[0].counts) // group.size
+        here = [source.counts[mine * per_rank : (mine + 1) * per_rank] for source in sources]
+        taken, given = [sum(row) for row in here], _by_rank(sources[mine].counts, group.size)
+        like = unit.stacked[0].new_empty(0, unit.width, dtype=dtype)
+        arrived = self._trade(like if x is None else x.detach().contiguous(), given, taken)
+        passes = [
+            _pass(unit, part, row, source.autocast, trains=trains)
+            for part, row, source in zip(arrived, here, sources, strict=True)
+        ]
+        made = torch.cat([part if one is None else one[1].detach() for part, one in zip(arrived, passes, strict=True)])
+        return torch.cat(self._trade(made, taken, given)), _Kept(passes, given, taken)
+
+    def backward(self, unit: Unit, kept: _Kept, gradient: Tensor | None) -> Tensor:
+        """Send gradients of outputs to their experts, and return those of this rank's tokens."""
+        if gradient is None:
+            dtype = next((one[0].dtype for one in kept.passes if one is not None), torch.float32)
+            gradient = unit.stacked[0].new_empty(0, unit.width, dtype=dtype)
+        arrived = self._trade(gradient.contiguous(), kept.given, kept.taken)
+        found = []
+        for part, one, leaf in zip(arrived, kept.passes, self.leaves, strict=True):
+            if one is None:
+                found.append(part)
+                continue
+            tokens, made = one
+            of_tokens, *of_weights = torch.autograd.grad(made, [tokens, *unit.stacked], part)
+            found.append(of_tokens)
+            for parameter, of_weight in zip(unit.stacked, of_weights, strict=True):
+                leaf[id(parameter)].add_(of_weight)
+        return torch.cat(self._trade(torch.cat(found), kept.taken, kept.given))
+
+    def _counts(self, unit: Unit, x: Tensor | None, counts: Sequence[int]) -> list[list[int]]:
+        """Return how many tokens each rank has for each expert, and how these are computed, by rank."""
+        num_experts = self.group.size * len(unit.stacked[0])
+        row = [0, 0, *counts] if counts else [0] * (2 + num_experts)
+        if x is not None:
+            row[0] = 1 + _DTYPES.index(x.dtype)
+            if torch.is_autocast_enabled(x.device.type):
+                row[1] = 1 + _DTYPES.index(torch.get_autocast_dtype(x.device.type))
+        found: list[list[int]] = self.group.all_gather(torch.tensor(row)).tolist()
+        return found
+
+    def _trade(self, rows: Tensor, given: Sequence[int], taken: Sequence[int]) -> list[Tensor]:
+        """Give each rank its rows, and return those that each has given, by rank."""
+        mine, parts = self.group.rank, list(torch.split(rows, list(given)))
+        arrived = [parts[mine] if rank == mine else rows.new_empty(n, rows.shape[1]) for rank, n in enumerate(taken)]
+        self.group.exchange(
+            [(rank, part) for rank, part in enumerate(parts) if rank != mine and len(part)],
+            [(rank, part) for rank, part in enumerate(arrived) if rank != mine and len(part)],
+        )
+        return arrived
+
+
+class _Source(NamedTuple):
+    """A rank's row: the type of its tokens and of its products, None without either, and each expert's tokens."""
+
+    dtype: torch.dtype | None
+    autocast: torch.dtype | None
+    counts: list[int]
+
+    @classmethod
+    def of(cls, row: Sequence[int]) -> _Source:
+        dtype, autocast, *counts = row
+        return cls(_DTYPES[dtype - 1] if dtype else None, _DTYPES[autocast - 1] if autocast else None, counts)
+
+
+def _by_rank(counts: Sequence[int], size: int) -> list[int]:
+    """Return how many tokens are for the experts of each rank."""
+    each = len(counts) // size
+    return [sum(counts[rank * each : (rank + 1) * each]) for rank in range(size)]
+
+
+def _pass(
+    unit: Unit, x: Tensor, counts: Sequence[int], autocast: torch.dtype | None, *, trains: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Compute a rank's tokens as that rank would; return them with their outputs, None without any."""
+    if not len(x):
+        return None
+    with torch.set_grad_enabled(trains), torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+        tokens = x.detach().requires_grad_(trains)
+        return tokens, unit.compute(tokens, counts)
+
+
+class _Spread(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unit: Unit, counts: Sequence[int], links: ExpertLinks) -> Tensor:
+        ctx.unit, ctx.links = unit, links
+        made, ctx.kept = links.forward(unit, x, counts, trains=True)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        found = ctx.links.backward(ctx.unit, ctx.kept, gradients[0])
+        ctx.kept = None
+        return found, None, None, None

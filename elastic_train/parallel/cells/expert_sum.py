@@ -1,0 +1,101 @@
+"""The gradient sum of a cell whose ranks have some of the experts each.
+
+Two sums along one tree of lanes: what every rank has, over all ranks, each of which adds its own lanes; and the experts
+of a place, over the cells, each of which adds all of its lanes. In a turn a cell's ranks compute neighbouring lanes,
+one each, so a cell's lanes come in ascending order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from elastic_train.core.lanes import Assignment
+from elastic_train.parallel.cells.expert_links import ExpertLinks
+from elastic_train.parallel.gradient_sum import CanonicalSum, place_gradients
+from elastic_train.parallel.group import Group
+
+
+class ExpertSum:
+    """Sums gradients of experts, which are parts, and of all else; see `GradientSum`."""
+
+    def __init__(
+        self,
+        whole: Sequence[nn.Parameter],
+        parts: Sequence[nn.Parameter],
+        ranks: Group,
+        column: Group,
+        lanes: Assignment,
+        links: ExpertLinks,
+        bucket_bytes: float | None,
+    ) -> None:
+        """`lanes` are those of every rank; `column` has the ranks of this one's place in all cells."""
+        size = links.group.size
+        by_cell = tuple(_together(lanes[first : first + size]) for first in range(0, len(lanes), size))
+        flats, placed = place_gradients(whole)
+        self._whole = CanonicalSum(flats, ranks, lanes)
+        self._whole.exchange_beside(placed, bucket_bytes)
+        self._flats, places = place_gradients(parts)
+        self._parts = CanonicalSum(self._flats, column, by_cell)
+        self._lanes, self._links, self._num_turns = by_cell[column.rank], links, 0
+        self._leaves = [[torch.zeros_like(flat) for flat in self._flats] for _ in range(size)]
+        links.leaves = [
+            {
+                id(one.parameter): leaf[one.flat][one.start : one.start + one.parameter.numel()].view_as(one.parameter)
+                for one in places
+            }
+            for leaf in self._leaves
+        ]
+
+    def begin(self, lanes: range) -> None:
+        self._whole.begin(lanes)
+        self._parts.begin(self._lanes)
+        self._num_turns = 0
+        self._clear()
+
+    @contextlib.contextmanager
+    def lane(self, lane: int) -> Iterator[None]:
+        assert lane == self._lanes[self._num_turns * len(self._leaves) + self._links.group.rank], "lanes in their order"
+        with self._whole.lane(lane), self._links.turn(trains=True):
+            yield
+        self._end_turn()
+
+    def serve(self) -> None:
+        while self._num_turns * len(self._leaves) < len(self._lanes):
+            with self._links.turn(trains=True):
+                pass
+            self._end_turn()
+
+    def finish(self, divisor: float) -> None:
+        self._whole.finish(divisor)
+        self._parts.finish(divisor)
+
+    def close(self) -> None:
+        self._whole.close()
+        self._parts.close()
+        self._links.leaves = ()
+
+    def _end_turn(self) -> None:
+        """Add the turn's leaves, in the order of their lanes."""
+        first = self._num_turns * len(self._leaves)
+        for lane, leaf in zip(self._lanes[first : first + len(self._leaves)], self._leaves, strict=False):
+            with self._parts.lane(lane):
+                for flat, gradient in zip(self._flats, leaf, strict=True):
+                    flat.add_(gradient)
+        self._clear()
+        self._num_turns += 1
+
+    def _clear(self) -> None:
+        for leaf in self._leaves:
+            for gradient in leaf:
+                gradient.zero_()
+
+
+def _together(dealt: Sequence[range]) -> range:
+    """Return the lanes of a cell, which are dealt to its ranks in turn."""
+    lanes = sorted(lane for one in dealt for lane in one)
+    assert lanes == list(range(lanes[0], lanes[-1] + 1)), "a cell's lanes are neighbours"
+    return range(lanes[0], lanes[-1] + 1)

@@ -1,0 +1,79 @@
+"""Experts spread over ranks in whole runs: one hash at any degree, over any number of cells, and one of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import start
+from tests.elastic_train.training.jobs import average_of, config, result, succeed
+from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, newest_weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("experts")]  # one run to compare with
+MODEL = {
+    "vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "hidden": 24, "dropout": 0.1, "experts": 4, "shared_hidden": 8,
+}  # fmt: skip
+PARAMS = {"model": MODEL, "max_tokens": 16}
+# 30 samples in lanes of 5: six lanes, so of two cells of two ranks each computes three, the last of them alone.
+JOB = {**LANGUAGE, "batch": {"global_batch": 30, "micro_batch": 5}}
+
+
+def write(folder: Path, rows: Path, **changes: object) -> str:
+    params = {**PARAMS, "model": {**MODEL, **changes}}
+    return config(folder, rows, {**JOB, "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}})
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
+    """A run of one process, which has all experts."""
+    folder = tmp_path_factory.mktemp("whole")
+    succeed(start([write(folder, rows)], num_ranks=1))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("degree", "num_ranks", "how"),
+    [(2, 2, ["--parallel.bucket_mb", "0.001"]), (2, 4, []), (4, 4, ["--parallel.bucket_mb", "null"])],
+)
+def test_no_degree_is_in_any_bit(
+    tmp_path: Path, rows: Path, one_rank: Path, degree: int, num_ranks: int, how: list[str]
+) -> None:
+    """With dropout, clipping, an average, short last steps, validations, and turns in which a rank has no lane."""
+    succeed(start([write(tmp_path, rows), "--parallel.expert", str(degree), *how], num_ranks=num_ranks))
+    for what in ("weights_sha256", "metrics"):
+        assert result(tmp_path)[what] == result(one_rank)[what]
+    assert average_of(tmp_path) == average_of(one_rank)
+
+
+def test_commits_continue_at_any_degree_with_the_same_bits(tmp_path: Path, rows: Path, one_rank: Path) -> None:
+    run = write(tmp_path, rows)
+    for until, degree, num_ranks in [(5, 2, 2), (8, 2, 4), (10, 1, 3), (12, 4, 4)]:
+        succeed(start([run, "--parallel.expert", str(degree), "--max_steps", str(until)], num_ranks=num_ranks))
+    done = succeed(start([run, "--parallel.expert", "2"], num_ranks=2))
+    assert "2 ranks make one cell, which alone holds the state" in done.output
+    assert result(tmp_path)["weights_sha256"] == result(one_rank)["weights_sha256"]
+    mine, whole = newest_weights(tmp_path), newest_weights(one_rank)
+    assert all(mine[name].equal(tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "how", "num_ranks", "message"),
+    [
+        ({}, ["--parallel.expert", "3"], 3, "3 does not divide the 4 experts of 'blocks.0.mlp.experts'"),
+        ({"experts": 0}, [], 2, "the model of CausalLM has none: set it to 1"),
+        ({}, [], 3, "a world of 3 ranks is not of whole cells of 2 (parallel.expert: 2): start a multiple of 2"),
+        ({}, ["--batch.global_batch", "5"], 2, "parallel.expert: 2 ranks compute a lane each, and there are 1"),
+        ({}, ["--batch.global_batch", "15"], 4, "4 ranks, but only 3 lanes"),
+        ({}, ["--parallel.tensor", "2"], 4, "expert: 2 does not go together with tensor: 2 yet: set one back"),
+        ({}, ["--parallel.recompute", "units"], 2, "expert: 2 does not go together with recompute: units yet"),
+        ({}, ["--parallel.shards", "optimizer"], 2, "parallel.expert: 2 does not go together with parallel.shards"),
+        ({}, ["--optimizer.name", "muon"], 2, "and parallel.tensor, pipeline and expert to 1"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(
+    tmp_path: Path, rows: Path, changes: dict[str, object], how: list[str], num_ranks: int, message: str
+) -> None:
+    """Before training, with what to do."""
+    done = start([write(tmp_path, rows, **changes), "--parallel.expert", "2", *how], num_ranks=num_ranks)
+    assert done.code == 2 and message in done.output.replace("\n", " "), done.output
