@@ -12,7 +12,7 @@ OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
-.PHONY: setup demo test test-fast test-long test-deploy gpu sim soak check docs release format bench clean
+.PHONY: setup demo test test-fast test-long test-deploy test-deploy-quick gpu sim soak check docs release format bench clean
 
 setup: .venv/.installed
 
@@ -55,6 +55,11 @@ test-long: test
 test-deploy: setup
 	@echo "test-deploy: jobs as a cluster runs them, with Slurm's own programs on machines in namespaces"
 	@$(PYTEST) -rs -m deploy tests/deploy
+
+# What takes no cluster, release or live job: manifests, schemas, the SkyPilot task.
+test-deploy-quick: setup
+	@echo "test-deploy-quick: manifests by their APIs, tasks by their parsers"
+	@$(PYTEST) -rs -m deploy tests/deploy/test_kubernetes.py tests/deploy/test_skypilot.py
 
 # Jobs of several ranks share the first device; NCCL gets one for each rank where there are as many.
 gpu: setup

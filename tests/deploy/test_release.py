@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.deploy
+UNDECLARED = {"| huey"}
+"""What MLflow brings, and has its licence (MIT) in its sources alone."""
 
 
 def test_a_release_is_complete(tmp_path: Path) -> None:
@@ -24,7 +26,7 @@ def test_a_release_is_complete(tmp_path: Path) -> None:
     assert not {"pytest", "mypy", "ruff", "moto", "cyclonedx-bom"} & names
     rows = (tmp_path / "licenses.md").read_text().splitlines()[2:]
     assert len(rows) == len(bill["components"])
-    assert [row for row in rows if "not declared" in row] == []
+    assert {row.split(" | ")[0] for row in rows if "not declared" in row} <= UNDECLARED
     sums = dict(line.split("  ")[::-1] for line in (tmp_path / "SHA256SUMS").read_text().splitlines())
     assert len([name for name in sums if name.endswith((".whl", ".tar.gz"))]) == 2
     assert sums == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from chaos.services.slurm.cluster import SlurmCluster
 from chaos.services.slurm.machines import eventually
 from elastic_train.cli.places.submit.slurm import SlurmJob, render
+from rendezvous.etcd.server import find_binary
 from tests.conftest import ROOT
 from tests.elastic_train.training.live.test_live import history, write_config
 
@@ -217,3 +219,48 @@ def test_doctors_of_all_nodes_meet(
         }
         assert levels == {"peers": ["ok"], "connection": ["ok"] * 4, "clock": ["ok"] * 3}, findings
         assert sum("sees the same" in f["found"] for f in findings) == 2
+
+
+def test_a_late_first_node_is_waited_for(
+    slurm: SlurmCluster, tmp_path: Path, rows: Path, launcher: str, path: dict[str, str]
+) -> None:
+    """It starts the job's etcd 40 s after the others came: they used to end after 15 s, and it trained alone."""
+    config = write_config(tmp_path, rows, 5, lane_ms=0.0)
+    script, node = tmp_path / "job", tmp_path / "node"
+    node.write_text(
+        "#!/bin/sh\n[ $SLURM_PROCID -ne 0 ] || sleep 40\n"
+        f"exec {launcher} launch {config} --nodes 3 --hang-timeout-s 60\n"
+    )
+    node.chmod(0o755)
+    script.write_text(f"#!/bin/sh\nsrun --ntasks-per-node=1 {node}\necho code $?\n")
+    job = slurm.submit("--nodes=3", "-o", str(tmp_path / "log"), str(script), **path)
+    slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
+    log = (tmp_path / "log").read_text()
+    assert "code 0" in log.splitlines(), log
+    assert log.count("waiting for the first node, which starts the job's etcd") >= 2, log
+    assert worlds(tmp_path / "run") == [3]
+
+
+def test_an_etcd_of_three_nodes_survives_one_of_them(slurm: SlurmCluster, tmp_path: Path, path: dict[str, str]) -> None:
+    """etcd.sbatch: what was written before a node lost its power is there, and more can be written."""
+    control, endpoints = Path(find_binary()).with_name("etcdctl"), tmp_path / "etcd.endpoints"
+    if not control.exists():
+        pytest.skip(f"no {control} here: install it (Debian: etcd-client)")
+    etcd = {"ENDPOINTS": str(endpoints), "DATA": str(tmp_path / "etcd"), **path}
+    slurm.submit("--nodes=3", "-o", str(tmp_path / "etcd.log"), str(SCRIPTS / "etcd.sbatch"), **etcd)
+    eventually(endpoints.exists, "etcd is there", PATIENCE_S)
+    where = endpoints.read_text().strip()
+    assert where == "n1:2379,n2:2379,n3:2379"
+
+    def ask(*words: str) -> str:
+        command = ["env", "ETCDCTL_API=3", str(control), f"--endpoints={where}", *words]
+        done = subprocess.run(
+            slurm.machines["n2"].inside(*command), capture_output=True, text=True, check=False, timeout=60
+        )
+        return done.stdout.strip() if done.returncode == 0 else done.stderr
+
+    eventually(lambda: ask("put", "before", "1") == "OK", "a majority answers", PATIENCE_S)
+    slurm.machines.power_off("n3")
+    eventually(lambda: ask("put", "after", "2") == "OK", "two of three answer", PATIENCE_S)
+    assert ask("get", "before", "--print-value-only") == "1"
+    assert "unhealthy" in ask("endpoint", "health")
