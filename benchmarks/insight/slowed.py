@@ -86,6 +86,8 @@ class Tail:
     pids: dict[int, int] = field(default_factory=dict)
     rows: dict[int, list[RankFacts]] = field(default_factory=dict)
     events: list[Line] = field(default_factory=list)
+    standing: set[tuple[str, int]] = field(default_factory=set)
+    """What was said of ranks, and is not over."""
     step: int = 0
     _places: dict[Path, int] = field(default_factory=dict)
 
@@ -107,6 +109,7 @@ class Tail:
             self.rows[self.step] = [RankFacts._make(row) for row in line["seconds"]]
         elif line["op"] == "event" and line["of_rank"] is not None:
             self.events.append(line)
+            (self.standing.discard if line["over"] else self.standing.add)((line["kind"], line["of_rank"]))
 
     def until(self, what: Callable[[], bool], timeout_s: float) -> None:
         """Read on until something is so; SystemExit if no step comes for so long."""
@@ -249,22 +252,28 @@ def _case(job: Running, found: Found, what: Slowing, quiet_steps: int) -> str:
         if not seen:
             steps = range(struck_at + 1, tail.step)
             seen.extend(step for step in steps if all(_shows(tail, s, usual, what, rank) for s in (step, step + 1)))
-        said = any(line["kind"] == what.kind and not line["over"] for line in tail.events[before:])
+        said = (what.kind, rank) in {(e["kind"], e["of_rank"]) for e in tail.events[before:] if not e["over"]}
         start = seen[0] + WITHIN_STEPS if seen else struck_at + SEEN_WITHIN_STEPS
         return said or tail.step > start
 
     with slowed(job, what):
         tail.until(is_over, STEP_S)
-    text = found.judge(job, what, struck_at, seen[0] if seen else None, before)
+    text, before = found.judge(job, what, struck_at, seen[0] if seen else None, before), len(tail.events)
     _forget(job)
+    found.wrong += sum(not line["over"] for line in tail.events[before:])
     return text
 
 
 def _forget(job: Running) -> None:
-    """Wait until what was said is over, and quiet rows have filled the detector's window."""
+    """Wait until what was said is over, and quiet rows have filled the detector's window; not for ever, though."""
     tail = job.tail
     let_go = tail.step
-    tail.until(lambda: tail.step >= let_go + QUIET_STEPS, STEP_S)
+
+    def is_quiet() -> bool:
+        passed = tail.step - let_go
+        return passed >= QUIET_STEPS and (not tail.standing or passed >= SEEN_WITHIN_STEPS)
+
+    tail.until(is_quiet, STEP_S)
 
 
 def _shows(tail: Tail, step: int, usual: dict[int, list[RankFacts]], what: Slowing, rank: int) -> bool:
@@ -297,6 +306,7 @@ def figures(effort: Effort) -> dict[str, object]:
             draws = random.Random(f"slowed/{shape.name}")
             with running(Path(folder) / shape.name, shape) as job:
                 _forget(job)
+                found.wrong += sum(not line["over"] for line in job.tail.events)
                 for number in range(num // len(of)):
                     what = drawn(draws, shape)
                     by_how[what.how] += 1

@@ -1,9 +1,10 @@
 """The detector: which rank is slow, by phase, and what else is wrong, from windows of the rows that all ranks give.
 
 Pure, and in robust statistics: a rank is compared with the median of the others over a window without its worst steps,
-so that one hiccup is none. What is judged by windows must be so at two looks in a row before it is said, and not be
-so at two before it is over; so it is said within `LATENCY` steps. Steps of two ranks have no majority, but the slow one
-is the one that computes while the other waits. What concerns a link needs three ranks: of two, each has the other's.
+so that one hiccup is none. What is judged by windows must be so at `LOOKS` looks in a row before it is said, and not be
+so at as many before it is over; so it is said within `LATENCY` steps. Steps of two ranks have no majority, but the slow
+one is the one that computes while the other waits. What concerns a link needs three ranks: of two, each has the
+other's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from elastic_train.insight.events import Event, Kind
 from elastic_train.insight.phases import PHASES, RankFacts
 
-WINDOW, LOOK_EVERY, LOOKS = 10, 5, 2
+WINDOW, LOOK_EVERY, LOOKS = 10, 5, 3
 LATENCY = WINDOW + LOOK_EVERY * LOOKS
 """The most steps from the first one that is wrong until that is said."""
 WORST = 2

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from elastic_train.cli.main import main
 from elastic_train.cli.runs import profile
 from elastic_train.config.monitoring import ProfileConfig
 from elastic_train.errors import ConfigError
+from elastic_train.insight import tracing
 from elastic_train.insight.phases import PHASES, StepClock
 from elastic_train.insight.tracing import Tracer, trace_name
 from elastic_train.parallel.point_to_point import Traffic
@@ -113,9 +116,17 @@ def test_a_run_without_traces_and_a_torn_trace_are_refused(tmp_path: Path, capsy
     assert (left.value.code, "cannot be read" in capsys.readouterr().err) == (2, True)
 
 
+def on_a_full_disk(path: Path, *_: object, **__: object) -> IO[str]:
+    """Open a file that has room for its first bytes."""
+    path.write_bytes(b"half of a trace")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 @pytest.mark.slow
-def test_a_tracer_listens_for_its_steps_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """From the end of the step before to the end of its last; where the folder is a file, one sentence is said."""
+def test_a_tracer_listens_for_its_steps_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the end of the step before to the end of its last; where the folder is a file, or full, one sentence."""
     clock, group = StepClock(), Heard()
     tracer = Tracer(ProfileConfig(at_steps=(2, 5)), tmp_path, rank=3, term=1, clock=clock, group=group)
     heard = []
@@ -143,6 +154,17 @@ def test_a_tracer_listens_for_its_steps_alone(tmp_path: Path, caplog: pytest.Log
             if step == 2:
                 broken.close()
     assert [record.message.count("training continues without traces") for record in caplog.records] == [1]
+    caplog.clear()
+    (tmp_path / "small").mkdir()
+    full = Tracer(ProfileConfig(at_steps=(1,)), tmp_path / "small", rank=0, term=1, clock=clock, group=group)
+    monkeypatch.setattr(tracing.gzip, "open", on_a_full_disk)
+    with caplog.at_level(logging.WARNING):
+        for step in range(4):
+            full.applied(step)
+        full.close()
+    (record,) = caplog.records
+    assert "No space left on device" in record.message and "make room" in record.message
+    assert [path for path in (tmp_path / "small").rglob("*") if path.is_file()] == [], "no half of a trace is left"
 
 
 @pytest.mark.slow
