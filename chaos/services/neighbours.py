@@ -80,13 +80,19 @@ class Hungry:
         self._free = free_bytes()
         self.num_bytes = min(_MOST_BYTES, self._free // _PART)
         self._program = _begun(_HUNGRY, str(self.num_bytes))
+        self._proof: str | None = None
 
     def has_bitten(self) -> str | None:
-        """See that the program holds its memory, and that about as much less is free."""
+        """See that the program holds its memory; once it did, it has bitten."""
         held = _resident_bytes(self._program.pid)
-        if held < self.num_bytes or self._free - free_bytes() < self.num_bytes // 2:
-            return None
-        return f"process {self._program.pid} holds {held / 1e6:.0f} MB, of {self._free / 1e6:.0f} MB that were free"
+        if held >= self.num_bytes:
+            free = f"{self._free / 1e6:.0f} MB that were free"
+            self._proof = f"process {self._program.pid} holds {held / 1e6:.0f} MB, of {free}"
+        return self._proof
+
+    @property
+    def is_there(self) -> bool:
+        return self._program.poll() is None
 
     def leave(self) -> None:
         """End the program."""

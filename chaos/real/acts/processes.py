@@ -24,7 +24,8 @@ _STOPPED_S, _RUNS_S = 0.15, 0.05
 _NEIGHBOURS = 3
 """Busy programs on the core of a node's workers: these get a fourth of it."""
 _COMING_S = 30.0
-"""A twin is not killed before it has come to etcd, unless that takes longer."""
+"""A twin is not killed before it has come to etcd, nor a hungry program before it has its memory, unless that takes
+longer."""
 _LOOKING_S = 60.0
 """Another job takes a quarter of a minute to find out whether one is at work in its folder, and some time to start."""
 
@@ -173,9 +174,12 @@ def memory_pressure(job: JobView, fault: Due) -> Struck | None:
     nodes = targets(job, fault)
     if not nodes:
         return None
-    hungry = Hungry()
+    hungry, until = Hungry(), time.monotonic() + _COMING_S
 
-    def clear() -> list[int]:
+    def clear() -> list[int] | None:
+        """End it once it has its memory, or had the time: that may take longer than a short fault lasts."""
+        if hungry.has_bitten() is None and hungry.is_there and time.monotonic() < until:
+            return None
         hungry.leave()
         return []
 

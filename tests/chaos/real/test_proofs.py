@@ -172,17 +172,20 @@ def test_a_worker_has_to_wait_for_the_core_that_it_shares(*, is_busy: bool) -> N
 def test_memory_has_to_be_held_by_the_neighbour(monkeypatch: pytest.MonkeyPatch, *, bites: bool) -> None:
     """What counts is what the kernel says that it holds; a program that has touched nothing yet holds nothing."""
     monkeypatch.setattr(neighbours, "_MOST_BYTES", 256 << 20)
-    monkeypatch.setattr(neighbours, "free_bytes", iter([4 << 30] + [2 << 30] * 100_000).__next__)
     if not bites:
         monkeypatch.setattr(neighbours, "_HUNGRY", "import time; time.sleep(600)")
     with sleeping() as process:
         done = processes.memory_pressure(job(node(process)), Due("memory_pressure", 0, None, 0.0, for_s=1.0))
         assert done is not None
+        assert done.undo is not None and done.proof() is None, "it has just begun"
         if bites:
-            wait_for(done.proof)
+            undo(done)
+            assert done.proof() is not None, "it was not ended before"
         else:
-            assert done.proof() is None
-        undo(done)
+            assert done.undo() is None, "it is waited for"
+            with monkeypatch.context() as later:
+                later.setattr(processes.time, "monotonic", lambda: float("inf"))
+                assert done.undo() == [] and done.proof() is None
 
 
 @BITES
