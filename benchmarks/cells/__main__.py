@@ -19,12 +19,17 @@ applied steps that one costs (goal: 0), and whether a process that lives on trai
 step (goal: p50 at most 0.8). `spare_fill_s`: the same where a fifth worker takes the place at once (goal: p50 at most
 2 + `link`, which is what it takes to send as many bytes as a place holds).
 
-`one_hash.pp2`: whether live jobs in stages end with the weights of one rank, bit for bit (goal: true).
+`ep2_vs_torch`: steps a second of two ranks over which the decoder's experts are spread, over those of a loop of torch's
+own parts (all-to-all, DistributedDataParallel), on the same four lanes (goal at least 0.95); `ep2_cpu_vs_torch` of
+processor time.
+
+`one_hash.pp2`, `one_hash.ep2`: whether live jobs in stages, and with experts spread over ranks, end with the weights of
+one rank, bit for bit (goal: true).
 """
 
 from __future__ import annotations
 
-from benchmarks.cells import hashes, pipeline, tensor
+from benchmarks.cells import experts, hashes, pipeline, tensor
 from benchmarks.cells.live import recovery
 from benchmarks.figures import measure_chosen
 
@@ -36,7 +41,9 @@ def main() -> None:
     at_points = ("rpo_steps_max", "model_rebuilt", "peer_killed_given_up_s", "kills_at_points")
     lost = {**dict.fromkeys(at_points, recovery.kills_at_points), "live_worker_s": recovery.live_worker}
     lost["spare_fill_s"] = recovery.spare_fill
-    measure_chosen("benchmarks.cells", __doc__, {**beside, **staged, **lost, "one_hash.pp2": hashes.one_hash})
+    spread = dict.fromkeys(experts.NAMES, experts.beside_torch)
+    one_hash = {"one_hash.pp2": hashes.of_stages, "one_hash.ep2": hashes.of_experts}
+    measure_chosen("benchmarks.cells", __doc__, {**beside, **staged, **lost, **spread, **one_hash})
 
 
 if __name__ == "__main__":

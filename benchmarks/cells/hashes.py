@@ -1,4 +1,4 @@
-"""One hash: live jobs in stages, by either schedule, of one and two cells, and with a killed stage, beside one rank."""
+"""One hash: live jobs in stages, or with spread experts, of one and two cells, with a killed rank, and of one rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,35 +16,52 @@ from benchmarks.models.jobs import JOBS, write_job
 from elastic_train.system.failpoints import VARIABLE, arm
 
 NUM_STEPS, KILLED_AT, TIMEOUT_S = 6, 20, 300.0
-CASES = {
-    "one rank": (1, 1, "1f1b"),
-    "2 stages": (2, 2, "1f1b"),
-    "2 stages, gpipe": (2, 2, "gpipe"),
-    "4 stages": (4, 4, "1f1b"),
-    "2 cells": (2, 4, "1f1b"),
-    "2 cells, a stage killed": (2, 4, "1f1b"),
+Cases = Mapping[str, tuple[int, Sequence[str]]]
+"""Numbers of ranks, and what is set besides."""
+STAGES: Cases = {
+    "2 stages": (2, ("pipeline", "2")),
+    "2 stages, gpipe": (2, ("pipeline", "2", "schedule", "gpipe")),
+    "4 stages": (4, ("pipeline", "4")),
+    "2 cells": (4, ("pipeline", "2")),
+    "2 cells, a stage killed": (4, ("pipeline", "2")),
+}
+EXPERTS: Cases = {
+    "2 ranks": (2, ("expert", "2")),
+    "4 ranks": (4, ("expert", "4")),
+    "2 cells": (4, ("expert", "2")),
+    "2 cells, a rank killed": (4, ("expert", "2")),
 }
 
 
-def one_hash(effort: Effort) -> dict[str, object]:
-    """Say for each case whether its weights are those of one rank."""
+def of_stages(effort: Effort) -> dict[str, object]:
+    """Say for each case of stages whether its weights are those of one rank."""
+    return {"one_hash.pp2": _compared(effort, STAGES, {"tied": False})}
+
+
+def of_experts(effort: Effort) -> dict[str, object]:
+    """Say for each case of spread experts whether its weights are those of one rank."""
+    return {"one_hash.ep2": _compared(effort, EXPERTS, {"experts": 4})}
+
+
+def _compared(effort: Effort, cases: Cases, sizes: Mapping[str, object]) -> dict[str, bool]:
     job = JOBS["lm"]
-    params = {**job.params, "model": {**job.params["model"], "tied": False, "dropout": 0.1}}
+    params = {**job.params, "model": {**job.params["model"], "dropout": 0.1, **sizes}}
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         path = write_job(folder, replace(job, params=params), max_steps=NUM_STEPS)
-        for name, (num_stages, num_ranks, kind) in CASES.items():
+        for name, (num_ranks, keys) in {"one rank": (1, ()), **cases}.items():
             points = folder / f"points {name}"
             points.mkdir()
             if "killed" in name:
                 arm(points, "backward", "kill", nth=KILLED_AT)
-            how = ["--parallel.pipeline", str(num_stages), "--parallel.schedule", kind, "--ranks", str(num_ranks)]
-            found[name] = _hash_of(path, folder / name, how, points)
-            assert not (points / "backward").exists(), "no stage was killed"
+            pairs = zip(keys[::2], keys[1::2], strict=True)
+            how = [word for key, value in pairs for word in (f"--parallel.{key}", value)]
+            found[name] = _hash_of(path, folder / name, [*how, "--ranks", str(num_ranks)], points)
+            assert not (points / "backward").exists(), "no rank was killed"
             effort.say(f"{name}: {found[name][:12]}")
     expected = found.pop("one rank")
-    return {"one_hash.pp2": {name: one == expected for name, one in found.items()}}
+    return {name: one == expected for name, one in found.items()}
 
 
 def _hash_of(path: str, folder: Path, how: list[str], points: Path) -> str:

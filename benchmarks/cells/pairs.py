@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -36,6 +37,13 @@ def part_ways(group: Group) -> None:
     group.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def medians(ranks: Sequence[Sequence[Times]]) -> Times:
+    """Return medians over turns, of what each rank took: a turn ends with its last, and all take the processor."""
+    turns = list(zip(*ranks, strict=True))
+    clock = statistics.median(max(seconds for seconds, _ in turn) for turn in turns)
+    return clock, statistics.median(sum(cpu for _, cpu in turn) for turn in turns)
 
 
 def timed(act: Callable[[], None]) -> Times:

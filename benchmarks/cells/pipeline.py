@@ -7,7 +7,6 @@ The peer is a loop of `torch.distributed.pipelining`: a `PipelineStage` of the s
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.cells.pairs import Times, meet, part_ways, timed
+from benchmarks.cells.pairs import Times, medians, meet, part_ways, timed
 from benchmarks.figures import Effort
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
@@ -49,20 +48,13 @@ def beside_torch(effort: Effort) -> dict[str, object]:
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(STAGES)]
     figures: dict[str, dict[str, float]] = {name: {} for name in NAMES}
     for kind in PEERS:
-        # A step ends with its last stage; processor time is that of all of them.
-        steps = [_medians([rank[kind][side] for rank in found]) for side in range(2)]
+        steps = [medians([rank[kind][side] for rank in found]) for side in range(2)]
         for place, name in enumerate(NAMES):
             mine, theirs = steps[0][place], steps[1][place]
             effort.say(f"{name}, {kind}: {1e3 * mine:.1f} ms a step, torch's {1e3 * theirs:.1f} ms")
             figures[name][kind] = round(theirs / mine, 3)
     peaks = {f"stage {rank} of {STAGES}": one["peak_lanes"] for rank, one in enumerate(found)}
     return {**figures, "pp_1f1b_peak_lanes": peaks}
-
-
-def _medians(ranks: list[list[Times]]) -> Times:
-    turns = list(zip(*ranks, strict=True))
-    clock = statistics.median(max(seconds for seconds, _ in turn) for turn in turns)
-    return clock, statistics.median(sum(cpu for _, cpu in turn) for turn in turns)
 
 
 def _rank(rank: int, rounds: int, folder: str) -> None:

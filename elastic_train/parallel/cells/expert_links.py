@@ -12,7 +12,7 @@ PeerLostError.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -23,8 +23,8 @@ from elastic_train.parallel.group import Group
 
 T = TypeVar("T")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-Leaf = Mapping[int, Tensor]
-"""Where a lane's gradients of experts' weights go, by the identity of each parameter."""
+Leaf = dict[int, Tensor]
+"""A lane's gradients of experts' weights, by the identity of each parameter."""
 
 
 class Unit(Protocol):
@@ -46,8 +46,8 @@ class _Kept(NamedTuple):
     """What a backward pass needs of a forward pass: each rank's tokens and outputs here, and how many went where."""
 
     passes: Sequence[tuple[Tensor, Tensor] | None]
-    given: Sequence[int]
-    taken: Sequence[int]
+    given: list[int]
+    taken: list[int]
 
 
 class ExpertLinks:
@@ -59,7 +59,7 @@ class ExpertLinks:
         self._at = 0
         """How many units have run forward in this turn."""
         self.leaves: Sequence[Leaf] = ()
-        """By rank of the cell, whose lanes' gradients they take."""
+        """Of this turn, by rank of the cell, whose lanes' gradients they are."""
 
     @property
     def group(self) -> Group:
@@ -73,7 +73,7 @@ class ExpertLinks:
     @contextlib.contextmanager
     def turn(self, *, trains: bool) -> Iterator[None]:
         """Return the context of this rank's passes; if it has run none, it takes part in the others'."""
-        self._at = 0
+        self._at, self.leaves = 0, [{} for _ in range(self.group.size)]
         yield
         if self._at == 0:
             kept = [self.forward(unit, None, (), trains=trains)[1] for unit in self._units]
@@ -109,31 +109,31 @@ class ExpertLinks:
         here = [source.counts[mine * per_rank : (mine + 1) * per_rank] for source in sources]
         taken, given = [sum(row) for row in here], _by_rank(sources[mine].counts, group.size)
         like = unit.stacked[0].new_empty(0, unit.width, dtype=dtype)
-        arrived = self._trade(like if x is None else x.detach().contiguous(), given, taken)
+        arrived = self._trade(torch.split(like if x is None else x.detach().contiguous(), given), taken)
+        parts = torch.split(arrived, taken)
         passes = [
             _pass(unit, part, row, source.autocast, trains=trains)
-            for part, row, source in zip(arrived, here, sources, strict=True)
+            for part, row, source in zip(parts, here, sources, strict=True)
         ]
-        made = torch.cat([part if one is None else one[1].detach() for part, one in zip(arrived, passes, strict=True)])
-        return torch.cat(self._trade(made, taken, given)), _Kept(passes, given, taken)
+        made = [part if one is None else one[1].detach() for part, one in zip(parts, passes, strict=True)]
+        return self._trade(made, given), _Kept(passes, given, taken)
 
     def backward(self, unit: Unit, kept: _Kept, gradient: Tensor | None) -> Tensor:
         """Send gradients of outputs to their experts, and return those of this rank's tokens."""
         if gradient is None:
             dtype = next((one[0].dtype for one in kept.passes if one is not None), torch.float32)
             gradient = unit.stacked[0].new_empty(0, unit.width, dtype=dtype)
-        arrived = self._trade(gradient.contiguous(), kept.given, kept.taken)
+        arrived = self._trade(torch.split(gradient.contiguous(), kept.given), kept.taken)
         found = []
-        for part, one, leaf in zip(arrived, kept.passes, self.leaves, strict=True):
+        for part, one, leaf in zip(torch.split(arrived, kept.taken), kept.passes, self.leaves, strict=True):
             if one is None:
                 found.append(part)
                 continue
             tokens, made = one
             of_tokens, *of_weights = torch.autograd.grad(made, [tokens, *unit.stacked], part)
             found.append(of_tokens)
-            for parameter, of_weight in zip(unit.stacked, of_weights, strict=True):
-                leaf[id(parameter)].add_(of_weight)
-        return torch.cat(self._trade(torch.cat(found), kept.taken, kept.given))
+            leaf |= zip(map(id, unit.stacked), of_weights, strict=True)
+        return self._trade(found, kept.given)
 
     def _counts(self, unit: Unit, x: Tensor | None, counts: Sequence[int]) -> list[list[int]]:
         """Return how many tokens each rank has for each expert, and how these are computed, by rank."""
@@ -146,14 +146,16 @@ class ExpertLinks:
         found: list[list[int]] = self.group.all_gather(torch.tensor(row)).tolist()
         return found
 
-    def _trade(self, rows: Tensor, given: Sequence[int], taken: Sequence[int]) -> list[Tensor]:
-        """Give each rank its rows, and return those that each has given, by rank."""
-        mine, parts = self.group.rank, list(torch.split(rows, list(given)))
-        arrived = [parts[mine] if rank == mine else rows.new_empty(n, rows.shape[1]) for rank, n in enumerate(taken)]
-        self.group.exchange(
+    def _trade(self, parts: Sequence[Tensor], taken: Sequence[int]) -> Tensor:
+        """Give each rank its rows, by rank, and return those that ranks have given, of which each gives so many."""
+        mine, arrived = self.group.rank, parts[0].new_empty(sum(taken), parts[0].shape[1])
+        places = torch.split(arrived, list(taken))
+        arriving, leaving = self.group.begin_exchange(
             [(rank, part) for rank, part in enumerate(parts) if rank != mine and len(part)],
-            [(rank, part) for rank, part in enumerate(arrived) if rank != mine and len(part)],
+            [(rank, part) for rank, part in enumerate(places) if rank != mine and len(part)],
         )
+        places[mine].copy_(parts[mine])
+        self.group.wait(arriving + leaving)
         return arrived
 
 

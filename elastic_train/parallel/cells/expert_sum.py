@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 
 from elastic_train.core.lanes import Assignment
 from elastic_train.parallel.cells.expert_links import ExpertLinks
-from elastic_train.parallel.gradient_sum import CanonicalSum, place_gradients
+from elastic_train.parallel.gradient_sum import CanonicalSum, bind_gradients, place_gradients
 from elastic_train.parallel.group import Group
 
 
@@ -38,33 +37,24 @@ class ExpertSum:
         flats, placed = place_gradients(whole)
         self._whole = CanonicalSum(flats, ranks, lanes)
         self._whole.exchange_beside(placed, bucket_bytes)
-        self._flats, places = place_gradients(parts)
-        self._parts = CanonicalSum(self._flats, column, by_cell)
+        self._experts = [one for one in parts if one.requires_grad]
+        self._parts = CanonicalSum(bind_gradients(parts), column, by_cell)
         self._lanes, self._links, self._num_turns = by_cell[column.rank], links, 0
-        self._leaves = [[torch.zeros_like(flat) for flat in self._flats] for _ in range(size)]
-        links.leaves = [
-            {
-                id(one.parameter): leaf[one.flat][one.start : one.start + one.parameter.numel()].view_as(one.parameter)
-                for one in places
-            }
-            for leaf in self._leaves
-        ]
 
     def begin(self, lanes: range) -> None:
         self._whole.begin(lanes)
         self._parts.begin(self._lanes)
         self._num_turns = 0
-        self._clear()
 
     @contextlib.contextmanager
     def lane(self, lane: int) -> Iterator[None]:
-        assert lane == self._lanes[self._num_turns * len(self._leaves) + self._links.group.rank], "lanes in their order"
+        assert lane == self._turn[self._links.group.rank], "a rank's lanes come in their order"
         with self._whole.lane(lane), self._links.turn(trains=True):
             yield
         self._end_turn()
 
     def serve(self) -> None:
-        while self._num_turns * len(self._leaves) < len(self._lanes):
+        while self._turn:
             with self._links.turn(trains=True):
                 pass
             self._end_turn()
@@ -76,22 +66,22 @@ class ExpertSum:
     def close(self) -> None:
         self._whole.close()
         self._parts.close()
-        self._links.leaves = ()
+
+    @property
+    def _turn(self) -> range:
+        """The lanes of the present turn, by rank of the cell."""
+        size = self._links.group.size
+        return self._lanes[self._num_turns * size :][:size]
 
     def _end_turn(self) -> None:
-        """Add the turn's leaves, in the order of their lanes."""
-        first = self._num_turns * len(self._leaves)
-        for lane, leaf in zip(self._lanes[first : first + len(self._leaves)], self._leaves, strict=False):
+        """Add what the turn's lanes have given to this place's experts, in their order."""
+        for lane, leaf in zip(self._turn, self._links.leaves, strict=False):
             with self._parts.lane(lane):
-                for flat, gradient in zip(self._flats, leaf, strict=True):
-                    flat.add_(gradient)
-        self._clear()
+                for parameter in self._experts:
+                    if (gradient := leaf.get(id(parameter))) is not None and parameter.grad is not None:
+                        parameter.grad.add_(gradient)
+        self._links.leaves = ()
         self._num_turns += 1
-
-    def _clear(self) -> None:
-        for leaf in self._leaves:
-            for gradient in leaf:
-                gradient.zero_()
 
 
 def _together(dealt: Sequence[range]) -> range:

@@ -1,0 +1,163 @@
+"""Experts spread over ranks beside torch's own parts: the same decoder, the same lanes, a step of two ranks.
+
+The peer is the loop that one writes of torch's parts: tokens go to experts and back by `all_to_all_single_autograd`, an
+expert's product is over the tokens of both ranks, and DistributedDataParallel sums the gradients of all else. Both run
+in the same processes, in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.cells.pairs import TIMEOUT_S, Times, medians, meet, part_ways, timed
+from benchmarks.figures import Effort
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.core.mesh import Mesh
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.parallel.cells.expert_sum import ExpertSum
+from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.models.experts import Experts
+
+SIZES = {"dim": 256, "depth": 4, "heads": 8, "kv_heads": 4, "experts": 8, "expert_hidden": 384}
+SHAPE = DecoderShape(vocabulary=512, **SIZES)  # type: ignore[arg-type]
+ROWS, TOKENS, LANES, DEGREE = 4, 256, 4, 2
+BUCKET_BYTES = 2 << 20
+NAMES = ("ep2_vs_torch", "ep2_cpu_vs_torch")
+Step = Callable[[], None]
+
+
+def beside_torch(effort: Effort) -> dict[str, object]:
+    """Run both in turn, in two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = 5 if effort.is_quick else 25
+        spawn(_rank, args=(rounds, folder), nprocs=DEGREE)  # type: ignore[no-untyped-call]
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(DEGREE)]
+    ours, peer = (medians([rank[side] for rank in found]) for side in range(2))
+    figures: dict[str, object] = {}
+    for place, name in enumerate(NAMES):
+        effort.say(f"{name}: {1e3 * ours[place]:.1f} ms a step, torch's {1e3 * peer[place]:.1f} ms")
+        figures[name] = round(peer[place] / ours[place], 3)
+    return figures
+
+
+def _rank(rank: int, rounds: int, folder: str) -> None:
+    group = meet(rank, DEGREE, folder)
+    (ours, step), (theirs, peer) = _our_step(group), _torch_step(rank)
+    times: list[list[Times]] = [[], []]
+    for turn in range(rounds + 2):
+        for side, act in enumerate((step, peer)):
+            group.barrier()
+            times[side].append(timed(act))
+        if turn == 0:
+            _check_same(ours, theirs)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([side[2:] for side in times]))
+    part_ways(group)
+
+
+def _loss(model: nn.Module, lane: int) -> Tensor:
+    tokens = torch.randint(0, SHAPE.vocabulary, (ROWS, TOKENS), generator=torch.Generator().manual_seed(lane))
+    logits = model(tokens)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
+
+
+def _our_step(group: Group) -> tuple[nn.Module, Step]:
+    model, parallel = _whole(), ParallelConfig(expert=DEGREE)
+    plan = cell_plan_of(CausalLM(model=SIZES), model, parallel)
+    assert plan is not None, "the decoder has experts"
+    cut, mesh = CutModel(model, plan, parallel.cell, CellLinks()), Mesh(group.rank, DEGREE, parallel.cell)
+    cut.bind(mesh, group)
+    cut.take_place(group.rank)
+    assert cut.experts is not None, "they are spread"
+    lanes, alone = mesh.assigned(LANES), Group(0, 1, None, TIMEOUT_S)
+    whole, parts = ([one for name, one in model.named_parameters() if (name in cut.cuts) == it] for it in (False, True))
+    gradients = ExpertSum(whole, parts, group, alone, lanes, cut.experts, BUCKET_BYTES)
+
+    def step() -> None:
+        gradients.begin(lanes[mesh.owner])
+        for lane in lanes[mesh.owner]:
+            with gradients.lane(lane):
+                _loss(model, lane).backward()  # type: ignore[no-untyped-call]
+        gradients.serve()
+        gradients.finish(1.0)
+
+    return model, step
+
+
+class TorchExperts(nn.Module):
+    """A part of some experts, whose tokens come from all ranks."""
+
+    def __init__(self, whole: Experts, rank: int) -> None:
+        super().__init__()
+        self.each = whole.num_experts // DEGREE
+        mine = slice(rank * self.each, (rank + 1) * self.each)
+        self.gate, self.up, self.down = (nn.Parameter(one.detach()[mine].clone()) for one in whole.stacked)
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        world, given = dist.group.WORLD, torch.tensor(counts)
+        assert world is not None, "the default group is there"
+        taken = torch.empty_like(given)
+        dist.all_to_all_single(taken, given)
+        leave, come = given.view(DEGREE, -1).sum(1).tolist(), taken.view(DEGREE, -1).sum(1).tolist()
+        arrived = all_to_all_single_autograd(x, come, leave, world)
+        # By rank and expert as they come, by expert as they are multiplied.
+        experts = torch.arange(self.each).repeat(DEGREE).repeat_interleave(taken)
+        order = experts.argsort(stable=True)
+        per_expert = taken.view(DEGREE, -1).sum(0).tolist()
+        made = torch.cat(
+            [
+                F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+                for part, gate, up, down in zip(
+                    torch.split(arrived[order], per_expert), self.gate.unbind(), self.up.unbind(), self.down.unbind(),
+                    strict=True,
+                )
+            ]
+        )  # fmt: skip
+        back = torch.empty_like(made).index_copy(0, order, made)
+        return all_to_all_single_autograd(back, leave, come, world)
+
+
+def _torch_step(rank: int) -> tuple[nn.Module, Step]:
+    model = _whole()
+    for block in model.blocks:
+        block.mlp.experts = TorchExperts(block.mlp.experts, rank)  # type: ignore[union-attr, arg-type]
+    experts = [name for name, _ in model.named_parameters() if ".experts." in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)  # type: ignore[no-untyped-call]
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    lanes = range(rank, LANES, DEGREE)
+
+    def step() -> None:
+        wrapped.zero_grad()
+        for lane in lanes:
+            with wrapped.no_sync() if lane != lanes[-1] else contextlib.nullcontext():
+                _loss(wrapped, lane).backward()  # type: ignore[no-untyped-call]
+
+    return model, step
+
+
+def _check_same(ours: nn.Module, theirs: nn.Module) -> None:
+    """Both have computed one gradient, to rounding; DistributedDataParallel's is a mean over the ranks."""
+    for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None, name
+        times = 1 if ".experts." in name else DEGREE
+        torch.testing.assert_close(one.grad, times * other.grad, rtol=1e-3, atol=1e-3)
+
+
+def _whole() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(SHAPE)
