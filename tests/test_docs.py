@@ -90,9 +90,9 @@ def unknown(app: App, words: list[str]) -> Iterator[str]:
             yield from [command] if command.isalpha() and command.islower() else []
             return
         app = app[command]
-    if words and words[0] in app:
+    if words and not words[0].startswith("-") and words[0] in app:
         app = app[words.pop(0)]  # of a command that does something by itself, too
-    known = {"--help", *OPTIONS_OF_KEYS} if app.name[0] in TAKE_KEYS else {"--help"}
+    known = {"--help", "--version", "--install-completion", *(OPTIONS_OF_KEYS if app.name[0] in TAKE_KEYS else ())}
     if app.default_command is not None:
         known |= {option for argument in app.assemble_argument_collection() for option in argument.names}
     for word in words:
