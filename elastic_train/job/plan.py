@@ -213,7 +213,8 @@ def make_plan(config: Config) -> Plan:
     choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
     check_can_be_in_cells(config, device)
     check_fits_cells(task, config.parallel)
-    if isinstance(task, Deferring) and (sketch := task.sketch_model()) is not None:
+    is_in_cells = config.parallel.cell.size > 1
+    if is_in_cells and isinstance(task, Deferring) and (sketch := task.sketch_model()) is not None:
         cell_plan_of(task, sketch, config.parallel)  # here already what does not fit is said without building a model
     if config.parallel.has_shares or config.parallel.cell.size > 1:
         slots_of(choice.tried(), choice.make, device)

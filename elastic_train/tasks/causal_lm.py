@@ -20,8 +20,9 @@ from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.models.adapters import attach, check_base, frozen_groups, leave_base_out
 from elastic_train.tasks.models.decoder import TENSOR_PLAN, Decoder, DecoderShape, drawn_weights, stages_of
 from elastic_train.tasks.models.experts import RouterLosses
+from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed, stand_ins
 from elastic_train.tasks.models.folders import save_folder
-from elastic_train.tasks.models.hugging_face import Source, check_causal, check_positions
+from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
@@ -127,7 +128,7 @@ class CausalLM:
     def build_model(self) -> nn.Module:
         if self.source is None:
             return Decoder(self._shape)
-        built = self.source.build("AutoModelForCausalLM", self.config)
+        built = self.source.build(Kind("AutoModelForCausalLM", self.config))
         check_positions(built, self.max_tokens)
         check_causal(built)
         model: nn.Module = built
@@ -137,13 +138,19 @@ class CausalLM:
         return model
 
     def sketch_model(self) -> nn.Module | None:
-        if self.source is not None:
+        if self.source is None:
+            with torch.device("meta"):
+                return self.build_model()
+        opened = None if self.lora is not None else open_folder(self.source, Kind("AutoModelForCausalLM", self.config))
+        if opened is None:
             return None
-        with torch.device("meta"):
-            return self.build_model()
+        model, self._first_weights = opened
+        check_positions(model, self.max_tokens)
+        check_causal(model, stand_ins(model))
+        return model if runs_as_listed(model, input_ids=torch.tensor([[0, 1]])) else None
 
     def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return drawn_weights(self._shape)
+        return drawn_weights(self._shape) if self.source is None else iter(self._first_weights)
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
         return frozen_groups(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,8 @@ from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.extras import needed_for
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.images.options import Augmentation, Normalisation
-from elastic_train.tasks.models.hugging_face import Source
+from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
+from elastic_train.tasks.models.hugging_face import Kind, Source
 from elastic_train.tasks.models.small_resnet import ResNetShape, SmallResNet
 from elastic_train.tasks.rows.classes import check_columns, check_label, check_same_classes, count_classes, label_of
 from elastic_train.tasks.task import Batch, LaneLoss
@@ -125,10 +126,23 @@ class ImageClassifier:
     def build_model(self) -> nn.Module:
         if self.source is None:
             return SmallResNet(ResNetShape(num_classes=self.num_classes, **self._sizes))
-        built: nn.Module = self.source.build(
-            "AutoModelForImageClassification", self.config, draws_head=True, attention=None
-        )
+        built: nn.Module = self.source.build(self._kind)
         return built
+
+    def sketch_model(self) -> nn.Module | None:
+        opened = None if self.source is None else open_folder(self.source, self._kind)
+        if opened is None:
+            return None
+        model, self._first_weights = opened
+        pixels = torch.zeros(1, self.channels, self.size, self.size)
+        return model if runs_as_listed(model, pixel_values=pixels) else None
+
+    def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._first_weights)
+
+    @property
+    def _kind(self) -> Kind:
+        return Kind("AutoModelForImageClassification", self.config, draws_head=True, attention=None)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> Batch:
         from elastic_train.tasks.images.augmentation import draw_mixing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.models.adapters import attach, check_base, frozen_groups, leave_base_out
+from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
 from elastic_train.tasks.models.folders import save_folder
-from elastic_train.tasks.models.hugging_face import Source, check_positions
+from elastic_train.tasks.models.hugging_face import Kind, Source, check_positions
 from elastic_train.tasks.models.metadata_head import WithMetadata
 from elastic_train.tasks.rows.labelled_rows import LabelledRows
 from elastic_train.tasks.rows.tokenizing import write_tokenizer
@@ -82,18 +83,48 @@ class SequenceClassifier:
         return {self.rows.tokens: self.max_tokens}
 
     def build_model(self) -> nn.Module:
-        body = self.source.build("AutoModelForSequenceClassification", self.config, draws_head=True)
+        body = self.source.build(self._kind)
         check_positions(body, self.max_tokens)
         model: nn.Module = body
         if self.lora is not None:
             model = attach(model, self.lora, "SEQ_CLS")
-        rows = self.rows
-        if rows.numeric or rows.categorical:
-            sizes = (len(rows.numeric), len(rows.categorical), rows.category_buckets)
-            model = WithMetadata(model, rows.num_classes, *sizes)
+        if self._reads_metadata:
+            model = self._with_metadata(model)
         if self.lora is not None:
             leave_base_out(model)
         return model
+
+    def sketch_model(self) -> nn.Module | None:
+        opened = None if self.lora is not None else open_folder(self.source, self._kind)
+        if opened is None:
+            return None
+        body, self._first_weights = opened
+        check_positions(body, self.max_tokens)
+        if not runs_as_listed(body, input_ids=torch.tensor([[0, 1]])):
+            return None
+        return self._with_metadata(body) if self._reads_metadata else body
+
+    def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if not self._reads_metadata:
+            yield from self._first_weights
+            return
+        for name, tensor in self._first_weights:
+            yield f"body.{name}", tensor
+        for name, parameter in self._with_metadata(nn.Identity()).named_parameters():
+            yield name, parameter.detach()
+
+    @property
+    def _kind(self) -> Kind:
+        return Kind("AutoModelForSequenceClassification", self.config, draws_head=True)
+
+    @property
+    def _reads_metadata(self) -> bool:
+        return bool(self.rows.numeric or self.rows.categorical)
+
+    def _with_metadata(self, body: nn.Module) -> WithMetadata:
+        rows = self.rows
+        sizes = len(rows.numeric), len(rows.categorical), rows.category_buckets
+        return WithMetadata(body, rows.num_classes, *sizes)
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
         return frozen_groups(model)

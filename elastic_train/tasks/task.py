@@ -155,9 +155,10 @@ class Deferring(Protocol):
     """A task that makes its model's weights one after the other, so that no process need have all of them."""
 
     def sketch_model(self) -> nn.Module | None:
-        """Return what `build_model` does, on the meta device; None if its weights cannot be made one by one.
+        """Return what `build_model` does, its parameters on the meta device; None if these cannot be made one by one.
 
-        Its blocks, the entries of `nn.ModuleList`s, run in the order in which they are listed, and it has no buffers.
+        Its buffers are those of `build_model`, on the CPU. Its blocks, the entries of `nn.ModuleList`s, run in the
+        order in which they are listed.
         """
 
     def initial_weights(self) -> Iterator[tuple[str, Tensor]]:

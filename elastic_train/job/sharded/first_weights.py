@@ -16,7 +16,7 @@ from elastic_train.shards.grains import Layout
 
 
 def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model that was built on the meta device parameters on another device that have no memory yet."""
+    """Give a model's parameters a place on a device, but no memory there yet; its buffers go there as they are."""
     known: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in list(module._parameters.items()):
@@ -26,6 +26,9 @@ def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
                     memory.untyped_storage().resize_(0)
                     known[id(old)] = nn.Parameter(memory, requires_grad=old.requires_grad)
                 module._parameters[name] = known[id(old)]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
     return model
 
 

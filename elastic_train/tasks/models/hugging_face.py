@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
@@ -24,6 +24,20 @@ if TYPE_CHECKING:
 
 _KEYS = ("path", "config", "dtype")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is made of a source: `name` is an auto class's of transformers; with `draws_head` weights outside of the
+    model's body are drawn where a folder lacks them.
+
+    `attention` is how it is computed; None for what transformers chooses, which fits models without any, too.
+    """
+
+    name: str
+    config: PretrainedConfig
+    draws_head: bool = False
+    attention: str | None = "sdpa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,32 +95,26 @@ class Source:
                 "set it lower, or give the model more by hf.config"
             )
 
-    def build(
-        self, kind: str, config: PretrainedConfig, *, draws_head: bool = False, attention: str | None = "sdpa"
-    ) -> PreTrainedModel:
-        """Build the model on the CPU by an auto class's name; with `draws_head` weights outside of its body are drawn.
-
-        `attention` is how it computes it; None for what transformers chooses, which fits models without any, too.
+    def build(self, kind: Kind) -> PreTrainedModel:
+        """Build the model on the CPU.
 
         Raises ConfigError where the folder cannot be read, or lacks other weights.
         """
         import transformers
 
-        transformers.utils.logging.disable_progress_bar()
-        auto = getattr(transformers, kind)
-        options: dict[str, Any] = {"dtype": self.dtype, "attn_implementation": attention}
         if self.path is None:
-            model: PreTrainedModel = self._checked(lambda: auto.from_config(config, **options))
-            return model
-        path = str(self.path)
-        options |= {"config": config, "local_files_only": True, "output_loading_info": True}
+            return self.from_config(kind)
+        transformers.utils.logging.disable_progress_bar()
+        auto, path = getattr(transformers, kind.name), str(self.path)
+        options: dict[str, Any] = {"dtype": self.dtype, "attn_implementation": kind.attention}
+        options |= {"config": kind.config, "local_files_only": True, "output_loading_info": True}
         options["ignore_mismatched_sizes"] = True  # to name them here
+        model: PreTrainedModel
         model, found = self._checked(lambda: auto.from_pretrained(path, **options))
-        body = f"{model.base_model_prefix}."
         lacks = sorted(
             name
             for name in (*found["missing_keys"], *(wrong[0] for wrong in found["mismatched_keys"]))
-            if not draws_head or (name.startswith(body) and ".pooler." not in name)
+            if not kind.draws_head or not is_drawn(model, name)
         )
         if lacks:
             raise ConfigError(
@@ -116,12 +124,25 @@ class Source:
             )
         return model
 
+    def from_config(self, kind: Kind) -> PreTrainedModel:
+        """Build the model of a configuration, whose weights are drawn."""
+        import transformers
+
+        auto, options = getattr(transformers, kind.name), {"dtype": self.dtype, "attn_implementation": kind.attention}
+        model: PreTrainedModel = self._checked(lambda: auto.from_config(kind.config, **options))
+        return model
+
     def _checked(self, make: Callable[[], Any]) -> Any:
         try:
             return make()
         except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
             where = f"task.params.hf.path: {self.path}" if self.path else f"task.params.hf.config: {dict(self.config)}"
             raise ConfigError(f"{where}: transformers cannot use it: {str(error).strip()}") from error
+
+
+def is_drawn(model: PreTrainedModel, name: str) -> bool:
+    """Say whether a weight that a folder lacks may be drawn: one outside of the model's body, or of its pooler."""
+    return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
 def check_positions(model: PreTrainedModel, max_tokens: int) -> None:
@@ -137,13 +158,17 @@ def check_positions(model: PreTrainedModel, max_tokens: int) -> None:
             )
 
 
-def check_causal(model: PreTrainedModel) -> None:
-    """Refuse a model whose prediction for a token depends on the tokens after it: it would learn to copy them."""
+def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Refuse a model whose prediction for a token depends on the tokens after it: it would learn to copy them.
+
+    `weights` are taken in place of its own, if it has none.
+    """
     was_training = model.training
     model.eval()
     with torch.no_grad():
         pair = torch.tensor([[0, 0], [0, 1]]) % model.config.get_text_config().vocab_size
-        first, second = model(input_ids=pair, use_cache=False).logits[:, 0]
+        inputs = {"input_ids": pair, "use_cache": False}
+        first, second = torch.func.functional_call(model, dict(weights or {}), (), inputs).logits[:, 0]
     model.train(was_training)
     if not first.equal(second):
         raise ConfigError(

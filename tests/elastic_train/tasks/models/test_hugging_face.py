@@ -13,7 +13,7 @@ import torch
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape, llama_name
-from elastic_train.tasks.models.hugging_face import Source
+from elastic_train.tasks.models.hugging_face import Kind, Source
 from tests.elastic_train.tasks.language_rows import (
     BERT,
     GPT2,
@@ -132,6 +132,6 @@ def test_weights_are_fp32_unless_another_type_is_asked_for(tmp_path: Path) -> No
     path = str(saved(tmp_path / "model", {**GPT2, "dtype": "bfloat16"}))
     for values, dtype in (({}, torch.float32), ({"dtype": "bfloat16"}, torch.bfloat16)):
         source = Source.of({"path": path, **values})
-        model = source.build("AutoModelForCausalLM", source.load_config())
+        model = source.build(Kind("AutoModelForCausalLM", source.load_config()))
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         assert model.config._attn_implementation == "sdpa"
