@@ -199,7 +199,7 @@ class CausalLM:
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         losses = None
-        if model.training and self.source is None and self._shape.experts:
+        if model.training and self.source is None and self._sizes.get("experts"):
             losses = RouterLosses(batch["places"], self.balance_loss, self.router_z_loss)
         found = self._loss_of(self._logits(model, batch, losses), batch, is_training=model.training)
         return found if losses is None else replace(found, total=found.total + losses.total())
