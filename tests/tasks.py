@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from chaos.tasks.paced_classifier import PacedClassifier
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.training.session import Session
@@ -190,25 +189,3 @@ class Miscounts(TextClassifier):
                 yield [first, *lanes[1:]]
 
         Session.steps = steps  # type: ignore[method-assign]
-
-
-class PacedLanguage(CausalLM):
-    """A language model that takes `lane_ms` longer for every lane of every step, until a file exists."""
-
-    def __init__(self, lane_ms: float, until: str, **params: object) -> None:
-        super().__init__(**params)  # type: ignore[arg-type]
-        self._lane_ms, self._until = lane_ms, Path(until)
-
-    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
-        self._pace(model)
-        return super().loss(model, batch)
-
-    def run_stage(
-        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
-    ) -> Tensor | LaneLoss:
-        self._pace(model)
-        return super().run_stage(model, modules, batch, given)
-
-    def _pace(self, model: nn.Module) -> None:
-        if model.training and not self._until.exists():
-            time.sleep(self._lane_ms / 1000)

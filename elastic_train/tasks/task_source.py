@@ -46,15 +46,17 @@ def source_of(kind: Any) -> tuple[str, ...]:
 def source_files(kind: Any) -> dict[str, Path]:
     """Return the files by the names of their modules; at most MOST_FILES of them."""
     found: dict[str, Path] = {}
+    looked_for: set[tuple[_Home, str]] = set()
     waiting = deque((name, file, _home(name, file)) for name, file in _own_modules(kind))
     while waiting and len(found) < MOST_FILES:
         name, file, home = waiting.popleft()
         if name in found:
             continue
         found[name] = file
-        for imported in dict.fromkeys(_with_parents(_imports(name, file))):
-            if imported not in found and (its_file := home.file_of(imported)) is not None:
+        for imported in _with_parents(_imports(name, file)):
+            if (home, imported) not in looked_for and (its_file := home.file_of(imported)) is not None:
                 waiting.append((imported, its_file, home))
+            looked_for.add((home, imported))
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer]
-_SHORT, _NUM_SHORT, _STEPS = 15, 273, 2
+_SHORT, _NUM_SHORT, _STEPS = 15, 137, 2
 """Elements of a part that is all end, and how many there are: enough that one of thousands that differs is seen."""
 
 

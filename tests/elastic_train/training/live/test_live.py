@@ -149,14 +149,7 @@ def test_a_fault_in_any_phase_ends_in_the_same_place(
     config = write_config(tmp_path, rows, 100_000, lane_ms=30.0)
     job = launch(tmp_path, etcd, config, ranks=3, **{VARIABLE: str(points)})
     try:
-        term = 0
-        for point in POINTS:
-            term, ranks = until_whole(tmp_path / "run", 3, above=term)
-            arm(points, point, "raise" if point == "backward" else "kill")
-            if point in PHASES_OF_A_NEW_WORLD:
-                os.kill(ranks[2], signal.SIGKILL)
-            eventually(lambda: not (points / point).exists(), f"a fault at {point}")  # noqa: B023 - called at once
-        until_whole(tmp_path / "run", 3, above=term)
+        lose_ranks(tmp_path, points, 3, [(point, "raise" if point == "backward" else "kill") for point in POINTS])
         run = leave(job, tmp_path)
     finally:
         job.kill()
@@ -178,14 +171,26 @@ def steps_of(run: Evidence) -> int:
     return int(str(run.result["step"]))
 
 
+def lose_ranks(folder: Path, points: Path, size: int, faults: Sequence[tuple[str, str]]) -> tuple[int, dict[int, int]]:
+    """Have each of these faults, of a place and a kind, once a world of `size` ranks trains.
+
+    A place may have a number: "forward 8" is the eighth time that any rank comes there. For the places of a new world
+    the last rank is killed first. Return the term of the world that trains in the end, and its processes by rank.
+    """
+    term, ranks = until_whole(folder / "run", size)
+    for place, kind in faults:
+        point, _, nth = place.partition(" ")
+        arm(points, point, kind, int(nth or 1))
+        if point in PHASES_OF_A_NEW_WORLD:
+            os.kill(ranks[size - 1], signal.SIGKILL)
+        eventually(lambda: not (points / point).exists(), f"a fault at {point}")  # noqa: B023 - called at once
+        term, ranks = until_whole(folder / "run", size, above=term)
+    return term, ranks
+
+
 def lose_peers(job: ForkedWorker, folder: Path, points: Path, names: Sequence[str]) -> Evidence:
     """Kill one rank of three at each of these points of a step, freeze one for a while, and ask all to leave."""
-    term = 0
-    for point in names:
-        term, _ = until_whole(folder / "run", 3, above=term)
-        arm(points, point, "kill")
-        eventually(lambda: not (points / point).exists(), f"a fault at {point}")  # noqa: B023 - called at once
-    term, ranks = until_whole(folder / "run", 3, above=term)
+    term, ranks = lose_ranks(folder, points, 3, [(point, "kill") for point in names])
     os.kill(ranks[1], signal.SIGSTOP)
     term, _ = until_whole(folder / "run", 2, above=term)
     os.kill(ranks[1], signal.SIGCONT)
