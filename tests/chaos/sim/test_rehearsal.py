@@ -98,7 +98,7 @@ def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> No
     refused |= {"flipped-data": "flip_data is not simulated", "no-more-files": "cap_fds is not simulated"}
     refused["slow-node"] = "slow_cpu is not simulated"
     refused["renewed-certificates"] = "rotate_cert is not simulated"
-    refused |= dict.fromkeys(("soak", "soak-witness"), "a soak lists no faults to simulate")
+    refused |= dict.fromkeys(("soak", "soak-witness", "soak-cells"), "a soak lists no faults to simulate")
     if path.stem in refused:
         with pytest.raises(ScenarioError, match=refused[path.stem]):
             rehearse(load(path), 1)
