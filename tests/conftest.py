@@ -190,8 +190,12 @@ def begin(command: list[str], log: Path | None = None, environ: dict[str, str] |
 
 
 def environ_of(**own: str) -> dict[str, str]:
-    """Return the environment of a user's process: in pytest's own, cyclopts goes through the sources of all callers."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    """Return the environment of a user's process: without what pytest, and libraries that tests import, have put there.
+
+    In pytest's own, cyclopts goes through the sources of all callers. With what scikit-learn sets for OpenMP when it is
+    imported, no node could fork its standby process: each would import the trainer anew, ten seconds of a core.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "KMP_"))}
     return {**inherited, "OMP_NUM_THREADS": "1", **own}
 
 
@@ -204,7 +208,7 @@ def standby() -> Standby:
 def preloaded(module: str) -> Standby:
     """Return a process that has imported a module."""
     with contextlib.chdir(ROOT):
-        made = Standby(forks=False)
+        made = Standby(forks=False, environ=environ_of())
         made.preload(module)
     assert made.wait_until_ready(START_TIMEOUT_S), f"{module} was not imported within {START_TIMEOUT_S:.0f} s"
     return made
