@@ -1,10 +1,10 @@
 """A watchdog over a process's own progress: a worker that hangs reports where and exits, so that the others continue.
 
 Time spent waiting for peers does not count: a rank that waits for a hung one is not hung. The limit is learned from the
-longest stretch of work so far. There are two watchers. A thread dumps every thread's stack and ends the process with
-the exit code for a hang. faulthandler's timer, which needs no interpreter lock, catches a hang that holds that lock:
-the thread resets the timer as long as it runs, so it fires, and ends the process, once no thread has run for longer
-than the limit.
+longest stretch of work so far, once there has been a whole step: its first stretch may be the shortest. There are two
+watchers. A thread dumps every thread's stack and ends the process with the exit code for a hang. faulthandler's timer,
+which needs no interpreter lock, catches a hang that holds that lock: the thread resets the timer as long as it runs, so
+it fires, and ends the process, once no thread has run for longer than the limit.
 
 While it enters a world a process makes no steps: then every answer of the storage and every wait for peers is progress,
 and the time between two of them is short, whatever the size of the state.
@@ -70,7 +70,7 @@ class Watchdog:
 
     def __init__(self, limit_s: float | None = None) -> None:
         self._fixed_s = limit_s
-        self._longest_s: float | None = None
+        self._longest_s, self._has_stepped = 0.0, False
         self._since: float | None = None
         self._stage: _Stage | None = None
         self._thread: threading.Thread | None = None
@@ -81,7 +81,7 @@ class Watchdog:
     def limit_s(self) -> float:
         """How long work may currently continue without progress, in seconds."""
         known_s = self._fixed_s
-        if known_s is None and self._longest_s is not None:
+        if known_s is None and self._has_stepped:
             known_s = min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s))
         stage = self._stage
         if stage is None:
@@ -91,8 +91,10 @@ class Watchdog:
     def beat(self) -> None:
         """Report progress; work continues."""
         self._learn()
+        was_working = self._since is not None
         self._since = time.monotonic()  # before the stage: the watcher must not measure an old stretch by a new limit
         was_staged, self._stage = self._stage is not None, None
+        self._has_stepped |= was_working and not was_staged
         self._start()
         if was_staged:
             self._arm()
@@ -150,7 +152,7 @@ class Watchdog:
 
     def _learn(self) -> None:
         if self._since is not None and self._stage is None:
-            self._longest_s = max(time.monotonic() - self._since, self._longest_s or 0.0)
+            self._longest_s = max(time.monotonic() - self._since, self._longest_s)
 
     def rest(self) -> None:
         """Stop counting until the next beat; meanwhile a process may be frozen for the longest limit."""

@@ -44,6 +44,22 @@ def test_work_up_to_a_wait_is_learned(clock: list[float]) -> None:
     assert watched.limit_s == TIMES_LONGEST * 25.0
 
 
+def test_nothing_is_known_before_a_whole_step_is_over(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a cell meet before they compute: that first stretch is short, and the next may take any time."""
+    monkeypatch.setattr(Watchdog, "_end", lambda self, stuck_s: pytest.fail(f"ended after {stuck_s} s"))
+    watched = Watchdog()
+    watched.enter()
+    watched.await_first()
+    watched.beat()
+    with watched.resting():
+        clock[0] += 1.0
+    clock[0] += 5 * LEAST_S
+    watched.look()
+    assert watched.limit_s == MOST_S
+    watched.beat()
+    assert watched.limit_s == min(MOST_S, TIMES_LONGEST * 5 * LEAST_S)
+
+
 def test_limits_have_bounds(clock: list[float]) -> None:
     """Nothing is known at first; short steps do not make the limit too short, nor long ones too long."""
     watched = Watchdog()
@@ -202,6 +218,7 @@ def test_a_copy_and_a_failed_end_may_take_long(clock: list[float], monkeypatch: 
 
     watched.beat()
     clock[0] += 1.0
+    watched.beat()
     saves = SimpleNamespace(is_staging=True, await_staging=take_long)
     worlds = SimpleNamespace(is_launched=False)
     commits = SimpleNamespace(watchdog=watched, saves=saves)
