@@ -135,7 +135,7 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
         return Wait("nodes")
     if me not in ready.ids:
         return Wait("room")
-    chosen = _admitted(ready.members, policy, view.world)
+    chosen = _chosen(view, policy)
     if not chosen:
         return Wait("nodes")
     if chosen[0].id != me:
@@ -357,6 +357,12 @@ def _candidates(view: View) -> _Candidates:
     return _Candidates(members, frozenset(member.id for member in members), count_nodes(members))
 
 
+@lru_cache(8)
+def _chosen(view: View, policy: Policy) -> tuple[Member, ...]:
+    """The members of the next world, were it sealed now."""
+    return _admitted(_candidates(view).members, policy, view.world)
+
+
 def _agreed_limits(view: View) -> str:
     """The limits of the member that registered first; members of a world agree, so there they are those of all."""
     return next((member.nodes for member in view.mates or view.members), "")
@@ -391,13 +397,20 @@ def _is_fresh(view: View) -> bool:
 def _admitted(members: tuple[Member, ...], policy: Policy, last: World | None) -> tuple[Member, ...]:
     """The members of the first `max_nodes` nodes, in the order given, and of them the first `max_members`.
 
-    Where a cell has several, they are those of whole cells, in the order of their ranks.
+    Where a cell has several, they are those of whole cells, in the order of their ranks. A node that makes none takes
+    no other's place, and those that trained last come first.
     """
-    nodes = set(list(dict.fromkeys(member.node_id for member in members))[: policy.max_nodes])
-    found = tuple(member for member in members if member.node_id in nodes)
-    if policy.cell_size == 1:
+    size = policy.cell_size
+    counts = Counter(member.node_id for member in members)
+    nodes = [node for node in counts if counts[node] >= size]
+    if size > 1 and len(nodes) > policy.max_nodes:
+        trained = {member.node_id for member in members if last is not None and last.rank_of(member.id) is not None}
+        nodes.sort(key=lambda node: node not in trained)
+    chosen = set(nodes[: policy.max_nodes])
+    found = tuple(member for member in members if member.node_id in chosen)
+    if size == 1:
         return found[: policy.max_members]
-    return arrange(found, policy.cell_size, last, policy.max_members // policy.cell_size).members
+    return arrange(found, size, last, policy.max_members // size).members
 
 
 def _of_whole_nodes(members: tuple[Member, ...]) -> tuple[Member, ...]:

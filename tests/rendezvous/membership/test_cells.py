@@ -122,6 +122,17 @@ def test_a_world_has_no_more_cells_than_it_can_use() -> None:
     assert decisions.num_waiting(View(9, six.members, full), "b0", full, CELLS) == 0, "who trains is not replaced"
 
 
+def test_a_spare_node_takes_the_place_of_one_that_makes_no_cell_any_more() -> None:
+    """And keeps it: a node that is whole again, whose members registered earlier, is the spare from then on."""
+    two_nodes, last = Policy(1, 2, 0.0, max_members=4, cell_size=2), world(1, "a0", "a1", "b0", "b1")
+    left = [worker("a0", after=1), worker("b0", after=1), worker("b1", after=1), worker("c0"), worker("c1")]
+    filled = (Seat("b0", 1), Seat("b1", 1), Seat("c0", 1), Seat("c1", 1))
+    assert decisions.decide(View(9, tuple(left), last), "b0", two_nodes, 0.0) == Seal(2, filled, "lost")
+    again = [worker(name, after=2) for name in ("a0", "b0", "b1", "c0", "c1")]
+    back = View(10, (*again, worker("a2")), world(2, "b0", "b1", "c0", "c1"))
+    assert decisions.decide(back, "b0", two_nodes, 0.0) == Seal(3, filled, "restart")
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_members_of_one_node_meet_in_whole_cells(store: MemoryStore, pool: ThreadPoolExecutor, lost: int) -> None:
     """Three workers make one cell and a spare, which takes the place of the one that leaves."""
