@@ -23,13 +23,20 @@ step (goal: p50 at most 0.8). `spare_fill_s`: the same where a fifth worker take
 own parts (all-to-all, DistributedDataParallel), on the same four lanes (goal at least 0.95); `ep2_cpu_vs_torch` of
 processor time.
 
+`sim_256_ranks_cpu_s_per_hour`, `sim_1024_ranks_cpu_s_per_hour`: seconds of a core that `elastic-chaos sim --cells`
+takes for a virtual hour of a job of so many ranks, with four faults in it and steps of 30 s (goal: at most 60).
+
+`goodput`: the share of the time that goes into steps that count, of simulated jobs that have the published failures of
+as many GPUs, where members hand the state over (`live`), and where all begin again with the newest commit (`restart`,
+saving as often as Young and Daly say). `benchmarks/cells/simulated.py` says what is assumed.
+
 `one_hash.pp2`, `one_hash.ep2`: whether live jobs in stages, and with experts spread over ranks, end with the weights of
 one rank, bit for bit (goal: true).
 """
 
 from __future__ import annotations
 
-from benchmarks.cells import experts, hashes, pipeline, tensor
+from benchmarks.cells import experts, hashes, pipeline, simulated, tensor
 from benchmarks.cells.live import recovery
 from benchmarks.figures import measure_chosen
 
@@ -42,8 +49,10 @@ def main() -> None:
     lost = {**dict.fromkeys(at_points, recovery.kills_at_points), "live_worker_s": recovery.live_worker}
     lost["spare_fill_s"] = recovery.spare_fill
     spread = dict.fromkeys(experts.NAMES, experts.beside_torch)
+    hours = dict.fromkeys(("sim_256_ranks_cpu_s_per_hour", "sim_1024_ranks_cpu_s_per_hour"), simulated.cost_of_an_hour)
+    in_time = {**hours, "goodput": simulated.goodput}
     one_hash = {"one_hash.pp2": hashes.of_stages, "one_hash.ep2": hashes.of_experts}
-    measure_chosen("benchmarks.cells", __doc__, {**beside, **staged, **lost, **spread, **one_hash})
+    measure_chosen("benchmarks.cells", __doc__, {**beside, **staged, **lost, **spread, **in_time, **one_hash})
 
 
 if __name__ == "__main__":

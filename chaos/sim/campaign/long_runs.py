@@ -26,6 +26,9 @@ SLOWEST = 1.35
 DELAYS_S, FAR_S, FEW = (0.001, 0.003, 0.02), (0.02, 0.05), 128
 """How long a message takes; between more nodes than a few it is long, so that what a thousand write at once is heard of
 in some pieces and not in a thousand."""
+WORKERS, CELLS, NODES_OF_CELLS = 8, (2, 4, 8), (4, 16)
+"""A node of cells has so many workers in a long run, and a cell one of these numbers of them; in a short run there are
+so many nodes (from, to), if it is not said."""
 PIECE_S = 1e-4
 """How long a mirror takes for each node in what it has heard, between more than a few, if a step takes `STEP_S`; if it
 takes longer, longer, since the survivors of a world come together as slowly."""
@@ -41,11 +44,14 @@ class Draw:
     step_s: float = STEP_S
     in_shards: bool = False
     """Whether every job trains a real, tiny model in shards; else long runs have none."""
+    in_cells: bool = False
+    """Whether every job is of cells of several ranks."""
 
     def case(self, seed: int) -> Case:
         """Return a seed's case."""
         if self.hours is None:
-            case = case_of(seed, None if self.nodes is None else self._draw_nodes(seed))
+            num_nodes = None if self.nodes is None and not self.in_cells else self._draw_nodes(seed)
+            case = case_of(seed, num_nodes, has_cells=self.in_cells)
             return replace(case, shape=self._cut(seed, case.shape))
         shape = self._cut(seed, self._shape(seed))
         return Case(seed, shape, draw_at_rate(random.Random(f"{seed}/faults"), shape, self.faults_per_hour))
@@ -61,8 +67,7 @@ class Draw:
             options.append(f"--hours {self.hours:g} --faults-per-hour {self.faults_per_hour:g}")
         if self.hours is not None and self.step_s != STEP_S:
             options.append(f"--step-s {self.step_s:g}")
-        if self.in_shards:
-            options.append("--shards")
+        options += ["--shards"] * self.in_shards + ["--cells"] * self.in_cells
         return " ".join(options)
 
     def _cut(self, seed: int, shape: Shape) -> Shape:
@@ -71,36 +76,47 @@ class Draw:
 
     def _draw_nodes(self, seed: int) -> int:
         """Draw a number of nodes, small ones as often as large ones of their doubles."""
-        assert self.nodes is not None, "as many as asked for"
-        lo, hi = self.nodes
+        lo, hi = self.nodes or NODES_OF_CELLS
         return min(hi, round(math.exp(random.Random(f"{seed}/nodes").uniform(math.log(lo), math.log(hi)))))
 
     def _shape(self, seed: int) -> Shape:
         assert self.hours is not None, "a long run has an end"
         draws = random.Random(f"{seed}/shape")
         num_nodes = 16 if self.nodes is None else self._draw_nodes(seed)
-        lanes = 16 if self.nodes is None else self.nodes[1]
+        ranks, cell, lanes = 1, 1, 16 if self.nodes is None else self.nodes[1]
+        if self.in_cells:
+            ranks, cell, lanes = _draw_cells(random.Random(f"{seed}/cells"), lanes)
+        num_replicas, num_members = num_nodes * (ranks // cell), num_nodes * ranks
         micro_batch = 2 if lanes <= MOST_ROWS // (2 * MOST_STEPS) else 1
         steps_per_epoch = max(2, min(MOST_STEPS, MOST_ROWS // (lanes * micro_batch)))
         num_rows = lanes * micro_batch * steps_per_epoch - lanes // 3  # the last step is short in some lanes
         num_steps, step_s = self.hours * 3600 / (self.step_s * SLOWEST), self.step_s
         shape = Shape(
             nodes=num_nodes,
+            ranks=ranks,
+            cell=cell,
             lanes=lanes,
             micro_batch=micro_batch,
             rows=tuple((number + 1) * num_rows // 8 - number * num_rows // 8 for number in range(8)),
             epochs=max(1, round(num_steps / steps_per_epoch)),
             commit_every=draws.choice((3, 6, 12)),
-            lane_s=step_s / -(-lanes // num_nodes),
+            lane_s=step_s / -(-lanes // num_replicas),
             ttl_s=draws.choice((step_s / 2, step_s)),
             look_s=step_s,
             keep_last=draws.choice((2, 3, 5)),
             least_part_bytes=draws.choice((1, 1 << 20)),
             peer_timeout_s=draws.choice((6 * step_s, 30 * step_s)),
-            delay_s=draws.choice(DELAYS_S if num_nodes <= FEW else FAR_S),
-            piece_s=0.0 if num_nodes <= FEW else PIECE_S * num_nodes * step_s / STEP_S,
+            delay_s=draws.choice(DELAYS_S if num_members <= FEW else FAR_S),
+            piece_s=0.0 if num_members <= FEW else PIECE_S * num_members * step_s / STEP_S,
         )
         return replace(shape, min_nodes=draws.choice((1, max(1, num_nodes // 4))))
+
+
+def _draw_cells(draws: random.Random, num_nodes: int) -> tuple[int, int, int]:
+    """Return how many workers a node has, and a cell, and how many cells have lanes: in some jobs a few wait."""
+    cell = draws.choice(CELLS)
+    num_cells = num_nodes * (WORKERS // cell)
+    return WORKERS, cell, num_cells - draws.choice((0, num_cells // 16))
 
 
 def nodes_of(text: str) -> tuple[int, int]:

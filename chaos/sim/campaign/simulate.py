@@ -56,6 +56,9 @@ ON_DEVICES = 1 / 2
 """In how many of these the vectors are on devices."""
 IN_SHARDS, MOST_COPIES = 1 / 8, 3
 """In how many runs a real, tiny model is trained whose state is in shards, and in how many copies at most."""
+CELLS, NEAR_S = (2, 2, 3, 4), 0.003
+"""How many workers make up a cell, where there are to be any; and how long messages take then, at most: a world of up
+to a hundred ranks meets a dozen times until its first step, each time for as long as the slowest message takes."""
 AGENTS = 1 / 32
 """In how many live runs a node's agent freezes, and its workers do not."""
 LEAST_STEP_S = 4.0
@@ -109,8 +112,8 @@ class Outcome:
         )
 
 
-def case_of(seed: int, num_nodes: int | None = None) -> Case:
-    """Draw a case from a seed."""
+def case_of(seed: int, num_nodes: int | None = None, *, has_cells: bool = False) -> Case:
+    """Draw a case from a seed; with cells, of as many nodes as are said."""
     draws = random.Random(f"{seed}/case")
     shape = draws.choice(SHAPES)
     shape = replace(
@@ -121,10 +124,12 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     )
     if num_nodes is not None:
         shape = replace(shape, nodes=num_nodes, ranks=1, lanes=max(shape.lanes, num_nodes))
+    if has_cells:
+        shape = in_cells(shape, random.Random(f"{seed}/cells"))
     is_storm = draws.random() < STORMS
     if is_storm:
         shape = replace(shape, epochs=3 * shape.epochs)
-    if random.Random(f"{seed}/recovery").random() < RESTARTS:
+    if random.Random(f"{seed}/recovery").random() < RESTARTS and shape.ranks % shape.cell == 0:
         shape = replace(shape, recovery="restart")
     faults = draw(random.Random(f"{seed}/faults"), shape, MOST_IN_STORM if is_storm else MOST)
     data = random.Random(f"{seed}/data")
@@ -138,10 +143,11 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     etcd = random.Random(f"{seed}/etcd")
     if etcd.random() < REFUSED:
         faults = in_order([*faults, *draw_of_etcd(etcd, shape)])
-    if random.Random(f"{seed}/vectors").random() < WITH_VECTORS and shape.nodes * shape.ranks <= MOST_WITH_VECTORS:
+    is_small = shape.cell == 1 and shape.nodes * shape.ranks <= MOST_WITH_VECTORS
+    if random.Random(f"{seed}/vectors").random() < WITH_VECTORS and is_small:
         shape = replace(shape, vectors=True, device=random.Random(f"{seed}/device").random() < ON_DEVICES)
     shards = random.Random(f"{seed}/shards")
-    if shards.random() < IN_SHARDS and shape.nodes * shape.ranks <= MOST_WITH_VECTORS:
+    if shards.random() < IN_SHARDS and is_small:
         shape = in_shards(shape, shards)
     clocks = random.Random(f"{seed}/clocks")
     if shape.nodes > 1 and shape.recovery == "live" and clocks.random() < SKEWED:
@@ -164,6 +170,21 @@ def in_shards(shape: Shape, draws: random.Random) -> Shape:
     return replace(shape, vectors=False, device=False, copies=copies, shards=what)
 
 
+def in_cells(shape: Shape, draws: random.Random) -> Shape:
+    """Return the job of cells: nodes have room for one or more, some have spare workers, and some cells wait for room.
+
+    It has as many rows as its larger steps need to be as many.
+    """
+    cell = draws.choice(CELLS)
+    ranks = cell * draws.choice((1, 1, 2)) + draws.choice((0, 0, 1))
+    num_cells = shape.nodes * (ranks // cell)
+    lanes = max(2, draws.choice((num_cells, num_cells - 1, 2 * num_cells)))
+    num_rows = lanes * shape.micro_batch * draws.randint(4, 8) - lanes // 3
+    rows = tuple((number + 1) * num_rows // 4 - number * num_rows // 4 for number in range(4))
+    min_nodes, delay_s = min(shape.min_nodes, shape.nodes // 2), min(shape.delay_s, NEAR_S)
+    return replace(shape, cell=cell, ranks=ranks, lanes=lanes, rows=rows, min_nodes=min_nodes, delay_s=delay_s)
+
+
 def _case_of_one(seed: int, shape: Shape, draws: random.Random) -> Case:
     """Return the case of a job that is long enough, and may do without the node that is wrong.
 
@@ -172,8 +193,7 @@ def _case_of_one(seed: int, shape: Shape, draws: random.Random) -> Case:
     copies = max(2, shape.copies) if shape.copies else 0
     lane_s = max(shape.lane_s, LEAST_STEP_S / shape.lanes)
     shape = replace(shape, recovery="live", min_nodes=1, copies=copies, lane_s=lane_s)
-    step_s = shape.lane_s * -(-shape.lanes // (shape.nodes * shape.ranks))
-    steps = round((30.0 + draws.uniform(0.5, 1.5) * LONE_S) / step_s)
+    steps = round((30.0 + draws.uniform(0.5, 1.5) * LONE_S) / shape.step_s)
     shape = replace(shape, epochs=max(1, round(shape.epochs * steps / shape.total_steps)))
     return Case(seed, shape, (draw_lone(draws, shape),))
 
@@ -225,9 +245,14 @@ def _same_job(shape: Shape) -> Shape:
     rows, epochs, lanes = shape.rows, shape.epochs, shape.lanes
     lane_s = Shape().lane_s / lanes
     same = Shape(nodes=1, lanes=lanes, micro_batch=shape.micro_batch, rows=rows, epochs=epochs, lane_s=lane_s)
-    # A state that is whole on one rank must end as one that was held in shards by many.
+    # A state that is whole on one rank must end as one that was held in shards, or in cells, by many.
     return replace(
-        same, commit_every=shape.commit_every, vectors=shape.vectors, copies=min(1, shape.copies), is_whole=True
+        same,
+        commit_every=shape.commit_every,
+        vectors=shape.vectors,
+        copies=min(1, shape.copies),
+        cell=shape.cell,
+        is_whole=True,
     )
 
 

@@ -38,7 +38,7 @@ class Node:
         self.agent: Process | None = None
         self.workers: dict[int, Process] = {}
         self.away_until = self.down_for_s = 0.0
-        self.max_nodes = host.shape.nodes
+        self.max_nodes = host.shape.max_nodes
         """As its --nnodes has it; other nodes turn it away if theirs differs."""
         self.code: int | None = None
         """What it ended with, None while it has not."""

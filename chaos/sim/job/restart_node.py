@@ -134,7 +134,8 @@ class RestartNode(Node):
     def _make_handler(self) -> EtcdRendezvousHandler:
         shape, conf, address = self._host.shape, Conf(), host_of(self.number)
         conf.ttl_s = shape.ttl_s
-        params = RendezvousParameters(BACKEND, "etcd", self.run_id, shape.min_nodes, shape.nodes, local_addr=address)
+        limits = shape.min_nodes, shape.max_nodes
+        params = RendezvousParameters(BACKEND, "etcd", self.run_id, *limits, local_addr=address)
         return EtcdRendezvousHandler(params, conf)
 
     def _kill_workers(self) -> None:

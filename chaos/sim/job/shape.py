@@ -32,6 +32,8 @@ class Shape:
     nodes: int = 3
     ranks: int = 1
     min_nodes: int = 1
+    spares: int = 0
+    """How many of the nodes are more than the job may have at once: they wait until another is lost."""
     lanes: int = 6
     micro_batch: int = 4
     rows: tuple[int, ...] = (40, 7, 30, 24)
@@ -64,8 +66,20 @@ class Shape:
     """In how many copies the state of a real, tiny model is held, in shards; 0 where the state is modelled."""
     shards: Shards = "optimizer"
     """What of that state is in shards."""
+    cell: int = 1
+    """How many workers of a node hold the modelled state together, each a part of it."""
     is_whole: bool = False
-    """Whether every rank holds all of that model's state all the same, as where nothing is sharded."""
+    """Whether every rank holds all of the state all the same, as where nothing is sharded, or in parts."""
+
+    @property
+    def max_nodes(self) -> int:
+        """The most that a world may have, as --nnodes has it."""
+        return self.nodes - self.spares
+
+    @property
+    def num_replicas(self) -> int:
+        """How many there are if nothing is wrong: ranks, or cells."""
+        return self.max_nodes * (self.ranks // (1 if self.is_whole else self.cell))
 
     @property
     def total_steps(self) -> int:
@@ -74,7 +88,7 @@ class Shape:
     @property
     def step_s(self) -> float:
         """About how long a step takes."""
-        return self.lane_s * -(-self.lanes // (self.nodes * self.ranks))
+        return self.lane_s * -(-self.lanes // self.num_replicas)
 
     @property
     def patience_s(self) -> float:
@@ -92,8 +106,7 @@ class Shape:
     @property
     def span_s(self) -> float:
         """About how long the job takes without faults."""
-        ranks = self.nodes * self.ranks
-        return self.warm_s + 3.0 + self.total_steps * self.lane_s * -(-self.lanes // ranks)
+        return self.warm_s + 3.0 + self.total_steps * self.lane_s * -(-self.lanes // self.num_replicas)
 
 
 def make_plan(
@@ -106,12 +119,14 @@ def make_plan(
 
     `take_state` gets what every process builds.
     """
-    tiny: dict[str, object] = {}
+    special: dict[str, object] = {}
     if shape.copies:
         shards = "none" if shape.is_whole else shape.shards
         # Nothing is differentiated here, so nothing can be exchanged beside it.
         parallel = {"shards": shards, "copies": shape.copies, "bucket_mb": None}
-        tiny = {"parallel": parallel, "optimizer": TINY_OPTIMIZER}
+        special = {"parallel": parallel, "optimizer": TINY_OPTIMIZER}
+    elif shape.cell > 1 and not shape.is_whole:
+        special = {"parallel": {"tensor": shape.cell}}
     config = Config.model_validate(
         {
             "run": {"dir": "sim", "seed": 1},
@@ -122,7 +137,7 @@ def make_plan(
             "checkpoint": {"every_steps": shape.commit_every, "every_s": None, "keep_last": shape.keep_last},
             "peer_timeout_s": shape.peer_timeout_s,
             "tracking": {"mlflow_uri": URI if shape.tracked else None},
-            **tiny,
+            **special,
         }
     )
     return ModelledPlan(
@@ -135,4 +150,5 @@ def make_plan(
         device=torch.device("cpu"),
         take_state=take_state,
         is_tiny=shape.copies > 0,
+        num_parts=shape.cell,
     )

@@ -54,8 +54,8 @@ class Post:
 class Hub:
     """What the ranks of one world send one another."""
 
-    def __init__(self, net: Net) -> None:
-        self.net = net
+    def __init__(self, net: Net, *, is_part: bool = False) -> None:
+        self.net, self.is_part = net, is_part
         self.members: dict[int, Process] = {}
         self.collectives: dict[int, Collective] = {}
         self.letters: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
@@ -65,22 +65,36 @@ class Hub:
         """Ranks that are known to be gone."""
         self.waiting: dict[int, Task] = {}
         self.has_dead = False
+        self._parts: dict[str, Hub] = {}
 
     def join(self, rank: int, process: Process) -> None:
+        """Come in as a rank; in a part, as one of its own, whose world says when its process ends."""
         self.members[rank] = process
-        process.at_death["world"] = lambda: self.leave(rank)
+        if not self.is_part:
+            process.at_death["world"] = lambda: self.leave(rank)
+
+    def part(self, name: str) -> Hub:
+        """Return the hub of a part of the world, which is named alike by all of its ranks."""
+        if name not in self._parts:
+            self._parts[name] = Hub(self.net, is_part=True)
+        return self._parts[name]
 
     def leave(self, rank: int) -> None:
-        """Reset the connections of a rank whose process has ended; those of a machine that is gone stay silent.
+        """Reset the connections of a rank whose process has ended, in parts, too; those of a machine that is gone stay
+        silent.
 
         What a process that ends by itself has sent arrives before the end of its connections.
         """
-        if self.members[rank].code is not None:
+        process = self.members[rank]
+        if process.code is not None:
             self.flush()
         else:
             self.has_dead = True
-        if self.members[rank].node not in self.net.silent:
+        if process.node not in self.net.silent:
             self.net.kernel.after(RESET_S * self.net.draws.random(), lambda: self._reset(rank))
+        for part in self._parts.values():
+            for place in [place for place, member in part.members.items() if member is process]:
+                part.leave(place)
 
     def _reset(self, rank: int) -> None:
         self.lost.add(rank)

@@ -11,10 +11,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from chaos.sim.machine.collectives import RESENT_S, RESET_S, Collective, Letter
+from chaos.sim.machine.collectives import RESENT_S, RESET_S, Collective, Hub, Letter
 from chaos.sim.machine.device import SimDevice, device_of
 from chaos.sim.machine.kernel import Process
 from chaos.sim.machine.meeting import MeetingStore
+from chaos.sim.machine.network import Net
 from elastic_train.errors import PeerLostError
 from elastic_train.parallel.devices.device_group import DeviceGroup, OnDevice
 from elastic_train.parallel.group import Group, _Guard
@@ -34,6 +35,14 @@ class Receipt:
     number: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PartStore:
+    """Where the ranks of a part of a world meet: they are connected already."""
+
+    net: Net
+    hub: Hub
+
+
 class SimGroup(Group):
     """The ranks of a world, over the simulated network; waits end as those of the real group do."""
 
@@ -41,7 +50,7 @@ class SimGroup(Group):
         self,
         rank: int,
         size: int,
-        store: MeetingStore | None,
+        store: MeetingStore | PartStore | None,
         timeout_s: float,
         device: torch.device | None = None,
         *,
@@ -54,7 +63,7 @@ class SimGroup(Group):
         self.rank, self.size = rank, size
         self._is_broken, self._timeout_s, self._look_s = is_broken, timeout_s, look_s
         self._resting, self._num_calls = resting, 0
-        self._bystander, self._device = None, None
+        self._bystander, self._device, self._parts = None, None, []
         if size == 1:
             return
         assert store is not None, "a world of several ranks meets at a store"
@@ -74,6 +83,15 @@ class SimGroup(Group):
             except PeerLostError:
                 self.abandon()
                 raise
+
+    def part(self, name: str, ranks: Sequence[int]) -> SimGroup:
+        place, size = ranks.index(self.rank), len(ranks)
+        store = PartStore(self._hub.net, self._hub.part(name))
+        made = SimGroup(
+            place, size, store, self._timeout_s, is_broken=self._is_broken, resting=self._resting, look_s=self._look_s
+        )
+        self._parts.append(made)
+        return made
 
     def fold(self, value: object, make: Callable[[list[object]], T]) -> T:
         """Return what `make` makes of every rank's value, by rank; all ranks get one object, and must not change it."""
@@ -165,6 +183,8 @@ class SimGroup(Group):
         """Leave: ranks that still wait for this one learn of it."""
         if self.size > 1 and self.rank not in self._hub.lost:
             self._kernel.after(RESET_S, lambda: self._hub._reset(self.rank))
+        for part in self._parts:
+            part.abandon()
         self._free_device()
 
     def _collect(self, kind: str, value: object) -> Collective:

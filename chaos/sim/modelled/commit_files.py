@@ -21,6 +21,7 @@ from elastic_train.checkpoint.format.layout import (
     Part,
     State,
 )
+from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import tensor_digest
 from elastic_train.checkpoint.saving.staging import Buffer, Snapshot
@@ -42,7 +43,7 @@ class SlowSnapshot(Snapshot):
         super().copy(buffer, check, advance)
 
 
-_plans: dict[tuple[int, int, int], AttemptPlan] = {}
+_plans: dict[tuple[int, int, int, int], AttemptPlan] = {}
 _plan_attempt = layout.plan_attempt
 
 
@@ -50,7 +51,7 @@ def plan_attempt(state: State, num_writers: int = 1) -> AttemptPlan:
     """Plan as the product does, once for every shape: torch's planner is slow, and states of one size are alike."""
     model = state["model"]
     assert isinstance(model, dict), "as `ModelledState.tensors` makes it"
-    shape = model["counts"].numel(), num_writers, layout.LEAST_PART_BYTES
+    shape = model["counts"].numel(), model["digest"].numel(), num_writers, layout.LEAST_PART_BYTES
     if shape not in _plans:
         _plans[shape] = _plan_attempt(state, num_writers)
     return _plans[shape]
@@ -105,7 +106,11 @@ def read_leaves(
         return piece_files.read_leaves(tuple(contents), wanted)
     leaves: dict[StatePath, object] = {}
     for content in contents:
-        leaves |= {("model", name): tensor.clone() for name, tensor in _tensors_of(content).items()}
+        for name, stored in _tensors_of(content).items():
+            target = wanted.get(("model", name))
+            if isinstance(target, Pieces):
+                piece_files.fill_pieces(target, stored)
+            leaves["model", name] = target if isinstance(target, Pieces) else stored.clone()
     return leaves
 
 

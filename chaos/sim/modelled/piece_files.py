@@ -163,12 +163,17 @@ def read_leaves(contents: tuple[bytes, ...], wanted: Mapping[StatePath, object])
     for path, stored in tensors_of(contents).items():
         target = wanted.get(path)
         if isinstance(target, Pieces):
-            for (lo, hi), held in target.held.items():
-                held.copy_(stored.view(-1)[lo:hi])
+            fill_pieces(target, stored)
         elif isinstance(target, Tensor):
             target.detach().copy_(stored.view(target.shape))
         leaves[path] = stored.clone() if target is None else target
     return leaves
+
+
+def fill_pieces(pieces: Pieces, stored: Tensor) -> None:
+    """Copy what is held of a tensor out of the whole of it."""
+    for (lo, hi), held in pieces.held.items():
+        held.copy_(stored.view(-1)[lo:hi])
 
 
 def _numpy_of(dtype: torch.dtype) -> str:

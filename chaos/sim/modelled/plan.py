@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from chaos.sim.modelled.cells import placed_state
 from chaos.sim.modelled.tiny_model import build_tiny_state
-from chaos.sim.modelled.training import ModelledState, Weights
+from chaos.sim.modelled.training import WORDS, ModelledState, Weights
 from chaos.sim.modelled.training_data import ModelledFeed
 from elastic_train.checkpoint import Retention
 from elastic_train.checkpoint.commits.record import CommitRecord
@@ -86,6 +87,8 @@ class ModelledPlan:
     sources: tuple[()] = ()
     is_tiny: bool = False
     """Whether a real, tiny model is trained, by the product's own state, in place of a modelled one."""
+    num_parts: int = 1
+    """How many parts the modelled weights have, whoever holds them."""
 
     @property
     def num_lanes(self) -> int:
@@ -107,7 +110,16 @@ class ModelledPlan:
     def _make_state(self) -> ModelledState | AppliedState:
         if self.is_tiny:
             return build_tiny_state(self.config, self.manifest.num_rows, self.total_steps)
-        return ModelledState(Weights(np.zeros(self.manifest.num_rows, np.int64)))
+        weights = self._first_weights()
+        return ModelledState(weights) if self.config.parallel.cell.size == 1 else placed_state(weights)
+
+    def first_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the whole of the weights that every rank begins with."""
+        yield from self._first_weights().state_dict().items()
+
+    def _first_weights(self) -> Weights:
+        counts, words = np.zeros(self.manifest.num_rows, np.int64), np.zeros(WORDS * self.num_parts, np.int64)
+        return Weights(counts, words, parts=range(self.num_parts))
 
     def check_continues(self, record: CommitRecord) -> None:
         assert record.manifest_digest == self.manifest.digest and record.config_digest == self.config.identity()

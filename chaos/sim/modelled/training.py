@@ -33,6 +33,8 @@ from elastic_train.parallel.gradient_sum import CanonicalSum
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
 _NO_NORM = torch.tensor(0.0)
+WORDS = 2
+"""How many words a digest has: an int64 holds no 64 bits without a sign."""
 VECTOR = 7
 """How long the lanes' vectors are: no number of ranks cuts them evenly."""
 
@@ -49,21 +51,28 @@ class Gradient:
 
 @dataclass
 class Weights:
-    """The modelled weights, and the gradient that the next step adds."""
+    """The modelled weights, and the gradient that the next step adds.
+
+    They have as many parts as a cell has places, each a digest of its own, of two words; `parts` are those that are
+    held, and everybody holds the counts.
+    """
 
     counts: Int64s
-    words: Int64s = field(default_factory=lambda: np.zeros(2, np.int64))
+    words: Int64s = field(default_factory=lambda: np.zeros(WORDS, np.int64))
     gradient: Gradient | None = None
+    parts: range = range(1)
 
-    @property
-    def digest(self) -> int:
-        return int(self.words[1]) << 32 | int(self.words[0])
+    def advance(self, step: int) -> None:
+        """Add the gradient, which no part has as another."""
+        gradient = self.gradient
+        assert gradient is not None, "a step has a gradient"
+        self.counts += gradient.counts
+        for at, part in enumerate(self.parts):
+            low, high = self.words[WORDS * at : WORDS * (at + 1)].tolist()
+            digest = derive(high << 32 | low, gradient.digest, step, gradient.bits + part)
+            self.words[WORDS * at : WORDS * (at + 1)] = digest & 0xFFFFFFFF, digest >> 32
 
-    @digest.setter
-    def digest(self, digest: int) -> None:
-        self.words[:] = digest & 0xFFFFFFFF, digest >> 32
-
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         return {"counts": torch.from_numpy(self.counts), "digest": torch.from_numpy(self.words)}
 
     def parameters(self) -> Iterator[Weights]:
@@ -110,13 +119,11 @@ class ModelledState:
         return _NO_NORM
 
     def apply(self, facts: StepFacts, norm: torch.Tensor) -> None:
-        weights, is_finite = self.model, math.isfinite(facts.loss)
-        assert weights.gradient is not None, "a step has a gradient"
+        is_finite = math.isfinite(facts.loss)
         if is_finite:
-            weights.counts += weights.gradient.counts
-            weights.digest = derive(weights.digest, weights.gradient.digest, self.step, weights.gradient.bits)
-        weights.gradient = None
-        self.reached = self.reached.advance(facts, is_finite=is_finite, is_skipped=not is_finite)
+            self.model.advance(self.step)
+        self.model.gradient = None
+        self.reached = self.reached.advance(facts, float(norm), is_finite=is_finite, is_skipped=not is_finite)
 
     @property
     def shards(self) -> ModelledState:

@@ -90,10 +90,14 @@ def _bring(group: Group, state: AppliedState, shards: CellState, *, counts: bool
     place = state.place if counts else Place(0, 0)
     pending = state.pending.facts.term if state.pending is not None else 0
     [bits] = struct.unpack("<q", struct.pack("<d", state.reached.norm))
-    rows = group.all_gather(torch.tensor([*place, pending, shards.trained_in, bits])).tolist()
+    return _read(group.all_gather(torch.tensor([*place, pending, shards.trained_in, bits])))
+
+
+def _read(gathered: Tensor) -> list[_Brought]:
+    """Read what every rank has said of what it brings."""
     return [
         _Brought(Place(step, term), pending, trained_in, struct.unpack("<d", struct.pack("<q", norm))[0])
-        for step, term, pending, trained_in, norm in rows
+        for step, term, pending, trained_in, norm in gathered.tolist()
     ]
 
 

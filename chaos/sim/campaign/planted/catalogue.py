@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from chaos.errors import ScenarioError
 from chaos.sim.campaign.planted import bugs, faults
+from chaos.sim.campaign.planted.cells import IN_CELLS_PLANTED
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.campaign.planted.shards import SHARDS
 from chaos.sim.campaign.planted.shared_weights import SHARED_WEIGHTS
@@ -329,6 +330,7 @@ PLANTED = (
     ),
     *SHARDS,
     *SHARED_WEIGHTS,
+    *IN_CELLS_PLANTED,
     # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
     SimBug(
         "canary",

@@ -17,7 +17,8 @@ from elastic_train.checkpoint.commits import record
 from elastic_train.config.schema import Config
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.job.reseating import brought
+from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.reseating import brought, pending_step
 from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel import group, step_tables
@@ -27,6 +28,7 @@ from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
 from elastic_train.world import handover, uniformity
 
+_NORM_OF = CellState.norm_of
 NUM_LANES_READ = 1 << 12
 """Lanes of steps that some process has still to count: the same for all that read them."""
 
@@ -89,6 +91,7 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
     snapshot = functools.partial(commit_files.SlowSnapshot, host.copy)
     yield from within("elastic_train.checkpoint.saving.background_saves", Snapshot=snapshot)
     yield from within("elastic_train.checkpoint.saving.save_thread", write_part=commit_files.write_part)
+    yield from _of_cells()
     if host.plan.is_tiny:
         yield from _of_real_models(SameShares(is_planted=is_planted))
     yield from within(
@@ -96,6 +99,13 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
         read_leaves=commit_files.read_leaves,
         decode=functools.lru_cache(64)(record.decode),
     )
+
+
+def _of_cells() -> Iterable[Replacement]:
+    """Work out once what all ranks of a world find of what they have gathered."""
+    norm_of = memory_of(lambda gathered, parts: _NORM_OF(parts, gathered))
+    yield CellState, "norm_of", lambda self, gathered: norm_of(gathered, self)
+    yield from within("elastic_train.job.reseating.pending_step", _read=memory_of(pending_step._read))
 
 
 def _of_real_models(same: SameShares) -> Iterable[Replacement]:

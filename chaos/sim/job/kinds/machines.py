@@ -41,13 +41,13 @@ def private_storage(fleet: Fleet, fault: SimFault) -> list[Process]:
 def other_limits(fleet: Fleet, fault: SimFault) -> list[Process]:
     """A node starts again with another --nnodes than the others, until somebody notices that it is turned away."""
     node = fleet.nodes[fleet.node(fault)]
-    if node.max_nodes != fleet.shape.nodes:
+    if node.max_nodes != fleet.shape.max_nodes:
         return []
 
     def limit(max_nodes: int) -> None:
         node.max_nodes = max_nodes
 
-    right = fleet.shape.nodes
+    right = fleet.shape.max_nodes
     return _come_back_wrong(fleet, fault, lambda: limit(right + 1), lambda: limit(right), "other_limits")
 
 

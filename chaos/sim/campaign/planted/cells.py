@@ -1,0 +1,98 @@
+"""Planted bugs of cells: a lane that two cells have, a part at another's place, a part that nobody misses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from chaos.sim.campaign.planted import bugs
+from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
+from chaos.sim.job.fault import SimFault
+from chaos.sim.modelled.cells import PlacedState
+from chaos.sim.modelled.plan import ModelledPlan
+from elastic_train.core.mesh import Mesh
+from elastic_train.job.reseating import placing
+from elastic_train.job.state_shards import Place
+from elastic_train.parallel.group import Group
+from rendezvous.membership import cells
+from rendezvous.membership.cells import Arrangement
+from rendezvous.membership.records import Member, World
+
+_ARRANGE, _TAKE_PLACE = cells.arrange, placing.take_place
+IN_CELLS = replace(SHAPE, nodes=2, ranks=3, cell=2, rows=(60, 60, 41), epochs=6, lane_s=0.15)
+
+
+def owner_before(self: Mesh) -> int:
+    """Let the last of several cells compute the lanes of the one before it."""
+    return min(self.replica, max(0, self.num_replicas - 2))
+
+
+def arrange_crossed(members: tuple[Member, ...], size: int, last: World | None, most: int | None = None) -> Arrangement:
+    """Let the members of a cell change places where it lost one."""
+    found = _ARRANGE(members, size, last, most)
+    if last is None:
+        return found
+    crossed = [cell if all(last.rank_of(one.id) is not None for one in cell) else cell[::-1] for cell in found.cells]
+    return replace(found, cells=tuple(crossed))
+
+
+def keep_part(plan: ModelledPlan, state: PlacedState, mesh: Mesh, cell: Group, column: Group) -> None:
+    """Take the part of another place for that of the new one."""
+    if state.shards.cut.place is not None:
+        state.shards.cut.place = mesh.place
+    _TAKE_PLACE(plan, state, mesh, cell, column)  # type: ignore[arg-type]  # what is simulated in their place
+
+
+def furthest_of_any(places: list[Place], cell_size: int) -> Place:
+    """Count a step as held if one rank holds its part of it."""
+    return max(places)
+
+
+def kills_in_cells(draws: random.Random) -> tuple[SimFault, ...]:
+    """Workers of any place die one after another."""
+    return tuple(
+        SimFault("kill_worker", at_s=draws.uniform(6, 16), node=draws.randrange(2), rank=draws.randrange(3))
+        for _ in range(4)
+    )
+
+
+def loses_a_place(draws: random.Random) -> tuple[SimFault, ...]:
+    """The same worker of both nodes dies, soon one after the other: often the two hold the same part."""
+    at_s, rank = draws.uniform(6, 12), draws.randrange(2)
+    return tuple(
+        SimFault("kill_worker", at_s=at_s + node * draws.uniform(0.0, 0.2), node=node, rank=rank) for node in (0, 1)
+    )
+
+
+IN_CELLS_PLANTED = (
+    SimBug(
+        "cells-share-a-lane",
+        "the last of several cells computes the lanes of the one before it",
+        lambda: {
+            "elastic_train.core.mesh:Mesh.owner": property(owner_before),
+            "elastic_train.training.loop:check_epoch": bugs.let_epochs_pass,
+        },
+        ("partition",),
+        kills_in_cells,
+        IN_CELLS,
+    ),
+    SimBug(
+        "neighbours-part",
+        "a place that is filled keeps the part of the place that its rank had before",
+        lambda: {
+            "rendezvous.membership.decisions:arrange": arrange_crossed,
+            "elastic_train.training.open_session:take_place": keep_part,
+        },
+        ("deaths",),
+        kills_in_cells,
+        IN_CELLS,
+    ),
+    SimBug(
+        "part-not-missed",
+        "a world continues a step of which every cell has lost the same part",
+        lambda: {"elastic_train.world.restore:furthest_whole": furthest_of_any},
+        ("agreement",),
+        loses_a_place,
+        replace(IN_CELLS, ranks=2),
+    ),
+)

@@ -1,0 +1,111 @@
+"""Simulated jobs of cells: drawn, valid, and recovered by place, with the product's own placement and spares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from chaos.judge.evidence.run_files import Evidence, Line, whole
+from chaos.sim.campaign.long_runs import Draw
+from chaos.sim.campaign.simulate import Case, reference_of, simulate
+from chaos.sim.job.fault import SimFault
+from chaos.sim.job.job import Job
+from chaos.sim.job.shape import Shape
+
+pytestmark = pytest.mark.slow
+
+DRAWN = Draw(in_cells=True)
+TWO_CELLS = Shape(nodes=2, ranks=2, cell=2, lanes=6, rows=(60, 60, 41), epochs=3, commit_every=7, lane_s=0.15)
+
+
+def test_jobs_of_cells_are_drawn_in_all_their_forms() -> None:
+    """Cells of two to four, one or two in a node, with or without spares, on 4 to 16 nodes; live or restarted."""
+    shapes = [DRAWN.case(seed).shape for seed in range(200)]
+    assert {shape.cell for shape in shapes} == {2, 3, 4}
+    assert {shape.ranks // shape.cell for shape in shapes} == {1, 2}
+    assert {shape.ranks % shape.cell for shape in shapes} == {0, 1}
+    assert {4, 16} <= {shape.nodes for shape in shapes} <= set(range(4, 17))
+    assert {shape.recovery for shape in shapes if shape.ranks % shape.cell == 0} == {"live", "restart"}
+    assert {shape.recovery for shape in shapes if shape.ranks % shape.cell} == {"live"}
+    assert any(shape.lanes < shape.num_replicas for shape in shapes), "some cells wait for room"
+    assert not any(shape.copies or shape.vectors for shape in shapes)
+    assert DRAWN.options == "--cells"
+    assert {Draw((32, 32), 0.1, in_cells=True).case(seed).shape.cell for seed in range(20)} == {2, 4, 8}
+
+
+@pytest.mark.parametrize("seed", [2, 7])
+def test_a_job_of_cells_is_valid_and_the_same_when_it_is_repeated(seed: int) -> None:
+    outcome = simulate(DRAWN.case(seed))
+    assert outcome.violations == () and sum(outcome.num_faults.values()) > 0
+    assert simulate(DRAWN.case(seed)).digest == outcome.digest
+
+
+def test_a_long_job_of_cells_is_valid() -> None:
+    outcome = simulate(Draw((4, 4), 0.1, 600.0, in_cells=True).case(3))
+    assert outcome.case.shape.ranks == 8
+    assert outcome.violations == () and sum(outcome.num_faults.values()) > 10
+
+
+def test_the_state_of_a_lost_place_comes_from_the_same_place_of_another_cell() -> None:
+    """One cell goes on, the other is made whole by a new worker; the weights are those of one rank with all parts."""
+    shape = replace(TWO_CELLS, lane_s=0.4)
+    run = _run(shape, SimFault("kill_worker", at_s=9.0, node=1, rank=1))
+    worlds = _worlds(run)
+    assert [size for _, size in worlds] == [4, 2, 4]
+    taken = [line for line in run.of("restore") if line["given_by"] is not None]
+    assert {(whole(line, "rank"), line["given_by"]) for line in taken} == {(2, 0), (3, 1)}, (
+        "who was idle, and who is new"
+    )
+    assert not run.of("rollback")
+    _check_same_weights(shape, run)
+
+
+def test_a_spare_fills_the_place_at_once() -> None:
+    """It waits, warmed up, in the node that lost a worker: no world is smaller."""
+    shape = replace(TWO_CELLS, ranks=3)
+    run = _run(shape, SimFault("kill_worker", at_s=9.0, node=-1))
+    assert [size for _, size in _worlds(run)] == [4, 4]
+    [taken] = [line for line in run.of("restore") if line["given_by"] is not None]
+    assert whole(taken, "rank") % 2 == whole(taken, "given_by") % 2 == 0, "the leader's place is the first"
+    _check_same_weights(shape, run)
+
+
+def test_a_spare_node_takes_the_place_of_one_that_has_lost_a_worker() -> None:
+    """With --nnodes 1:2 the third node waits; the one that makes no cell any more does not keep it out."""
+    shape = replace(TWO_CELLS, nodes=3, spares=1, lane_s=0.4)
+    run = _run(shape, SimFault("kill_worker", at_s=9.0, node=-1))
+    assert [size for _, size in _worlds(run)] == [4, 4]
+    hosts = {term: {line["host"] for line in run.of("form") if line["term"] == term} for term, _ in _worlds(run)}
+    first, second = hosts.values()
+    assert len(first) == len(second) == 2 and first != second
+    _check_same_weights(shape, run)
+
+
+def test_a_part_that_every_cell_has_lost_comes_from_the_newest_commit() -> None:
+    """The same place of both cells dies at once: the judge finds nothing wrong, and the weights are right."""
+    faults = tuple(SimFault("kill_worker", at_s=9.0, node=node, rank=rank) for node in (0, 1) for rank in (0, 1))
+    outcome = simulate(Case(1, TWO_CELLS, faults))
+    assert outcome.violations == () and outcome.num_faults == {"kill_worker": 4}
+
+
+def _run(shape: Shape, *faults: SimFault) -> Evidence:
+    run = Job(shape, 1, faults).run()
+    assert run.result is not None and run.result["status"] == "done"
+    return run
+
+
+def _worlds(run: Evidence) -> list[tuple[int, int]]:
+    """Return the terms that applied a step, and how many ranks each had."""
+    return list(dict.fromkeys((whole(line, "term"), whole(line, "world")) for line in _in_time(run, "step")))
+
+
+def _in_time(run: Evidence, op: str) -> Iterator[Line]:
+    yield from sorted(run.of(op), key=lambda line: float(str(line["t"])))
+
+
+def _check_same_weights(shape: Shape, run: Evidence) -> None:
+    alone = reference_of(replace(shape, nodes=1, ranks=1, spares=0, is_whole=True))
+    assert run.result is not None and alone.result is not None
+    assert run.result["weights_sha256"] == alone.result["weights_sha256"]
