@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ResultError,
         StorageError,
     )
+    from elastic_train.launch.ray_trainer import ElasticTrainer
     from elastic_train.tasks.task import LaneLoss, ParameterGroup, Task
     from elastic_train.training.result import TrainResult
     from elastic_train.training.run import train
@@ -42,6 +43,7 @@ __all__ = [
     "Cursor",
     "DataError",
     "ElasticTrainError",
+    "ElasticTrainer",
     "LaneBatch",
     "LaneLoader",
     "LaneLoss",
@@ -77,6 +79,7 @@ _NAMES_OF = {
     "data.loading.loader": ("LaneLoader",),
     "data.loading.reader": ("Reader",),
     "errors": ("ConfigError", "DataError", "ElasticTrainError", "Preempted", "ResultError", "StorageError"),
+    "launch.ray_trainer": ("ElasticTrainer",),
     "tasks.task": ("LaneLoss", "ParameterGroup", "Task"),
     "training.result": ("TrainResult",),
     "training.run": ("train",),

@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 NAMES = """
 Order Cursor owned_lanes CoverageSums Manifest load_manifest build_manifest Reader LaneLoader LaneBatch
 Task LaneLoss ParameterGroup Config load_config train TrainResult CommitRecord open_store discover read_state holding
-ElasticTrainError ConfigError DataError StorageError Preempted ResultError
+ElasticTrainer ElasticTrainError ConfigError DataError StorageError Preempted ResultError
 """
 
 

@@ -27,6 +27,7 @@ app.command("elastic_train.cli.planning:app", name="plan")
 app.command("elastic_train.cli.places.doctor.command:doctor", name="doctor")
 app.command("elastic_train.cli.places.submit.command:app", name="submit")
 app.command("elastic_train.cli.places.job:app", name="job")
+app.command("elastic_train.cli.places.on_ray:ray", name="ray")
 app.register_install_completion_command(
     help="Complete commands and options in bash, zsh or fish, from the next shell on."
 )

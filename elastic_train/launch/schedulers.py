@@ -66,6 +66,12 @@ def lonely(environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def without_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a node that is given all by flags: a scheduler that has started others is left out."""
+    prefixes = ("PET_", "SLURM_", "SKYPILOT_")
+    return {name: value for name, value in environ.items() if not name.startswith(prefixes) and name not in SIZES}
+
+
 def _torchrun(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found | None:
     named = {name: value for name, value in environ.items() if name.startswith("PET_") and value}
     if not named:

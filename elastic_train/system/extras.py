@@ -25,6 +25,7 @@ _EXTRA_OF = {
     "botocore": "s3",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "ray": "ray",
 }
 
 

@@ -1,0 +1,300 @@
+"""A job on a Ray cluster: each node of it is an actor, which runs one launcher; a lost one is replaced, by us alone.
+
+Ray restarts nothing here (`max_restarts=0`): the survivors of a lost node continue in their processes, and the actor
+that takes its place joins them. Actors are asked for one by one, not as a gang, so that a job begins with as many as
+the cluster has room for, and grows when there is room for more. The process that calls `run_on_ray` starts the job's
+etcd, and the job ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_train.config.schema import Config
+from elastic_train.errors import ConfigError, CorruptError, NoProgressError, Preempted, TooFewNodesError
+from elastic_train.launch import departure
+from elastic_train.launch.job_etcd import JobEtcd
+from elastic_train.launch.options import TIMEOUT_S, parse_nodes
+from elastic_train.launch.schedulers import without_schedulers
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.extras import needed_for
+from rendezvous.etcd.server import EtcdServer, free_ports
+from rendezvous.orphans import bound_command
+from rendezvous.outage_log import WaitingLog
+
+if TYPE_CHECKING:
+    import ray
+    from ray.actor import ActorHandle
+
+FINAL_CODES = (ConfigError.exit_code, CorruptError.exit_code, NoProgressError.exit_code, TooFewNodesError.exit_code)
+"""Of a node that would end the same way again, or has waited for others as long as it was to."""
+MOST_FAILURES, FAILURES_S = 20, 3600.0
+LOOK_S = 1.0
+_log = logging.getLogger("elastic_train")
+Result = dict[str, Any]
+"""What result.json of a run holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayJob:
+    """What runs on a cluster, and on what: `resources` of each node as Ray names them, `CPU` and `GPU` among them."""
+
+    config: Config
+    nodes: str
+    resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    ranks: int | None = None
+    """Of each node; by default one for each GPU, else one."""
+    run_id: str | None = None
+    endpoint: str | None = None
+    most_failures: int = MOST_FAILURES
+    """So many lost or failed nodes within an hour are replaced; -1: all."""
+    grace_s: float = 30.0
+    timeout_s: float = TIMEOUT_S
+    options: Mapping[str, object] = field(default_factory=lambda: {"scheduling_strategy": "SPREAD"})
+    """More of what Ray's actors take, such as `label_selector` or `runtime_env`."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield all that is wrong with it."""
+        wrong: list[str] = []
+        parse_nodes(self.nodes, wrong)
+        yield from wrong
+        data = self.config.data
+        named = {"run.dir": self.config.run.dir, "data.train": data.train, "data.validation": data.validation}
+        named |= {f"data.mixture.{i}.source": each.source for i, each in enumerate(data.mixture or ())}
+        for key, place in named.items():
+            if place is not None and "://" not in place and not Path(place).is_absolute():
+                yield f"{key} is {place}: nodes on Ray have working directories of their own; give an absolute path"
+        if self.ranks is not None and self.ranks < 1:
+            yield f"--ranks must be at least 1, not {self.ranks}; leave it out for one rank per GPU"
+        for name, amount in self.resources.items():
+            if amount < 0:
+                yield f"a node cannot have {amount:g} of {name}"
+
+    def arguments(self, endpoint: str) -> list[str]:
+        """Return the flags of each node's launcher."""
+        ranks = self.ranks or max(1, int(self.resources.get("GPU", 0)))
+        flags = {"nodes": self.nodes, "ranks": ranks, "endpoint": endpoint, "id": self.run_id or uuid.uuid4().hex[:12]}
+        flags |= {"grace-s": self.grace_s, "timeout-s": self.timeout_s}
+        return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+class Node:
+    """What an actor is: the parent of one launcher, which dies with it. Two of its methods may run at once."""
+
+    def __init__(self) -> None:
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._is_leaving = False
+
+    def host(self) -> str:
+        """Return where it is; the answer says that Ray has found a place for it."""
+        return socket.gethostname()
+
+    def run(self, run_dir: str, config: str, arguments: Sequence[str]) -> tuple[int, Result | None]:
+        """Run the launcher to its end; return its exit code, and the run's result once there is one here."""
+        path = Path(run_dir) / "ray.yaml"
+        write_atomically(path, config)
+        # A launcher can import what this process can: Ray adds the driver's folders, and those of its runtime_env.
+        environ = without_schedulers(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = bound_command(sys.executable, "-m", "elastic_train.command", "launch", str(path), *arguments)
+        self._launcher = subprocess.Popen(command, env=environ)
+        if self._is_leaving:
+            self.leave()
+        code = self._launcher.wait()
+        result = Path(run_dir) / "result.json"
+        return code, json.loads(result.read_text()) if code == 0 and result.exists() else None
+
+    def leave(self) -> None:
+        """Ask the launcher to leave, as a scheduler does."""
+        self._is_leaving = True
+        if self._launcher is not None:
+            self._launcher.send_signal(signal.SIGTERM)
+
+
+def run_on_ray(job: RayJob) -> tuple[int, Result | None]:
+    """Run a job on the cluster that this process is connected to; return its exit code, and its result.
+
+    SIGTERM, SIGUSR1 and SIGINT ask all nodes to leave, and the code is 75; not where this is no main thread. Raises
+    ConfigError with all that is wrong, TooFewNodesError if Ray finds no place for any node in time, and ServerError if
+    no etcd can be started here.
+    """
+    if problems := list(job.problems()):
+        raise ConfigError(*problems)
+    with _requests() as asked, _etcd(job) as endpoint, contextlib.closing(_Nodes(job, endpoint, asked)) as nodes:
+        return nodes.supervise()
+
+
+@contextlib.contextmanager
+def _requests() -> Iterator[threading.Event]:
+    """Note requests to leave. Ray's own handler of SIGTERM aborts the process, and its calls let no other error out."""
+    asked = threading.Event()
+    numbers = departure.REQUESTS if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _etcd(job: RayJob) -> Iterator[str]:
+    """Yield the endpoint of the job's etcd; without one of the user's, start one that the cluster's nodes can reach."""
+    if job.endpoint is not None:
+        yield job.endpoint
+        return
+    ray, (port,) = _ray(), free_ports(1)
+    server = EtcdServer(port=port, host="0.0.0.0")
+    etcd = JobEtcd(f"{ray.util.get_node_ip_address()}:{port}", server)
+    try:
+        server.start()
+        etcd.keep()
+        yield etcd.endpoint
+    finally:
+        etcd.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A node, from its request on: `placed` is its answer that it has a place, None once it was read."""
+
+    actor: ActorHandle[Node]
+    ended: ray.ObjectRef[tuple[int, Result | None]]
+    placed: ray.ObjectRef[str] | None
+
+
+class _Nodes:
+    """The nodes of a job, while it runs."""
+
+    def __init__(self, job: RayJob, endpoint: str, asked: threading.Event) -> None:
+        self._ray, self._job, self._asked = _ray(), job, asked
+        self._given = (job.config.run.dir, job.config.to_yaml(), job.arguments(endpoint))
+        amounts = dict(job.resources)
+        known = {"num_cpus": amounts.pop("CPU", 0), "num_gpus": amounts.pop("GPU", 0)}
+        known |= {"memory": amounts.pop("memory")} if "memory" in amounts else {}
+        options = {**known, "resources": amounts, "max_restarts": 0, "max_concurrency": 2, **job.options}
+        self._class = self._ray.remote(Node).options(**options)
+        self._nodes: list[_Running] = []
+        self._failed_at_s: deque[float] = deque()
+
+    def supervise(self) -> tuple[int, Result | None]:
+        """Replace nodes until one has ended for all of them, or all are to leave; return the code and the result."""
+        for _ in range(parse_nodes(self._job.nodes, [])[1]):
+            self._start()
+        code = 1
+        while self._nodes:
+            self._await_place()
+            if self._asked.is_set():
+                _log.warning("asked to leave: so are all nodes of the job, which have %.0f s", self._job.grace_s)
+                self.leave()
+                return Preempted.exit_code, None
+            for node in self._ended():
+                found = self._end_of(node)
+                if found is not None and found[0] in FINAL_CODES:
+                    self.leave()
+                    return found
+                if found is not None and found[0] == 0:
+                    self._await_ends()
+                    return found
+                code = 1 if found is None else found[0]
+                self._replace(code)
+        return code, None
+
+    def leave(self) -> None:
+        """Ask all nodes to leave, and wait for those that have a place, in the time that they have."""
+        for node in self._nodes:
+            node.actor.leave.remote()
+        self._await_ends()
+
+    def close(self) -> None:
+        """End what is left, also what Ray has not found a place for."""
+        while self._nodes:
+            self._ray.kill(self._nodes.pop().actor)
+
+    def _start(self) -> None:
+        actor = self._class.remote()
+        self._nodes.append(_Running(actor, actor.run.remote(*self._given), actor.host.remote()))
+
+    def _replace(self, code: int) -> None:
+        now_s = time.monotonic()
+        if code != Preempted.exit_code:
+            self._failed_at_s.append(now_s)
+        while self._failed_at_s and self._failed_at_s[0] < now_s - FAILURES_S:
+            self._failed_at_s.popleft()
+        if 0 <= self._job.most_failures < len(self._failed_at_s):
+            failed, left = len(self._failed_at_s), len(self._nodes)
+            _log.error("%d nodes failed within an hour (--max-failures): not replaced; %d continue", failed, left)
+            return
+        self._start()
+
+    def _await_place(self) -> None:
+        """Return once a node has a place; raise TooFewNodesError if none gets one in time."""
+        log, deadline = WaitingLog(_log, self._job.timeout_s), time.monotonic() + self._job.timeout_s
+        while not (self._asked.is_set() or any(node.placed is None for node in self._nodes)):
+            self._note_placed(LOOK_S)
+            log.waits(
+                lambda left_s: (
+                    f"waiting for Ray to find a place for a node with {dict(self._job.resources)}: giving up in "
+                    f"{left_s:.0f} s (--timeout-s)"
+                )
+            )
+            if time.monotonic() > deadline:
+                raise TooFewNodesError(
+                    f"Ray found no place for a node with {dict(self._job.resources)} within "
+                    f"{self._job.timeout_s:.0f} s: `ray status` says what the cluster has, and who uses it"
+                )
+
+    def _ended(self) -> Iterable[_Running]:
+        """Return the nodes that have ended, after at most a second."""
+        self._note_placed(0.0)
+        refs = {node.ended: node for node in self._nodes}
+        ended, _ = self._ray.wait(list(refs), num_returns=1, timeout=LOOK_S)
+        return [refs[ref] for ref in ended]
+
+    def _note_placed(self, timeout_s: float) -> None:
+        """Note which nodes have got a place; whoever was lost meanwhile had one, too."""
+        refs = {node.placed: node for node in self._nodes if node.placed is not None}
+        placed, _ = self._ray.wait(list(refs), num_returns=1, timeout=timeout_s) if refs else ([], [])
+        for ref in placed:
+            refs[ref].placed = None
+            with contextlib.suppress(self._ray.exceptions.RayActorError):
+                _log.info("a node of the job is on %s", self._ray.get(ref))
+
+    def _end_of(self, node: _Running) -> tuple[int, Result | None] | None:
+        """Forget a node that has ended; return its code and result, None if its actor was lost."""
+        self._nodes.remove(node)
+        try:
+            found: tuple[int, Result | None] = self._ray.get(node.ended)
+        except self._ray.exceptions.RayActorError as error:
+            _log.warning("a node was lost with its actor: %s", str(error).strip().partition("\n")[0])
+            return (Preempted.exit_code, None) if error.preempted else None
+        if found[0] != 0:
+            _log.warning("a node has ended with exit code %d", found[0])
+        return found
+
+    def _await_ends(self) -> None:
+        """Wait for the nodes that are at work, in the time that a node has to leave."""
+        self._note_placed(0.0)
+        at_work = [node.ended for node in self._nodes if node.placed is None]
+        if at_work:
+            self._ray.wait(at_work, num_returns=len(at_work), timeout=self._job.grace_s)
+
+
+def _ray() -> Any:
+    with needed_for("a job on Ray"):
+        import ray.util
+    return ray

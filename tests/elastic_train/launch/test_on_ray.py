@@ -1,0 +1,160 @@
+"""What a job on Ray makes of how its nodes end. Ray is a twin in memory here; the real one is in tests/deploy."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_train.config.schema import Config
+from elastic_train.errors import ConfigError, TooFewNodesError
+from elastic_train.launch import on_ray
+from elastic_train.launch.on_ray import FINAL_CODES, RayJob, run_on_ray
+from elastic_train.launch.schedulers import without_schedulers
+
+CONFIG = Config.model_validate({"run": {"dir": "/runs/one"}, "data": {"train": "/rows"}})
+LOST = "lost"
+
+
+class ActorLost(Exception):  # noqa: N818 - Ray's name
+    preempted = False
+
+
+class Preempted(ActorLost):
+    preempted = True
+
+
+class Cluster:
+    """A Ray whose actors end one after the other as a script says: with a code, or lost; None: has no place."""
+
+    def __init__(self, ends: list[object], actors_at_once: int) -> None:
+        self.ends, self.room = ends, actors_at_once
+        self.options: dict[str, object] = {}
+        self.actors: list[SimpleNamespace] = []
+        self.asked_to_leave = self.killed = 0
+        self.exceptions = SimpleNamespace(RayActorError=ActorLost)
+
+    def remote(self, kind: type) -> Any:
+        def options(**given: object) -> Any:
+            self.options = given
+            return SimpleNamespace(remote=self._start)
+
+        return SimpleNamespace(options=options)
+
+    def _start(self) -> SimpleNamespace:
+        number = len(self.actors)
+
+        def leave() -> None:
+            self.asked_to_leave += 1
+
+        methods = {"run": lambda *_: ("run", number), "host": lambda: ("host", number), "leave": leave}
+        self.actors.append(SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in methods.items()}))
+        return self.actors[-1]
+
+    def wait(self, refs: list[tuple[str, int]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        kinds = {kind for kind, _ in refs}
+        if not self.room:
+            return [], refs
+        if kinds == {"host"}:
+            return refs, []
+        return ([min(refs)], refs[1:]) if min(refs)[1] < len(self.ends) else ([], refs)
+
+    def get(self, ref: tuple[str, int]) -> object:
+        kind, number = ref
+        if kind == "host":
+            return "a"
+        end = self.ends[number]
+        if isinstance(end, type):
+            raise end("the actor died")
+        return end, {"step": 5} if end == 0 else None
+
+    def kill(self, actor: object) -> None:
+        self.killed += 1
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, ends: list[object], **job: Any) -> tuple[object, Cluster]:
+    """Run a job of two nodes whose actors end that way; return its code and result, and the cluster."""
+    cluster = Cluster(ends, 2)
+    monkeypatch.setattr(on_ray, "_ray", lambda: cluster)
+    return run_on_ray(RayJob(CONFIG, "1:2", endpoint="etcd:2379", **job)), cluster
+
+
+def test_lost_and_failed_nodes_are_replaced_until_one_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is not to restart them, too."""
+    found, cluster = ended(monkeypatch, [ActorLost, 75, 1, 76, Preempted, 0])
+    assert found == (0, {"step": 5})
+    assert len(cluster.actors) == 7 and cluster.asked_to_leave == 0
+    assert cluster.options["max_restarts"] == 0
+    assert cluster.options["scheduling_strategy"] == "SPREAD"
+
+
+@pytest.mark.parametrize("code", FINAL_CODES)
+def test_what_would_end_the_same_way_again_ends_the_job(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    found, cluster = ended(monkeypatch, [code])
+    assert found == (code, None)
+    assert (len(cluster.actors), cluster.asked_to_leave, cluster.killed) == (2, 1, 1)
+
+
+def test_nodes_are_replaced_so_often_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What left as asked, or with a machine that was taken away, does not count; 0 replaces none."""
+    found, cluster = ended(monkeypatch, [75, Preempted, 1, 1, 1, ActorLost, 1], most_failures=3)
+    assert found == (1, None) and len(cluster.actors) == 7
+    assert len(ended(monkeypatch, [1, 76], most_failures=0)[1].actors) == 2
+    assert len(ended(monkeypatch, [1] * 40 + [0], most_failures=-1)[1].actors) == 42
+
+
+def test_all_nodes_are_asked_to_leave_with_the_one_who_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: Cluster, ref: object) -> object:
+        if isinstance(ref, tuple) and ref[0] == "run":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return 1, None
+        return "a"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cluster, "get", interrupt)
+        found, cluster = ended(patch, [1])
+    assert found == (75, None)
+    assert (cluster.asked_to_leave, cluster.killed) == (2, 2)
+
+
+def test_no_place_for_any_node_is_said_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster([], 0)
+    monkeypatch.setattr(on_ray, "_ray", lambda: cluster)
+    with pytest.raises(TooFewNodesError, match=r"no place for a node with {'CPU': 1.0} within 0 s"):
+        run_on_ray(RayJob(CONFIG, "1:2", endpoint="etcd:2379", timeout_s=0.0))
+    assert cluster.killed == 2
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    """Paths of the driver's own folder would be others on each node."""
+    config = Config.model_validate({"run": {"dir": "runs/one"}, "data": {"train": "rows", "validation": "s3://b/v"}})
+    with pytest.raises(ConfigError) as refused:
+        run_on_ray(RayJob(config, "3:2", {"CPU": -1.0}, ranks=0))
+    said = " ".join(refused.value.problems)
+    assert all(
+        part in said for part in ("--nodes must be", "run.dir is runs/one", "data.train is rows", "--ranks", "-1")
+    )
+    assert "data.validation" not in said
+
+
+def test_a_node_is_told_all_by_flags() -> None:
+    """One rank for each GPU; the variables of whoever has started Ray's services mean something else."""
+    job = RayJob(CONFIG, "2:4", {"CPU": 8.0, "GPU": 4.0}, run_id="one")
+    flags = dict(zip(*[iter(job.arguments("etcd:2379"))] * 2, strict=True))
+    assert flags == {
+        "--nodes": "2:4", "--ranks": "4", "--endpoint": "etcd:2379", "--id": "one",
+        "--grace-s": "30.0", "--timeout-s": "900.0",
+    }  # fmt: skip
+    environ = {"PATH": "/bin", "SLURM_JOB_ID": "7", "PET_NNODES": "2", "SKYPILOT_NODE_IPS": "a", "WORLD_SIZE": "2"}
+    assert without_schedulers(environ) == {"PATH": "/bin"}
+
+
+def test_the_node_runs_a_launcher_and_returns_its_code(tmp_path: Path) -> None:
+    """Here one that refuses its flags; a request to leave that came first is handed on."""
+    code, result = on_ray.Node().run(str(tmp_path / "run"), CONFIG.to_yaml(), ["--nodes", "0"])
+    assert (code, result) == (2, None)
+    assert (tmp_path / "run" / "ray.yaml").read_text() == CONFIG.to_yaml()
