@@ -12,7 +12,7 @@ OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
-.PHONY: setup demo test test-fast test-long test-deploy test-deploy-quick gpu sim soak check docs release format bench clean
+.PHONY: setup demo test test-fast test-long test-deploy test-deploy-quick gpu sim soak check docs release image format bench clean
 
 setup: .venv/.installed
 
@@ -88,6 +88,16 @@ check: setup
 
 release: setup
 	@$(BIN)/python -m release dist
+
+# What deploy/Containerfile builds from; then: buildah build --format docker -f deploy/Containerfile -t elastic-train build/image
+image: setup
+	@rm -rf build/image && mkdir -p build/image
+	@$(BIN)/python -m build --no-isolation --outdir build/image . > /dev/null
+	@rm build/image/*.tar.gz && cp constraints.txt build/image
+	@echo "image: build/image has the wheel and its pins"; \
+	builder=$$(command -v buildah || command -v podman || command -v docker) || { echo "image: no buildah, podman or docker here to build it with"; exit 1; }; \
+	case $$builder in */docker) format=;; *) format="--format docker";; esac; \
+	$$builder build $$format -f deploy/Containerfile $(IMAGE) -t elastic-train:$$(ls build/image/*.whl | cut -d- -f2) build/image
 
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

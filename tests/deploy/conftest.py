@@ -1,8 +1,9 @@
-"""A Slurm cluster for all tests, where one can be started, and the launcher as its jobs run it."""
+"""For all tests a Slurm cluster and an image, where these can be made, and the launcher as jobs run it."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from chaos.services.slurm.cluster import SlurmCluster, why_no_slurm
 from chaos.services.slurm.machines import eventually
 from tests.conftest import ROOT
+from tests.deploy.images import Images, why_no_images
 
 LAUNCHER = f"""#!/bin/sh
 export PYTHONPATH={ROOT} OMP_NUM_THREADS=1
@@ -52,3 +54,27 @@ def launcher(tmp_path: Path) -> str:
 
     shutil.copy(find_binary(), programs / "etcd")
     return str(programs / "elastic-train")
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this source, as a release has it."""
+    folder = tmp_path_factory.mktemp("release")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Images]:
+    """The image of deploy/Containerfile, on a base of Debian's packages."""
+    if why := why_no_images():
+        pytest.skip(why)
+    made = Images(tmp_path_factory.mktemp("images"))
+    try:
+        made.make_base()
+        made.build(request.getfixturevalue("wheel"))
+        yield made
+    finally:
+        made.close()
