@@ -1,8 +1,8 @@
 """Ranks that train together compute one thing: what decides it must be the same in all of their configurations.
 
-By which path a node reaches data and commits, and where metrics are shown, is its own choice. The rate may not differ,
-or weights would differ from rank to rank; nor may the steps of validations and commits, or ranks would wait for each
-other for ever.
+By which path a node reaches data and commits, and where metrics are shown, is its own choice (`OWN`), and nothing else
+is. The rate may not differ, or weights would differ from rank to rank; nor may the steps of validations and commits, or
+what is exchanged together, or ranks would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import socket
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.format.weights_digest import checksum
+from elastic_train.config.schema import Config
+from elastic_train.config.section import Section
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.majority import name_others
 from elastic_train.job.optimizers.dotted_path import import_named
@@ -32,17 +34,28 @@ from elastic_train.system.extras import version_of
 from elastic_train.tasks.task_source import source_of
 from rendezvous.membership.records import Job
 
-_SECTIONS = ("task", "batch", "optimizer", "validation")
-_KEYS = {
-    "run": ("seed",),
-    "data": ("block_row_groups", "length_bucketing", "unreadable", "deadly", "too_long"),
-    "checkpoint": ("every_steps", "interval", "when_busy"),
-    "parallel": ("shards", "tensor", "pipeline", "schedule", "copies", "wire"),
-}
+OWN = frozenset(
+    {
+        *("run.dir", "run.name", "run.forensic", "run.history_bytes", "run.history_terms"),
+        *("data.train", "data.mixture", "data.validation", "data.num_workers", "data.cache_dir", "data.cache_bytes"),
+        *(
+            "checkpoint.url",
+            "checkpoint.near_dir",
+            "checkpoint.every_s",
+            "checkpoint.rpo_s",
+            "checkpoint.give_up_after",
+        ),
+        *("checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_every_s", "checkpoint.keep_best"),
+        *("checkpoint.storage_budget", "parallel.domain", "device"),
+        *("peer_timeout_s", "give_up_after_worlds", "give_up_after_s", "hang_timeout_s"),
+    }
+)
+"""Keys that each node may set as it likes. Whatever is not among them has to be the same on all nodes: a new key may
+decide in what order ranks meet, and two that meet otherwise hang or abort."""
+OWN_SECTIONS = ("tracking", "monitoring", "profile")
 _VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "neon", "asimd", "sve", "bf16", "vsx")
 _MODULES, _PARAMETERS, _TENSORS = "the task's modules", "the parameters", "the model's tensors"
 _LISTS = (_MODULES, _PARAMETERS, _TENSORS, CALLS)
-_TOP = ("epochs", "max_steps", "precision", "compile", "reduction", "threads_per_rank")
 
 
 def check_alike(group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -> None:
@@ -61,17 +74,27 @@ def check_alike(group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], 
     assert isinstance(theirs, dict), "rank 0 sends what decides there"
     if seen[group.rank] != seen[0]:
         keys = sorted({*mine, *theirs})
-        raise ConfigError(*(_problem(key, mine, theirs) for key in keys if mine.get(key) != theirs.get(key)))
+        raise ConfigError(*(_problem(key, mine, theirs) for key in keys if mine.get(key, ...) != theirs.get(key, ...)))
 
 
 def _problem(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Say what a key is here and on rank 0; of what is a list, the first that differs."""
-    here, there = mine.get(key), theirs.get(key)
+    here, there = mine.get(key, _default(key)), theirs.get(key, _default(key))
     if here and there and key in _LISTS:
         pairs = zip_longest(here, there, fillvalue="none")
         here, there = next((one, other) for one, other in pairs if one != other)
         key = f"the first of {key} that differs"
     return f"{key} is {here!r} here and {there!r} on rank 0: all nodes must have the same"
+
+
+def _default(key: str) -> object:
+    """Return what a key is where nobody has set it; None for what is no key of this release."""
+    section: Any = Config
+    *path, name = key.split(".")
+    for part in path:
+        section = section.model_fields[part].annotation if part in section.model_fields else Section
+    field = section.model_fields.get(name)
+    return None if field is None or field.is_required() else field.get_default(call_default_factory=True)
 
 
 def _shapes(weights: Mapping[str, Tensor]) -> list[str]:
@@ -82,9 +105,11 @@ def _shapes(weights: Mapping[str, Tensor]) -> list[str]:
 
 
 def deciding(plan: Plan) -> dict[str, object]:
-    """Return what decides, in configuration, data and code, what is computed: JSON's types by the names of keys."""
-    config = plan.config.model_dump(mode="json")
-    found = {key: config[key] for key in _TOP} | {
+    """Return what decides, in configuration, data and code, what is computed: JSON's types by the names of keys.
+
+    A key with its default is left out, so that a release with one more key trains with those that do not know it.
+    """
+    found: dict[str, object] = {
         "the training set's digest": plan.manifest.digest,
         "the validation set's digest": plan.feed.validation_digest,
         "the version of elastic-train": _series(_version("elastic-train")),
@@ -92,11 +117,16 @@ def deciding(plan: Plan) -> dict[str, object]:
     }
     if (shares := plan.config.data.shares) is not None:
         found["the shares of data.mixture"] = list(shares)
-    for section in _SECTIONS:
-        found |= {f"{section}.{key}": value for key, value in config[section].items()}
-    for section, keys in _KEYS.items():
-        found |= {f"{section}.{key}": config[section][key] for key in keys}
-    return found
+    return found | {key: value for key, value in _set_keys(plan.config) if key not in OWN}
+
+
+def _set_keys(config: Config) -> Iterator[tuple[str, object]]:
+    """Yield each key that is not as it is by default, with its value, but those of sections that are a node's own."""
+    for name, value in config.model_dump(mode="json", exclude_defaults=True).items():
+        if not isinstance(getattr(config, name), Section):
+            yield name, value
+        elif name not in OWN_SECTIONS:
+            yield from ((f"{name}.{key}", one) for key, one in value.items())
 
 
 def _own_code(plan: Plan) -> list[Any]:

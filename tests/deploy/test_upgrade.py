@@ -35,13 +35,17 @@ STEPS = 120
 
 
 def newer_release(folder: Path) -> Path:
-    """Copy the sources as the next release of the series, whose members say of themselves what the others' do not."""
+    """Copy the sources as the next release of the series, with a field of members and a key that others do not know."""
     for name in ("elastic_train", "rendezvous", "chaos", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "deploy"))
     records = folder / "rendezvous" / "membership" / "records.py"
     text, last = records.read_text(), "    missed: tuple[str, ...] = ()\n"
     assert text.count(last) == 1
     records.write_text(text.replace(last, f'{last}    rack: str = "of a newer release"\n'))
+    recipe = folder / "elastic_train" / "config" / "recipe.py"
+    text, last = recipe.read_text(), "    ema: EmaConfig | None = None\n"
+    assert text.count(last) == 1
+    recipe.write_text(text.replace(last, f"    warm_restarts: int = 0\n{last}"))
     described = folder / "elastic_train-0.1.99.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.4\nName: elastic-train\nVersion: 0.1.99\n")

@@ -9,9 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from pydantic import Field
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from elastic_train.config.schema import Config
+from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.config.schema import Config, keys
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.majority import name_others
 from elastic_train.job.plan import Plan
@@ -19,10 +21,13 @@ from elastic_train.parallel.group import Group
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.world import uniformity
 from elastic_train.world.uniformity import (
+    OWN,
+    OWN_SECTIONS,
     check_alike,
     check_same_weights,
     deciding,
     differing_kernels,
+    job_of,
     kernels_of,
 )
 from tests.conftest import run_ranks
@@ -51,8 +56,19 @@ PLANS = [
             "checkpoint": {"url": "s3://bucket/run"},
         }
     ),
-    plan_with({"optimizer": {"clip_norm": 0.5}, "validation": {"every_steps": 7}, "task": {"params": {"dim": 8}}}),
-    plan_with({}, digest="other rows"),
+    plan_with(
+        {
+            "optimizer": {"clip_norm": 0.5},
+            "validation": {"every_steps": 7},
+            "task": {"params": {"dim": 8}},
+            "parallel": {"bucket_mb": None, "expert": 2},
+            "monitoring": {"phases_every_steps": 7},
+        }
+    ),
+    plan_with(
+        {"optimizer": {"clip_norm": None}, "parallel": {"offload": "optimizer", "recompute": "units"}},
+        digest="other rows",
+    ),
     plan_with({}),
     plan_with({}, validation="held out", task=TextClassifier(vocabulary=64)),
     *(plan_with({}) for _ in range(4)),
@@ -92,11 +108,19 @@ def test_a_rank_that_differs_from_rank_0_learns_in_which_keys(tmp_path: Path) ->
     assert found[:2] == [[], []]
     assert [problem.partition(" is ")[0] for problem in found[2]] == [
         "optimizer.clip_norm",
+        "parallel.bucket_mb",
+        "parallel.expert",
         "task.params",
         "validation.every_steps",
     ]
     assert found[2][0] == "optimizer.clip_norm is 0.5 here and 1.0 on rank 0: all nodes must have the same"
-    assert [problem.partition(" is ")[0] for problem in found[3]] == ["the training set's digest"]
+    assert found[2][1] == "parallel.bucket_mb is None here and 2.0 on rank 0: all nodes must have the same"
+    assert [problem.partition(" on rank 0")[0] for problem in found[3]] == [
+        "optimizer.clip_norm is None here and 1.0",
+        "parallel.offload is 'optimizer' here and 'none'",
+        "parallel.recompute is 'units' here and 'none'",
+        "the training set's digest is 'other rows' here and 'rows'",
+    ]
     [frozen] = found[9]
     assert frozen.startswith(
         "the first of the parameters that differs is 'head.weight float32 [2, 4], frozen' here and 'head.weight float32"
@@ -144,11 +168,27 @@ def test_kernels_are_known_by_device_libraries_and_processor() -> None:
     assert set(kernels_of(torch.device("cpu"))) >= {"device", "torch", "numpy", "pyarrow", "processor"}
 
 
-def test_every_compared_key_exists() -> None:
-    """A renamed key would no longer be compared."""
-    assert {"run.seed", "data.too_long", "checkpoint.every_steps", "max_steps", "batch.micro_batch"} <= set(
-        deciding(PLANS[0])
-    )
+def test_what_is_not_compared_exists() -> None:
+    """A key that is renamed would be compared, and a node could no longer choose it."""
+    known = {key for key, *_ in keys()}
+    assert known >= OWN and {key.partition(".")[0] for key in known} >= set(OWN_SECTIONS)
+
+
+def test_a_release_with_one_more_key_trains_with_those_that_do_not_know_it() -> None:
+    """As long as nobody has set it: then it is named, on whichever side."""
+
+    class NewerOptimizer(OptimizerConfig):
+        warm_restarts: int = 0
+
+    class NewerConfig(Config):
+        optimizer: NewerOptimizer = Field(default_factory=NewerOptimizer)
+
+    def newer(optimizer: dict[str, object]) -> Plan:
+        config = NewerConfig.model_validate({"data": {"train": "here"}, "optimizer": optimizer})
+        return SimpleNamespace(config=config, task=None, manifest=PLANS[0].manifest, feed=PLANS[0].feed)  # type: ignore[return-value]
+
+    assert job_of(newer({"lr": 0.5})) == job_of(plan_with({"optimizer": {"lr": 0.5}}))
+    assert deciding(newer({"warm_restarts": 3})) == deciding(PLANS[0]) | {"optimizer.warm_restarts": 3}
 
 
 @pytest.mark.parametrize(("version", "is_let_in"), [("0.1.7", True), ("0.1.0.dev3", True), ("0.2.0", False)])
