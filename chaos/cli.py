@@ -44,7 +44,7 @@ from chaos.scenario import model as scenarios
 from chaos.scenario.kinds import KINDS
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import schedule
-from chaos.scenario.soak import drawn_shards
+from chaos.scenario.soak import drawn_nodes, drawn_shards
 from chaos.script import run as scripts
 from elastic_train.config.sources import load as load_config
 from elastic_train.errors import ElasticTrainError, explain
@@ -242,6 +242,7 @@ def execute(
 
     `replay` is the command that does the same again.
     """
+    scenario = scenario.model_copy(update={"nodes": drawn_nodes(scenario, seed)})
     drawn = {"parallel": drawn_shards(scenario, seed)}
     changes = [*_as_arguments(drawn), *_as_arguments(scenario.set), *_split(overrides)]
     if scenario.config is None:

@@ -46,6 +46,7 @@ from elastic_train.data.corpora.synthetic import synthesise
 from elastic_train.data.dataset import run_order
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.dataset.training_sources import join, load_sources
+from elastic_train.system.wording import counted
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.progress import Progress, ResumeBanner, Status
 
@@ -109,10 +110,8 @@ def run_soak(
         drawn = Drawn(scenario, seed, around.missing)
         for kind, why in around.missing.items():
             say(f"left out: {kind}: {why}")
-        num, where = (
-            f"{scenario.soak.faults} faults of {len(drawn.kinds)} kinds",
-            in_words(config.parallel.model_dump()),
-        )
+        num, nodes = f"{scenario.soak.faults} faults of {len(drawn.kinds)} kinds", scenario.nodes
+        where = f"{nodes.count} nodes of {counted(nodes.ranks, 'rank')}, {in_words(config.parallel.model_dump())}"
         say(f"soak, seed {seed}: {num}, {where}, in {faulted}")
         try:
             landing = land(lambda step: -(-(step + 1) // per_epoch) * per_epoch)
@@ -123,7 +122,7 @@ def run_soak(
     if verdict.run.result is None or verdict.run.result["status"] != "done":
         return verdict
     say(f"training the same {verdict.run.result['step']} steps without faults, in {folder / REFERENCE}")
-    one = scenario.nodes.model_copy(update={"count": 1})
+    one = scenario.nodes.model_copy(update={"count": 1, "ranks": config.parallel.cell.size})
     plain = scenario.model_copy(update={"nodes": one, "soak": None, "tracker": False})
     steps = f"--max_steps={verdict.run.result['step']}"
     quick = [

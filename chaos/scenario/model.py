@@ -145,6 +145,8 @@ class Soak(_Section):
     shards: bool = False
     """Draw from the seed, too, what of the job's state is in shards, and in how many copies; the run without faults has
     it whole. What `set` or --set says of `parallel` goes first."""
+    most_ranks: PositiveInt | None = None
+    """Draw from the seed, too, how many ranks each node has, up to so many, in place of `nodes.ranks`."""
     heal_s: float = Field(default=300.0, gt=0)
     """Seconds within which the whole world has to train again once everything is undone."""
 

@@ -25,7 +25,7 @@ from chaos.scenario.kinds import (
     ON_DISK,
     Need,
 )
-from chaos.scenario.model import Point, Scenario
+from chaos.scenario.model import Nodes, Point, Scenario
 from chaos.scenario.schedule import Due
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.system.failpoints import POINTS
@@ -64,6 +64,14 @@ def drawn_shards(scenario: Scenario, seed: int) -> dict[str, object]:
     draws = random.Random(f"{seed} shards")
     shards = draws.choice(get_args(ParallelConfig.model_fields["shards"].annotation))
     return {"shards": shards, "copies": draws.randint(1, min(MOST_COPIES, scenario.nodes.count))}
+
+
+def drawn_nodes(scenario: Scenario, seed: int) -> Nodes:
+    """Return a scenario's nodes, with as many ranks as a soak draws from its seed, if it draws them."""
+    if scenario.soak is None or scenario.soak.most_ranks is None:
+        return scenario.nodes
+    ranks = random.Random(f"{seed} ranks").randint(1, scenario.soak.most_ranks)
+    return scenario.nodes.model_copy(update={"ranks": ranks})
 
 
 def can_be_at(kind: str, point: str) -> bool:

@@ -16,7 +16,7 @@ from chaos.real.runs import unslowed
 from chaos.scenario.kinds import KINDS
 from chaos.scenario.model import FOLDER, load
 from chaos.scenario.schedule import Due
-from chaos.scenario.soak import Drawn, can_be_at, drawn_shards
+from chaos.scenario.soak import Drawn, can_be_at, drawn_nodes, drawn_shards
 from elastic_train.config import sources
 from elastic_train.core.lanes import owned_lanes, parts_of
 from elastic_train.parallel.exchange import is_balanced
@@ -83,6 +83,15 @@ def test_every_way_of_holding_the_state_is_drawn() -> None:
     assert drawn_shards(load(FOLDER / "soak-witness.yaml"), 1) == {}
     config = sources.load(str(SOAK.config), environ={}, arguments=_as_arguments({"parallel": drawn_shards(SOAK, 1)}))
     assert config.parallel.model_dump(include={"shards", "copies"}) == drawn_shards(SOAK, 1)
+
+
+def test_nodes_have_one_rank_or_two() -> None:
+    """All nodes of a seed as many, so that worlds of up to eight come, and some that are no power of two."""
+    found = {seed: drawn_nodes(SOAK, seed) for seed in range(20)}
+    assert {nodes.ranks for nodes in found.values()} == {1, 2}
+    assert {nodes.model_copy(update={"ranks": 1}) for nodes in found.values()} == {SOAK.nodes}
+    witness = load(FOLDER / "soak-witness.yaml")
+    assert {drawn_nodes(witness, seed) for seed in range(20)} == {witness.nodes}
 
 
 def test_kinds_this_machine_cannot_do_are_not_drawn() -> None:
