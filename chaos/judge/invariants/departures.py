@@ -194,7 +194,7 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     """Say whether the last thing done to a node was to end it, or its agent gave up.
 
     It does so where it was kept from etcd, or etcd was away, not long before; and when workers have failed more
-    often than it may start its own again (the first to report a failure pays for it).
+    often than it may start its own again: in a live job its own, else anybody's (the first to report a failure pays).
     """
     at, most = number(exit_, "t"), scenario_field(run, "max_restarts")
     for hit in spells_of(run).at(at):
@@ -207,7 +207,7 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     hits = spells_of(run).at(at)
     if any(is_of_etcd(hit["kind"]) or (cuts_off(hit["kind"]) and exit_["node"] in _nodes(hit)) for hit in hits):
         return True
-    return isinstance(most, int) and not is_live(run) and len(run.of("fault")) > most
+    return isinstance(most, int) and len(done if is_live(run) else run.of("fault")) > most
 
 
 def _nodes(fault: Line) -> list[object]:

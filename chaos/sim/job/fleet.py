@@ -60,6 +60,7 @@ class Fleet:
     def freeze(self, processes: list[Process], for_s: float) -> None:
         for process in processes:
             self.kernel.pause(process)
+            self.nodes[process.node].look()
             self.kernel.after(for_s, lambda process=process: self.kernel.resume(process))  # type: ignore[misc]
         self.keep_busy(for_s)
 

@@ -1,33 +1,45 @@
-"""A machine of the simulated world: an agent that watches over workers, as `rendezvous.torchelastic.live_agent` does.
+"""A machine of the simulated world: an agent that watches over workers one by one.
 
-A worker runs `elastic_train.training.supervisor.supervise`, the whole of the product's loop. The agent is modelled: it
-starts workers, has the product bury the dead, starts others in their place, and ends with the last of them; workers die
-with it. What it is in `restart` mode is in `chaos.sim.job.restart_node`.
+What runs is `rendezvous.torchelastic.live_agent.LiveAgent`, its restart budgets and pauses included; only processes are
+modelled. A worker runs `elastic_train.training.supervisor.supervise`, the whole of the product's loop. Workers die
+with their agent. What it is in `restart` mode is in `chaos.sim.job.restart_node`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Literal
 
+from torch.distributed.elastic.agent.server import api as torchelastic
+
+from chaos.sim.job.generation import LOOK_S, Generation, Started
 from chaos.sim.job.host import Host, SimLeaveRequest, Worker
 from chaos.sim.job.run_record import named
 from chaos.sim.machine.etcd import EtcdClient
-from chaos.sim.machine.kernel import EPOCH_S, Process, Task
+from chaos.sim.machine.kernel import EPOCH_S, Kernel, Process, Task
 from chaos.sim.machine.meeting import agent_port
 from chaos.sim.machine.stdlib import host_of
 from elastic_train.errors import CorruptError, ElasticTrainError
+from elastic_train.launch.exit_codes import exit_code
 from elastic_train.training import supervisor as product
 from rendezvous.context import LiveContext
 from rendezvous.errors import RendezvousError
 from rendezvous.membership.records import Keys
 from rendezvous.torchelastic.bound_agent import FINAL_CODES
-from rendezvous.torchelastic.live_agent import LEAVING_CODES
+from rendezvous.torchelastic.live_agent import LEAVING_CODES, LiveAgent
 from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
 
 RUN_ID = "sim"
-LOOK_S = 0.1
-"""How long an agent takes to see that a worker has ended."""
+
+
+class SimLiveHandler(LiveRendezvousHandler):
+    """The product's handler over the simulated etcd; it buries, and nothing is at its address."""
+
+    def __init__(self, host: Host, context: LiveContext) -> None:
+        self._run_id, self._keys, self.node, self.context = context.run_id, Keys(context.run_id), context.node, context
+        self._etcd = EtcdClient(host.around.etcd, host.kernel.process)  # type: ignore[assignment]  # all that it uses
 
 
 class Node:
@@ -43,9 +55,9 @@ class Node:
         self.code: int | None = None
         """What it ended with, None while it has not."""
         self._host, self._kernel = host, host.kernel
-        self._ended: list[Process] = []
         self._watcher: Task | None = None
         self._is_stopping = False
+        self._start: Callable[[int], Process] = lambda local_rank: self.workers[local_rank]
 
     @property
     def is_up(self) -> bool:
@@ -73,7 +85,7 @@ class Node:
         if self.code == CorruptError.exit_code:
             self._host.around.data.restore(self.number)
         self.agent = self._host.around.process(self.number, "agent")
-        self.workers, self._ended, self._is_stopping, self.code = {}, [], False, None
+        self.workers, self._is_stopping, self.code = {}, False, None
         self._kernel.spawn(self.agent, self._watch_over)
 
     def kill(self) -> list[Process]:
@@ -87,50 +99,69 @@ class Node:
         hit, self._is_stopping = self.live_workers(), True
         for process in hit:
             self._host.workers[process].leave.ask(self._kernel.now)
+        self.look()
         return hit
 
+    def look(self) -> None:
+        """Let the agent see at its next look what has become of its workers."""
+        if self._watcher is not None:
+            self._kernel.wake(self._watcher)
+
     def _watch_over(self) -> None:
-        """Be the agent: start workers, bury the dead, start others, and end with the last of them."""
-        agent, host = self._kernel.process, self._host
-        shape = host.shape
+        """Be the agent: start workers, look at them by the product's rules, and end with the last, or when one must."""
+        agent, shape = self._kernel.process, self._host.shape
         agent.at_death["workers"] = self._kill_workers
-        node = f"{host_of(self.number)}-{agent.pid}-{agent.born:.6f}"
-        context = LiveContext(
+        context = self._make_context(agent)
+        handler = SimLiveHandler(self._host, context)
+        spec = torchelastic.WorkerSpec(
+            "default", shape.ranks, handler, entrypoint="train", max_restarts=shape.max_restarts
+        )
+        watching = LiveAgent(spec, logs_specs=SimpleNamespace())
+        self._start = lambda local_rank: self._start_worker(context, local_rank)
+        self._watcher = self._kernel.current
+        started = {local_rank: self._start(local_rank) for local_rank in range(shape.ranks)}
+        watching._pcontext = Generation(self._host, started)
+        group = watching.get_worker_group()
+        group.workers = [torchelastic.Worker(local_rank, local_rank) for local_rank in started]
+        for worker in group.workers:
+            worker.id = started[worker.local_rank].pid
+        looked = None
+        while looked is None or looked.state is torchelastic.WorkerState.HEALTHY:
+            self._rest(agent, watching)
+            if self._is_stopping:
+                break
+            looked = watching._monitor_workers(group)
+        while self.live_workers():
+            self._kernel.park()
+        has_failed = looked is not None and looked.is_failed()
+        code = exit_code(watching.worker_codes(), has_failed=has_failed)
+        self._end(agent, 0 if self._is_stopping or code in LEAVING_CODES else code)
+
+    def _rest(self, agent: Process, watching: LiveAgent) -> None:
+        """Let time pass until the agent may see something; while all is well its looks, ten a second, cost nothing."""
+        stopped_s = agent.stopped_s
+        if all(worker.is_running for worker in self.workers.values()) and not (watching._due_at or self._is_stopping):
+            self._kernel.park()
+        self._kernel.sleep(LOOK_S)
+        if agent.stopped_s == stopped_s:
+            watching._looked_at = self._kernel.now
+
+    def _make_context(self, agent: Process) -> LiveContext:
+        shape, host = self._host.shape, host_of(self.number)
+        node = f"{host}-{agent.pid}-{agent.born:.6f}"
+        return LiveContext(
             endpoints=("etcd",),
             run_id=self.run_id,
             node=node,
-            host=host_of(self.number),
-            address=host_of(self.number),
-            agent=agent_port(host.around.net, node),
+            host=host,
+            address=host,
+            agent=agent_port(self._host.around.net, node),
             min_nodes=shape.min_nodes,
             max_nodes=self.max_nodes,
             ttl_s=shape.ttl_s,
             last_call_s=2.0,
             timeout_s=900.0,
         )
-        undertaker = SimpleNamespace(
-            _keys=Keys(self.run_id), _etcd=EtcdClient(host.around.etcd, agent), node=context.node
-        )
-        for local_rank in range(shape.ranks):
-            self._start_worker(context, local_rank)
-        self._watcher = self._kernel.current
-        codes: list[int] = []
-        while len(codes) < shape.ranks:
-            if not self._ended:
-                self._kernel.park()
-            self._kernel.sleep(LOOK_S)
-            for worker in [worker for worker in self._ended if worker in self.workers.values()]:
-                self._ended.remove(worker)
-                local_rank = host.workers[worker].local_rank
-                code = -9 if worker.code is None else worker.code
-                if code != 0:
-                    LiveRendezvousHandler.bury(undertaker, local_rank)  # type: ignore[arg-type]  # all that it uses
-                if code == 0 or self._is_stopping or code in LEAVING_CODES or code in FINAL_CODES:
-                    codes.append(code)
-                else:
-                    self._start_worker(context, local_rank)
-        worst = max(codes)
-        self._end(agent, 0 if self._is_stopping or worst in LEAVING_CODES else worst)
 
     def _end(self, agent: Process, code: int) -> None:
         self.code = code
@@ -142,10 +173,26 @@ class Node:
         for worker in self.workers.values():
             self._kernel.kill(worker)
 
-    def _start_worker(self, context: LiveContext, local_rank: int) -> None:
+    def start_in_place(self, local_rank: int) -> Started:
+        """Start a worker in another's place; called by the agent."""
+        return Started(self._host, self._start(local_rank))
+
+    def stopped_by(self, pid: int) -> Literal["signal"] | None:
+        """Do what `rendezvous.torchelastic.live_agent.stopped_by` does for a worker of this node."""
+        return "signal" if any(worker.is_paused for worker in self._of_number(pid)) else None
+
+    def kill_number(self, pid: int) -> None:
+        for worker in self._of_number(pid):
+            self._kernel.kill(worker)
+
+    def _of_number(self, pid: int) -> list[Process]:
+        return [worker for worker in self.live_workers() if worker.pid == pid]
+
+    def _start_worker(self, context: LiveContext, local_rank: int) -> Process:
         env = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self._host.shape.ranks)}
         process = self._spawn_worker(context, local_rank, env)
-        process.at_death["agent"] = lambda: self._end_worker(process)
+        process.at_death["agent"] = self.look
+        return process
 
     def _spawn_worker(self, context: LiveContext | None, local_rank: int, env: Mapping[str, str]) -> Process:
         process = self._host.around.process(self.number, "worker")
@@ -156,11 +203,6 @@ class Node:
         self._host.record.write("chaos", "node", node=self.number, **named([process]))
         self._kernel.spawn(process, lambda: self._work(process, leave))
         return process
-
-    def _end_worker(self, process: Process) -> None:
-        self._ended.append(process)
-        if self._watcher is not None:
-            self._kernel.wake(self._watcher)
 
     def _work(self, process: Process, leave: SimLeaveRequest) -> None:
         """Be a worker: warm up, train, end with a code, as `elastic_train.training.run.run` does."""
@@ -183,3 +225,19 @@ class Node:
                 raise
             process.code = 1
         self._kernel.kill(process)
+
+
+def here(nodes: Sequence[Node], kernel: Kernel) -> Node:
+    """Return the node of the agent that asks."""
+    return nodes[kernel.process.node]
+
+
+def start_worker(nodes: Sequence[Node], kernel: Kernel, *, local_rank_id: int, **_: object) -> Started:
+    """Be TorchElastic's function that starts a program, called by an agent for a worker in another's place."""
+    return here(nodes, kernel).start_in_place(local_rank_id)
+
+
+def kill(nodes: Sequence[Node], kernel: Kernel, pid: int, number: signal.Signals) -> None:
+    """Be `os.kill`, as far as an agent ends workers by it."""
+    assert number is signal.SIGKILL, "an agent sends no other signal"
+    here(nodes, kernel).kill_number(pid)

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing import ProcessFailure, RunProcsResult
 from torch.distributed.elastic.rendezvous import RendezvousError as RoundError
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from chaos.sim.job.generation import STOP_GRACE_S, Generation
 from chaos.sim.job.host import Host
-from chaos.sim.job.live_node import LOOK_S, RUN_ID, Node
+from chaos.sim.job.live_node import RUN_ID, Node
 from chaos.sim.machine.kernel import Kernel, Process
 from chaos.sim.machine.stdlib import host_of
 from elastic_train.launch.exit_codes import exit_code
@@ -26,42 +26,6 @@ from rendezvous.errors import RendezvousError
 from rendezvous.torchelastic.conf import BACKEND, Conf
 from rendezvous.torchelastic.entry_point import make_agent
 from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
-
-STOP_GRACE_S = 30
-"""How long torchrun waits for its workers when it is asked to stop, or when one of them has failed."""
-
-
-class Generation:
-    """The workers of one round, as TorchElastic's `SubprocessContext` has them: what fails ends with all others."""
-
-    def __init__(self, host: Host, workers: Mapping[int, Process]) -> None:
-        self._host, self._workers = host, workers
-
-    def pids(self) -> dict[int, int]:
-        return {local_rank: worker.pid for local_rank, worker in self._workers.items()}
-
-    def wait(self, timeout: float) -> RunProcsResult | None:
-        """Return what came of the workers, None while all of them run."""
-        assert timeout == 0, "an agent looks and does not wait"
-        if not self._failures() and any(not worker.is_dead for worker in self._workers.values()):
-            return None
-        self.close(signal.SIGTERM, STOP_GRACE_S)
-        return RunProcsResult(return_values=dict.fromkeys(self._workers), failures=self._failures())
-
-    def close(self, death_sig: signal.Signals, timeout: int) -> None:
-        """Ask all workers to leave, and end those that have not left in time."""
-        kernel = self._host.kernel
-        until = kernel.now + timeout
-        for worker in self._workers.values():
-            self._host.workers[worker].leave.ask(kernel.now)
-        while kernel.now < until and any(not worker.is_dead for worker in self._workers.values()):
-            kernel.sleep(LOOK_S)
-        for worker in self._workers.values():
-            kernel.kill(worker)
-
-    def _failures(self) -> dict[int, ProcessFailure]:
-        dead = {rank: worker for rank, worker in self._workers.items() if worker.is_dead and worker.code != 0}
-        return {rank: ProcessFailure(rank, worker.pid, worker.code or -9, "") for rank, worker in dead.items()}
 
 
 class RestartNode(Node):
@@ -82,8 +46,7 @@ class RestartNode(Node):
     def stop(self) -> list[Process]:
         """Ask torchrun to end; it passes that on to its workers."""
         hit, self._is_stopping = self.live_workers(), True
-        if self._watcher is not None:
-            self._kernel.wake(self._watcher)
+        self.look()
         return hit
 
     def start_generation(self, envs: Mapping[int, Mapping[str, str]]) -> Generation:

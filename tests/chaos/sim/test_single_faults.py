@@ -88,6 +88,52 @@ def test_a_process_that_hangs_is_ended_by_its_own_watchdog(recovery: Recovery) -
     assert 20.0 < steps[0] < 40.0 and steps[1] > 190.0
 
 
+def test_a_stopped_worker_is_left_out_before_its_lease_ends_and_comes_back() -> None:
+    """Its agent sees it in half a second, and removes its member; with the agent frozen, too, the lease has to end."""
+    shape = Shape(epochs=30, ttl_s=20.0, peer_timeout_s=300.0)
+    seconds = {}
+    for kind in ("freeze_worker", "freeze_node"):
+        run = Job(shape, 1, (SimFault(kind, at_s=15.0, node=1, for_s=40.0),)).run()
+        worlds = [line for line in run.of("form") if line["rank"] == 0]
+        assert [line["world"] for line in worlds] == [3, 2, 3]
+        seconds[kind] = worlds[1]["t"] - EPOCH_S - 15.0
+    assert seconds["freeze_worker"] < 2.0 and seconds["freeze_node"] > 10.0
+
+
+def test_a_worker_that_stays_stopped_is_replaced() -> None:
+    """After a minute, by its agent; nobody continues it."""
+    run = Job(Shape(epochs=90), 1, (SimFault("freeze_worker", at_s=15.0, node=1, for_s=1000.0),)).run()
+    (again,) = [line for line in run.of("node") if line["node"] == 1][1:]
+    assert 60.0 < again["t"] - EPOCH_S - 15.0 < 65.0
+    assert [line["world"] for line in run.of("form") if line["rank"] == 0] == [3, 2, 3]
+
+
+def test_workers_that_die_young_are_started_after_longer_and_longer_pauses() -> None:
+    """The others train on meanwhile."""
+    kills = tuple(SimFault("kill_worker", at_s=at_s, node=1) for at_s in (40.0, 45.0, 50.0, 57.0))
+    outcome = simulate(Case(1, Shape(epochs=60), kills))
+    assert outcome.violations == (), outcome.violations
+    run = Job(Shape(epochs=60), 1, kills).run()
+    started = [line["t"] - EPOCH_S for line in run.of("node") if line["node"] == 1][1:]
+    assert [round(at_s - kill.at_s) for at_s, kill in zip(started, kills, strict=True)] == [0, 0, 1, 2]
+
+
+def test_a_node_that_has_used_up_its_restarts_leaves_and_is_started_again() -> None:
+    """With 1, after as many deaths of its own as it may answer; the judge accepts no such end after fewer faults."""
+    kills = tuple(SimFault("kill_worker", at_s=at_s, node=1) for at_s in (20.0, 50.0, 80.0))
+    shape = Shape(epochs=120, max_restarts=2)
+    outcome = simulate(Case(1, shape, kills))
+    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
+    run = Job(shape, 1, kills).run()
+    (left,) = [line for line in run.of("exit") if line["code"] != 0]
+    assert (left["node"], left["code"]) == (1, 1) and 80.0 < left["t"] - EPOCH_S < 82.0
+    assert [line["world"] for line in run.of("form") if line["rank"] == 0][-1] == 3
+    for line in run.of("scenario"):
+        line["max_restarts"] = 3
+    with pytest.raises(Unknown, match="node 1 ended with code 1, and no fault explains it"):
+        deaths(run)
+
+
 @pytest.mark.parametrize("node", range(3))
 def test_a_node_that_cannot_write_costs_one_world_and_a_few_commits(node: int) -> None:
     """Whether it leads or not: it steps back, and all others commit as before. Without that nobody can any more."""

@@ -120,8 +120,12 @@ PLANTED = (
     ),
     SimBug(
         "comes-again",
-        "a node of another version ends as if it had crashed, and its worker is started again at once",
-        lambda: {"elastic_train.training.open_session:check_alike": bugs.crash_if_different},
+        "a node of another version ends as if it had crashed, and its worker is started again at once, for ever",
+        lambda: {
+            "elastic_train.training.open_session:check_alike": bugs.crash_if_different,
+            "rendezvous.torchelastic.live_agent:LiveAgent._pause_s": lambda agent, rank, now: 0.0,
+            "rendezvous.torchelastic.live_agent:Budget.take": lambda budget, cause, now: True,
+        },
         ("no-harm",),
         faults.alone_with_other_code,
         replace(SHAPE, epochs=75, lane_s=0.2),
