@@ -86,9 +86,11 @@ class Images:
         shutil.copytree(sysconfig.get_path("purelib"), self.dependencies, copy_function=_link, ignore=_is_ours)
         found = "/usr/lib/python3/dist-packages/dependencies.pth"
         release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
-        packages = ["--variant=minbase", "--include=python3,ca-certificates", release["VERSION_CODENAME"]]
+        # what a build and torch need, unpacked alone: to configure packages takes minutes on a busy machine
+        needed = "python3,dash,bash,coreutils,grep,sed,base-files,libstdc++6,libgomp1"
+        packages = ["--variant=extract", f"--include={needed}", release["VERSION_CODENAME"]]
         first = f"import sys; sys.path.insert(0, '{DEPENDENCIES}')"
-        hook = f'--customize-hook=echo "{first}" > $1{found}; mkdir $1{DEPENDENCIES}'
+        hook = f'--extract-hook=echo "{first}" > $1{found}; mkdir $1{DEPENDENCIES}'
         self._run(["mmdebstrap", "--quiet", hook, *packages, str(self.folder / "base.tar")])
         self.podman("import", str(self.folder / "base.tar"), BASE)
 
