@@ -15,12 +15,13 @@ from chaos.services.slurm.machines import eventually
 from elastic_train.cli.places.submit.slurm import SlurmJob, render
 from rendezvous.etcd.server import find_binary
 from tests.conftest import ROOT
-from tests.elastic_train.training.live.test_live import history, write_config
+from tests.elastic_train.training.live.test_live import JOB, history, write_config
 
 pytestmark = pytest.mark.deploy
 SCRIPTS = ROOT / "deploy" / "slurm"
 PATIENCE_S = 300.0
 """For a world to form; three nodes have their imports to do first."""
+COMMIT_EVERY = int(str(dict(JOB["checkpoint"])["every_steps"]))  # type: ignore[call-overload]
 
 
 @pytest.fixture
@@ -84,6 +85,30 @@ def test_a_job_survives_its_nodes_and_leaves_when_it_has_to(
     assert json.loads((run / "result.json").read_text())["step"] == 200
     assert steps_done_twice(run) == []
     assert not list(tmp_path.glob(".codes-*"))
+
+
+def test_the_first_node_takes_the_jobs_etcd_along_and_costs_what_is_not_committed(
+    slurm: SlurmCluster, tmp_path: Path, rows: Path, path: dict[str, str]
+) -> None:
+    """Its batch script runs there, so nobody requeues the job; once somebody does, it goes on from the last commit."""
+    done = tmp_path / "done"
+    config, run = write_config(tmp_path, rows, 200, lane_ms=250.0, until=done), tmp_path / "run"
+    job = slurm.submit(
+        "--nodes=2", "-D", str(tmp_path), "-o", str(tmp_path / "log"), str(SCRIPTS / "train.sbatch"), config, **path
+    )
+    until_world(run, 2)
+    eventually(lambda: any((run / "commits").glob("[0-9]*")), "a commit", PATIENCE_S)
+    slurm.machines.power_off("n1")
+    eventually(lambda: slurm.job(job)["NumNodes"] == "1", "Slurm takes the node from the job", PATIENCE_S)
+    assert slurm.state(job) == "RUNNING"
+    before = len(worlds(run))
+    slurm.run("scontrol", "requeue", job)
+    eventually(lambda: len(worlds(run)) > before, "it trains again", PATIENCE_S)
+    until_world(run, 2)
+    done.touch()
+    slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
+    assert json.loads((run / "result.json").read_text())["step"] == 200
+    assert len(steps_done_twice(run)) <= COMMIT_EVERY
 
 
 def test_what_submit_renders_leaves_before_its_time_limit_and_goes_on(

@@ -31,6 +31,7 @@ COMMAND_TIMEOUT_S = 60.0
 ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"})
 
 _LOGIN_PROGRAM = """
+mkdir -p /run/munge
 mount -t tmpfs tmpfs /run/munge
 chmod 755 /run/munge
 mount -t tmpfs tmpfs /etc/slurm
