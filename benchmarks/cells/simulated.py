@@ -11,25 +11,28 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from benchmarks.figures import Effort
-from chaos.judge.evidence.recovery_cost import recoveries
+from chaos.judge.evidence.recovery_cost import Recovery, recoveries
 from chaos.sim.campaign.long_runs import SLOWEST, WORKERS, Draw
 from chaos.sim.campaign.simulate import simulate
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.job import Job
-from chaos.sim.job.shape import Recovery, Shape
+from chaos.sim.job.shape import Recovery as Mode
+from chaos.sim.job.shape import Shape
 from elastic_train.checkpoint.interval.young_daly import optimum
 
 INTERRUPTIONS, DAYS, GPUS = 419, 54, 16_384
 PER_GPU_HOUR = INTERRUPTIONS / (DAYS * 24 * GPUS)
-JOBS = ((256, 256), (1_024, 1_024), (1_024, 16_384))
+JOBS = ((256, 256), (256, 1_024), (256, 16_384), (1_024, 1_024), (1_024, 16_384))
 """Ranks that are simulated, and of how many GPUs they have the failures."""
 STEP_S, START_S, STALL_S, LEASE_S, AWAY_S = 60.0, 60.0, 5.0, 10.0, 300.0
 """What is assumed: a step, the start of a process, what training waits for a save, a lease, and until a lost node is
 back. A spare node takes its place at once."""
-NUM_FAULTS, FEW_FAULTS = 8, 2
+NUM_FAULTS, FEW_FAULTS, COMMIT_EVERY = 4, 2, 6
+KINDS = ("kill_worker", "lose_node")
+RECOVERIES: tuple[Mode, ...] = ("live", "restart")
 SIMULATED_STEP_S, FAULTS_PER_HOUR = 30.0, 4.0
 
 
@@ -55,65 +58,55 @@ def cost_of_an_hour(effort: Effort) -> dict[str, object]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a fault cost: seconds until the next applied step, steps that were applied before, and both in seconds."""
-
-    down_s: float
-    again_steps: int
-
-    @property
-    def lost_s(self) -> float:
-        """Without the fault the next step would have come after half a step, on average."""
-        return max(0.0, self.down_s - STEP_S / 2) + self.again_steps * STEP_S
-
-
 def goodput(effort: Effort) -> dict[str, object]:
     """Return goodput by ranks, failures and mode of recovery, and what a fault costs in each."""
-    found = {}
-    for num_ranks, num_gpus in JOBS:
-        mtbf_s = 3600 / (PER_GPU_HOUR * num_gpus)
-        every_s = optimum(STALL_S, mtbf_s)
-        for recovery in ("live", "restart"):
-            costs = _costs(effort, num_ranks, recovery, round(every_s / STEP_S))
-            lost_s = statistics.mean(cost.lost_s for cost in costs)
-            saving = every_s / (every_s + STALL_S)
-            row = {
-                "goodput": round(saving / (1 + lost_s / mtbf_s), 5),
-                "mtbf_h": round(mtbf_s / 3600, 1),
-                "commit_every_s": round(every_s),
-                "lost_s": round(lost_s),
-                "lost_s_max": round(max(cost.lost_s for cost in costs)),
-                "again_steps": round(statistics.mean(cost.again_steps for cost in costs), 1),
-                "faults": len(costs),
-            }
-            effort.say(f"{num_ranks} ranks, failures of {num_gpus} GPUs, {recovery}: {row}")
-            found[f"{num_ranks} ranks, failures of {num_gpus} GPUs, {recovery}"] = row
+    found: dict[str, object] = {}
+    for num_ranks in sorted({num_ranks for num_ranks, _ in JOBS}):
+        for recovery in RECOVERIES:
+            costs = _costs(effort, num_ranks, recovery)
+            effort.say(f"{num_ranks} ranks, {recovery}: {', '.join(f'{cost.rto_s:.0f} s' for cost in costs)}")
+            for num_gpus in (gpus for ranks, gpus in JOBS if ranks == num_ranks):
+                found[f"{num_ranks} ranks, failures of {num_gpus} GPUs, {recovery}"] = _row(costs, recovery, num_gpus)
     return {"goodput": found}
 
 
-def _costs(effort: Effort, num_ranks: int, recovery: Recovery, commit_every: int) -> list[Cost]:
-    """Simulate a job that loses nodes and workers in turn, once between two commits each, at all times between them."""
+def _row(costs: list[Recovery], recovery: Mode, num_gpus: int) -> dict[str, float]:
+    """Return what is left of the time, where faults come as often as so many GPUs have them.
+
+    Without the fault the next step would have come after half a step, on average. Where steps are computed again, they
+    are those since the newest commit: on average half of what lies between two.
+    """
+    mtbf_s = 3600 / (PER_GPU_HOUR * num_gpus)
+    every_s = optimum(STALL_S, mtbf_s)
+    down_s = statistics.mean(cost.rto_s for cost in costs) - STEP_S / 2
+    again_s = every_s / 2 if recovery == "restart" else 0.0
+    share = every_s / (every_s + STALL_S) / (1 + (down_s + again_s) / mtbf_s)
+    values = {"mtbf_h": mtbf_s / 3600, "commit_every_s": every_s, "down_s": down_s, "again_s": again_s}
+    return {"goodput": round(share, 5), **{name: round(value, 1) for name, value in values.items()}}
+
+
+def _costs(effort: Effort, num_ranks: int, recovery: Mode) -> list[Recovery]:
+    """Simulate a job that loses a worker, and a node, in turn, once between two commits each, at all times between."""
     num_faults = FEW_FAULTS if effort.is_quick else NUM_FAULTS
-    shape = _shape(num_ranks, recovery, commit_every, (num_faults + 2) * commit_every)
-    faults = tuple(_faults(shape.max_nodes, commit_every, num_faults))
-    run = Job(shape, 0, faults).run()
-    found = [Cost(one.rto_s, one.rpo_steps) for one in recoveries(run) if one.kind in ("kill_worker", "lose_node")]
+    shape = _shape(num_ranks, recovery, (num_faults + 1) * COMMIT_EVERY)
+    run = Job(shape, 0, tuple(_faults(shape.max_nodes, num_faults))).run()
+    found = [one for one in recoveries(run) if one.kind in KINDS]
     # One may have hit the node that waits.
     if len(found) < num_faults - 1 or run.result is None or run.result["status"] != "done":
         raise SystemExit(f"{num_ranks} ranks, {recovery}: {len(found)} of {num_faults} faults were recovered from")
+    if recovery == "live" and any(one.rpo_steps for one in found):
+        raise SystemExit(f"{num_ranks} ranks, {recovery}: applied steps were given up")
     return found
 
 
-def _faults(num_nodes: int, commit_every: int, num_faults: int) -> Iterator[SimFault]:
+def _faults(num_nodes: int, num_faults: int) -> Iterator[SimFault]:
     for turn in range(num_faults):
-        step = commit_every * (turn + 1) + int((turn + 0.5) / num_faults * commit_every)
-        kind = ("kill_worker", "lose_node")[turn % 2]
+        step = COMMIT_EVERY * (turn + 1) + turn * COMMIT_EVERY // num_faults
         node, rank = (7 * turn + 3) % num_nodes, turn % WORKERS
-        yield SimFault(kind, at_s=STEP_S / 2, node=node, rank=rank, for_s=AWAY_S, step=step)
+        yield SimFault(KINDS[turn % 2], at_s=STEP_S / 2, node=node, rank=rank, for_s=AWAY_S, step=step)
 
 
-def _shape(num_ranks: int, recovery: Recovery, commit_every: int, num_steps: int) -> Shape:
+def _shape(num_ranks: int, recovery: Mode, num_steps: int) -> Shape:
     """Return a job whose nodes are cells; each has one lane, so no step is slower with a spare's help."""
     num_nodes = num_ranks // WORKERS
     steps_per_epoch = 20
@@ -128,7 +121,7 @@ def _shape(num_ranks: int, recovery: Recovery, commit_every: int, num_steps: int
         micro_batch=1,
         rows=tuple((number + 1) * num_rows // 8 - number * num_rows // 8 for number in range(8)),
         epochs=-(-num_steps // steps_per_epoch),
-        commit_every=commit_every,
+        commit_every=COMMIT_EVERY,
         lane_s=STEP_S / SLOWEST,
         warm_s=START_S,
         ttl_s=LEASE_S,
