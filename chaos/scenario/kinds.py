@@ -109,6 +109,14 @@ _ALL = (
         ends_world=True,
         is_drawn=False,
     ),
+    Kind(
+        "flip_gradient",
+        "a bit of the gradient of one worker's next lane flips; audits find that (run.audit_lanes)",
+        "worker",
+        "never",
+        sim=False,
+        is_drawn=False,
+    ),
     Kind("nan_loss", "the loss of one worker's next lane is not a number", "worker", "never", is_drawn=False),
     Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node", through="proxy", cuts_off=True),
     Kind("lose_requests", "a node's requests do not reach etcd", "node", through="proxy", cuts_off=True),
@@ -247,7 +255,7 @@ SPARES_OTHERS = (
 
 What ends, freezes, slows or cuts off a member is no such kind: it takes away what that computed, and others may only
 know when its lease ends. Nor is what befalls etcd, storage or data, which all use."""
-BY_TASKS = ("flip_memory", "nan_loss")
+BY_TASKS = ("flip_memory", "flip_gradient", "nan_loss")
 """What a task of `chaos.tasks` does by itself, in the process that it is to hit: from outside nobody could."""
 IN_PLAIN = (*(kind.name for kind in _ALL if kind.aim == "etcd" and not kind.needs), "lose_lease")
 """What the executor does to etcd, or asks of it, in plain text."""

@@ -67,11 +67,14 @@ class Paced(_Task):
         return found if (said := self._spoils(batch)) is None else _spoilt(found, said)
 
     def _begin_lane(self, model: nn.Module) -> None:
-        """Take one's time, and have a bit flip if that is asked for."""
+        """Take one's time, and have a bit flip if that is asked for, now or in the lane's gradient."""
         if self._lane_ms:
             time.sleep(self._lane_ms / 1000)
         if (said := self._orders.take("flip_memory")) is not None:
-            said.write_text(_flip(model))
+            name, weights = _first_held(model)
+            said.write_text(_flip(name, weights.detach()))
+        if (said := self._orders.take("flip_gradient")) is not None:
+            _flip_gradient(model, said)
 
     def _spoils(self, batch: Batch) -> list[Path] | None:
         """Return None for a lane whose loss is left as it is, else where to say that it is not."""
@@ -100,11 +103,28 @@ def _spoilt(loss: LaneLoss, said: Sequence[Path]) -> LaneLoss:
     return LaneLoss(loss.total * torch.nan, loss.weight, loss.predictions, loss.targets)
 
 
-def _flip(model: nn.Module) -> str:
-    """Flip a bit of the first weight that is trained and held here; say of which, and what it was and is."""
+def _first_held(model: nn.Module) -> tuple[str, Tensor]:
+    """Return the first weights that are trained and held here, and their name."""
     held: Any = ((name, one) for name, one in model.named_parameters() if one.requires_grad and one.numel())
-    name, weights = next(held)
-    first = weights.detach().view(-1)[:1]
+    return next(held)  # type: ignore[no-any-return]
+
+
+def _flip_gradient(model: nn.Module, said: Path) -> None:
+    """Have a bit flip of the first gradient that the next backward pass gives."""
+    name, weights = _first_held(model)
+
+    def flip(gradient: Tensor) -> Tensor:
+        hook.remove()
+        wrong = gradient.detach().clone(memory_format=torch.contiguous_format)
+        said.write_text(_flip(f"the gradient of {name}", wrong))
+        return wrong
+
+    hook = weights.register_hook(flip)  # type: ignore[no-untyped-call]
+
+
+def _flip(name: str, values: Tensor) -> str:
+    """Flip a bit of the first of values; say of which, and what it was and is."""
+    first = values.view(-1)[:1]
     before = float(first)
     first.view(torch.int32).bitwise_xor_(_BIT)
     return f"process {os.getpid()} flipped a bit of {name}: {before} became {float(first)}"

@@ -19,9 +19,10 @@ EventKind = Literal[
     "loss_spike",
     "gradient_spike",
     "nonfinite",
+    "wrong_gradient",
 ]
 Action = Literal["tell", "snapshot", "drop", "stop"]
-OF_RANKS: tuple[EventKind, ...] = ("slow_compute", "slow_data", "slow_link")
+OF_RANKS: tuple[EventKind, ...] = ("slow_compute", "slow_data", "slow_link", "wrong_gradient")
 """What is wrong with one rank, whose node can be dropped."""
 
 
@@ -41,7 +42,7 @@ class MonitoringConfig(Section):
     """What a rank's device can do, in 10^12 operations a second at the run's precision; null for no MFU."""
     on_event: dict[EventKind, Action] = Field(default_factory=dict)
     """What follows an event, by its kind: tell (the default of each) says so in log, history and tracker; snapshot also
-    commits at the next step; drop (of a slow rank) asks its node to leave the others, if at least the fewest nodes
+    commits at the next step; drop (of one rank) asks its node to leave the others, if at least the fewest nodes
     stay; stop commits, and ends the job with exit code 93. Such as {slow_link: drop}."""
 
     @model_validator(mode="after")

@@ -41,6 +41,9 @@ class RunConfig(Section):
     """Seed of the order, initial weights, dropout and augmentation."""
     forensic: bool = False
     """Record every step's sample ids in the history, for `elastic-train audit --forensic` to name the wrong ones."""
+    audit_lanes: PositiveInt | None = None
+    """Have one lane in so many computed by another replica, too, which finds devices that compute wrongly: both must
+    have the same gradient, bit for bit. A step with one that differs is repeated. null for none, at no cost."""
     history_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Size limit of one process's history of one term in bytes: the older half is deleted when it is reached."""
     history_terms: PositiveInt | None = 100
@@ -220,6 +223,23 @@ class Config(Section):
             )
         if wrong:
             raise ValueError("; ".join(wrong))
+        return self
+
+    @model_validator(mode="after")
+    def _audits_lanes_of_one_rank(self) -> Config:
+        parallel, every = self.parallel, self.run.audit_lanes
+        others = {
+            f"reduction: {self.reduction}": self.reduction == "fast",
+            f"parallel.shards: {parallel.shards}": parallel.shards in ("gradients", "parameters"),
+            f"parallel.pipeline: {parallel.pipeline}": parallel.pipeline > 1,
+            f"parallel.expert: {parallel.expert}": parallel.expert > 1,
+        }
+        found = [key for key, is_set in others.items() if is_set]
+        if every is not None and found:
+            raise ValueError(
+                f"run.audit_lanes: {every} does not go together with {' and '.join(found)} yet: a lane is "
+                "computed by one rank or tensor cell, with whole gradients of equal bits; set one back"
+            )
         return self
 
     @model_validator(mode="after")

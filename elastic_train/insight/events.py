@@ -19,6 +19,7 @@ MEANINGS: dict[Kind, str] = {
     "loss_spike": "the loss is far above that of the steps before",
     "gradient_spike": "the gradient's norm is many times that of the steps before",
     "nonfinite": "loss or gradient is not a number",
+    "wrong_gradient": "a rank's gradient of a lane is not the one that others compute",
 }
 
 
@@ -27,7 +28,8 @@ class Event:
     """Something begins, or with `is_over` ends, to be wrong.
 
     It was seen after `step` and has been so since the step `since`. `rank` is whose it is, None where it is all ranks'.
-    `value` is what was measured and `usual` what it is compared with, in `unit`.
+    `value` is what was measured and `usual` what it is compared with, in `unit`. `lane` and its `samples` are those of
+    an audit.
     """
 
     kind: Kind
@@ -38,6 +40,8 @@ class Event:
     usual: float
     unit: str
     is_over: bool = False
+    lane: int | None = None
+    samples: tuple[int, ...] = ()
 
     def render(self, host: str | None = None) -> str:
         """Return the event as a sentence for people."""
@@ -45,4 +49,6 @@ class Event:
         if self.is_over:
             return f"over after step {self.step}:{who} {MEANINGS[self.kind]} (since step {self.since})"
         measured = f"{self.value:.3g}{self.unit} against {self.usual:.3g}{self.unit}"
+        if self.lane is not None:
+            measured += f", lane {self.lane}, samples {', '.join(map(str, self.samples))}"
         return f"after step {self.step}:{who} {MEANINGS[self.kind]}: {measured}, since step {self.since}"

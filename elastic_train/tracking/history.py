@@ -163,16 +163,18 @@ class History:
         measured: tuple[float, float, str],
         is_over: bool,
         then: str | None = None,
+        audited: tuple[int, Sequence[int]] | None = None,
     ) -> None:
         """Something began, or ended, to be wrong: of which rank and host, what was measured, and usual, in a unit.
 
-        `then` is what followed from it, if anything.
+        `then` is what followed from it, if anything; `audited` the lane and its samples, where it is of some.
         """
         rank, host = who or (None, None)
         value, usual, unit = measured
         evidence = {"value": repr(value) if not math.isfinite(value) else value, "usual": usual, "unit": unit.strip()}
         what = {"kind": kind, "step": step, "since": since, "of_rank": rank, "host": host, "over": is_over}
-        self._write("event", **what, **({} if is_over else evidence), **({"then": then} if then else {}))
+        of_lane = {} if audited is None else {"lane": audited[0], "samples": [*audited[1]]}
+        self._write("event", **what, **({} if is_over else evidence), **of_lane, **({"then": then} if then else {}))
 
     def unwritable(self, *, step: int, why: str) -> None:
         """This process cannot write where the commits are, although others can."""

@@ -63,6 +63,10 @@ def train_steps(session: Session) -> Outcome:
             session.quarantine(lanes)
             clock.start()
             continue
+        if computed.wrong:
+            session.repeat(computed.wrong)
+            clock.start()
+            continue
         _apply(session, lanes, computed, started)
         if session.is_over:
             break

@@ -39,6 +39,7 @@ from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock
 from elastic_train.insight.recovery_traces import Recovery, RecoveryTraces, open_traces
 from elastic_train.insight.tracing import Tracer
+from elastic_train.job.auditing.auditor import Auditor
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.job.commit_facts import describe_commit
@@ -110,12 +111,13 @@ def _open_in(process: Process, world: World) -> Session:
     saves = open_saves(process, world, head)
     tracker = start_tracker(process, world, head)
     cadence, clock = open_cadence(process, world, head), StepClock(world.group)
+    buffers = open_buffers(plan, world, state, kind, assigned)
     session = Session(
         plan=plan,
         world=world,
         state=state,
         gradients=gradients,
-        buffers=open_buffers(plan, world, state, kind, assigned),
+        buffers=buffers,
         assigned=assigned,
         leave=process.leave,
         worlds=process.worlds,
@@ -126,6 +128,7 @@ def _open_in(process: Process, world: World) -> Session:
         tracker=tracker,
         holes=_holes(process, world, stuck),
         reduction=kind,
+        auditor=_open_auditor(plan, world, state, kind, buffers, assigned),
         stage=_open_stage(plan, world, state),
         clock=clock,
         page=process.page,
@@ -158,6 +161,20 @@ def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage | None:
         return None
     assert isinstance(task, Staging) and isinstance(shards, CellState) and world.cell is not None, "it was checked"
     return stage_of(task, state.model, shards.cut.plan.stages, parallel.schedule, world.mesh, world.cell)
+
+
+def _open_auditor(
+    plan: Plan, world: World, state: AppliedState, kind: Reduction, buffers: BufferMean, assigned: Assignment
+) -> Auditor | None:
+    """Return what has lanes computed twice; None where none is to be, or ranks may round differently."""
+    every = plan.config.run.audit_lanes
+    if every is not None and kind == "fast":
+        world.announce("no lanes are audited in this world: its ranks may have different bits")
+    return (
+        None
+        if every is None or kind == "fast"
+        else Auditor(every, plan, state, buffers, assigned, world.group, world.mesh, world.cell)
+    )
 
 
 def _redundancy_of(shards: HeldState) -> str:

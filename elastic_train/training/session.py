@@ -18,12 +18,13 @@ from elastic_train.config.recipe import parse_best
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.errors import ConfigError, DataError, StorageError
+from elastic_train.errors import ConfigError, DataError, StorageError, WeightsDifferError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock, slowest
 from elastic_train.insight.recovery_traces import RecoveryTraces
 from elastic_train.insight.totals import PhaseTotals
 from elastic_train.insight.tracing import Tracer
+from elastic_train.job.auditing.auditor import Auditor, WrongGradient
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
@@ -46,7 +47,7 @@ from elastic_train.world.world import World
 
 log = logging.getLogger(__name__)
 MOST_REPEATS = 3
-"""How often in a row a rank may say that it can read now what it could not read for its step."""
+"""How often in a row a rank may say that it can read now what it could not read for its step, or compute it wrongly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class Session:
     commits: Commits
     tracker: Tracker | None
     reduction: Reduction = "canonical"
+    auditor: Auditor | None = None
+    """Has lanes computed twice, if some are to be."""
     stage: Stage | None = None
     """This rank's stage of a pipeline; None where each rank runs the whole model."""
     clock: StepClock = field(default_factory=StepClock)
@@ -101,6 +104,8 @@ class Session:
     """How often a step has to come again because samples of it could not be read."""
     unread: tuple[int, int] = (0, 0)
     """The last such step, and how often."""
+    wrong: tuple[int, int] = (0, 0)
+    """The last step of which a gradient was wrong, and how often."""
 
     @property
     def lanes(self) -> range:
@@ -183,6 +188,24 @@ class Session:
         self.holes = (*(hole for hole in self.holes if hole.lo not in again), *found)
         for hole in found:
             self.world.announce(f"QUARANTINED: {hole}: {hole.why}")
+
+    def repeat(self, found: Sequence[WrongGradient]) -> None:
+        """Say whose gradients are wrong in a step, which `steps` then repeats, as nothing has changed yet.
+
+        Raises WeightsDifferError where that has come too often in a row.
+        """
+        step = self.state.step
+        self.wrong = (step, self.wrong[1] + 1 if self.wrong[0] == step else 1)
+        self.num_repeats += 1
+        if self.watch is not None:
+            self.watch.tell_of(found, step)
+        if self.wrong[1] > MOST_REPEATS:
+            ranks = sorted({rank for one in found for rank in one.ranks})
+            raise WeightsDifferError(
+                f"step {step + 1}: ranks {ranks} compute other gradients than others do, {self.wrong[1]} times in a "
+                "row: a kernel is not deterministic, or a device computes wrongly. The step is not applied: all ranks "
+                "end, and the next start continues from the last commit. Leave out the machine that the events name"
+            )
 
     def step_back(self, *, is_unable: bool) -> bool:
         """Let the ranks that cannot write the commits, as others can, step back; say whether another world is to form.

@@ -6,6 +6,7 @@ which a rank runs its stage of each. Nothing of the applied state changes here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from elastic_train.core.mixture.account import sums_of_sources
 from elastic_train.core.mixture.dealing import Mixture, RunOrder
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import PeerLostError
+from elastic_train.job.auditing.auditor import WrongGradient
 from elastic_train.job.cells.stage import Stage, key_of
 from elastic_train.job.generators import seed_generators
 from elastic_train.parallel.cells.pipeline import run_schedule
@@ -46,11 +48,13 @@ from elastic_train.training.step_sums import (
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step that is ready to be applied, unless it is unreadable; `flags` are this rank's own."""
+    """A step that is ready to be applied, unless it is unreadable or wrong; `flags` are this rank's own."""
 
     sums: StepSums
     flags: int
     buffers: Sequence[tuple[Tensor, Tensor]]
+    wrong: Sequence[WrongGradient] = ()
+    """What audits have found, alike on all ranks."""
 
 
 def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
@@ -61,6 +65,8 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
     """
     if session.plan.config.run.forensic and session.world.mesh.speaks:
         _keep_ids(session, lanes)
+    if session.auditor is not None:
+        session.auditor.begin()
     while True:
         results = run_lanes(session, lanes)
         # As late as can be: a request to leave or to join, in the midst of a long step, need not wait for the next one.
@@ -73,7 +79,8 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
         session.buffers.track()
     if sums.is_unreadable:
         return Computed(sums, flags, ())
-    return Computed(sums, flags, _exchange(session, sums))
+    buffers = _exchange(session, sums)
+    return Computed(sums, flags, buffers, () if session.auditor is None else session.auditor.compare(session.holes))
 
 
 def _exchange(session: Session, sums: StepSums) -> Sequence[tuple[Tensor, Tensor]]:
@@ -191,10 +198,16 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums:
         loss = session.plan.task.loss(session.state.model, tensors)
     clock.mark("forward")
     reach("backward")
-    torch.autograd.backward(session.state.scaler.scale(loss.total))
+    with _audited(session, batch.lane):
+        torch.autograd.backward(session.state.scaler.scale(loss.total))
     total = float(loss.total.detach())  # a device has computed it, and the gradients, by then
     clock.mark("backward")
     return LaneSums(total, loss.weight, session.buffers.digest())
+
+
+def _audited(session: Session, lane: int) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which a lane's backward pass is looked at, if it is to be."""
+    return contextlib.nullcontext() if session.auditor is None else session.auditor.watching(lane)
 
 
 def _flags(session: Session, lanes: Sequence[LaneBatch]) -> int:

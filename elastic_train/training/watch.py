@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from elastic_train.insight.detection import Detector
 from elastic_train.insight.events import Event, Kind
 from elastic_train.insight.phases import PHASES
 from elastic_train.insight.totals import PhaseTotals, PhaseWindow
+from elastic_train.job.auditing.auditor import WrongGradient
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.step_sums import StepSums
 from elastic_train.world.world import World
@@ -54,9 +56,17 @@ class Watch:
         self._step = step
         loss = sums.loss / sums.divisor
         for event in self._detector.step(step, sums.ranks, loss, norm, num_failed_saves):
-            self._tell(event)
+            self.tell(event)
         if self._window.num_steps >= self._every_steps:
             self.say()
+
+    def tell_of(self, found: Sequence[WrongGradient], step: int) -> None:
+        """Say whose gradients are wrong in the step after one that was applied."""
+        for one in found:
+            num_right = one.num_computed - one.num_wrong
+            for rank in one.ranks:
+                event = Event("wrong_gradient", step, step + 1, rank, one.num_wrong, num_right, " computations")
+                self.tell(replace(event, lane=one.lane, samples=one.samples))
 
     def take_wanted_commit(self) -> bool:
         """Say whether an event since the last time is to be followed by a commit."""
@@ -74,7 +84,7 @@ class Watch:
             means = window.mean()
             self._tracker.log(self._step, {f"time/{phase}_s": means[phase] for phase in (*PHASES, "hidden")})
 
-    def _tell(self, event: Event) -> None:
+    def tell(self, event: Event) -> None:
         """Say what begins or ends to be wrong, and do what the configuration says of its kind."""
         host = None if event.rank is None else self._host_of(event.rank)
         then = None if event.is_over else self._follow(event)
@@ -86,6 +96,7 @@ class Watch:
             measured=(event.value, event.usual, event.unit),
             is_over=event.is_over,
             then=then,
+            audited=None if event.lane is None else (event.lane, event.samples),
         )
         self._world.announce(f"EVENT {event.kind}: {event.render(host)}{f'; {then}' if then else ''}")
         if event.is_over:

@@ -25,6 +25,11 @@ def nan_loss(job: JobView, fault: Due) -> Struck | None:
     return _by_a_task(job, fault, [])
 
 
+def flip_gradient(job: JobView, fault: Due) -> Struck | None:
+    """Have a bit of the gradient of a node's next lane flip, before it is added to anything."""
+    return _by_a_task(job, fault, [])
+
+
 def flip_memory(job: JobView, fault: Due) -> Struck | None:
     """Have a process of a node flip a bit of its weights, if others hold the same ones; all of them end over it."""
     members = [*job.followed.pids.values()]
@@ -87,4 +92,4 @@ def _lowest_free(pid: int) -> int:
     return min(set(range(len(used) + 1)) - used)
 
 
-ACTS: dict[str, Act] = {act.__name__: act for act in (nan_loss, flip_memory, cap_fds)}
+ACTS: dict[str, Act] = {act.__name__: act for act in (nan_loss, flip_gradient, flip_memory, cap_fds)}

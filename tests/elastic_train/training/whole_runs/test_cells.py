@@ -12,7 +12,7 @@ from elastic_train.checkpoint import open_store, read_state
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.trained.opening import open_trained
 from tests.conftest import start
-from tests.elastic_train.training.jobs import average_of, config, result, succeed
+from tests.elastic_train.training.jobs import average_of, config, history, result, succeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cells")]  # one run to compare with
 
@@ -37,7 +37,8 @@ def one_cell(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "how"), [(4, ["--parallel.recompute", "units"]), (6, ["--parallel.bucket_mb", "0.001"])]
+    ("num_ranks", "how"),
+    [(4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]), (6, ["--parallel.bucket_mb", "0.001"])],
 )
 def test_any_number_of_cells_gives_the_same_bits(
     tmp_path: Path, rows: Path, one_cell: Path, num_ranks: int, how: list[str]
@@ -46,6 +47,7 @@ def test_any_number_of_cells_gives_the_same_bits(
     for what in ("weights_sha256", "metrics"):
         assert result(tmp_path)[what] == result(one_cell)[what]
     assert average_of(tmp_path) == average_of(one_cell)
+    assert not [line for line in history(tmp_path, "event") if line["kind"] == "wrong_gradient"], "cells compute alike"
 
 
 def test_commits_continue_with_any_cells_and_at_any_degree(tmp_path: Path, rows: Path, one_cell: Path) -> None:

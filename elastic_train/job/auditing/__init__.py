@@ -1,0 +1,1 @@
+"""Audits: lanes that are computed twice, to find ranks that compute wrongly."""

@@ -1,0 +1,41 @@
+"""Which lanes of a step are computed twice, and by whom, and who is wrong where that differs: pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elastic_train.core.lanes import Assignment
+
+
+class Audit(NamedTuple):
+    """A lane that is computed twice in a step, and by which owners of lanes: the same one where it is alone."""
+
+    lane: int
+    owner: int
+    auditor: int
+
+
+def audits_of(step: int, every: int, assigned: Assignment) -> list[Audit]:
+    """Return the audits of a step, one for each `every` lanes of all steps: of each lane and pair of owners in turn.
+
+    A step has at most one for each of its lanes.
+    """
+    num_lanes, num_owners = sum(map(len, assigned)), len(assigned)
+    owner_of = {lane: owner for owner, lanes in enumerate(assigned) for lane in lanes}
+    first, end = step * num_lanes // every, (step + 1) * num_lanes // every
+    audits = []
+    for number in range(first, end):
+        lane = number % num_lanes
+        owner, turn = owner_of[lane], number // num_lanes
+        away = 1 + turn % (num_owners - 1) if num_owners > 1 else 0
+        audits.append(Audit(lane, owner, (owner + away) % num_owners))
+    return audits
+
+
+def others(had: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the ranks that had another value than most, once for each; without a majority all of them."""
+    counts = Counter(value for _, value in had).most_common(2)
+    is_clear = len(counts) < 2 or counts[0][1] > counts[1][1]
+    return [rank for rank, value in had if not is_clear or value != counts[0][0]]

@@ -1,0 +1,33 @@
+"""Audits: which lanes are computed twice, by whom, and who is named where two computations differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from elastic_train.core.lanes import contiguous
+from elastic_train.job.auditing.choice import audits_of, others
+
+
+@pytest.mark.parametrize(("num_owners", "num_lanes", "every"), [(2, 4, 1), (3, 6, 5), (4, 4, 7), (1, 3, 2), (3, 7, 40)])
+def test_one_lane_of_so_many_is_computed_by_another_owner(num_owners: int, num_lanes: int, every: int) -> None:
+    """Every lane is, in turn, and by every other owner; never more than once in a step."""
+    assigned, found = contiguous(num_owners, num_lanes), Counter[tuple[int, int, int]]()
+    num_steps = 4 * every * num_owners
+    for step in range(num_steps):
+        audits = audits_of(step, every, assigned)
+        assert len({audit.lane for audit in audits}) == len(audits)
+        found.update(audits)
+    assert found.total() == num_steps * num_lanes // every
+    assert {lane for lane, _, _ in found} == set(range(num_lanes))
+    for lane, owner, auditor in found:
+        assert lane in assigned[owner]
+        assert (auditor != owner) == (num_owners > 1)
+    assert len({(owner, auditor) for _, owner, auditor in found}) == max(1, num_owners * (num_owners - 1))
+
+
+def test_who_differs_from_most_is_named() -> None:
+    assert others([(0, 7), (1, 9), (0, 7), (1, 7)]) == [1]
+    assert others([(2, 5), (0, 5), (1, 5)]) == []
+    assert others([(0, 7), (1, 9), (0, 7), (1, 9)]) == [0, 1, 0, 1], "no majority says who is right"

@@ -1,0 +1,53 @@
+"""A rank computes one gradient wrongly in a live world: an audit names it, and no bit of the result shows it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from chaos.tasks.orders import done_by, give
+from rendezvous import EtcdServer
+from tests.elastic_train.training.jobs import history
+from tests.elastic_train.training.live.test_live import (
+    etcd,
+    finish,
+    launch,
+    nothing_left,
+    undisturbed,
+    weights,
+    write_config,
+)
+
+pytestmark = pytest.mark.slow
+__all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
+STEPS, FIRST, PATIENCE_S = 60, 10, 120.0
+
+
+def test_a_rank_that_computes_wrongly_is_named(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
+) -> None:
+    """The step is repeated, with lane and samples in the event; other steps have none."""
+    path, points = Path(write_config(tmp_path, rows, STEPS, lane_ms=20.0)), tmp_path / "points"
+    tree = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**tree, "run": {**tree["run"], "audit_lanes": 1}}))
+    points.mkdir()
+    job = launch(tmp_path, etcd, str(path), ranks=3, nnodes="1:1", ELASTIC_FAILPOINTS=str(points))
+    until = time.monotonic() + PATIENCE_S
+    while not any(int(str(line["step"])) >= FIRST for line in history(tmp_path, "step")):
+        assert time.monotonic() < until, "the job does not begin"
+        time.sleep(0.1)
+    assert give(points, "flip_gradient")
+    run, log = finish(job, tmp_path)
+    assert weights(run) == undisturbed(STEPS)
+    [pid] = re.findall(r"process (\d+) flipped a bit of the gradient", str(done_by(points, "flip_gradient")))
+    [event] = [line for line in run.of("event") if line["kind"] == "wrong_gradient"]
+    ranks = {line["pid"]: line["rank"] for line in run.of("form")}
+    assert event["of_rank"] == ranks[int(pid)], log
+    assert (event["value"], event["usual"]) == (1, 4)
+    assert event["lane"] in range(4) and len(event["samples"]) == 6
+    assert not run.of("rollback")
