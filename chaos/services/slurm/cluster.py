@@ -117,6 +117,8 @@ class SlurmCluster:
         self._write_files()
         program = ("sh", "-c", _LOGIN_PROGRAM, "sh", str(self.folder))
         self.machines.switch_on_login(*program, environ=self._environ, log=self._log(LOGIN))
+        # A node's files are those that the controller's machine has when it is switched on: slurm.conf has to be there.
+        eventually(lambda: bool(self._try("sinfo", "-h")), f"a controller that answers; {self.folder}/log says why")
         for name in self.nodes:
             self.boot(name)
         self.await_idle(len(self.nodes))
