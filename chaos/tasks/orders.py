@@ -13,12 +13,11 @@ from elastic_train.system.failpoints import VARIABLE
 
 def give(folder: Path, name: str) -> bool:
     """Leave an order for the processes of a node; False if one of this name still waits there."""
-    try:
-        (folder / name).touch(exist_ok=False)
-    except FileExistsError:
+    if (folder / name).exists():
         return False
-    for done in folder.glob(f"{name}.*"):
+    for done in folder.glob(f"{name}.*"):  # before the order is there: it may be carried out at once
         done.unlink()
+    (folder / name).touch(exist_ok=False)
     return True
 
 
