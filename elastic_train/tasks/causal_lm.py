@@ -24,6 +24,7 @@ from elastic_train.tasks.models.folder_weights import open_folder, runs_as_liste
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
+from elastic_train.tasks.models.tensor_plans import check_no_adapters, tensor_plan_of
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids, check_tokenizer
@@ -157,10 +158,8 @@ class CausalLM:
 
     def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
         if not isinstance(model, Decoder):
-            raise ConfigError(
-                f"parallel.tensor: {degree} cuts the package's own decoder (task.params.model), not models of "
-                "transformers: set it to 1, or use parallel.shards to hold less on each rank"
-            )
+            check_no_adapters(self.lora, degree)
+            return tensor_plan_of(model, degree)
         if model.shape.experts:
             raise ConfigError(
                 f"parallel.tensor: {degree} cuts MLPs, and task.params.model.experts is {model.shape.experts}: set "

@@ -19,10 +19,11 @@ from elastic_train.tasks.models.folder_weights import open_folder, runs_as_liste
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_positions
 from elastic_train.tasks.models.metadata_head import WithMetadata
+from elastic_train.tasks.models.tensor_plans import check_no_adapters, tensor_plan_of
 from elastic_train.tasks.rows.labelled_rows import LabelledRows
 from elastic_train.tasks.rows.tokenizing import write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_range, check_token_ids, check_tokenizer
-from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, TensorPlan
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -128,6 +129,10 @@ class SequenceClassifier:
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
         return frozen_groups(model)
+
+    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
+        check_no_adapters(self.lora, degree)
+        return tensor_plan_of(model, degree)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         batch = self.rows.collate(rows, ids, self.max_tokens, has_fixed_width=self._fixed_width)

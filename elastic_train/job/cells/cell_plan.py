@@ -91,7 +91,7 @@ def _named(patterns: TensorPlan, model: nn.Module, degree: int) -> TensorPlan:
     modules = dict(model.named_modules())
     plan = {name: use for pattern, use in patterns.items() for name in modules if _is_like(name, pattern)}
     for name, use in plan.items():
-        if use != "shared":
+        if use in DIMENSIONS:
             _check_linear(name, modules[name], use, degree)
     return plan
 
@@ -102,9 +102,9 @@ def _is_like(name: str, pattern: str) -> bool:
 
 
 def _check_linear(name: str, module: nn.Module, use: str, degree: int) -> None:
-    if not isinstance(module, nn.Linear) or (use == "row" and module.bias is not None):
-        kind = "a linear layer with a bias" if isinstance(module, nn.Linear) else f"a {type(module).__name__}"
-        raise ConfigError(f"the task's tensor_plan cuts '{name}' by {use}s, which {kind} cannot be")
+    if not isinstance(module, nn.Linear):
+        kind = type(module).__name__
+        raise ConfigError(f"the task's tensor_plan cuts '{name}' by {use}s, which a {kind} cannot be")
     if module.weight.shape[DIMENSIONS[use]] % degree:
         raise ConfigError(
             f"parallel.tensor: {degree} does not divide the {module.weight.shape[DIMENSIONS[use]]} {use}s of '{name}'"

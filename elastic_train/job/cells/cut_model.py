@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.nn.functional import linear
 
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.job.cells.cell_plan import DIMENSIONS, CellPlan
@@ -22,8 +23,16 @@ from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.links import CellLinks, shared, summed
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.experts import Experts
+from elastic_train.tasks.task import TensorUse
 
 Span = tuple[int, int]
+
+
+class Hook(Protocol):
+    """Something that is done where a module or a parameter is used."""
+
+    def remove(self) -> None:
+        """Do it no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +73,11 @@ def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
     """Return how parameters are cut, by each name of every one that is; in a pipeline all are."""
     dims = {id(one): 0 for name in plan.experts for one in model.get_submodule(name).parameters()}
     for name, use in plan.tensor.items():
-        if use != "shared":
+        if use in DIMENSIONS:
             layer = model.get_submodule(name)
             assert isinstance(layer, nn.Linear), "the plan was checked"
             dims[id(layer.weight)] = DIMENSIONS[use]
-            if layer.bias is not None:
+            if layer.bias is not None and use == "column":  # that of a row is added once, to the sum
                 dims[id(layer.bias)] = 0
     stages = {
         id(one): stage
@@ -104,7 +113,7 @@ class CutModel:
         """All places, by number; `links` are to those of this one's stage."""
         self.has_weights = all(one.untyped_storage().nbytes() >= one.nbytes for one in model.parameters())
         """Whether there were any to begin with."""
-        self._hooks = list[RemovableHandle]()
+        self._hooks = list[Hook]()
         self._spread = [one for name in plan.experts if isinstance(one := model.get_submodule(name), Experts)]
         self.experts = ExpertLinks(self._spread) if self._spread else None
         """What ranks exchange that have some of the experts each."""
@@ -133,6 +142,7 @@ class CutModel:
             one.links = self.experts
         if not self._hooks:
             self._hooks = [hook for name, use in self.plan.tensor.items() for hook in self._hooks_of(name, use)]
+            self._hooks += self._hooks_of_columns()
 
     def become_whole(self) -> None:
         """Make every parameter whole again, and exchange no more; all places of the cell call it."""
@@ -170,16 +180,63 @@ class CutModel:
         links = cell.part(f"stage-{stage}", range(stage * size, (stage + 1) * size)) if is_cut_both_ways else cell
         self.links.bind(links)
 
-    def _hooks_of(self, name: str, use: str) -> list[RemovableHandle]:
+    def _hooks_of(self, name: str, use: TensorUse) -> list[Hook]:
         module, links = self.model.get_submodule(name), self.links
-        if use == "shared":
-            return [module.register_forward_pre_hook(partial(_share_input, links))]
-        return [module.register_forward_hook(partial(_sum_output, links))] if use == "row" else []
+        if use == "partial":
+            return [one.register_hook(links.sum) for one in module.parameters() if one.requires_grad]  # type: ignore[no-untyped-call]
+        if use == "row":
+            assert isinstance(module, nn.Linear), "the plan was checked"
+            return [_RowLayer(module, links)]
+        return [module.register_forward_pre_hook(partial(_share_input, links))] if use == "shared" else []
+
+    def _hooks_of_columns(self) -> list[Hook]:
+        """Return those of column layers that share their inputs themselves, those of one module together."""
+        is_shared = [f"{name}." for name, use in self.plan.tensor.items() if use == "shared"]
+        beside: dict[str, list[nn.Module]] = {}
+        for name, use in self.plan.tensor.items():
+            if use == "column" and not any(name.startswith(outer) for outer in is_shared):
+                beside.setdefault(name.rpartition(".")[0], []).append(self.model.get_submodule(name))
+        return [
+            layer.register_forward_pre_hook(share)
+            for layers in beside.values()
+            for share in [_SharedOnce(self.links, len(layers))]
+            for layer in layers
+        ]
 
 
 def _share_input(links: CellLinks, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (shared(arguments[0], links), *arguments[1:])
 
 
-def _sum_output(links: CellLinks, module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return summed(output, links)
+class _SharedOnce:
+    """The input of so many layers: where one tensor goes to all of them, the sum of its gradients is exchanged once."""
+
+    def __init__(self, links: CellLinks, num_layers: int) -> None:
+        self._links, self._num_layers = links, num_layers
+        self._last: tuple[Tensor, Tensor] | None = None
+        self._num_left = 0
+
+    def __call__(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given = arguments[0]
+        if self._last is None or self._last[0] is not given:
+            self._last, self._num_left = (given, shared(given, self._links)), self._num_layers
+        found, self._num_left = self._last[1], self._num_left - 1
+        if not self._num_left:
+            self._last = None  # holds no activation any longer
+        return (found, *arguments[1:])
+
+
+class _RowLayer:
+    """A linear layer whose places' products are added before its bias is, until it is removed."""
+
+    def __init__(self, layer: nn.Linear, links: CellLinks) -> None:
+        self._layer, self._links = layer, links
+        layer.forward = self._forward  # type: ignore[method-assign, assignment]
+
+    def _forward(self, given: Tensor) -> Tensor:
+        layer = self._layer
+        total = summed(linear(given, layer.weight), self._links)
+        return total if layer.bias is None else total + layer.bias
+
+    def remove(self) -> None:
+        del self._layer.forward

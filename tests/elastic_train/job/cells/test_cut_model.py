@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,33 +35,48 @@ def make_model() -> Decoder:
 def run_once(model: nn.Module) -> Tensor:
     """Run forward and backward on the same tokens, with the same dropout; return the output."""
     torch.manual_seed(5)
-    out: Tensor = model(torch.randint(0, 11, (3, 7)))
+    found = model(torch.randint(3, 11, (3, 7)))
+    out: Tensor = found if isinstance(found, Tensor) else found.logits
     out.square().sum().backward()
     return out.detach()
 
 
 def of_rank(rank: int, size: int, folder: str) -> None:
+    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+    compare(make_model, group, 0.7)
+    group.close()
+
+
+def assert_like(one: Tensor, other: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=tolerance * float(other.abs().max()))
+
+
+def compare(make_model: Callable[[], nn.Module], group: Group, share: float, tolerance: float = 1e-11) -> None:
+    """Compare a model that is cut with a whole one; of its numbers a rank has at most that share.
+
+    `tolerance` is relative to a tensor's largest number.
+    """
+    rank, size = group.rank, group.size
     whole, model = make_model(), make_model()
     expected = run_once(whole)
     links = CellLinks()
-    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
     parallel = ParallelConfig(tensor=size)
     plan = cell_plan_of(TASK, model, parallel)
     assert plan is not None
     cut = CutModel(model, plan, parallel.cell, links)
     cut.bind(Mesh(rank, size, parallel.cell), group)
     cut.take_place(rank)
-    torch.testing.assert_close(run_once(model), expected, rtol=1e-12, atol=1e-12)
+    assert_like(run_once(model), expected, tolerance)
     shared: list[Tensor] = []
     for (name, one), (_, other) in zip(whole.named_parameters(), model.named_parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         mine = cut.cuts[name].part_of(one.grad, rank) if name in cut.cuts else one.grad
-        torch.testing.assert_close(other.grad, mine, rtol=1e-10, atol=1e-12)
+        assert_like(other.grad, mine, tolerance)
         shared += [] if name in cut.cuts else [other.grad.reshape(-1)]
         assert torch.equal(cut.whole(name, other) if name in cut.cuts else other, one)
     gradients = group.all_gather(torch.cat(shared))
     assert all(torch.equal(one, gradients[0]) for one in gradients), "what all places hold gets the same bits on all"
-    assert sum(one.numel() for one in model.parameters()) < 0.7 * sum(one.numel() for one in whole.parameters())
+    assert sum(one.numel() for one in model.parameters()) < share * sum(one.numel() for one in whole.parameters())
     cut.take_place((rank + 1) % size, make_model().state_dict().items())
     for name, one in whole.named_parameters():
         if name in cut.cuts:
@@ -69,7 +85,6 @@ def of_rank(rank: int, size: int, folder: str) -> None:
     cut.become_whole()
     model.zero_grad()
     assert torch.equal(run_once(model), expected), "whole again, it computes by itself"
-    group.close()
 
 
 @pytest.mark.slow
@@ -117,11 +132,10 @@ class Block(nn.Module):
     [
         ({"up": "column"}, "2 does not divide the 3 columns of 'up'"),
         ({"norm": "column"}, "'norm' by columns, which a LayerNorm cannot be"),
-        ({"down": "row"}, "'down' by rows, which a linear layer with a bias cannot be"),
+        ({"down": "row"}, "2 does not divide the 3 rows of 'down'"),
     ],
 )
 def test_a_plan_that_does_not_fit_its_model_is_refused(plan: dict[str, str], message: str) -> None:
-    """A bias would be added by every rank, and no norm is cut."""
     with pytest.raises(ConfigError, match=message):
         cell_plan_of(Cutting(**plan), Block(), ParallelConfig(tensor=2))
 

@@ -181,3 +181,22 @@ def test_adapters_are_exported_beside_their_base_or_merged_with_it(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     else:
         assert found.equal(expected)
+
+
+def test_a_model_that_is_cut_by_its_own_plan_has_one_hash_at_any_number_of_cells(tmp_path: Path, rows: Path) -> None:
+    """Its commits have whole tensors: one process goes on from them, and rounds otherwise."""
+    sizes = {"model_type": "qwen3", "vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+    params = {"max_tokens": 16, "hf": {"config": {**LLAMA, **sizes}}}
+    task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}
+    found = []
+    for num_ranks in (2, 4):
+        run = config(tmp_path / str(num_ranks), rows, JOB, task=task)
+        succeed(start([run, "--parallel.tensor", "2"], num_ranks=num_ranks))
+        found.append(result(tmp_path / str(num_ranks)))
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    run = config(tmp_path / "1", rows, JOB, task=task)
+    succeed(start([run, "--parallel.tensor", "2", "--max_steps", "4"], num_ranks=2))
+    succeed(start([run]))
+    cells, mixed = (open_trained(str(tmp_path / name / "run")).model.state_dict() for name in "21")
+    for name, tensor in cells.items():
+        torch.testing.assert_close(mixed[name], tensor, rtol=0, atol=1e-3, msg=name)

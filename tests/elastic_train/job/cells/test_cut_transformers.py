@@ -1,0 +1,142 @@
+"""Models of transformers are cut by their own plans, and compute what the whole ones do, to rounding."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.core.mesh import Cell
+from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.sequence_classifier import SequenceClassifier
+from tests.conftest import run_ranks
+from tests.elastic_train.job.cells.test_cut_model import compare, run_once
+from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS
+
+pytestmark = WITH_TRANSFORMERS
+SIZES = {
+    "vocab_size": 11,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "cohere",
+    "phi",
+    "starcoder2",
+    "olmo2",
+)
+"""Kinds of models of transformers: with norms of single heads, biases of rows, and attention that is not cut, too."""
+
+
+def model_of_transformers(kind: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).double()
+    for one in model.parameters():  # biases and norms too, which begin as zeros and ones
+        torch.nn.init.normal_(one, std=0.3)
+    return model
+
+
+def of_rank_with_transformers(rank: int, size: int, folder: str) -> None:
+    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+    for kind in FAMILIES:
+        compare(partial(model_of_transformers, kind), group, 0.95, tolerance=1e-4)
+    group.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_models_of_transformers_compute_what_the_whole_does(tmp_path: Path, size: int) -> None:
+    run_ranks(of_rank_with_transformers, size, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "degree", "message"),
+    [
+        ({"model_type": "gpt2"}, 2, "2 cuts models of transformers that bring a plan .*, and GPT2LMHeadModel has none"),
+        (
+            {"model_type": "mixtral"},
+            2,
+            "the plan of MixtralForCausalLM cuts 'model.layers.*experts.gate_up_proj' as packed_colwise, which is not",
+        ),
+        ({"model_type": "llama"}, 3, "3 does not divide num_attention_heads of the model, which is 8"),
+        ({"model_type": "llama", "num_key_value_heads": 2}, 4, "4 does not divide num_key_value_heads"),
+        (
+            {"model_type": "llama", "intermediate_size": 18},
+            4,
+            "4 does not divide the 18 columns of 'model.layers.0.mlp",
+        ),
+        ({"model_type": "llama", "attention_dropout": 0.1}, 2, "hf.config.attention_dropout is 0.1: .*; set it to 0"),
+    ],
+)
+def test_what_cannot_be_cut_of_transformers_is_refused(changes: dict[str, Any], degree: int, message: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {**SIZES, **changes}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    with pytest.raises(ConfigError, match=message):
+        cell_plan_of(CausalLM(hf={"config": config}), model, ParallelConfig(tensor=degree))
+
+
+def test_a_model_that_has_one_of_transformers_is_cut_there() -> None:
+    """As that of a classifier which reads metadata, too."""
+    plan = cell_plan_of(
+        SequenceClassifier(hf={"config": {"model_type": "llama"}}),
+        nn.ModuleDict({"body": model_of_transformers("llama")}),
+        ParallelConfig(tensor=2),
+    )
+    assert plan is not None and plan.tensor["body.model.layers.1.mlp.down_proj"] == "row"
+
+
+def test_adapters_are_not_cut(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    task = CausalLM(hf={"path": str(tmp_path)}, lora={"r": 2})
+    with pytest.raises(ConfigError, match=r"2 does not go together with task.params.lora: set it to 1"):
+        cell_plan_of(task, nn.Linear(2, 2), ParallelConfig(tensor=2))
+
+
+class Counted(CellLinks):
+    """Counts the sums of a cell of one rank."""
+
+    num = 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num += 1
+        return tensor.clone()
+
+
+@pytest.mark.parametrize(("kind", "num_sums"), [("llama", 4), ("phi", 4), ("qwen3", 6), ("olmo2", 2)])
+def test_layers_with_one_input_exchange_its_gradient_once(kind: str, num_sums: int) -> None:
+    """For each block: two outputs, the gradients of two inputs, and of norms of heads; a second pass has as many."""
+    model, links = model_of_transformers(kind), Counted()
+    plan = cell_plan_of(CausalLM(hf={"config": {"model_type": kind, **SIZES}}), model, ParallelConfig(tensor=2))
+    assert plan is not None
+    CutModel(model, plan, Cell(tensor=1), links).take_place(0)
+    for times in (1, 2):
+        run_once(model)
+        assert links.num == times * num_sums * SIZES["num_hidden_layers"]
