@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from elastic_train.insight.events import MEANINGS
 from elastic_train.insight.phases import PHASES, RankFacts
+from rendezvous.etcd.tally import TALLY, Tally
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -55,6 +56,7 @@ class Facts:
     num_skipped_saves: int | None = None
     events: Mapping[str, int] = field(default_factory=dict)
     is_recovering: bool = False
+    etcd: Tally = TALLY
 
     def enter_world(self, term: int, size: int, step: int, total_steps: int, *, is_leader: bool) -> None:
         """A world of so many ranks begins with the state of a step: what was applied beyond it is lost."""
@@ -185,6 +187,9 @@ def _counters(facts: Facts) -> Iterator[tuple[str, str, str | None, Mapping[str,
     yield "exchanged_bytes", "Bytes given to collectives.", None, {"": facts.exchanged_bytes}
     yield "worlds", "Worlds that this process has entered.", None, {"": facts.num_worlds}
     yield "lost_steps", "RPO: applied steps that were given up.", None, {"": facts.lost_steps}
+    yield "etcd_answers", "Requests that etcd has answered this process.", None, {"": facts.etcd.num_answers}
+    yield "etcd_answer_seconds", "Seconds from request to answer.", None, {"": facts.etcd.answer_s}
+    yield "etcd_failures", "Requests of this process that etcd has not answered.", None, {"": facts.etcd.num_failures}
     if facts.num_failed_saves is not None and facts.num_skipped_saves is not None:
         yield "failed_saves", "Commits that failed in this world; rank 0.", None, {"": facts.num_failed_saves}
         yield "skipped_saves", "Commits that were skipped in this world; rank 0.", None, {"": facts.num_skipped_saves}

@@ -35,6 +35,7 @@ from rendezvous.etcd.answers import (
 )
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
+from rendezvous.etcd.tally import TALLY
 from rendezvous.identity import split_endpoint
 from rendezvous.membership.store import Entry, Snapshot
 
@@ -122,10 +123,13 @@ class Connection:
         with self._lock:
             lent = self._lend()
             lent.num_calls += 1
-        is_done_with = False
+        is_done_with, asked_at = False, time.monotonic()
         try:
-            return ask(lent.client)
+            answer = ask(lent.client)
+            TALLY.add_answer(time.monotonic() - asked_at)
+            return answer
         except (grpc.RpcError, failures.Etcd3Exception) as error:
+            TALLY.add_failure()
             is_done_with = needs_new_client(error) or self._has_new_certificates(lent)
             raise
         finally:

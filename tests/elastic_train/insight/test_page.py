@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic_train.insight import page as page_module
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import RankFacts
+from rendezvous.etcd.tally import Tally
 
 ROW = RankFacts(0.5, 0.0, 1.0, 2.0, 0.25, 0.25, 0.5, 0.0, 0.5, 0.125, 64, 0.001)
 
@@ -50,6 +51,12 @@ def test_a_scrape_gets_what_the_process_knows(page: Page) -> None:
     known |= {"world_size": 3, "phase_seconds_total/backward": 4.0, "exchanged_bytes_total": 128, "leader": 0}
     assert found.items() >= known.items()
     assert not any(name.startswith(("events", "last_commit", "failed_saves")) for name in found)
+    facts.etcd = Tally()
+    facts.etcd.add_answer(0.25)
+    facts.etcd.add_answer(0.5)
+    facts.etcd.add_failure()
+    known = {"etcd_answers_total": 2, "etcd_answer_seconds_total": 0.75, "etcd_failures_total": 1}
+    assert scraped(page).items() >= known.items()
     facts.num_failed_saves, facts.num_skipped_saves, facts.last_commit_at = 2, 1, 1e9
     facts.events = {"slow_link": 3}
     found = scraped(page)

@@ -27,6 +27,7 @@ from rendezvous.errors import StoreDeniedError
 from rendezvous.etcd import watch as mirror
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.store import EtcdLease
+from rendezvous.etcd.tally import Tally
 from rendezvous.membership.store import Put
 
 pytestmark = pytest.mark.slow
@@ -205,6 +206,21 @@ def test_a_clock_that_is_set_back_hides_no_endpoint(etcd: EtcdServer, monkeypatc
     monkeypatch.setattr(importlib.import_module("pyetcd.client"), "time", clock)
     assert list_prefix(connection, "/nothing", give_up_after_s=3.0).revision > 0
     connection.close()
+
+
+def test_a_process_knows_how_quickly_etcd_answers_it(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all of its connections; what has no answer counts apart."""
+    tally = Tally()
+    monkeypatch.setattr("rendezvous.etcd.connection.TALLY", tally)
+    for _ in range(2):
+        store = EtcdStore(etcd_options(etcd.endpoint))
+        store.get("/nothing/")
+        store.close()
+    assert tally.num_answers >= 2 and tally.answer_s > 0
+    before = tally.num_failures
+    with pytest.raises(StoreUnavailableError):
+        EtcdStore(etcd_options("127.0.0.1:1"), give_up_after_s=0.5).get("/")
+    assert tally.num_failures > before
 
 
 def test_a_missing_etcd_is_reported_in_time() -> None:
