@@ -14,6 +14,7 @@ ElasticTrainError               1
 ├── ResultError                74   done and committed, but the result could not be written
 ├── WeightsDifferError          1   ranks that train together hold different weights
 ├── PeerLostError               1   a collective failed: a member of the world is gone
+├── UnfitError                 71   this machine computes, keeps or writes wrongly: it must not join others
 ├── NoProgressError            93   world after world ends without a step, or updates are not finite; do not requeue
 ├── Preempted                  75   asked to leave, committed, requeue
 ├── HungError                  76   no step in the time allowed
@@ -100,6 +101,12 @@ class WeightsDifferError(ElasticTrainError):
 
 class PeerLostError(ElasticTrainError):
     """A collective failed because a member of the world is gone."""
+
+
+class UnfitError(ElasticTrainError):
+    """This machine fails its health check: the message says which part, what was expected and found, and what to do."""
+
+    exit_code = 71
 
 
 class NoProgressError(ElasticTrainError):

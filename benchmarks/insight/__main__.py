@@ -5,6 +5,8 @@
 overhead_always_on    CPU time that a rank spends on phases in a step, over that of the step: marks, its row's columns,
                       and what rank 0 adds up, of a rank with 8 lanes in a world of 8 (goal: at most 0.005)
 always_on_us          the same in microseconds a step, with the step's own
+health_check_s        how long a worker examines its machine before it joins (products, memory, disk, clock): alone, in
+                      CPU time, and with four busy processes on every core, the median and the longest (goal: 10)
 straggler_precision   of what the detector says of ranks, how much is right: the rank, and its compute, data or link;
                       over 100 drawn jobs of 2 to 16 ranks with noise and hiccups, in which a rank becomes slow, or none
                       does (goal: 0.95). Rows are drawn, not measured: no process is slowed
@@ -32,11 +34,12 @@ The last line is JSON.
 from __future__ import annotations
 
 from benchmarks.figures import Measure, measure_chosen
-from benchmarks.insight import always_on, planned, slowed, stragglers
+from benchmarks.insight import always_on, health, planned, slowed, stragglers
 
 FIGURES: dict[str, Measure] = {
     "overhead_always_on": always_on.overhead,
     "always_on_us": always_on.overhead,
+    "health_check_s": health.examination,
     "straggler_precision": stragglers.straggler_figures,
     "straggler_recall": stragglers.straggler_figures,
     "straggler_latency_steps": stragglers.straggler_figures,

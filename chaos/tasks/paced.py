@@ -1,7 +1,8 @@
 """Tasks slow enough for faults to be placed between their steps; their numbers do not depend on the pace.
 
-They do to themselves what nobody could do to them from outside: a bit of their weights flips, or a lane's loss is not a
-number. Both classes are mixed into a task: `Paced`, and `PacedStages` where that is run in stages, too.
+They do to themselves what nobody could do to them from outside: a bit of their weights flips, products of matrices are
+wrong, or a lane's loss is not a number. Both classes are mixed into a task: `Paced`, and `PacedStages` where that is
+run in stages, too.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Paced(_Task):
     def __init__(self, lane_ms: float = 0.0, spoilt: Sequence[tuple[int, int]] = (), **params: object) -> None:
         super().__init__(**params)
         self._lane_ms, self._spoilt, self._orders = lane_ms, spoilt, Orders()
+        if (said := self._orders.take("flip_product")) is not None:
+            _flip_products(said)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> Batch:  # type: ignore[override]
         batch = super().collate(rows, ids)
@@ -120,6 +123,20 @@ def _flip_gradient(model: nn.Module, said: Path) -> None:
         return wrong
 
     hook = weights.register_hook(flip)  # type: ignore[no-untyped-call]
+
+
+def _flip_products(said: Path) -> None:
+    """Have a bit flip of the first element of each product of matrices of floats in this process, from now on."""
+    rightly = Tensor.__matmul__
+
+    def wrongly(left: Tensor, right: Tensor) -> Tensor:
+        product = rightly(left, right)
+        if product.dtype == torch.float32:
+            _flip("a product", product.detach())
+        return product
+
+    Tensor.__matmul__ = wrongly  # type: ignore[assignment]
+    said.write_text(f"process {os.getpid()} computes wrongly")
 
 
 def _flip(name: str, values: Tensor) -> str:

@@ -12,12 +12,14 @@ from elastic_train.errors import (
     Preempted,
     ResultError,
     TooFewNodesError,
+    UnfitError,
 )
 from elastic_train.launch.departure import REQUESTS
 
 TELLING_CODES = (
     CorruptError.exit_code,
     ConfigError.exit_code,
+    UnfitError.exit_code,
     NoProgressError.exit_code,
     HungError.exit_code,
     TooFewNodesError.exit_code,

@@ -105,7 +105,7 @@ def look(run: str | Path) -> Glance:
         hosts=_hosts(folder, term),
         phases=next((row for line in reversed(tail) if line["op"] == "phases" and (row := phases_of(line))), None),
         waiting=_unformed(folder, last_at or 0.0),
-        recent=_recent([_head(each[0]) for each in parts[-MOST_WORLDS:]], tail),
+        recent=_recent([_head(each[0]) for each in parts[-MOST_WORLDS:]], [*tail, *_noted(folder, "unfit")]),
     )
 
 
@@ -134,6 +134,8 @@ def _recent(heads: Sequence[Sequence[Line]], tail: Sequence[Line]) -> list[tuple
             found.append(
                 (at(line), f"commit of step {saved.step}, {saved.seconds:.1f} s, waited {saved.stall_s:.2f} s")
             )
+        elif line["op"] == "unfit":
+            found.append((at(line), f"left out: {text(line, 'why')}"))
         elif line["op"] == "end":
             found.append((at(line), f"end: {text(line, 'status')} after step {whole(line, 'step')}"))
     return sorted(found)[-MOST_RECENT:]
@@ -172,6 +174,10 @@ def _status(folder: Path, term: int) -> str | None:
 
 def _unformed(folder: Path, after: float) -> str | None:
     """Return why the newest world did not form, if that was after a time."""
-    lines = [line for path in (folder / FOLDER).glob("unformed-*.jsonl") for line in _tail(path)]
-    last = max(lines, key=at, default=None)
+    last = max(_noted(folder, "unformed"), key=at, default=None)
     return None if last is None or at(last) <= after else text(last, "why")
+
+
+def _noted(folder: Path, what: str) -> list[Line]:
+    """Return the last lines of what was noted outside of any world."""
+    return [line for path in (folder / FOLDER).glob(f"{what}-*.jsonl") for line in _tail(path)]

@@ -30,8 +30,11 @@ Standing = Literal["settled", "unsettled", "pending"]
 a peer at the point of no return; or only that it could, if those that are left find that it may have been applied."""
 HEAD = ("form", "restore")
 """Lines that begin every part of a history, marked `again` in all but the first: the rest means little without them."""
+MOST_UNFIT_BYTES = 1 << 16
+"""Limit of what is kept of the health checks that a host has failed."""
 VALIDATE_FLUSH_S = 1.0
 """How long a validation waits until it is in the file that it has begun."""
+
 READ_FLUSH_S = 5.0
 """How long a step waits, with `run.forensic`, until the ids of its samples are in the file."""
 
@@ -257,3 +260,11 @@ class UnformedWorlds:
         """Note a world of so many ranks that did not form, and why."""
         said = {"op": "unformed", "t": time.time(), "term": term, "rank": rank, "world": world, "why": why}
         self._lines.append(json.dumps({**said, **self._who}).encode())
+
+
+def note_unfit(files: BackgroundFiles, run_dir: str | Path, why: str) -> None:
+    """Note in <run.dir>/history/unfit-<host>.jsonl that this machine failed its health check, and was not let in."""
+    who = {"pid": os.getpid(), **process_identity()}
+    lines = files.lines(Path(run_dir) / FOLDER / f"unfit-{who['host']}.jsonl", MOST_UNFIT_BYTES)
+    lines.append(json.dumps({"op": "unfit", "t": time.time(), "term": 0, "why": why, **who}).encode())
+    lines.close()

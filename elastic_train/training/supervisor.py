@@ -18,8 +18,10 @@ from elastic_train.errors import (
     Preempted,
     StorageError,
     TooFewNodesError,
+    UnfitError,
     explain,
 )
+from elastic_train.health.proof import Proof, begin_proof
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
@@ -27,7 +29,7 @@ from elastic_train.system.preemption import LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tasks.task import Finishing
 from elastic_train.tracking.background_files import BackgroundFiles
-from elastic_train.tracking.history import UnformedWorlds
+from elastic_train.tracking.history import UnformedWorlds, note_unfit
 from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.open_session import (
@@ -63,12 +65,20 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
     """
     make_repeatable(config)
     plan = make_plan(config)
+    proof = begin_proof(config, plan.device)  # beside what follows
     state = plan.build_state(may_defer=True)
     with contextlib.closing(Watchdog(config.hang_timeout_s)) as watchdog:
-        return _train_on(plan, state, watchdog, leave, started_at)
+        return _train_on(plan, state, watchdog, leave, started_at, proof)
 
 
-def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> Ended:
+def _train_on(
+    plan: Plan,
+    state: AppliedState,
+    watchdog: Watchdog,
+    leave: LeaveRequest,
+    started_at: float,
+    proof: Proof | None,
+) -> Ended:
     """Train through one world after another, watched; what the run's folder takes in time is written at the end."""
     config, files = plan.config, BackgroundFiles()
     worlds = open_worlds(
@@ -87,6 +97,8 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
                 warm_up(plan, state)
         except StepDropped:
             return Preempted("asked to leave before the first world")
+    if proof is not None:
+        _prove(proof, files, config, leave)
     use = StoreUse(plan.config.checkpoint_url)
     page, traces = open_page(config), open_recovery_traces(config)
     process = Process(plan, state, worlds, leave, watchdog, started_at, use, files=files, page=page, traces=traces)
@@ -98,6 +110,16 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
         if traces is not None:
             traces.close()
         process.files.flush(WRITE_TIMEOUT_S)
+
+
+def _prove(proof: Proof, files: BackgroundFiles, config: Config, leave: LeaveRequest) -> None:
+    """Let nobody in whose machine fails its health check; the run's history says so, too."""
+    try:
+        proof.demand(lambda: leave.is_set)
+    except UnfitError as error:
+        note_unfit(files, config.run.dir, str(error))
+        files.flush(WRITE_TIMEOUT_S)
+        raise
 
 
 def _train_through(process: Process) -> Ended:

@@ -36,7 +36,8 @@ from rendezvous.membership.records import Job
 
 OWN = frozenset(
     {
-        *("run.dir", "run.name", "run.forensic", "run.history_bytes", "run.history_terms"),
+        *("run.dir", "run.name", "run.forensic", "run.health_check"),
+        *("run.history_bytes", "run.history_terms"),
         *("data.train", "data.mixture", "data.validation", "data.num_workers", "data.cache_dir", "data.cache_bytes"),
         *(
             "checkpoint.url",

@@ -21,8 +21,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 from rendezvous.orphans import BoundFunction, bound_command
 from rendezvous.torchelastic.standby import Program, Standby
 
-FINAL_CODES = frozenset({2, 65, 93})
-"""Codes of errors that another worker in a failed one's place would meet as well: bad input, damage, no progress."""
+FINAL_CODES = frozenset({2, 65, 71, 93})
+"""Codes of errors that another worker in a failed one's place would meet as well: bad input, damage, a machine that
+computes wrongly, no progress."""
 IMPORTED_WITHIN_S = 300.0
 """How long the first workers wait for their imports, which they would otherwise do themselves."""
 

@@ -16,6 +16,8 @@ from elastic_train.launch.exit_codes import exit_code
         ([75, -9], True, 1),
         ([1, 65, -15], True, 65),
         ([2, 65], True, 65),
+        ([71, -15], True, 71),
+        ([71, 76], True, 71),
         ([77, 75], True, 77),
         ([0, 74], True, 74),
         ([], True, 1),

@@ -83,8 +83,8 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
         make_plan=lambda _: host.plan,
         UnformedWorlds=functools.partial(SimUnformedWorlds, host),
     )
-    # There is nothing to open or to load.
-    yield from within("elastic_train.training.supervisor", warm_up=lambda plan, state: None)
+    # There is nothing to open or to load, and no machine to examine.
+    yield from within("elastic_train.training.supervisor", warm_up=lambda plan, state: None, begin_proof=nothing)
     yield from within(
         "elastic_train.training.supervisor", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None))
     )

@@ -19,12 +19,12 @@ from rich.text import Text
 from elastic_train.cli.output import Json, print_json
 from elastic_train.cli.places.control_plane import etcd_of
 from elastic_train.cli.places.doctor.etcd import examine_etcd, examine_own_etcd
-from elastic_train.cli.places.doctor.finding import Finding, Planned, examine_all, fail, ok
-from elastic_train.cli.places.doctor.machine import examine_gpus, examine_limits, examine_torch
+from elastic_train.cli.places.doctor.machine import examine_computing, examine_gpus, examine_limits, examine_torch
 from elastic_train.cli.places.doctor.peers import Self, examine_peers
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, StorageError
+from elastic_train.health.finding import Finding, Planned, examine_all, fail, ok
 from elastic_train.launch.options import TTL_S, count_gpus
 from elastic_train.launch.schedulers import Found, found_in, lonely
 from elastic_train.system.extras import version_of
@@ -60,8 +60,9 @@ def doctor(
 ) -> int:
     """Examine this machine as a node of a job: each line is ok, warn or fail, with what to do about it.
 
-    Python, torch, GPUs, limits; etcd (reachable, room, latency, leases, permission, TLS, clock); with CONFIG the
-    storage of its commits (writable, created once only, seen at once, speed) and MLflow. In 20 s at most.
+    Python, torch, GPUs, limits; products and memory of each core and GPU; etcd (reachable, room, latency, leases,
+    permission, TLS, clock); with CONFIG the storage of its commits (writable, created once only, seen at once, speed)
+    and MLflow. In 20 s at most.
 
     --etcd HOST:2379[,...]: as --endpoint of `launch`; PET_RDZV_ENDPOINT, and PET_RDZV_CONF for certificates and user,
     are read as well. --peers N: meet the doctors of N other nodes, which are started with the same --etcd and --id
@@ -105,8 +106,10 @@ def _planned(
 ) -> Iterator[tuple[str, Planned]]:
     """Yield what is to be examined; what needs pyarrow or MLflow is imported only for a configuration."""
     run_id = asked.run_id or found.run_id or "doctor"
-    yield "torch", Planned(examine_torch, "is another process loading this machine?", TIMEOUT_S)
+    busy = "is another program loading this machine?"
+    yield "torch", Planned(examine_torch, busy, TIMEOUT_S)
     yield "gpu", Planned(lambda: examine_gpus(count_gpus()), "look at nvidia-smi, and the kernel's log", TIMEOUT_S)
+    yield "computing", Planned(examine_computing, busy, TIMEOUT_S)
     yield "limits", Planned(examine_limits, "is a file system stuck?", TIMEOUT_S)
     if options is None:
         yield "etcd", Planned(examine_own_etcd, "", TIMEOUT_S)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import ssl
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
+from dataclasses import replace
 
-from elastic_train.cli.places.doctor.finding import Finding, fail, ok, warn
+from elastic_train.health.clock import Greeting, greeted, judged
+from elastic_train.health.finding import Finding, fail, ok, warn
 from elastic_train.system.wording import counted, first_line, size
 from rendezvous.errors import ServerError, StoreError
 from rendezvous.etcd.connection import Connection, list_prefix
@@ -28,15 +26,7 @@ SLOW_S = 0.1
 """A lease of 3 s is renewed each second; a call that takes so long leaves room for few tries."""
 DEFAULT_QUOTA, FULL = 2 << 30, 0.8
 """etcd's own limit to its database; the API does not say which one is set."""
-SKEW_S, SOON_S = 5.0, 14 * 86400.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Greeting:
-    """What a member says over HTTP: its clock and, with TLS, until when its certificate holds (unix seconds)."""
-
-    ahead_s: float
-    expires_at: float | None
+SOON_S = 14 * 86400.0
 
 
 def examine_own_etcd() -> Iterator[Finding]:
@@ -131,39 +121,9 @@ def _greetings(options: EtcdOptions, endpoint: str) -> Iterator[Finding]:
     host = split_endpoint(endpoint)[0]
     if options.ca_cert is None and not is_loopback(host):
         yield warn("etcd's TLS", "the connection is in plain text", "give etcd certificates, and nodes ca_cert=FILE")
-    try:
-        greeting = _greet(options, endpoint)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        yield warn("clock", f"{endpoint} does not tell the time: {error}", "check this machine's time service")
-        return
-    if greeting.expires_at is not None:
+    greeting = greeted(options, endpoint)
+    if isinstance(greeting, Greeting) and greeting.expires_at is not None:
         left_s = greeting.expires_at - time.time()
         said = f"its certificate holds for {left_s / 86400:.0f} days"
         yield warn("etcd's TLS", said, "renew it") if left_s < SOON_S else ok("etcd's TLS", said)
-    direction = "ahead of" if greeting.ahead_s > 0 else "behind"
-    if abs(greeting.ahead_s) > SKEW_S:
-        found = f"{abs(greeting.ahead_s):.0f} s {direction} etcd's"
-        yield warn("clock", found, "set it by NTP: TLS, object stores and logs depend on it, leases do not")
-    else:
-        yield ok("clock", f"within {SKEW_S:.0f} s of etcd's")
-
-
-def _greet(options: EtcdOptions, endpoint: str) -> _Greeting:
-    """Ask a member for its version, which it dates to the second."""
-    host, port = split_endpoint(endpoint)
-    connection = http.client.HTTPConnection(host.strip("[]"), port, timeout=ANSWER_S)
-    if options.ca_cert is not None:
-        context = ssl.create_default_context(cafile=options.ca_cert)
-        if options.cert is not None:
-            context.load_cert_chain(options.cert, options.key)
-        connection = http.client.HTTPSConnection(host.strip("[]"), port, timeout=ANSWER_S, context=context)
-    with contextlib.closing(connection):
-        connection.connect()
-        certificate = connection.sock.getpeercert() if isinstance(connection.sock, ssl.SSLSocket) else None
-        asked_at = time.time()
-        connection.request("GET", "/version")
-        response = connection.getresponse()
-        now = (asked_at + time.time()) / 2
-        theirs = parsedate_to_datetime(response.headers["Date"] or "").timestamp() + 0.5
-    until = certificate.get("notAfter") if certificate else None
-    return _Greeting(now - theirs, ssl.cert_time_to_seconds(until) if isinstance(until, str) else None)
+    yield judged(endpoint, greeting)

@@ -19,9 +19,10 @@ from elastic_train.cli.main import main
 from elastic_train.cli.places.doctor import command, machine
 from elastic_train.cli.places.doctor import etcd as etcd_examination
 from elastic_train.cli.places.doctor.etcd import examine_etcd
-from elastic_train.cli.places.doctor.finding import Finding, Planned, examine_all, ok
 from elastic_train.cli.places.doctor.peers import Self, examine_peers
 from elastic_train.cli.places.doctor.storage import examine_storage
+from elastic_train.health import clock
+from elastic_train.health.finding import Finding, Planned, examine_all, ok
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.membership.store import Put
 
@@ -60,7 +61,17 @@ def test_a_machine_that_can_train_passes(
     code, found = said(capsys, config_of(tmp_path, f"sqlite:///{tmp_path}/mlflow.db"), "--etcd", etcd.endpoint)
     assert code == 0, found
     assert not [name for name, lines in found.items() if "fail" in dict(lines)]
-    assert {"python", "torch", "gpu", "open files", "shared memory", "temporary files", "locked memory"} <= found.keys()
+    assert {
+        "python",
+        "torch",
+        "gpu",
+        "products",
+        "memory",
+        "open files",
+        "shared memory",
+        "temporary files",
+        "locked memory",
+    } <= found.keys()
     assert {"etcd", "etcd's room", "etcd's latency", "etcd's leases", "clock"} <= found.keys()
     assert {"configuration", "storage", "storage's speed", "mlflow"} <= found.keys()
     assert found["etcd"] == [("warn", f"{etcd.endpoint}: 1 member, of which none may be lost")]
@@ -154,7 +165,7 @@ def test_etcd_is_examined_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with closing(EtcdStore(options)) as store:
             store._connection.call(lambda client: client.create_alarm(), give_up_after_s=3)
         late = timedelta(seconds=100)
-        monkeypatch.setattr(etcd_examination, "parsedate_to_datetime", lambda text: parsedate_to_datetime(text) + late)
+        monkeypatch.setattr(clock, "parsedate_to_datetime", lambda text: parsedate_to_datetime(text) + late)
         monkeypatch.setattr(etcd_examination, "SOON_S", 100 * 86400.0)
         found = {finding.check: finding for finding in examine_etcd(options, "job", 8.0)}
         assert found["etcd's TLS"].level == "warn"

@@ -87,11 +87,13 @@ def launch(
     return STARTED[-1]
 
 
-def launch_alone(folder: Path, etcd: EtcdServer, config: str, name: str, *own: str) -> ForkedWorker:
-    """Start a node of one rank by the launcher, with options of its own; what it says goes into `<name>.log`."""
-    command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", "1", "--nodes", "1:2"]
-    command += ["--endpoint", etcd.endpoint, "--id", folder.name, *own]
-    STARTED.append(begin(command, folder / f"{name}.log"))
+def launch_alone(
+    folder: Path, etcd: EtcdServer, config: str, name: str, *own: str, ranks: int = 1, **environ: str
+) -> ForkedWorker:
+    """Start a node by the launcher, with options of its own; what it says goes into `<name>.log`."""
+    command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", f"{ranks}"]
+    command += ["--nodes", "1:2", "--endpoint", etcd.endpoint, "--id", folder.name, *own]
+    STARTED.append(begin(command, folder / f"{name}.log", environ))
     return STARTED[-1]
 
 

@@ -46,24 +46,26 @@ Examination = Callable[[], Iterable[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """An examination, how long it may take, and what to do if it takes longer."""
+    """An examination, how long it may take, and how bad it is, and what to do, if it takes longer."""
 
     examine: Examination
     remedy: str
     timeout_s: float
+    late: Level = "fail"
 
 
 def examine_all(planned: Mapping[str, Planned]) -> list[Finding]:
     """Make examinations beside each other; return what they find, in their order."""
     began = time.monotonic()
-    calls = {name: begin(f"doctor: {name}", partial(_findings, name, each)) for name, each in planned.items()}
+    calls = {name: begin(f"health: {name}", partial(_findings, name, each)) for name, each in planned.items()}
     findings: list[Finding] = []
     for name, call in calls.items():
         left_s = max(0.0, began + planned[name].timeout_s - time.monotonic())
         try:
             findings += call.result(left_s)
         except GivenUp:
-            findings.append(fail(name, f"no answer in {planned[name].timeout_s:.0f} s", planned[name].remedy))
+            one = planned[name]
+            findings.append(Finding(name, one.late, f"no answer in {one.timeout_s:.0f} s", one.remedy))
     return findings
 
 

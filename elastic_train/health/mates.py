@@ -1,0 +1,42 @@
+"""Workers of one node join together or not at all: none becomes a member before each has proved its part.
+
+Otherwise a node with one broken device would enter the world with its other workers, and cost the others two regroups:
+one to let it in, one when its agent ends it. They tell each other through the store that their agent keeps.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+WITHIN_S = 10.0
+"""How long the others are waited for: one that was killed, or is stopped, is the agent's to judge."""
+_FIT = "fit"
+
+
+def tell_mates(unfit: str) -> str:
+    """Tell the node's other workers what is wrong with this one's part, nothing if it is fit.
+
+    A fit one waits for the others; return what is wrong with this node, nothing if nothing is.
+    """
+    rank, number = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if number == 1:
+        return unfit
+    try:
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=WITHIN_S))
+        store.set(_key(rank), unfit or _FIT)
+        if unfit:
+            return unfit
+        others = [_key(one) for one in range(number) if one != rank]
+        store.wait(others)
+        said = [store.get(key).decode() for key in others]
+    except (DistError, KeyError, ValueError):
+        return unfit
+    return next((text for text in said if text != _FIT), "")
+
+
+def _key(local_rank: int) -> str:
+    return f"health/{local_rank}"

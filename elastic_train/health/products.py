@@ -1,0 +1,118 @@
+"""Matrix products whose bits are known: whole numbers, so small that no sum of them is rounded.
+
+Then every processor, in whatever order it adds, has to give the same bits, those of the product in integers. What
+gives others computes wrongly. Single cores of a processor do, and units of a GPU, most of the time only for some
+operands: so the product is repeated with its rows and columns in other places, on one core after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from elastic_train.health.finding import Finding, fail, ok
+from elastic_train.system.wording import counted
+
+SIDE, DEPTH = 128, 256
+MOST = {torch.float64: 1 << 22, torch.float32: 255, torch.bfloat16: 1, torch.float16: 1}
+"""The largest operand by type. DEPTH products of two of them add up to what the type, or a shorter one that a device
+computes with in its place (TF32, bfloat16), holds exactly; so do all partial sums, which a device may round, too."""
+TILES = 16
+"""On an accelerator the product is so many times as wide and high, by copies of it: every unit has some to compute."""
+ROUNDS = 4
+"""How often a core has each product at least."""
+SEED = 0x5EED
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Two matrices on a device, and their product as it has to be."""
+
+    left: Tensor
+    right: Tensor
+    product: Tensor
+
+    def wrong(self, shift: int) -> str | None:
+        """Multiply them with rows and columns moved on; say what is wrong with the product."""
+        found = self.left.roll(shift, 0) @ self.right.roll(-shift, 1)
+        expected = self.product.roll((shift, -shift), (0, 1))
+        if torch.equal(found, expected):
+            return None
+        places = (found != expected).nonzero()
+        row, column = places[0].tolist()
+        return (
+            f"{counted(len(places), 'element')} of {expected.numel()} of a product of whole numbers in "
+            f"{str(expected.dtype).removeprefix('torch.')}, the first of which is {found[row, column].item():.17g} and "
+            f"has to be {expected[row, column].item():.17g}"
+        )
+
+
+def examine_products(
+    device: torch.device, dtypes: Sequence[torch.dtype], cores: Sequence[int] = (), budget_s: float = 0.0
+) -> Iterator[Finding]:
+    """Say whether a device multiplies rightly, in each of these types, and on each of these cores of a CPU.
+
+    Every core has its turn, however long that takes; they go on in turn until the budget is spent. Several compute
+    threads would have to be bound to cores one by one, so with them the system chooses.
+    """
+    known = [_known(dtype, device) for dtype in dtypes]
+    places = cores if device.type == "cpu" and torch.get_num_threads() == 1 else ()
+    deadline, num_rounds = time.monotonic() + budget_s, 0
+    while num_rounds == 0 or time.monotonic() < deadline:
+        for core in places or (None,):
+            with _bound_to(core):
+                wrong = next((said for said in _repeated(known, num_rounds) if said is not None), None)
+            if wrong is not None:
+                where = device if core is None else f"core {core}"
+                yield fail("products", f"{where} computes wrongly: {wrong}", _remedy(device))
+                return
+        num_rounds += 1
+    where = f"{counted(len(places), 'core')}" if places else str(device)
+    shown = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    yield ok("products", f"{num_rounds * ROUNDS} of each of {shown} on {where} have the bits that they must have")
+
+
+def own_cores(turn: int = 0, of: int = 1) -> list[int]:
+    """Return the cores that this process may use; of several processes that share them, those of this one's turn."""
+    return sorted(os.sched_getaffinity(0))[turn::of] or sorted(os.sched_getaffinity(0))[:1]
+
+
+def _known(dtype: torch.dtype, device: torch.device) -> _Known:
+    """Draw two matrices, and multiply them in integers on the CPU."""
+    draw, most = torch.Generator().manual_seed(SEED), MOST[dtype]
+    left = torch.randint(-most, most + 1, (SIDE, DEPTH), generator=draw)
+    right = torch.randint(-most, most + 1, (DEPTH, SIDE), generator=draw)
+    tiles, product = 1 if device.type == "cpu" else TILES, left @ right
+    made = (left.repeat(tiles, 1), right.repeat(1, tiles), product.repeat(tiles, tiles))
+    return _Known(*(one.to(dtype).to(device) for one in made))
+
+
+def _repeated(known: Sequence[_Known], num_rounds: int) -> Iterator[str | None]:
+    for shift in range(num_rounds * ROUNDS, (num_rounds + 1) * ROUNDS):
+        yield from (one.wrong(shift) for one in known)
+
+
+@contextlib.contextmanager
+def _bound_to(core: int | None) -> Iterator[None]:
+    """Keep this thread on a core, and let it go where it could before; where that may not be, it runs anywhere."""
+    before = os.sched_getaffinity(0)
+    if core is not None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        if core is not None:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, before)
+
+
+def _remedy(device: torch.device) -> str:
+    what = "this machine" if device.type == "cpu" else f"{device} of this machine"
+    return f"take {what} out of use, and have it examined by its vendor's diagnosis"

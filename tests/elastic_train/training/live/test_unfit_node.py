@@ -1,0 +1,73 @@
+"""A node whose processor computes wrongly wants to join a world that trains: it is named and left out, unseen by it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from chaos.tasks.orders import done_by, give
+from elastic_train.runs.glance import look
+from elastic_train.system.failpoints import VARIABLE
+from rendezvous import EtcdServer
+from tests.elastic_train.training.live.test_live import (
+    etcd,
+    eventually,
+    finish,
+    launch,
+    launch_alone,
+    nothing_left,
+    undisturbed,
+    until_whole,
+    weights,
+    write_config,
+)
+
+pytestmark = pytest.mark.slow
+__all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_node_that_computes_wrongly_costs_a_world_nothing(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], ranks: int
+) -> None:
+    """One of its workers does, and none joins; the world stays as it is, and then lets a node in that is well.
+
+    Its launcher ends with 71; its log names machine, check, both values and what to do, and `top` shows it.
+    """
+    until, points = tmp_path / "until", tmp_path / "points"
+    config = write_config(tmp_path, rows, 200, lane_ms=40.0, until=until)
+    job = launch(tmp_path, etcd, config, ranks=1)
+    term, _ = until_whole(tmp_path / "run", 1)
+    points.mkdir()
+    assert give(points, "flip_product")
+    unfit = launch_alone(tmp_path, etcd, config, "unfit", ranks=ranks, **{VARIABLE: str(points)})
+    assert unfit.wait(120) == 71
+    assert str(done_by(points, "flip_product")).endswith("computes wrongly")
+    log = (tmp_path / "unfit.log").read_text()
+    assert f"node {socket.gethostname()} fails its health check and does not join" in log
+    assert "computes wrongly: 1 element of 16384 of a product of whole numbers in float32" in log
+    assert "has to be" in log and "take this machine out of use" in log
+    assert any("left out: node" in what for _, what in look(tmp_path / "run").recent)
+    launch_alone(tmp_path, etcd, config, "fit")
+    assert until_whole(tmp_path / "run", 2)[0] == term + 1, "no world but those of nodes that are well"
+    until.touch()
+    run, _ = finish(job, tmp_path)
+    assert weights(run) == undisturbed(200)
+    [noted] = {line["why"] for line in run.of("unfit")}
+    assert "computes wrongly" in str(noted)
+
+
+def test_a_node_whose_key_says_so_is_let_in_unexamined(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """The same node trains with `run.health_check: false`, which is a node's own choice."""
+    config, points = write_config(tmp_path, rows, 100_000), tmp_path / "points"
+    launch(tmp_path, etcd, config, ranks=1)
+    until_whole(tmp_path / "run", 1)
+    points.mkdir()
+    assert give(points, "flip_product")
+    environ = {VARIABLE: str(points), "ELASTIC_TRAIN__RUN__HEALTH_CHECK": "false"}
+    launch_alone(tmp_path, etcd, config, "unexamined", **environ)
+    eventually(lambda: done_by(points, "flip_product") is not None, "a worker that computes wrongly")
+    until_whole(tmp_path / "run", 2)
