@@ -31,7 +31,7 @@ SEED = 0x5EED
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class Known:
     """Two matrices on a device, and their product as it has to be."""
 
     left: Tensor
@@ -61,7 +61,7 @@ def examine_products(
     Every core has its turn, however long that takes; they go on in turn until the budget is spent. Several compute
     threads would have to be bound to cores one by one, so with them the system chooses.
     """
-    known = [_known(dtype, device) for dtype in dtypes]
+    known = [known_product(dtype, device, 1 if device.type == "cpu" else TILES) for dtype in dtypes]
     places = cores if device.type == "cpu" and torch.get_num_threads() == 1 else ()
     deadline, num_rounds = time.monotonic() + budget_s, 0
     while num_rounds == 0 or time.monotonic() < deadline:
@@ -83,17 +83,16 @@ def own_cores(turn: int = 0, of: int = 1) -> list[int]:
     return sorted(os.sched_getaffinity(0))[turn::of] or sorted(os.sched_getaffinity(0))[:1]
 
 
-def _known(dtype: torch.dtype, device: torch.device) -> _Known:
-    """Draw two matrices, and multiply them in integers on the CPU."""
+def known_product(dtype: torch.dtype, device: torch.device, tiles: int) -> Known:
+    """Draw two matrices, and multiply them in integers on the CPU; `tiles` copies of each go into those of a device."""
     draw, most = torch.Generator().manual_seed(SEED), MOST[dtype]
     left = torch.randint(-most, most + 1, (SIDE, DEPTH), generator=draw)
     right = torch.randint(-most, most + 1, (DEPTH, SIDE), generator=draw)
-    tiles, product = 1 if device.type == "cpu" else TILES, left @ right
-    made = (left.repeat(tiles, 1), right.repeat(1, tiles), product.repeat(tiles, tiles))
-    return _Known(*(one.to(dtype).to(device) for one in made))
+    made = (left.repeat(tiles, 1), right.repeat(1, tiles), (left @ right).repeat(tiles, tiles))
+    return Known(*(one.to(dtype).to(device) for one in made))
 
 
-def _repeated(known: Sequence[_Known], num_rounds: int) -> Iterator[str | None]:
+def _repeated(known: Sequence[Known], num_rounds: int) -> Iterator[str | None]:
     for shift in range(num_rounds * ROUNDS, (num_rounds + 1) * ROUNDS):
         yield from (one.wrong(shift) for one in known)
 

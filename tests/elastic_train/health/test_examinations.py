@@ -19,7 +19,7 @@ from elastic_train.health.clock import examine_clock
 from elastic_train.health.finding import Finding
 from elastic_train.health.folders import NUM_BYTES, anonymous_file, examine_folders
 from elastic_train.health.memory import PIECE, examine_memory
-from elastic_train.health.products import MOST, examine_products, own_cores
+from elastic_train.health.products import MOST, examine_products, known_product, own_cores
 from rendezvous import EtcdServer, etcd_options
 
 CPU = torch.device("cpu")
@@ -44,6 +44,17 @@ def test_no_sum_of_a_known_product_is_rounded(dtype: torch.dtype) -> None:
     """The largest sum that there can be is held exactly, and so is the number before it."""
     most = torch.tensor(MOST[dtype] ** 2 * 256, dtype=torch.int64)
     assert [int(one.to(dtype)) for one in (most, most - 1)] == [int(most), int(most) - 1]
+
+
+@pytest.mark.parametrize("dtype", list(MOST))
+def test_a_wide_product_of_copies_is_known_too(dtype: torch.dtype) -> None:
+    """What an accelerator computes, of which one element is wrong."""
+    known = known_product(dtype, CPU, tiles=3)
+    assert known.product.shape == (384, 384)
+    assert [known.wrong(shift) for shift in (0, 5, 400)] == [None, None, None]
+    known.product[300, 200] += 1
+    said = known.wrong(5)
+    assert said is not None and said.startswith("1 element of 147456")
 
 
 def test_a_core_that_computes_wrongly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
