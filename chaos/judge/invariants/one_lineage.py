@@ -120,9 +120,12 @@ def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bo
 
 @once
 def _pinned(run: Evidence) -> set[str]:
-    """Return the commits that were the newest ones when a step was not finite: retention leaves those alone."""
+    """Return the commits that were the newest ones when a step was not finite: retention leaves those alone.
+
+    That step's own commit is made later.
+    """
     steps = [(whole(line, "term"), whole(line, "step")) for line in run.of("nonfinite")]
-    before = [[record.key for record in run.commits if _place(record.key) <= step] for step in steps]
+    before = [[record.key for record in run.commits if _place(record.key) < step] for step in steps]
     return {max(keys, key=_place) for keys in before if keys}
 
 

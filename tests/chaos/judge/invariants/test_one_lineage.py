@@ -145,3 +145,18 @@ def test_a_deleted_parent_may_have_two_children() -> None:
     assert all(_is_forgotten(run, published, line) for line in published.values())
     older = replace(run, commits=[made(5, 2, "q", "commits/00000004-000000000001.json", 48.0), *children])
     assert not _is_forgotten(older, _published(older), published["digest-70-4"])
+
+
+@pytest.mark.parametrize(("step", "pins"), [(5, True), (6, False)])
+def test_a_step_that_is_not_finite_pins_what_was_committed_before_it(step: int, pins: bool) -> None:
+    """Retention leaves that one alone, and so may have deleted a younger parent; a step's own commit comes after it."""
+
+    def made(step: int, parent: str, parent_key: str | None) -> Commit:
+        fields: Line = {"term": 3, "step": step, "parent": parent, "parent_key": parent_key, "created_at": 10.0 + step}
+        return Commit(key(3, step), f"digest-{step}", fields)
+
+    left = [made(3, "", None), made(5, "digest-3", key(3, 3)), made(18, "digest-15", key(3, 15))]
+    lines: list[Line] = [{"op": "nonfinite", "t": 14.0, "term": 3, "rank": 0, "step": at} for at in (step, 10)]
+    run = Evidence(Path("drawn"), [lines], left, {}, None, None)
+    published = _published(run)
+    assert _is_forgotten(run, published, published["digest-18"]) is pins
