@@ -19,6 +19,7 @@ ElasticTrainError               1
 ├── Preempted                  75   asked to leave, committed, requeue
 ├── HungError                  76   no step in the time allowed
 ├── TooFewNodesError           77   not enough nodes in time
+└── StateLostError             79   parts of the state were lost with other workers: this one begins again
 
 Those that `rendezvous` has as well derive from its own: ConfigError from OptionError, Preempted from StoppedWaiting,
 FencedError and TooFewNodesError from their namesakes. `translated` makes them of rendezvous' errors.
@@ -128,6 +129,15 @@ class HungError(ElasticTrainError):
     """No step was applied in the time allowed."""
 
     exit_code = 76
+
+
+class StateLostError(ElasticTrainError):
+    """What this process holds is of no use: the rest was lost with other workers, and there is no commit to load.
+
+    A fault of theirs, so its agent starts it again without counting it (`rendezvous.torchelastic.live_agent`).
+    """
+
+    exit_code = 79
 
 
 class TooFewNodesError(ElasticTrainError, rendezvous_errors.TooFewNodesError):

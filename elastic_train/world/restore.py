@@ -16,7 +16,7 @@ from elastic_train.checkpoint import CommitRecord, Store, discover, load
 from elastic_train.checkpoint.commits.reader import continues, damage_of, read_record, records
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at
-from elastic_train.errors import CommitError, ElasticTrainError, StorageError
+from elastic_train.errors import CommitError, ElasticTrainError, StateLostError, StorageError
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.plan import Plan
 from elastic_train.job.reseating import (
@@ -157,7 +157,7 @@ def _take_seats(plan: Plan, world: World, state: AppliedState, shards: HeldState
         if is_first(shards, brought):
             begin_alike(world.group, shards.weights(), world.announce)
         if reseat(world.group, state, shards, brought).size:
-            raise ElasticTrainError(
+            raise StateLostError(
                 "all holders of some of the first weights are lost, before the first step: start again"
             )
     else:
@@ -180,7 +180,7 @@ def _find_after_loss(plan: Plan, world: World, found: _Found, what: str, num_los
     key, skipped = agree(world.group, lambda: _find_head(world.store, found.head.key if found.head else None, 0))
     head = read_record(world.store, key) if key else None
     if head is None and whole == 0:
-        raise ElasticTrainError(f"{what}, and there is no commit yet: start again from the beginning")
+        raise StateLostError(f"{what}, and there is no commit yet: start again from the beginning")
     if head is not None and head.step > whole:
         plan.check_continues(head)
         skips = (*found.skipped, *((name, why) for name, why in skipped))

@@ -5,7 +5,8 @@ dies, or is stopped, it removes that worker's member from etcd at once, so that 
 to end. In a dead one's place it starts another, while the node's other workers train on.
 
 Restarts are counted per cause and hour: `max_restarts` deaths by signal, and as many by an error of the worker itself.
-A node that has used them up leaves; the job continues for the others.
+Workers that die together count once, as under torchrun, and one that ends because of what others took along
+(`STATE_LOST_CODE`) does not count. A node that has used them up leaves; the job continues for the others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -28,6 +30,8 @@ from rendezvous.torchelastic.bound_agent import FINAL_CODES, BoundAgent
 from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
 
 PER_S = 3600.0
+TOGETHER_S = 5.0
+"""Within which workers of a node die together: of one cause, such as memory that is gone."""
 STOPPED_S, STOPPED_FOR_GOOD_S, AWAY_S = 0.5, 60.0, 10.0
 """When the others continue without a stopped worker, and when another takes its place. An agent that has not looked for
 longer than the third was stopped itself, with its node, so what it knew of stopped workers is out of date."""
@@ -36,6 +40,8 @@ LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
 # Codes with which a worker leaves by itself: done without its result, preempted, too few nodes.
 LEAVING_CODES = frozenset({74, 75, 77})
+STATE_LOST_CODE = 79
+"""With which a worker ends that can only begin again: what it lacks of the job's state was lost with other workers."""
 
 _log = logging.getLogger("rendezvous")
 
@@ -49,6 +55,7 @@ class LiveAgent(BoundAgent):
         self._rendezvous_handler = spec.rdzv_handler
         self._budget = Budget(spec.max_restarts)
         self._buried: set[int] = set()
+        """The ranks whose present worker is dead and buried. Numbers of processes come back, so none are kept."""
         self._stopped_since: dict[int, float] = {}
         self._looked_at = 0.0
         self._buried_stopped: set[int] = set()
@@ -72,18 +79,19 @@ class LiveAgent(BoundAgent):
         self._renew_standby()
         for rank, handler in list(handlers.items()):
             code = handler.proc.poll()
+            self._born_at.setdefault(rank, now)
             if code is None:
                 is_alive = True
                 self._bury_if_stopped(rank, handler.proc.pid, now)
             if code is None or code == 0:
                 continue
-            if handler.proc.pid not in self._buried:
-                self._buried.add(handler.proc.pid)
+            if rank not in self._buried:
+                self._buried.add(rank)
                 self._rendezvous_handler.bury(rank)
                 if code not in LEAVING_CODES:
-                    if code in FINAL_CODES or not self._budget.take("signal" if code < 0 else "error", now):
+                    if not self._may_replace(rank, code, now):
                         return self._fail(worker_group, rank, code)
-                    self._due_at[rank] = now + self._pause_s(rank, now)
+                    self._due_at[rank] = now + (0.0 if code == STATE_LOST_CODE else self._pause_s(rank, now))
                     _log.warning("worker %d ended with code %d: another is started in its place", rank, code)
             if rank in self._due_at and now >= self._due_at[rank]:
                 del self._due_at[rank]
@@ -103,18 +111,21 @@ class LiveAgent(BoundAgent):
         """
         how = stopped_by(pid)
         if how is None:
-            self._stopped_since.pop(pid, None)
-            self._buried_stopped.discard(pid)
+            self._forget_stop(rank)
             return
-        stopped_s = now - self._stopped_since.setdefault(pid, now)
-        if stopped_s > STOPPED_S and pid not in self._buried_stopped:
-            self._buried_stopped.add(pid)  # once is enough: while it is stopped it cannot join
+        stopped_s = now - self._stopped_since.setdefault(rank, now)
+        if stopped_s > STOPPED_S and rank not in self._buried_stopped:
+            self._buried_stopped.add(rank)  # once is enough: while it is stopped it cannot join
             _log.warning("worker %d is stopped: the others continue without it", rank)
             self._rendezvous_handler.bury(rank)
         if stopped_s > STOPPED_FOR_GOOD_S and how == "signal":
             _log.warning("worker %d was stopped by a signal %.0f s ago: killing and replacing it", rank, stopped_s)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def _forget_stop(self, rank: int) -> None:
+        self._stopped_since.pop(rank, None)
+        self._buried_stopped.discard(rank)
 
     def _exit_barrier(self) -> None:
         """There is nothing to wait for: the workers have closed the job together."""
@@ -128,6 +139,12 @@ class LiveAgent(BoundAgent):
                 if handler.proc.poll() is None:
                     handler.close(signal.SIGKILL)
 
+    def _may_replace(self, rank: int, code: int, now: float) -> bool:
+        """Say whether another worker may take a dead one's place; takes it from the budget if it died by itself."""
+        if code == STATE_LOST_CODE:
+            return True
+        return code not in FINAL_CODES and self._budget.take("signal" if code < 0 else "error", rank, now)
+
     def _fail(self, worker_group: WorkerGroup, rank: int, code: int) -> RunResult:
         _log.error("worker %d ended with code %d, and no restart is left: this node leaves", rank, code)
         result: RunResult = super()._monitor_workers(worker_group)
@@ -135,7 +152,7 @@ class LiveAgent(BoundAgent):
 
     def _pause_s(self, rank: int, now: float) -> float:
         """Return how long to wait before a restart: not at all, unless the worker repeatedly died young."""
-        if now - self._born_at.get(rank, 0.0) > SHORT_LIFE_S:
+        if now - self._born_at[rank] > SHORT_LIFE_S:
             self._young_deaths[rank] = 0
             return 0.0
         self._young_deaths[rank] += 1
@@ -155,7 +172,8 @@ class LiveAgent(BoundAgent):
         context.subprocess_handlers[rank] = started
         self._renew_standby()
         context._running_local_ranks.add(rank)
-        self._buried.discard(started.proc.pid)  # numbers come back
+        self._buried.discard(rank)
+        self._forget_stop(rank)
         self._born_at[rank] = time.monotonic()
         for worker in worker_group.workers:
             if worker.local_rank == rank:
@@ -177,19 +195,30 @@ def stopped_by(pid: int) -> Literal["signal", "debugger"] | None:
     return None if stat is None else "signal" if stat.state == "T" else "debugger" if stat.state == "t" else None
 
 
+@dataclass(slots=True)
+class Taken:
+    """A restart that was taken from a budget: when, and for which ranks."""
+
+    at: float
+    ranks: set[int]
+
+
 class Budget:
     """A maximum of restarts per cause within an hour."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._taken: dict[str, deque[float]] = defaultdict(deque)
+        self._taken: dict[str, deque[Taken]] = defaultdict(deque)
 
-    def take(self, cause: str, now: float) -> bool:
-        """Take one restart for a cause; False if none is left within the hour."""
+    def take(self, cause: str, rank: int, now: float) -> bool:
+        """Take one restart for a cause, unless others that died together with this rank have; False if none is left."""
         taken = self._taken[cause]
-        while taken and now - taken[0] > PER_S:
+        while taken and now - taken[0].at > PER_S:
             taken.popleft()
+        if taken and now - taken[-1].at <= TOGETHER_S and rank not in taken[-1].ranks:
+            taken[-1].ranks.add(rank)
+            return True
         if len(taken) >= self._most:
             return False
-        taken.append(now)
+        taken.append(Taken(now, {rank}))
         return True

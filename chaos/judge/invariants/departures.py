@@ -194,7 +194,8 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     """Say whether the last thing done to a node was to end it, or its agent gave up.
 
     It does so where it was kept from etcd, or etcd was away, not long before; and when workers have failed more
-    often than it may start its own again: in a live job its own, else anybody's (the first to report a failure pays).
+    often than it may start its own again: in a live job its own, however many of them a fault ends at once, else
+    anybody's (the first to report a failure pays).
     """
     at, most = number(exit_, "t"), scenario_field(run, "max_restarts")
     for hit in spells_of(run).at(at):

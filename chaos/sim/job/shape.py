@@ -53,7 +53,7 @@ class Shape:
     """The longest that a wait goes without looking again, whatever the watch says."""
     recovery: Recovery = "live"
     max_restarts: int = 10
-    """How often a node restarts its workers for failures of its own, in `restart` mode."""
+    """How often a node restarts workers for failures of its own: in `live` mode by each cause, an hour."""
     unreadable: Literal["fail", "quarantine"] = "fail"
     """What a job does about a row group that cannot be read."""
     tracked: bool = False

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -18,7 +18,15 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from rendezvous import EtcdServer
 from rendezvous.etcd.connection import GIVE_UP_AFTER_S
 from rendezvous.torchelastic.entry_point import create_handler
-from rendezvous.torchelastic.live_agent import STOPPED_FOR_GOOD_S, LiveAgent
+from rendezvous.torchelastic.live_agent import (
+    PER_S,
+    SHORT_LIFE_S,
+    STATE_LOST_CODE,
+    STOPPED_FOR_GOOD_S,
+    TOGETHER_S,
+    Budget,
+    LiveAgent,
+)
 
 
 class Dying:
@@ -132,3 +140,95 @@ def test_a_standby_process_is_looked_after(agent: tuple[LiveAgent, WorkerGroup, 
     for _ in range(2):
         looking._monitor_workers(group)
     assert len(looks) == 2
+
+
+class Numbered:
+    """A worker with the number of a process, which runs until it is given a code."""
+
+    def __init__(self, pid: int) -> None:
+        self.proc, self.pid = self, pid
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+class Workers:
+    """An agent's workers, on a clock; the numbers of those that it starts are given."""
+
+    def __init__(self, agent: LiveAgent, group: WorkerGroup, monkeypatch: pytest.MonkeyPatch, *pids: int) -> None:
+        self.agent, self.group, self.pids, self.now = agent, group, list(pids), 1e6
+        monkeypatch.setattr("rendezvous.torchelastic.live_agent.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("rendezvous.torchelastic.live_agent.stopped_by", lambda pid: None)
+        del agent.__dict__["_replace"]
+        agent._fail = lambda group, rank, code: RunResult(WorkerState.FAILED)  # type: ignore[method-assign]
+        agent._start_worker = lambda **_: Numbered(self.pids.pop(0))  # type: ignore[method-assign]
+        context = agent._context()
+        context.entrypoint, context._running_local_ranks = "python", set()
+        context.args = context.envs = context.stdouts = context.stderrs = dict.fromkeys(range(8))  # type: ignore[assignment]
+        self.handlers: dict[int, Numbered] = {}
+        context.subprocess_handlers = self.handlers  # type: ignore[assignment]
+
+    def look(self, after_s: float = 0.1) -> WorkerState:
+        self.now += after_s
+        return self.agent._monitor_workers(self.group).state
+
+    def die(self, rank: int, code: int, after_s: float = 0.1) -> WorkerState:
+        self.handlers[rank].code = code
+        return self.look(after_s)
+
+
+@pytest.fixture
+def workers(agent: tuple[LiveAgent, WorkerGroup, list[int]], monkeypatch: pytest.MonkeyPatch) -> Workers:
+    """Two workers, 7 and 8, of a node that may restart three times; the next ones are 7, 8, 9, and so on."""
+    made = Workers(agent[0], agent[1], monkeypatch, *range(7, 40))
+    made.handlers.update({0: Numbered(8), 1: Numbered(7)})
+    assert made.look() is WorkerState.HEALTHY
+    return made
+
+
+def test_a_worker_with_a_dead_ones_number_is_replaced_too(workers: Workers) -> None:
+    """Numbers of processes come back: here that of a worker that died young twice, whose place is empty for a while."""
+    workers.agent._budget, workers.pids = Budget(100), [9, 10, 10, 11, 12]
+    workers.look(2 * SHORT_LIFE_S)
+    workers.die(0, 1)
+    workers.die(0, 1)
+    workers.handlers[0].code = workers.handlers[1].code = 1
+    workers.look()
+    assert [worker.pid for worker in workers.handlers.values()] == [10, 10]
+    workers.look(1.0)
+    workers.die(1, 1)
+    assert [worker.pid for worker in workers.handlers.values()] == [11, 12]
+
+
+def test_a_worker_that_others_have_left_without_a_state_is_replaced_at_no_charge(workers: Workers) -> None:
+    """As often as it comes to that, and at once; the node's restarts are left for its own deaths."""
+    for _ in range(10):
+        before = workers.handlers[0]
+        assert workers.die(0, STATE_LOST_CODE) is WorkerState.HEALTHY
+        assert workers.handlers[0] is not before
+    for _ in range(3):
+        assert workers.die(0, 1, 60.0) is WorkerState.HEALTHY
+    assert workers.die(0, 1, 60.0) is WorkerState.FAILED
+
+
+def test_the_first_worker_of_a_place_may_die_young(workers: Workers) -> None:
+    """Its death counts as the first of a row: the next one in its place that dies young is not replaced at once."""
+    workers.die(0, 1, SHORT_LIFE_S / 2)
+    second = workers.handlers[0]
+    assert second.pid == 7
+    workers.die(0, 1, SHORT_LIFE_S / 2)
+    assert workers.handlers[0] is second
+    workers.look(1.0)
+    assert workers.handlers[0].pid == 8
+
+
+def test_workers_that_die_together_cost_one_restart() -> None:
+    """Each of them once, by one cause: another death of the same one, or one that comes later, costs another."""
+    budget = Budget(2)
+    assert all(budget.take("signal", rank, 0.1 * rank) for rank in range(8))
+    assert budget.take("error", 0, 1.0)
+    assert budget.take("signal", 0, TOGETHER_S)
+    assert not budget.take("signal", 0, TOGETHER_S)
+    assert not budget.take("signal", 1, 3 * TOGETHER_S)
+    assert budget.take("signal", 1, PER_S + 1.0)

@@ -124,11 +124,18 @@ PLANTED = (
         lambda: {
             "elastic_train.training.open_session:check_alike": bugs.crash_if_different,
             "rendezvous.torchelastic.live_agent:LiveAgent._pause_s": lambda agent, rank, now: 0.0,
-            "rendezvous.torchelastic.live_agent:Budget.take": lambda budget, cause, now: True,
+            "rendezvous.torchelastic.live_agent:Budget.take": lambda budget, cause, rank, now: True,
         },
         ("no-harm",),
         faults.alone_with_other_code,
         replace(SHAPE, epochs=75, lane_s=0.2),
+    ),
+    SimBug(
+        "charged-for-each",
+        "a node pays a restart for each of its workers that one fault ends at once",
+        lambda: {"rendezvous.torchelastic.live_agent:TOGETHER_S": -1.0},
+        ("deaths",),
+        "all-workers-at-once",
     ),
     SimBug(
         "claims-from-the-living",

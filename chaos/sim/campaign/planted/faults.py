@@ -12,6 +12,12 @@ def kills(draws: random.Random) -> tuple[SimFault, ...]:
     return tuple(SimFault("kill_worker", at_s=draws.uniform(6, 14), node=draws.randrange(3)) for _ in range(3))
 
 
+def kills_on_one_node(draws: random.Random) -> tuple[SimFault, ...]:
+    """The worker of one node dies again and again, before the job has a commit."""
+    node = draws.randrange(3)
+    return tuple(SimFault("kill_worker", at_s=at_s + draws.uniform(0.0, 2.0), node=node) for at_s in (9, 20, 31, 42))
+
+
 def zombie(draws: random.Random) -> tuple[SimFault, ...]:
     """The leader, if luck has it, freezes in a save, in the midst of a step, and ends both when others continue without
     it; then everybody dies."""

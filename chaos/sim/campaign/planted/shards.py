@@ -142,4 +142,12 @@ SHARDS = (
         ("copies",),
         "away-while-shares-were-lost",
     ),
+    SimBug(
+        "charged-for-others",
+        "a node pays for workers that begin again because others have taken shares along",
+        lambda: {"rendezvous.torchelastic.live_agent:STATE_LOST_CODE": 0},
+        ("deaths",),
+        faults.kills_on_one_node,
+        replace(ONE, commit_every=100, lane_s=0.8, max_restarts=2),
+    ),
 )
