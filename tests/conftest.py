@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,25 @@ settings.register_profile("any machine", deadline=None)  # how long an example t
 settings.load_profile("any machine")
 
 
+ALL_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
+"""What a module says all of whose tests are slow."""
+RUNNING: list[pytest.Item] = []
+"""The test that runs, if one does."""
+
+
+def pytest_configure() -> None:
+    """Look for garbage rarely from the beginning: importing everything makes a million objects that stay."""
+    gc.set_threshold(MOST_UNSEEN)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave a module of slow tests alone where none are run: it would be imported, and each of its tests deselected."""
+    terms = config.option.markexpr.split(" and ")
+    if "not slow" not in terms or " or " in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return True if ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the slow tests where several processes share them: begun last, one would keep the others waiting."""
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -60,7 +80,17 @@ def pytest_collection_finish() -> None:
     """Look for garbage rarely, and never through torch and the tests themselves: a million objects that stay."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(MOST_UNSEEN)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Pytest looks for garbage five times at its end: not in what has only gathered the reports of other processes."""
+    if getattr(session.config.option, "dist", "no") != "no" and "PYTEST_XDIST_WORKER" not in os.environ:
+        gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    RUNNING[:] = [item]
 
 
 def write_rows(folder: Path, num_rows: int, *, seed: int = 0, num_files: int = 3, group_rows: int = 17) -> Path:
@@ -199,9 +229,18 @@ def environ_of(**own: str) -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1", **own}
 
 
+def assert_slow(started: str) -> None:
+    """Refuse to start something for a quick test; of what is started once, only the first test that needs it fails."""
+    marks = {mark.name for item in RUNNING for mark in item.iter_markers()}
+    assert not RUNNING or marks & {"slow", "long", "alone", "deploy"}, (
+        f"{RUNNING[0].nodeid} is to be a quick test, and starts {started}: mark it slow"
+    )
+
+
 @functools.cache
 def standby() -> Standby:
     """Return the process that has imported the trainer; one for all tests of a pytest process."""
+    assert_slow("a process that imports the trainer")
     return preloaded("tests.preload")
 
 

@@ -58,6 +58,7 @@ def test_an_unknown_name_is_an_attribute_error(package: ModuleType) -> None:
         package.Ordre  # noqa: B018 - the access is what is tested
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["elastic_train", "chaos", "chaos.hook"])
 def test_importing_loads_nothing_heavy(module: str) -> None:
     program = f"import sys, {module}; print(*{{'torch', 'numpy', 'pyarrow', 'pydantic'}} & set(sys.modules))"
@@ -65,6 +66,7 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
     assert done.stdout == "\n"
 
 
+@pytest.mark.slow
 def test_no_submodule_takes_the_place_of_a_public_name() -> None:
     """Importing a submodule sets an attribute of its package: each name is still what it was after all of them."""
     for package in (elastic_train, chaos):

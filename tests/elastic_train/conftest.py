@@ -7,16 +7,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import boto3
 import fsspec
 import pytest
-from botocore.loaders import JSONFileLoader
 from fsspec.implementations.memory import MemoryFileSystem
-from moto.server import ThreadedMotoServer
 
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import Store
+from tests.conftest import assert_slow
 
 
 class PlainFileSystem(MemoryFileSystem):
@@ -33,6 +31,11 @@ class PlainFileSystem(MemoryFileSystem):
 @pytest.fixture(scope="session")
 def s3_bucket() -> Iterator[str]:
     """Run moto's threaded S3 server for the session; its address is in the environment, as users would set it."""
+    assert_slow("an S3 server")
+    import boto3  # these three here: only tests of S3 need them, not all that are collected
+    from botocore.loaders import JSONFileLoader
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -41,7 +44,8 @@ def s3_bucket() -> Iterator[str]:
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setattr(JSONFileLoader, "_load_file", _load_once(JSONFileLoader._load_file))
+        load = functools.partial(JSONFileLoader._load_file, JSONFileLoader())
+        patch.setattr(JSONFileLoader, "_load_file", _load_once(load))
         boto3.client("s3").create_bucket(Bucket="commits")
         yield "s3://commits"
     server.stop()
@@ -49,11 +53,11 @@ def s3_bucket() -> Iterator[str]:
 
 def _load_once(load: Callable[..., object]) -> Callable[..., object]:
     """Parse each of botocore's descriptions of S3 once, not for every store that a test opens."""
-    loaded = functools.cache(functools.partial(load, JSONFileLoader()))
+    loaded = functools.cache(load)
     return lambda _, path, open_method: loaded(path, open_method)
 
 
-@pytest.fixture(params=["local", "memory", "s3", "plain"])
+@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.slow), "plain"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty store of every kind."""
     unique = uuid.uuid4().hex

@@ -42,6 +42,7 @@ def test_a_translated_error_is_not_translated_again(kind: type[ElasticTrainError
     assert caught.value is raised
 
 
+@pytest.mark.slow
 def test_importing_the_errors_does_not_import_the_etcd_client() -> None:
     source = "import sys, elastic_train.errors; assert not {'grpc', 'pyetcd', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", source], check=True)

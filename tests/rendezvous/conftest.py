@@ -12,12 +12,14 @@ from chaos.services.etcd_cluster import EtcdCluster
 from chaos.sim.machine.etcd import Etcd, EtcdClient
 from chaos.sim.machine.kernel import Kernel, Process
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, etcd_options
+from tests.conftest import assert_slow
 from tests.rendezvous.rendezvous_sides import Side, beside
 
 
 @pytest.fixture(scope="session")
 def etcd() -> Iterator[EtcdServer]:
     """One etcd for the session, in memory if there is room; tests use prefixes and run ids of their own."""
+    assert_slow("etcd")
     with EtcdCluster(num_members=1) as cluster:
         yield cluster.members[0]
 
@@ -29,7 +31,7 @@ def etcd_store(etcd: EtcdServer) -> Iterator[EtcdStore]:
     store.close()
 
 
-@pytest.fixture(params=["memory", "etcd", "simulated"])
+@pytest.fixture(params=["memory", pytest.param("etcd", marks=pytest.mark.slow), "simulated"])
 def side(request: pytest.FixtureRequest) -> Side:
     """The twin in memory with its virtual time, etcd with real time that a watch waits for, and the simulator's."""
     prefix = f"/test/{uuid.uuid4().hex}/"

@@ -34,6 +34,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
         importlib.import_module("rendezvous").EtcdStor  # noqa: B018
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_neither_torch_nor_etcds_client() -> None:
     source = "import sys, rendezvous; assert not {'grpc', 'pyetcd', 'torch'} & set(sys.modules), 'imported'"
     subprocess.run([sys.executable, "-c", source], check=True)

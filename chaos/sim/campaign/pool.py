@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
 
 DrawCase = Callable[[int], Case]
+MOST_UNSEEN = 50_000
+"""So many objects are made before garbage is looked for."""
 
 
 def num_cores() -> int:
@@ -71,6 +73,7 @@ def _serve(answers: Connection, seeds: Sequence[int], draw: DrawCase, num_taken:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # what is imported stays: no look for garbage has to go through it
+    gc.set_threshold(MOST_UNSEEN)
     while (place := _take(num_taken)) < len(seeds):
         answers.send((place, simulate(draw(seeds[place]))))
     answers.send(None)

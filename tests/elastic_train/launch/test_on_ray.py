@@ -153,6 +153,7 @@ def test_a_node_is_told_all_by_flags() -> None:
     assert without_schedulers(environ) == {"PATH": "/bin"}
 
 
+@pytest.mark.slow
 def test_the_node_runs_a_launcher_and_returns_its_code(tmp_path: Path) -> None:
     """Here one that refuses its flags; a request to leave that came first is handed on."""
     code, result = on_ray.Node().run(str(tmp_path / "run"), CONFIG.to_yaml(), ["--nodes", "0"])

@@ -73,6 +73,7 @@ def test_a_zombie_cannot_claim(side: Side, run_id: str) -> None:
         zombie.claim(3)
 
 
+@pytest.mark.slow
 def test_a_worker_opens_the_fence_of_its_context(
     etcd: EtcdServer, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,12 +270,14 @@ def test_every_key_that_the_installed_torch_reads_is_in_the_table() -> None:
     assert reader.keys <= KEYS.keys(), f"torch has new keys: {sorted(reader.keys - KEYS.keys())}"
 
 
+@pytest.mark.slow
 def test_the_table_is_importable_before_torch() -> None:
     """Torch's registry loads the handler, and with it the table, while it is itself being imported."""
     source = "import sys; from rendezvous.torchelastic.conf import KEYS; assert KEYS and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", source], check=True)
 
 
+@pytest.mark.slow
 def test_a_rendezvous_forms_with_a_configuration_for_torchs_own_backends(etcd: EtcdServer, run_id: str) -> None:
     """Two nodes, of which one is the "host", as torch's tests of its agents configure all of their backends."""
     conf = {

@@ -48,6 +48,7 @@ def test_our_backend_is_registered_whatever_is_imported_first(module: str) -> No
     assert "Exception while registering" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_every_round_has_a_fresh_store(etcd: EtcdServer, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one round wrote into its store is not there in the next, and the term grows."""
     monkeypatch.setenv("ELASTIC_RENDEZVOUS", "")
@@ -65,6 +66,7 @@ def test_every_round_has_a_fresh_store(etcd: EtcdServer, run_id: str, monkeypatc
     handler.shutdown()
 
 
+@pytest.mark.slow
 def test_a_closed_job_lets_late_joiners_go(etcd: EtcdServer, run_id: str) -> None:
     """A handler of a finished job raises the graceful exit."""
     handler, late = make(etcd, run_id), make(etcd, run_id)
@@ -77,6 +79,7 @@ def test_a_closed_job_lets_late_joiners_go(etcd: EtcdServer, run_id: str) -> Non
     late.shutdown()
 
 
+@pytest.mark.slow
 def test_children_die_with_their_parent(tmp_path: Path) -> None:
     """A program started through `bound_command` is killed by the kernel when its parent is."""
     source = (
@@ -93,6 +96,7 @@ def test_children_die_with_their_parent(tmp_path: Path) -> None:
     eventually(lambda: not is_alive(int(child.name)), "the child is gone")
 
 
+@pytest.mark.slow
 def test_the_demo_server_runs_by_itself() -> None:
     """`python -m rendezvous` prints its endpoint, and leaves no process or file when it is asked to stop."""
     server = subprocess.Popen([sys.executable, "-m", "rendezvous"], stdout=subprocess.PIPE, text=True)

@@ -144,6 +144,7 @@ def make(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Make:
     return made
 
 
+@pytest.mark.slow
 def test_ranks_are_numbered_within_roles(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of one world may have different --role: ROLE_RANK and ROLE_WORLD_SIZE count its own role alone."""
     monkeypatch.setenv("ELASTIC_RENDEZVOUS", "")

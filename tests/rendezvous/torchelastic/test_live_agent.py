@@ -75,6 +75,7 @@ def agent(etcd: EtcdServer, run_id: str) -> Iterator[tuple[LiveAgent, WorkerGrou
     handler.shutdown()
 
 
+@pytest.mark.slow
 def test_a_worker_that_stays_stopped_is_replaced(
     agent: tuple[LiveAgent, WorkerGroup, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_worker_that_stays_stopped_is_replaced(
         worker.proc.kill()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_during_a_check_is_found_by_the_next(
     agent: tuple[LiveAgent, WorkerGroup, list[int]],
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_worker_that_dies_during_a_check_is_found_by_the_next(
     assert replaced == [0]
 
 
+@pytest.mark.slow
 def test_a_standby_process_is_looked_after(agent: tuple[LiveAgent, WorkerGroup, list[int]]) -> None:
     """At every look: one that was killed is replaced before a worker needs it."""
     looking, group, _ = agent

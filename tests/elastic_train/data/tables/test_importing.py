@@ -263,6 +263,7 @@ def test_images_without_classes_are_refused(tmp_path: Path) -> None:
         import_images(tmp_path / "out", tmp_path, share=0.2, seed=3)
 
 
+@pytest.mark.slow
 def test_the_digits_are_all_there(tmp_path: Path) -> None:
     made = import_digits(tmp_path / "out", share=0.1, seed=7)
     assert sum(manifest.num_rows for manifest in made.manifests) == 1797

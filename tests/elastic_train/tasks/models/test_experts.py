@@ -166,6 +166,7 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int], message: str
         CausalLM(model=changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message"),
     [
