@@ -153,7 +153,7 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
     monkeypatch.setattr(supervisor, "UnformedWorlds", Mock())
     monkeypatch.setattr(supervisor, "open_page", lambda config: None)
     monkeypatch.setattr(supervisor, "result_of", lambda plan, state, status, digest: status)
-    assert supervisor._train_on(Mock(), Mock(), watched, MagicMock(), started_at=0.0) == "closed"
+    assert supervisor._train_on(Mock(), Mock(), watched, MagicMock(), started_at=0.0, proof=None) == "closed"
     assert ends == [pytest.approx(1.1 * limit_s)]
     assert watched.limit_s == max(MOST_S, fixed_s or 0.0), "also for a process that is frozen while it waits"
 

@@ -190,6 +190,7 @@ def workers(agent: tuple[LiveAgent, WorkerGroup, list[int]], monkeypatch: pytest
     return made
 
 
+@pytest.mark.slow
 def test_a_worker_with_a_dead_ones_number_is_replaced_too(workers: Workers) -> None:
     """Numbers of processes come back: here that of a worker that died young twice, whose place is empty for a while."""
     workers.agent._budget, workers.pids = Budget(100), [9, 10, 10, 11, 12]
@@ -204,6 +205,7 @@ def test_a_worker_with_a_dead_ones_number_is_replaced_too(workers: Workers) -> N
     assert [worker.pid for worker in workers.handlers.values()] == [11, 12]
 
 
+@pytest.mark.slow
 def test_a_worker_that_others_have_left_without_a_state_is_replaced_at_no_charge(workers: Workers) -> None:
     """As often as it comes to that, and at once; the node's restarts are left for its own deaths."""
     for _ in range(10):
@@ -215,6 +217,7 @@ def test_a_worker_that_others_have_left_without_a_state_is_replaced_at_no_charge
     assert workers.die(0, 1, 60.0) is WorkerState.FAILED
 
 
+@pytest.mark.slow
 def test_the_first_worker_of_a_place_may_die_young(workers: Workers) -> None:
     """Its death counts as the first of a row: the next one in its place that dies young is not replaced at once."""
     workers.die(0, 1, SHORT_LIFE_S / 2)
