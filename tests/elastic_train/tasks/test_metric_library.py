@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from elastic_train.tasks.metric_library import _later
+pytestmark = pytest.mark.xdist_group("torchmetrics")  # one process imports it
 
 NAME = "a_library_for_metrics"
 SOURCE = """
@@ -20,6 +21,12 @@ class Model:
 def score(word):
     return f"scored {word}"
 """
+
+
+def _later(name: str) -> AbstractContextManager[None]:
+    from elastic_train.tasks import metric_library
+
+    return metric_library._later(name)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from elastic_train.cli.main import main
 from elastic_train.core.lineage import Interval
@@ -39,6 +38,8 @@ def term(folder: Path, number: int, *, lo: int = 0, tensorboard: bool = True) ->
 
 def found(folder: Path, metric: str = "train/loss") -> list[tuple[int, float]]:
     """Read with TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     reader = EventAccumulator(str(folder / FOLDER), size_guidance={"scalars": 0})
     reader.Reload()
     return [(event.step, event.value) for event in reader.Scalars(metric)]
