@@ -32,6 +32,7 @@ from chaos.scenario.kinds import (
 )
 
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
+_ENDS_ALL_WORKERS = ("block_ports",)
 _TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
 _TURNED_AWAY = {
     "private_storage": 2,
@@ -208,7 +209,19 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     hits = spells_of(run).at(at)
     if any(is_of_etcd(hit["kind"]) or (cuts_off(hit["kind"]) and exit_["node"] in _nodes(hit)) for hit in hits):
         return True
-    return isinstance(most, int) and len(done if is_live(run) else run.of("fault")) > most
+    num_hits = len(_hits_on(run, exit_["node"], at) if is_live(run) else run.of("fault"))
+    return isinstance(most, int) and num_hits > most
+
+
+def _hits_on(run: Evidence, node: object, until: float) -> list[Line]:
+    """Return the faults that came to a node; one may name another, and have ended all nodes' workers."""
+    own = {pid for line in run.of("node") if line["node"] == node for pid in _pids(line)}
+    came = [fault for fault in run.of("fault") if number(fault, "t") <= until]
+    return [
+        fault
+        for fault in came
+        if node in _nodes(fault) or (fault["kind"] in _ENDS_ALL_WORKERS and not own.isdisjoint(_pids(fault)))
+    ]
 
 
 def _nodes(fault: Line) -> list[object]:
