@@ -44,7 +44,7 @@ test: setup
 test-fast: setup
 	@echo "test-fast: what starts no processes and takes no time, and beside it fifty jobs in virtual time"
 	@simulated=$$(mktemp); $(RUN) -m chaos.cli sim --seeds 50 --json > $$simulated & simulation=$$!; \
-	$(PYTEST) $(ON_EVERY_CORE) -m "not long and not deploy and not alone and not slow"; code=$$?; \
+	$(PYTEST) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not alone and not slow"; code=$$?; \
 	wait $$simulation || code=1; cat $$simulated; rm -f $$simulated; exit $$code
 
 test-long: test
