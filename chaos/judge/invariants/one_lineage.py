@@ -311,9 +311,24 @@ def heads(run: Evidence) -> str:
     published, damaged = _published(run), _damaged_at(run)
     chain = {str(commit["key"]) for commit in _chain(run, published)}
     for line in run.of("commit"):
-        if line["key"] not in chain and line["key"] not in damaged:
+        if line["key"] not in chain and line["key"] not in damaged and not _is_made_twice(run, line):
             raise Violated(f"{line['key']} was published, no fault has damaged it, and the end does not continue it")
     return f"{len(chain)} commits lead to the end, and none that was published is beside them"
+
+
+def _is_made_twice(run: Evidence, commit: Line) -> bool:
+    """Say whether a world went on from another commit of the same step, which one of the term's ranks made alone.
+
+    It was asked to leave while rank 0 was still saving that step, so it could not know of that commit.
+    """
+    place, worlds = _place(str(commit["key"])), formed_at(run)
+    return any(
+        (line.get("applied_by"), line["step"]) == place
+        and line["commit"] is not None
+        and place < _place(str(line["commit"]))
+        and _place(str(line["commit"]))[0] not in worlds
+        for line in run.of("restore")
+    )
 
 
 def _damaged_at(run: Evidence) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chaos.judge.evidence.applied import lineage_of, result_of
+from chaos.judge.evidence.applied import lineage_of, restored_at, result_of
 from chaos.judge.evidence.holes import holes_of
 from chaos.judge.evidence.run_files import Evidence, whole
 from chaos.judge.findings import Unknown, Violated
@@ -29,8 +29,11 @@ def same_weights_at_commits(run: Evidence, reference: Evidence) -> str:
     lineage = {(applied.term, applied.step) for applied in lineage_of(run)} if is_partial else None
     expected = {step: weights for _, step, weights in _committed_weights(reference)}
     compared = set[tuple[int, int]]()
+    begun = {term: (line.get("applied_by"), line["step"]) for term, line in restored_at(run).items()}
     for term, step, weights in _committed_weights(run):
-        if step not in expected or (lineage is not None and (term, step) not in lineage):
+        # A world that commits what it began with has not applied that itself.
+        applied = begun[term] if term in begun and begun[term][1] == step else (term, step)
+        if step not in expected or (lineage is not None and applied not in lineage):
             continue
         compared.add((term, step))
         if weights != expected[step]:

@@ -160,3 +160,22 @@ def test_a_step_that_is_not_finite_pins_what_was_committed_before_it(step: int, 
     run = Evidence(Path("drawn"), [lines], left, {}, None, None)
     published = _published(run)
     assert _is_forgotten(run, published, published["digest-18"]) is pins
+
+
+@pytest.mark.parametrize(("applied_by", "others"), [(1, []), (9, []), (1, [2])])
+def test_a_step_may_be_committed_twice_by_one_world(applied_by: int, others: list[int]) -> None:
+    """By rank 0, and alone by a rank that leaves meanwhile; not by a later world, and not of another world's step."""
+    formed: list[Line] = [{"op": "form", "t": 10.0 * term, "term": term, "rank": 0} for term in (1, *others, 3)]
+    lines = [
+        *formed,
+        restored(1, 0, None),
+        committed(1, 3, "a", None),
+        {**restored(3, 3, key(2, 3)), "applied_by": applied_by},
+        committed(3, 6, "c", "b"),
+    ]
+    run = Evidence(Path("drawn"), [lines], [], {}, None, None)
+    if applied_by == 1 and not others:
+        assert heads(run).startswith("1 commits lead to the end")
+        return
+    with pytest.raises(Violated, match=f"{key(1, 3)} was published, no fault has damaged it"):
+        heads(run)
