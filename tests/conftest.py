@@ -25,6 +25,7 @@ import pytest
 from hypothesis import settings
 
 from elastic_train.data.dataset.manifest import build_manifest
+from rendezvous.context import LIVE_VARIABLE, VARIABLE
 from rendezvous.etcd.server import free_ports
 from rendezvous.torchelastic.standby import ForkedWorker, Program, Standby
 
@@ -218,6 +219,14 @@ def begin(command: list[str], log: Path | None = None, environ: dict[str, str] |
     assert command[0] == sys.executable and program is not None, f"{command[0]} is no module of this Python"
     said = None if log is None else str(log)
     return standby().start(program, environ_of(**(environ or {})), said, said)
+
+
+@pytest.fixture(autouse=True)
+def no_world() -> Iterator[None]:
+    """Take away the world that a handler in this process has left to workers: another test's trainer would join it."""
+    yield
+    for name in (VARIABLE, LIVE_VARIABLE):
+        os.environ.pop(name, None)
 
 
 def environ_of(**own: str) -> dict[str, str]:

@@ -125,16 +125,15 @@ class Node:
         group.workers = [torchelastic.Worker(local_rank, local_rank) for local_rank in started]
         for worker in group.workers:
             worker.id = started[worker.local_rank].pid
-        looked = None
-        while looked is None or looked.state is torchelastic.WorkerState.HEALTHY:
+        looked = watching._monitor_workers(group)
+        while looked.state is torchelastic.WorkerState.HEALTHY:
             self._rest(agent, watching)
             if self._is_stopping:
                 break
             looked = watching._monitor_workers(group)
         while self.live_workers():
             self._kernel.park()
-        has_failed = looked is not None and looked.is_failed()
-        code = exit_code(watching.worker_codes(), has_failed=has_failed)
+        code = exit_code(watching.worker_codes(), has_failed=looked.is_failed())
         self._end(agent, 0 if self._is_stopping or code in LEAVING_CODES else code)
 
     def _rest(self, agent: Process, watching: LiveAgent) -> None:
