@@ -22,6 +22,7 @@ from rendezvous.torchelastic.entry_point import create_handler, make_agent
 from rendezvous.torchelastic.restart_agent import ElasticAgent
 from tests.rendezvous.rendezvous_sides import eventually
 
+MOST_TRIES = 5
 PROGRAM = """
 import gc, multiprocessing, os, signal, sys, threading, time
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -67,7 +68,7 @@ class Program:
 
     def __init__(self, folder: Path, function: str, endpoint: str, run_id: str) -> None:
         self.log, self._output, source = folder / "log", folder / "output", folder / "program.py"
-        self.log.touch()
+        self.log.write_text("")
         source.write_text(PROGRAM)
         command = [sys.executable, str(source), function, endpoint, run_id, str(self.log)]
         with self._output.open("wb") as output:
@@ -102,19 +103,26 @@ def started(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Iterator[Callable[
         program.process.wait()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_starting", [False, True], ids=["at work", "starting"])
-def test_functions_die_with_their_agent(started: Callable[[str], Program], is_starting: bool) -> None:
-    """Also those that ignore SIGINT, with which torch ends them, and those that have not begun when it is killed."""
-    program = started("work_for_long")
+def words_of_the_dead(program: Program, least: int) -> int:
+    """Kill a program once its workers have said so many words; return how many they said in all, when none lives."""
     eventually(lambda: len(program.workers()) == 2, "both workers are started", within_s=120)
     workers = program.workers()
-    if not is_starting:
-        eventually(lambda: len(program.log.read_text().split()) == 2, "both workers are at work", within_s=120)
+    eventually(lambda: len(program.log.read_text().split()) >= least, "the workers are at work", within_s=120)
     program.kill()
     eventually(lambda: not any(map(is_alive, workers)), "no worker has survived", within_s=60)
-    if is_starting:
-        assert program.log.read_text() == "", "none has begun to work"
+    return len(program.log.read_text().split())
+
+
+@pytest.mark.slow
+def test_functions_die_with_their_agent(started: Callable[[str], Program]) -> None:
+    """Also those that ignore SIGINT, with which torch ends them."""
+    assert words_of_the_dead(started("work_for_long"), least=2) == 2
+
+
+@pytest.mark.slow
+def test_functions_that_have_not_begun_die_with_their_agent(started: Callable[[str], Program]) -> None:
+    """On a busy machine they may have begun before they are killed; then it is tried again."""
+    assert any(words_of_the_dead(started("work_for_long"), least=0) == 0 for _ in range(MOST_TRIES))
 
 
 @pytest.mark.slow

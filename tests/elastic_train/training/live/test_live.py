@@ -253,8 +253,10 @@ def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, ro
 
     A dead one's place is taken by a fork of the standby process, as the first ones' were, and none outlives the agent.
     """
-    config = write_config(tmp_path, rows, ENDLESS)
-    job = launch(tmp_path, etcd, config, ranks=2, conf=",ttl=60")
+    config = Path(write_config(tmp_path, rows, ENDLESS))
+    # A process that is stopped for longer than its limit ends itself when it is continued.
+    config.write_text(config.read_text().replace("hang_timeout_s: 3.0", "hang_timeout_s: 60.0"))
+    job = launch(tmp_path, etcd, str(config), ranks=2, conf=",ttl=60")
     try:
         _, ranks = until_whole(tmp_path / "run", 2)
         os.kill(ranks[1], signal.SIGSTOP)
