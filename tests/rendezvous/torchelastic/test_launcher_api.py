@@ -130,7 +130,7 @@ def test_a_program_can_fork_after_a_job(started: Callable[[str], Program]) -> No
     """Nothing of a job is left to be collected in a child, where the threads that it joins are others."""
     program = started("fork_after_a_job")
     assert program.process.wait(timeout=240) == 0, program.output
-    assert program.output.splitlines()[-1] == "[0, 1]"
+    assert "[0, 1]" in program.output.splitlines(), program.output  # gRPC may say more when it forks
 
 
 Make = Callable[..., ElasticAgent]
