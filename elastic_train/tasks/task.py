@@ -179,15 +179,14 @@ class Exporting(Protocol):
         """
 
 
-TensorUse = Literal["shared", "column", "row", "partial"]
+TensorUse = Literal["column", "row", "partial"]
 TensorPlan = Mapping[str, TensorUse]
 """What becomes of a model's modules, by name, where several ranks compute a lane together; * stands for one part of a
 name.
 
-`shared`: its first argument is the same on all ranks, which use it each in its own way. `column`: a linear layer each
-rank of which computes some outputs; unless a module around it is `shared`, its input is. `row`: one each rank of which
-has some inputs; their outputs are added. `partial`: a module whose parameters all ranks have, and use each on a part of
-their own; their gradients are added."""
+`column`: a linear layer each rank of which computes some outputs, from an input that is the same on all. `row`: one
+each rank of which has some inputs; their outputs are added. `partial`: a module whose parameters all ranks have, and
+use each on a part of their own; their gradients are added."""
 
 
 @runtime_checkable

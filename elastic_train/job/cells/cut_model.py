@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -187,14 +186,13 @@ class CutModel:
         if use == "row":
             assert isinstance(module, nn.Linear), "the plan was checked"
             return [_RowLayer(module, links)]
-        return [module.register_forward_pre_hook(partial(_share_input, links))] if use == "shared" else []
+        return []
 
     def _hooks_of_columns(self) -> list[Hook]:
-        """Return those of column layers that share their inputs themselves, those of one module together."""
-        is_shared = [f"{name}." for name, use in self.plan.tensor.items() if use == "shared"]
+        """Return those of column layers, which share their inputs, those of one module together."""
         beside: dict[str, list[nn.Module]] = {}
         for name, use in self.plan.tensor.items():
-            if use == "column" and not any(name.startswith(outer) for outer in is_shared):
+            if use == "column":
                 beside.setdefault(name.rpartition(".")[0], []).append(self.model.get_submodule(name))
         return [
             layer.register_forward_pre_hook(share)
@@ -202,10 +200,6 @@ class CutModel:
             for share in [_SharedOnce(self.links, len(layers))]
             for layer in layers
         ]
-
-
-def _share_input(links: CellLinks, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (shared(arguments[0], links), *arguments[1:])
 
 
 class _SharedOnce:

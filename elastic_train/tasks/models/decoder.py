@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from elastic_train.tasks.models.experts import MixtureOfExperts, RouterLosses
 
 _WIDTH_MULTIPLE = 64
-TENSOR_PLAN: Mapping[str, Literal["shared", "column", "row"]] = {
-    "blocks.*.attention": "shared",
+TENSOR_PLAN: Mapping[str, Literal["column", "row"]] = {
     **{f"blocks.*.attention.{name}": "column" for name in "qkv"},
     "blocks.*.attention.o": "row",
-    "blocks.*.mlp": "shared",
     **{f"blocks.*.mlp.{name}": "column" for name in ("gate", "up")},
     "blocks.*.mlp.down": "row",
 }
