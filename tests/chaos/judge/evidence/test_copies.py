@@ -134,4 +134,5 @@ def test_a_part_is_lost_once_every_cell_has_lost_its_place(left: list[int], is_l
 def test_who_held_nothing_yet_is_no_holder_of_a_part() -> None:
     """A member whose world broke while it waited for its part lives on without it."""
     world = [line for line in a_world(1.0, 1, [7, 8, 9, 10], 0) if not (line["op"] != "form" and line["rank"] == 2)]
-    copies(evidence_of(world, a_world(2.0, 2, [8, 9], 0, lost=1), num_copies=None, cell=2))
+    found = copies(evidence_of(world, a_world(2.0, 2, [8, 9], 0, lost=1), num_copies=None, cell=2))
+    assert found.startswith("cells of 2 ranks; 1 worlds")
