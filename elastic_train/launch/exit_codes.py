@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 from elastic_train.errors import (
@@ -32,14 +33,20 @@ def exit_code(codes: Sequence[int], *, has_failed: bool, is_asked: bool = False)
     """Return the node's code: its workers' most specific one; 75 if all left cleanly and some early; else 0 or 1.
 
     `is_asked`: this node was asked to leave. A worker that the same signal killed had not installed its handler yet and
-    held no state, so it counts as preempted; so does a node without workers.
+    held no state, so it counts as preempted; so does a node without workers, and one that was killed because it was
+    still there at the end of its grace: the next start continues from a commit; schedulers make one for 75 alone.
     """
     if is_asked:
-        early = [-number for number in REQUESTS]
-        codes = [Preempted.exit_code if code in early else code for code in codes] or [Preempted.exit_code]
+        by_request = [-number for number in (*REQUESTS, signal.SIGKILL)]
+        codes = [Preempted.exit_code if code in by_request else code for code in codes] or [Preempted.exit_code]
     telling = next((code for code in TELLING_CODES if code in codes), None)
     if telling is not None:
         return telling
     if Preempted.exit_code in codes and set(codes) <= {0, Preempted.exit_code}:
         return Preempted.exit_code
     return int(has_failed or any(codes))
+
+
+def outstayed(codes: Sequence[int]) -> int:
+    """Return how many workers of a node that was asked to leave had not left when their grace ended."""
+    return sum(code == -signal.SIGKILL for code in codes)

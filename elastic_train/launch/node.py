@@ -14,7 +14,7 @@ import tempfile
 
 from elastic_train.errors import ElasticTrainError, Preempted, TooFewNodesError, translated
 from elastic_train.launch import departure
-from elastic_train.launch.exit_codes import exit_code
+from elastic_train.launch.exit_codes import exit_code, outstayed
 from elastic_train.launch.job_etcd import JobEtcd, job_etcd
 from elastic_train.launch.options import Launch
 from elastic_train.system.preemption import GRACE_VARIABLE
@@ -93,4 +93,9 @@ def _run_agent(plan: Launch, etcd: JobEtcd) -> int:
             has_failed = True
         finally:
             handler.shutdown()
+    if is_asked and (num_killed := outstayed(codes)):
+        sys.stderr.write(
+            f"{num_killed} of {plan.ranks} workers had not left after {plan.grace_s:g} s (--grace-s) and were killed: "
+            "the next start continues from the newest commit\n"
+        )
     return exit_code(codes, has_failed=has_failed, is_asked=is_asked)

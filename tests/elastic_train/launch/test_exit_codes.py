@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_train.launch.exit_codes import exit_code
+from elastic_train.launch.exit_codes import exit_code, outstayed
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,21 @@ def test_more_specific_exit_codes_win(codes: list[int], has_failed: bool, expect
         ([75, -15], 75),
         ([0, -15], 75),
         ([], 75),
-        ([-9], 1),
+        ([-9], 75),
+        ([75, -9], 75),
+        ([65, -9], 65),
+        ([1, -9], 1),
         ([65, -15], 65),
         ([0], 0),
     ],
 )
 def test_a_signal_before_the_workers_listen_loses_nothing(codes: list[int], expected: int) -> None:
-    """A worker that it killed was still importing; asked at any other time it leaves with its own exit code."""
+    """A worker that it killed was still importing; asked at any other time it leaves with its own exit code.
+
+    One that was killed because its grace had ended is requeued as well: its job goes on from a commit.
+    """
     assert exit_code(codes, has_failed=False, is_asked=True) == expected
+
+
+def test_workers_that_outstay_their_grace_are_counted() -> None:
+    assert [outstayed(codes) for codes in ([], [75, -15], [75, -9], [-9, -9])] == [0, 0, 1, 2]
