@@ -225,8 +225,9 @@ def stages_of(shape: DecoderShape, parts: Sequence[str], num_stages: int) -> lis
 
 
 def _draw(name: str, parameter: Tensor, shape: DecoderShape) -> None:
-    """Draw a parameter; those of norms are ones from the start."""
-    if parameter.ndim > 1:  # what adds to the residual is smaller in deeper models (Radford et al. 2019)
+    """Draw a parameter; those of norms are ones from the start, and of one without memory there is nothing to draw."""
+    if parameter.ndim > 1 and not parameter.is_meta:
+        # what adds to the residual is smaller in deeper models (Radford et al. 2019)
         is_added = name.endswith(("attention.o.weight", "mlp.down.weight", "experts.down", "shared.down.weight"))
         nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * shape.depth) if is_added else 1.0))
 

@@ -22,7 +22,7 @@ LANGUAGE: dict[str, object] = {
     "batch": {"global_batch": 24, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
     "epochs": 1,
-    "validation": {"every_steps": 10},
+    "validation": {"every_steps": 5},
     "checkpoint": {"every_steps": 4, "keep_last": 3},
 }
 WORLDS: list[tuple[int, list[str]]] = [
@@ -33,16 +33,16 @@ WORLDS: list[tuple[int, list[str]]] = [
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> dict[str, object]:
+def alone(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> dict[str, object]:
     """The result of one process."""
     folder = tmp_path_factory.mktemp("language")
-    succeed(start([config(folder, rows, LANGUAGE)]))
+    succeed(start([config(folder, few_rows, LANGUAGE)]))
     return result(folder)
 
 
-def test_the_example_is_a_configuration_of_this_task(rows: Path) -> None:
+def test_the_example_is_a_configuration_of_this_task(few_rows: Path) -> None:
     """With the model that it names; other data has to say how many token ids it has."""
-    given = load_config(ROOT / "configs" / "language.yaml", {"data.train": rows / "train", "data.validation": None})
+    given = load_config(ROOT / "configs" / "language.yaml", {"data.train": few_rows / "train", "data.validation": None})
     with pytest.raises(ConfigError, match=r"task.params.model.vocabulary: .* say how many token ids it has"):
         make_plan(given)
     whole = {**given.model_dump(), "task": {"path": given.task.path, "params": {**given.task.params, "max_tokens": 64}}}
@@ -52,10 +52,10 @@ def test_the_example_is_a_configuration_of_this_task(rows: Path) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "how"), WORLDS)
 def test_any_world_and_mode_gives_the_same_bits(
-    tmp_path: Path, rows: Path, alone: dict[str, object], num_ranks: int, how: list[str]
+    tmp_path: Path, few_rows: Path, alone: dict[str, object], num_ranks: int, how: list[str]
 ) -> None:
     """Rows have as many targets as they have: weights, and the metrics of the validation."""
-    succeed(start([config(tmp_path, rows, LANGUAGE), *how], num_ranks=num_ranks))
+    succeed(start([config(tmp_path, few_rows, LANGUAGE), *how], num_ranks=num_ranks))
     found = result(tmp_path)
     assert {key: found[key] for key in ("weights_sha256", "metrics")} == {
         key: alone[key] for key in ("weights_sha256", "metrics")
@@ -65,7 +65,7 @@ def test_any_world_and_mode_gives_the_same_bits(
 
 @pytest.mark.long
 def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
-    tmp_path: Path, rows: Path, alone: dict[str, object]
+    tmp_path: Path, few_rows: Path, alone: dict[str, object]
 ) -> None:
     """Their own, in every mode; an epoch's last micro-batches have other shapes, and are computed as without."""
     params = {"model": MODEL, "max_tokens": 16, "fixed_width": True}
@@ -73,7 +73,7 @@ def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
     points = tmp_path / "points"
     points.mkdir()
     arm(points, "validate", "kill")
-    path = config(tmp_path / "killed", rows, job)
+    path = config(tmp_path / "killed", few_rows, job)
     assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path], num_ranks=3))
     assert "resumed from commits/" in done.output and "2 blocks compiled before training" in done.output
@@ -83,20 +83,20 @@ def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
     ]
     for num_ranks, how in worlds:
         folder = tmp_path / str(num_ranks)
-        succeed(start([config(folder, rows, job), *how], num_ranks=num_ranks))
+        succeed(start([config(folder, few_rows, job), *how], num_ranks=num_ranks))
         for key in ("weights_sha256", "metrics"):
             assert result(folder)[key] == result(tmp_path / "killed")[key]
     assert result(tmp_path / "None")["weights_sha256"] != alone["weights_sha256"]
 
 
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
-    tmp_path: Path, rows: Path, alone: dict[str, object]
+    tmp_path: Path, few_rows: Path, alone: dict[str, object]
 ) -> None:
-    """Killed at step 10, and resumed from step 8 by another number of ranks."""
+    """Killed at step 5, and resumed from step 4 by another number of ranks."""
     points = tmp_path / "points"
     points.mkdir()
     arm(points, "validate", "kill")
-    path = config(tmp_path, rows, LANGUAGE)
+    path = config(tmp_path, few_rows, LANGUAGE)
     assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path], num_ranks=3))
     assert "resumed from commits/" in done.output
