@@ -200,6 +200,11 @@ def _case_of_one(seed: int, shape: Shape, draws: random.Random) -> Case:
 
 def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
     """Run a case and judge it against the same job without faults."""
+    return run_and_judge(case, bug)[1]
+
+
+def run_and_judge(case: Case, bug: Mapping[str, object] | None = None) -> tuple[Evidence | None, Outcome]:
+    """Do what `simulate` does, and return what the run left as well; None if the product's code broke."""
     job = Job(case.shape, case.seed, case.faults, bug=bug)
     try:
         with _rare_collection():
@@ -207,7 +212,7 @@ def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
             findings = judge(run, reference_of(_same_job(case.shape), holes_of(run), skipped_in(run)))
     except Exception as error:  # noqa: BLE001 - whatever breaks in the product's code is this run's finding
         run, findings = None, [Finding("crash", "false", f"{type(error).__name__}: {error}")]
-    return Outcome(
+    outcome = Outcome(
         case,
         tuple(findings),
         "" if run is None else digest_of(run),
@@ -215,6 +220,7 @@ def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
         job.around.kernel.now,
         tuple(job.record.errors),
     )
+    return run, outcome
 
 
 @contextlib.contextmanager

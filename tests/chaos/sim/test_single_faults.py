@@ -11,10 +11,7 @@ from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.departures import deaths
 from chaos.judge.invariants.progress import progress
 from chaos.scenario.kinds import spares_others
-from chaos.sim.campaign.simulate import (
-    Case,
-    simulate,
-)
+from chaos.sim.campaign.simulate import Case, run_and_judge, simulate
 from chaos.sim.campaign.swarm import LONE
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.job import Job
@@ -78,13 +75,12 @@ def test_a_process_that_hangs_is_ended_by_its_own_watchdog(recovery: Recovery) -
     case = Case(
         1, Shape(epochs=30, recovery=recovery, peer_timeout_s=300.0), (SimFault("hang_worker", 15.0, for_s=200.0),)
     )
-    outcome = simulate(case)
+    watched, outcome = run_and_judge(case)
     assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
+    assert watched is not None
     sleepless = {"elastic_train.system.watchdog:Watchdog.look": lambda watchdog: None}
-    steps = [
-        max(b["t"] - a["t"] for a, b in pairwise(Job(case.shape, 1, case.faults, bug=bug).run().of("step")))
-        for bug in ({}, sleepless)
-    ]
+    unwatched = Job(case.shape, 1, case.faults, bug=sleepless).run()
+    steps = [max(b["t"] - a["t"] for a, b in pairwise(run.of("step"))) for run in (watched, unwatched)]
     assert 20.0 < steps[0] < 40.0 and steps[1] > 190.0
 
 
@@ -111,9 +107,9 @@ def test_a_worker_that_stays_stopped_is_replaced() -> None:
 def test_workers_that_die_young_are_started_after_longer_and_longer_pauses() -> None:
     """The others train on meanwhile."""
     kills = tuple(SimFault("kill_worker", at_s=at_s, node=1) for at_s in (40.0, 45.0, 50.0, 57.0))
-    outcome = simulate(Case(1, Shape(epochs=60), kills))
+    run, outcome = run_and_judge(Case(1, Shape(epochs=60), kills))
     assert outcome.violations == (), outcome.violations
-    run = Job(Shape(epochs=60), 1, kills).run()
+    assert run is not None
     started = [line["t"] - EPOCH_S for line in run.of("node") if line["node"] == 1][1:]
     assert [round(at_s - kill.at_s) for at_s, kill in zip(started, kills, strict=True)] == [0, 0, 1, 2]
 
@@ -122,9 +118,9 @@ def test_a_node_that_has_used_up_its_restarts_leaves_and_is_started_again() -> N
     """With 1, after as many deaths of its own as it may answer; the judge accepts no such end after fewer faults."""
     kills = tuple(SimFault("kill_worker", at_s=at_s, node=1) for at_s in (20.0, 50.0, 80.0))
     shape = Shape(epochs=120, max_restarts=2)
-    outcome = simulate(Case(1, shape, kills))
+    run, outcome = run_and_judge(Case(1, shape, kills))
     assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
-    run = Job(shape, 1, kills).run()
+    assert run is not None
     (left,) = [line for line in run.of("exit") if line["code"] != 0]
     assert (left["node"], left["code"]) == (1, 1) and 80.0 < left["t"] - EPOCH_S < 82.0
     assert [line["world"] for line in run.of("form") if line["rank"] == 0][-1] == 3
@@ -154,9 +150,10 @@ def test_nodes_that_fail_to_write_by_accident_come_back() -> None:
     outcomes = []
     for seed in range(8):
         case = Case(seed, shape, (SimFault("storage_errors", at_s=7.0, node=2, for_s=12.0),))
-        run = Job(case.shape, case.seed, case.faults).run()
+        run, outcome = run_and_judge(case)
+        assert run is not None, outcome.findings
         assert {line["node"]: line["code"] for line in run.of("exit")} == dict.fromkeys(range(4), 0)
-        outcomes.append(simulate(case))
+        outcomes.append(outcome)
     assert all(outcome.violations == () for outcome in outcomes)
     assert any("tries again if its launcher" in error for outcome in outcomes for error in outcome.errors)
 
@@ -253,10 +250,11 @@ def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
     shape = Shape(unreadable="quarantine")
     bad = SimFault("bad_row_group", at_s=6.0, node=-1, other=2, for_s=3.0)
     case = Case(1, shape, (bad, SimFault("kill_job", step=8, for_s=3.0)))
-    run = Job(shape, case.seed, case.faults).run()
-    assert run.result is not None and [hole["since"] for hole in run.result["holes"]] == [6]  # type: ignore[attr-defined]
+    run, outcome = run_and_judge(case)
+    assert run is not None and run.result is not None
+    assert [hole["since"] for hole in run.result["holes"]] == [6]  # type: ignore[attr-defined]
     assert [line["step"] for line in run.of("restore") if line["rank"] == 0] == [0, 5]
-    findings = simulate(case).findings
+    findings = outcome.findings
     assert all(finding.truth == "true" for finding in findings), findings
     (why,) = [finding.why for finding in findings if finding.invariant == "coverage"]
     assert "but for 54 in 1 holes that are listed" in why
@@ -270,9 +268,9 @@ def test_a_frozen_agent_stops_nobody(recovery: Recovery, more: int | None, for_s
     faults = [SimFault("freeze_agent", at_s=10.0, node=1, for_s=for_s)]
     faults += [] if more is None else [SimFault("kill_worker", at_s=11.0, node=more)]
     case = Case(1, Shape(epochs=8, recovery=recovery), tuple(faults))
-    outcome = simulate(case)
+    run, outcome = run_and_judge(case)
     assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
-    run = Job(case.shape, case.seed, case.faults).run()
+    assert run is not None
     assert recovery == "restart" or more is not None or {line["term"] for line in run.of("form")} == {1}
 
 
@@ -282,12 +280,12 @@ def test_the_bad_copy_of_one_node_costs_that_node_and_no_sample(recovery: Recove
     """Also with quarantine, and whether it leads or not: it ends with 65, and comes back when its copy is restored."""
     shape = Shape(unreadable="quarantine", epochs=6, recovery=recovery)
     case = Case(1, shape, (SimFault("bad_row_group", at_s=6.0, node=node, other=2),))
-    run = Job(shape, case.seed, case.faults).run()
-    assert run.result is not None and run.result["status"] == "done" and run.result["holes"] == []
+    run, outcome = run_and_judge(case)
+    assert run is not None and run.result is not None, outcome.findings
+    assert run.result["status"] == "done" and run.result["holes"] == []
     assert next((line["node"], line["code"]) for line in run.of("exit")) == (node, 65)
     worlds = [line["world"] for line in run.of("form") if line["rank"] == 0]
     assert worlds == [3, 2, 3] or (recovery, worlds) == ("restart", [3, 3])
-    outcome = simulate(case)
     assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
     assert any("this node's copy or disk is at fault" in error for error in outcome.errors)
 

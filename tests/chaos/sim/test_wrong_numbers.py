@@ -10,7 +10,7 @@ import pytest
 
 from chaos.judge.findings import Violated
 from chaos.judge.invariants.progress import updates
-from chaos.sim.campaign.simulate import Case, reference_of, simulate, skipped_in
+from chaos.sim.campaign.simulate import Case, reference_of, run_and_judge, simulate, skipped_in
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.job import Job
 from chaos.sim.job.shape import Recovery, Shape, Shards
@@ -25,13 +25,13 @@ SPOILT = tuple(SimFault("nan_loss", step=step, node=step % 3) for step in (3, 8,
 def test_a_flipped_bit_costs_the_steps_since_the_last_commit_and_nothing_else(recovery: Recovery) -> None:
     """All ranks find it before the next commit, say whose weights are the odd ones, and begin with the last one."""
     case = Case(1, Shape(recovery=recovery), (FLIPPED,))
-    outcome = simulate(case)
+    run, outcome = run_and_judge(case)
     assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
     assert len(outcome.errors) == 3
     assert all(
         re.search(r"step 10: ranks \[\d\] hold other weights than the 2 others", error) for error in outcome.errors
     )
-    run = Job(case.shape, case.seed, case.faults).run()
+    assert run is not None
     assert [line["step"] for line in run.of("restore") if line["rank"] == 0] == [0, 5]
 
 
@@ -54,11 +54,11 @@ def test_no_bit_flips_where_nobody_could_tell(shards: Shards, copies: int) -> No
 def test_the_update_of_a_step_without_a_loss_is_left_out_by_all(recovery: Recovery, more: dict[str, object]) -> None:
     """The bits are those of one rank whose losses at the same steps are no numbers; no world ends over it."""
     shape = replace(Shape(recovery=recovery), **more)  # type: ignore[arg-type]
-    outcome = simulate(Case(1, shape, SPOILT))
+    run, outcome = run_and_judge(Case(1, shape, SPOILT))
     truths = {finding.invariant: finding for finding in outcome.findings}
     assert {name for name, finding in truths.items() if finding.truth != "true"} <= {"rpo", "rto"}, truths
     assert truths["updates"].why.startswith("3 of 15 steps without an update")
-    run = Job(shape, 1, SPOILT).run()
+    assert run is not None
     assert skipped_in(run) == (3, 8, 9) and {line["term"] for line in run.of("form")} == {1}
     assert reference_of(replace(shape, nodes=1)).result != run.result, "without the faults it is another result"
 
