@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from rendezvous.errors import FencedError
 from rendezvous.membership import decisions
 from rendezvous.membership.decisions import (
     Change,
+    Decision,
     Enter,
     Policy,
     Seal,
@@ -48,7 +50,25 @@ class Actor:
     is_dead: bool = False
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.id, self.lives, self.serving, repr(self.pending), self.is_dead))
+
+
+Entries = tuple[tuple[str, Entry], ...]
+
+
+@lru_cache(None)
+def snapshot_of(revision: int, entries: Entries) -> Snapshot:
+    """Return what is in the store: many states differ in their processes alone."""
+    return Snapshot(revision, dict(entries))
+
+
+@lru_cache(None)
+def view_of(revision: int, entries: Entries) -> View:
+    return read_view(snapshot_of(revision, entries), KEYS)
 
 
 @dataclass(frozen=True)
@@ -56,18 +76,18 @@ class State:
     """The store's keys and all processes, and what has been seen so far."""
 
     revision: int
-    entries: tuple[tuple[str, Entry], ...]
+    entries: Entries
     actors: tuple[Actor, ...]
     sealed: tuple[int, ...] = ()
     claimed: tuple[int, ...] = ()
 
     @property
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.revision, dict(self.entries))
+        return snapshot_of(self.revision, self.entries)
 
     @property
     def view(self) -> View:
-        return read_view(self.snapshot, KEYS)
+        return view_of(self.revision, self.entries)
 
     def with_actor(self, place: int, actor: Actor) -> State:
         return replace(self, actors=(*self.actors[:place], actor, *self.actors[place + 1 :]))
@@ -122,13 +142,22 @@ def _register(state: State, place: int, actor: Actor) -> Iterator[State]:
     yield after.with_actor(place, Actor(member.id, actor.lives + 1))
 
 
+@lru_cache(None)
+def decision_of(revision: int, entries: Entries, me: str) -> Decision | Change:
+    """Return what a node does next that sees this; for a world that it would seal, the transaction."""
+    decision = decisions.decide(view_of(revision, entries), me, POLICY, quiet_s=1.0)
+    if not isinstance(decision, Seal):
+        return decision
+    world = World(decision.term, decision.seats, decision.cause, "address", 1, 0.0)
+    return decisions.seal(snapshot_of(revision, entries), KEYS, world)
+
+
 def _look(state: State, place: int, actor: Actor) -> Iterator[State]:
-    decision = decisions.decide(state.view, actor.id, POLICY, quiet_s=1.0)
+    decision = decision_of(state.revision, state.entries, actor.id)
     if isinstance(decision, Enter):
         yield state.with_actor(place, replace(actor, serving=decision.world.term))
-    elif isinstance(decision, Seal):
-        world = World(decision.term, decision.seats, decision.cause, "address", 1, 0.0)
-        yield state.with_actor(place, replace(actor, pending=decisions.seal(state.snapshot, KEYS, world)))
+    elif isinstance(decision, Change):
+        yield state.with_actor(place, replace(actor, pending=decision))
     elif isinstance(decision, decisions.Expelled):
         yield state.with_actor(place, Actor(lives=actor.lives))
 
