@@ -36,6 +36,8 @@ ROOT = Path(__file__).parent.parent
 CLASSES = 4
 START_TIMEOUT_S = 400.0
 RANKS_TIMEOUT_S = 300.0
+PATIENCE_S = 240.0
+"""So long a test waits for what has to come, on a machine however busy: how soon it comes is not what is tested."""
 MOST_UNSEEN = 50_000
 """So many objects are made before garbage is looked for."""
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing of the law
@@ -251,16 +253,23 @@ def assert_slow(started: str) -> None:
 def standby() -> Standby:
     """Return the process that has imported the trainer; one for all tests of a pytest process."""
     assert_slow("a process that imports the trainer")
-    return preloaded("tests.preload")
-
-
-def preloaded(module: str) -> Standby:
-    """Return a process that has imported a module."""
     with contextlib.chdir(ROOT):
         made = Standby(forks=False, environ=environ_of())
-        made.preload(module)
-    assert made.wait_until_ready(START_TIMEOUT_S), f"{module} was not imported within {START_TIMEOUT_S:.0f} s"
+    _preload(made, "tests.preload")
     return made
+
+
+@functools.cache
+def standby_with(module: str) -> Standby:
+    """Return the same process when it has imported one more module, which all that it starts from now on has, too."""
+    made = standby()
+    _preload(made, module)
+    return made
+
+
+def _preload(into: Standby, module: str) -> None:
+    into.preload(module)
+    assert into.wait_until_ready(START_TIMEOUT_S), f"{module} was not imported within {START_TIMEOUT_S:.0f} s"
 
 
 def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, may_fail: bool = False) -> list[int]:

@@ -89,6 +89,7 @@ class Standby:
 
     def preload(self, module: str) -> None:
         """Let it import a module, which takes its time: `is_ready` says when that is done."""
+        self._is_ready = False
         with contextlib.suppress(OSError):
             self._control.send(module.encode())
 

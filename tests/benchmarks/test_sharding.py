@@ -30,6 +30,7 @@ from elastic_train.tasks.task import LaneLoss
 from elastic_train.tasks.text_classifier import TextClassifier
 
 WORK = replace(SMALL, shape=replace(SMALL.shape, vocabulary=512, dim=32, depth=2), num_lanes=4, micro_batch=2)
+with_ranks = pytest.mark.xdist_group("measuring ranks")  # one process imports what they are forked from
 
 
 def test_every_figure_is_explained() -> None:
@@ -39,6 +40,7 @@ def test_every_figure_is_explained() -> None:
 
 
 @pytest.mark.slow
+@with_ranks
 def test_the_peer_takes_the_same_steps() -> None:
     """What `fully_shard` is timed at is the same training: two steps lead to the same weights, but for rounding."""
     for apart, moved in run(weights_apart, 2):
@@ -62,6 +64,7 @@ def flattened(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.slow
+@with_ranks
 def test_sums_put_aside_are_counted() -> None:
     """One rank that runs all lanes has at most three of them put aside after any of eight lanes: 4, 2 and 1."""
     assert run(most_sums, 1, MODES[-1], 1, 8) == [3]
@@ -99,6 +102,7 @@ def test_who_leaves_a_world_without_having_been_killed_has_restarted(tmp_path: P
 
 
 @pytest.mark.slow
+@with_ranks
 def test_a_case_of_the_matrix_says_what_its_ranks_end_with() -> None:
     """The bits of one rank that holds everything; and a step that was given up is seen, though its bits come again."""
     number = list(cases()).index(Case("parameters", 2, 3, "met"))

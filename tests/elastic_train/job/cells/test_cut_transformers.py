@@ -20,7 +20,7 @@ from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.sequence_classifier import SequenceClassifier
-from tests.conftest import run_ranks
+from tests.conftest import run_ranks, standby_with
 from tests.elastic_train.job.cells.test_cut_model import compare, run_once
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS
 
@@ -71,6 +71,7 @@ def of_rank_with_transformers(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_of_models_of_transformers_compute_what_the_whole_does(tmp_path: Path, size: int) -> None:
+    standby_with("tests.preload_transformers")
     run_ranks(of_rank_with_transformers, size, str(tmp_path))
 
 

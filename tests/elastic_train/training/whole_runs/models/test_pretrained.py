@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 
-import tests.conftest
 from elastic_train.checkpoint import discover, load, open_store
 from elastic_train.checkpoint.commits.reader import read_state
 from elastic_train.config.parallel import ParallelConfig
@@ -20,29 +18,26 @@ from elastic_train.system.failpoints import VARIABLE, arm
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.trained.exporting import export_folder
 from elastic_train.trained.opening import open_trained
-from tests.conftest import preloaded, start
+from tests.conftest import standby_with, start
 from tests.elastic_train.tasks.language_rows import BERT, LLAMA
 from tests.elastic_train.training.jobs import config, result, succeed
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pretrained")]  # one process imports transformers
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]  # one process imports transformers
 
 JOB: dict[str, object] = {
     "batch": {"global_batch": 24, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
-    "max_steps": 10,
-    "checkpoint": {"every_steps": 4, "keep_last": 3},
+    "max_steps": 6,
+    "checkpoint": {"every_steps": 3, "keep_last": 3},
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
-def transformers() -> Iterator[object]:
+def transformers() -> object:
     """Have trainers forked from a process that has imported transformers."""
     found = pytest.importorskip("transformers")
-    made = preloaded("tests.preload_transformers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tests.conftest, "standby", lambda: made)
-        yield found
-    made.end()
+    standby_with("tests.preload_transformers")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +86,7 @@ def test_a_killed_run_of_adapters_ends_with_the_bits_of_one_that_was_not(
     points = tmp_path / "points"
     points.mkdir()
     arm(points, "validate", "kill")
-    path = adapted(tmp_path, rows, base, validation={"every_steps": 9})
+    path = adapted(tmp_path, rows, base, validation={"every_steps": 5})
     assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path, "--parallel.shards", "optimizer"], num_ranks=4))
     assert "resumed from commits/" in done.output
