@@ -31,12 +31,16 @@ as many GPUs, where members hand the state over (`live`), and where all begin ag
 saving as often as Young and Daly say). `benchmarks/cells/simulated.py` says what is assumed.
 
 `one_hash.pp2`, `one_hash.ep2`: whether live jobs in stages, and with experts spread over ranks, end with the weights of
-one rank, bit for bit (goal: true).
+one rank, bit for bit (goal: true). `one_hash.cp2`: whether live jobs with rows in parts, of any number of cells, end
+with the weights of one cell (goal: true).
+
+`cp2_kept_ratio`: bytes that a lane's forward pass keeps for its backward pass on a rank that computes half of each
+row, over those of a rank that computes whole rows (goal: at most 0.6).
 """
 
 from __future__ import annotations
 
-from benchmarks.cells import experts, hashes, pipeline, simulated, tensor
+from benchmarks.cells import context, experts, hashes, pipeline, simulated, tensor
 from benchmarks.cells.live import recovery
 from benchmarks.figures import measure_chosen
 
@@ -52,6 +56,7 @@ def main() -> None:
     hours = dict.fromkeys(("sim_256_ranks_cpu_s_per_hour", "sim_1024_ranks_cpu_s_per_hour"), simulated.cost_of_an_hour)
     in_time = {**hours, "goodput": simulated.goodput}
     one_hash = {"one_hash.pp2": hashes.of_stages, "one_hash.ep2": hashes.of_experts}
+    one_hash |= {"one_hash.cp2": hashes.of_context, "cp2_kept_ratio": context.kept_ratio}
     measure_chosen("benchmarks.cells", __doc__, {**beside, **staged, **lost, **spread, **in_time, **one_hash})
 
 

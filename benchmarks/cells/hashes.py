@@ -1,4 +1,8 @@
-"""One hash: live jobs in stages, or with spread experts, of one and two cells, with a killed rank, and of one rank."""
+"""One hash: live jobs in stages, with spread experts, or with rows in parts, of several cells, and with a killed rank.
+
+Stages and experts show in no bit, so they are compared with one rank; rows in parts with one cell, since parts are
+added in another order than the tokens of a row.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,12 @@ EXPERTS: Cases = {
     "2 cells": (4, ("expert", "2")),
     "2 cells, a rank killed": (4, ("expert", "2")),
 }
+CONTEXT: Cases = {
+    "2 cells": (4, ("context", "2")),
+    "3 cells": (6, ("context", "2")),
+    "2 cells, recomputed": (4, ("context", "2", "recompute", "units")),
+    "2 cells, a rank killed": (4, ("context", "2")),
+}
 
 
 def of_stages(effort: Effort) -> dict[str, object]:
@@ -43,14 +53,25 @@ def of_experts(effort: Effort) -> dict[str, object]:
     return {"one_hash.ep2": _compared(effort, EXPERTS, {"experts": 4})}
 
 
-def _compared(effort: Effort, cases: Cases, sizes: Mapping[str, object]) -> dict[str, bool]:
+def of_context(effort: Effort) -> dict[str, object]:
+    """Say for each case of rows in parts whether its weights are those of one cell."""
+    one_cell = ("one cell", 2, ("context", "2"))
+    return {"one_hash.cp2": _compared(effort, CONTEXT, {}, one_cell)}
+
+
+def _compared(
+    effort: Effort,
+    cases: Cases,
+    sizes: Mapping[str, object],
+    first: tuple[str, int, Sequence[str]] = ("one rank", 1, ()),
+) -> dict[str, bool]:
     job = JOBS["lm"]
     params = {**job.params, "model": {**job.params["model"], "dropout": 0.1, **sizes}}
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         path = write_job(folder, replace(job, params=params), max_steps=NUM_STEPS)
-        for name, (num_ranks, keys) in {"one rank": (1, ()), **cases}.items():
+        for name, (num_ranks, keys) in {first[0]: first[1:], **cases}.items():
             points = folder / f"points {name}"
             points.mkdir()
             if "killed" in name:
@@ -60,7 +81,7 @@ def _compared(effort: Effort, cases: Cases, sizes: Mapping[str, object]) -> dict
             found[name] = _hash_of(path, folder / name, [*how, "--ranks", str(num_ranks)], points)
             assert not (points / "backward").exists(), "no rank was killed"
             effort.say(f"{name}: {found[name][:12]}")
-    expected = found.pop("one rank")
+    expected = found.pop(first[0])
     return {name: one == expected for name, one in found.items()}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from chaos.tasks.orders import Orders
 from elastic_train.core.sample_random import SampleRandom
-from elastic_train.tasks.task import Batch, LaneLoss
+from elastic_train.tasks.task import Batch, ContextPart, LaneLoss
 
 _BIT = 1 << 20
 """Of a float's fraction: the weight changes by less than half."""
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
         def run_stage(
             self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
         ) -> Tensor | LaneLoss: ...
+
+        def loss_of_part(self, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss: ...
 
 else:
     _Task = object
@@ -86,7 +88,13 @@ class Paced(_Task):
 
 
 class PacedStages(Paced):
-    """Does the same where a model is run in stages: each takes that long, and the last one's loss can be spoilt."""
+    """Does the same where a model is run in stages, or rows in parts: each takes that long, and the loss of the last
+    stage, or of each part, can be spoilt."""
+
+    def loss_of_part(self, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss:
+        self._begin_lane(model)
+        found = super().loss_of_part(model, batch, part)
+        return found if (said := self._spoils(batch)) is None else _spoilt(found, said)
 
     def run_stage(
         self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None

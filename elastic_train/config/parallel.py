@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
@@ -23,6 +24,9 @@ class ParallelConfig(Section):
     expert: PositiveInt = 1
     """Over how many workers of a node the experts of each block are spread (expert parallelism): a cell, each of whose
     ranks computes lanes of its own and sends tokens to their experts. No degree shows in the bits."""
+    context: PositiveInt = 1
+    """How many workers of a node compute each row together, some of its tokens each (context parallelism), so that
+    activations of long rows fit: a cell, each of whose ranks holds the whole model. The task has to know how."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """In which order a stage computes its lanes: all forward passes first, or forward and backward passes in turn,
     which keeps fewer activations: of at most as many lanes as there are stages from it on. Same bits."""
@@ -67,13 +71,17 @@ class ParallelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _spreads_experts_alone(self) -> ParallelConfig:
-        others = {"tensor": self.tensor, "pipeline": self.pipeline}
-        found = [f"{key}: {degree}" for key, degree in others.items() if degree > 1]
-        if self.expert > 1 and self.recompute != "none":
-            found.append(f"recompute: {self.recompute}")
-        if self.expert > 1 and found:
-            raise ValueError(f"expert: {self.expert} does not go together with {' and '.join(found)} yet: set one back")
+    def _stand_alone(self) -> ParallelConfig:
+        """Refuse what was not tried beside spread experts, or beside rows of which ranks have parts."""
+        for key in ("expert", "context"):
+            others = {name: degree for name, degree in self.degrees.items() if name != key and degree > 1}
+            found = [f"{name}: {degree}" for name, degree in others.items()]
+            if key == "expert" and self.recompute != "none":
+                found.append(f"recompute: {self.recompute}")
+            if self.degrees[key] > 1 and found:
+                raise ValueError(
+                    f"{key}: {self.degrees[key]} does not go together with {' and '.join(found)} yet: set one back"
+                )
         return self
 
     @property
@@ -86,13 +94,17 @@ class ParallelConfig(Section):
         return self.offload != "none"
 
     @property
-    def degrees(self) -> str:
+    def degrees(self) -> Mapping[str, int]:
+        """The keys that make a replica one of several ranks, and what they are set to."""
+        return {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert, "context": self.context}
+
+    @property
+    def set_degrees(self) -> str:
         """What of the configuration makes a replica one of several ranks; that of `tensor` where nothing does."""
-        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
-        found = [f"parallel.{key}: {degree}" for key, degree in degrees.items() if degree > 1]
+        found = [f"parallel.{key}: {degree}" for key, degree in self.degrees.items() if degree > 1]
         return " and ".join(found or [f"parallel.tensor: {self.tensor}"])
 
     @property
     def cell(self) -> Cell:
         """The ranks that make up a replica."""
-        return Cell(stage=self.pipeline, tensor=self.tensor, expert=self.expert)
+        return Cell(stage=self.pipeline, tensor=self.tensor, expert=self.expert, context=self.context)

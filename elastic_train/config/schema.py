@@ -206,10 +206,9 @@ class Config(Section):
         }
         found = [key for key, is_set in others.items() if is_set]
         parallel = self.parallel
-        degrees = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "expert": parallel.expert}
         wrong = [
             f"parallel.{key}: {degree} does not go together with {' and '.join(found)} yet: set one back"
-            for key, degree in degrees.items()
+            for key, degree in parallel.degrees.items()
             if degree > 1 and found
         ]
         if self.parallel.pipeline > self.batch.num_lanes:
@@ -236,6 +235,7 @@ class Config(Section):
             f"parallel.shards: {parallel.shards}": parallel.shards in ("gradients", "parameters"),
             f"parallel.pipeline: {parallel.pipeline}": parallel.pipeline > 1,
             f"parallel.expert: {parallel.expert}": parallel.expert > 1,
+            f"parallel.context: {parallel.context}": parallel.context > 1,
         }
         found = [key for key, is_set in others.items() if is_set]
         if every is not None and found:

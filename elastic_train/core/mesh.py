@@ -5,7 +5,8 @@ fixed by the configuration. A world is as many cells as its ranks make. Lanes be
 are dealt cell by cell, so a replica's ranks are neighbours: rank = replica * cell.size + place.
 
 Ranks that hold some of the experts each compute lanes of their own, so their replica's lanes are dealt out among them:
-the *owner* of a lane is then one rank, and else a whole replica.
+the *owner* of a lane is then one rank, and else a whole replica. Ranks along the axis `context` hold the whole model,
+and compute some tokens of each row of their lanes.
 """
 
 from __future__ import annotations
@@ -25,15 +26,21 @@ class Cell:
     shard: int = 1
     tensor: int = 1
     expert: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        degrees = (self.stage, self.shard, self.tensor, self.expert)
+        degrees = (self.stage, self.shard, self.tensor, self.expert, self.context)
         assert min(degrees) >= 1, f"a degree below 1 in {degrees}"
 
     @property
     def size(self) -> int:
         """The number of ranks of a replica."""
-        return self.stage * self.shard * self.tensor * self.expert
+        return self.stage * self.shard * self.tensor * self.expert * self.context
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether a rank holds a part of the model; those that differ in their tokens alone hold all of it."""
+        return self.size > self.context
 
     @property
     def crew(self) -> int:
@@ -58,6 +65,7 @@ class Coordinates(NamedTuple):
     shard: int
     tensor: int
     expert: int
+    context: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +132,9 @@ class Mesh:
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank's coordinates; the expert axis varies fastest, so tensor and expert neighbours share a node."""
-        rest, expert = divmod(self.place, self.cell.expert)
+        """This rank's coordinates; the context axis varies fastest, then that of experts: neighbours share a node."""
+        rest, context = divmod(self.place, self.cell.context)
+        rest, expert = divmod(rest, self.cell.expert)
         rest, tensor = divmod(rest, self.cell.tensor)
         stage, shard = divmod(rest, self.cell.shard)
-        return Coordinates(self.replica, stage, shard, tensor, expert)
+        return Coordinates(self.replica, stage, shard, tensor, expert, context)

@@ -216,7 +216,7 @@ def make_plan(config: Config) -> Plan:
     is_in_cells = config.parallel.cell.size > 1
     if is_in_cells and isinstance(task, Deferring) and (sketch := task.sketch_model()) is not None:
         cell_plan_of(task, sketch, config.parallel)  # here already what does not fit is said without building a model
-    if config.parallel.has_shares or config.parallel.cell.size > 1:
+    if config.parallel.has_shares or config.parallel.cell.holds_parts:
         slots_of(choice.tried(), choice.make, device)
     return Plan(
         config=config,
@@ -262,18 +262,19 @@ def check_world_size(config: Config, world_size: int) -> None:
 def check_can_be_in_cells(config: Config, device: torch.device) -> None:
     """Refuse cells where they were not tried, or on nodes that do not make whole ones."""
     size, num_workers = config.parallel.cell.size, os.environ.get("LOCAL_WORLD_SIZE")
+    degrees = config.parallel.set_degrees
     if size > 1 and device.type != "cpu":
-        raise ConfigError(f"{config.parallel.degrees} was not tried on GPUs: set device to cpu, or it to 1")
+        raise ConfigError(f"{degrees} was not tried on GPUs: set device to cpu, or it to 1")
     if num_workers is None or int(num_workers) % size == 0:
         return
     if live_context() is None:
         raise ConfigError(
-            f"{config.parallel.degrees} needs workers of one node, and this node has {num_workers}: start a multiple "
+            f"{degrees} needs workers of one node, and this node has {num_workers}: start a multiple "
             f"of {size} on each (--nproc-per-node, --ranks), or set it to a divisor of {num_workers}"
         )
     if int(num_workers) < size:  # others may make up cells, and who is left over is a spare
         raise ConfigError(
-            f"{config.parallel.degrees} needs {size} workers of one node, and this node has {num_workers}: start at "
+            f"{degrees} needs {size} workers of one node, and this node has {num_workers}: start at "
             f"least {size} (--nproc-per-node, --ranks); those beyond a multiple of it are spares"
         )
 

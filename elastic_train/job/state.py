@@ -25,6 +25,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.cells.context import ContextState
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.optimizers.averaging import keep_average
@@ -263,7 +264,9 @@ def build_state(
         _check_state_is_whole(model)
     bucket_bytes = None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
     shards: StateShards
-    if parallel is not None and cell_plan is not None:
+    if parallel is not None and parallel.context > 1:
+        shards = ContextState(model, optimizer, scheduler, scaler, bucket_bytes)
+    elif parallel is not None and cell_plan is not None:
         cut = CutModel(model, cell_plan, parallel.cell, CellLinks())
         shards = CellState(model, optimizer, scheduler, scaler, bucket_bytes, cut=cut)
     elif parallel is None or kind is None:

@@ -13,11 +13,13 @@ from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import DataError, StorageError
 from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.cells.context import lone_part
 from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CALLS
+from elastic_train.tasks.task import Sequencing
 
 
 def warm_up(plan: Plan, state: AppliedState) -> None:
@@ -64,8 +66,16 @@ def run_once(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> None:
     if batch.tensors is None:
         return
     seed_generators(lane_seed(plan.config.run.seed, step, batch.lane))
+    tensors, degree = (
+        {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()},
+        plan.config.parallel.context,
+    )
     with plan.autocast():
-        loss = plan.task.loss(model, {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()})
+        if degree > 1:  # a whole row might not fit
+            assert isinstance(plan.task, Sequencing), "it was checked"
+            loss = plan.task.loss_of_part(model, tensors, lone_part(degree))
+        else:
+            loss = plan.task.loss(model, tensors)
     torch.autograd.backward(loss.total)
 
 

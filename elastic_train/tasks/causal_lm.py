@@ -25,10 +25,20 @@ from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.models.tensor_plans import check_no_adapters, tensor_plan_of
+from elastic_train.tasks.rows.token_parts import part_of
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids, check_tokenizer
-from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, Sampling, StagePlan, TensorPlan, Tokenizer
+from elastic_train.tasks.task import (
+    Batch,
+    ContextPart,
+    LaneLoss,
+    ParameterGroup,
+    Sampling,
+    StagePlan,
+    TensorPlan,
+    Tokenizer,
+)
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -192,6 +202,23 @@ class CausalLM:
         assert isinstance(model, Decoder), "the plan has said so"
         out = model.run(modules, batch["tokens"], batch.get("positions"), _mask_of(batch), given)
         return self._loss_of(out, batch, is_training=model.training) if modules[-1] == model.parts[-1] else out
+
+    def check_parts(self, model: nn.Module, num_parts: int) -> None:
+        if not isinstance(model, Decoder):
+            raise ConfigError(
+                f"parallel.context: {num_parts} computes rows of the package's own decoder (task.params.model) in "
+                "parts, not of models of transformers: set it to 1, or use parallel.recompute to keep less of each row"
+            )
+        if model.shape.experts:
+            raise ConfigError(
+                f"parallel.context: {num_parts}: routers weigh whole rows, and task.params.model.experts is "
+                f"{model.shape.experts}: set either to its default"
+            )
+
+    def loss_of_part(self, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss:
+        mine = part_of(batch, part)
+        logits = model(mine["tokens"], mine["positions"], mine["mask"], gather=part.gather)
+        return self._loss_of(logits, mine, is_training=True)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)

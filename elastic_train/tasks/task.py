@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -224,6 +224,35 @@ class Staging(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class ContextPart:
+    """Some tokens of each row, which a rank computes beside others: part `number` of `count`.
+
+    `gather` returns all parts of a tensor, such as keys and values, of shape (…, tokens, size), one after the other
+    along its tokens; all parts have as many. All ranks of a cell call it as often, in one order. The gradient of what
+    a rank has given comes back from all.
+    """
+
+    number: int
+    count: int
+    gather: Callable[[Tensor], Tensor]
+
+
+@runtime_checkable
+class Sequencing(Protocol):
+    """A task whose rows several ranks compute together, some of the tokens each (`parallel.context`)."""
+
+    def check_parts(self, model: nn.Module, num_parts: int) -> None:
+        """Raise ConfigError if rows of the model that `build_model` built cannot be computed in so many parts."""
+
+    def loss_of_part(self, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss:
+        """Compute what a part of each row's tokens adds to the loss of one micro-batch, for training.
+
+        `total` and `weight` of all parts add up to those of `loss`, but for rounding. The forward pass must change no
+        buffer. Random numbers are drawn by torch's generator, which is elsewhere for each part.
+        """
+
+
 class Tokenizer(Protocol):
     """Turns a text into token ids, and back."""
 
@@ -292,6 +321,7 @@ def load_task(config: TaskConfig) -> Task:
 __all__ = [
     "OWN_VALUES",
     "Batch",
+    "ContextPart",
     "Counting",
     "Deferring",
     "Exporting",
@@ -303,6 +333,7 @@ __all__ = [
     "Matching",
     "ParameterGroup",
     "Sampling",
+    "Sequencing",
     "Splitting",
     "StagePlan",
     "Staging",

@@ -41,6 +41,7 @@ from elastic_train.insight.recovery_traces import Recovery, RecoveryTraces, open
 from elastic_train.insight.tracing import Tracer
 from elastic_train.job.auditing.auditor import Auditor
 from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.cells.context import Context, ContextState, context_of
 from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
@@ -53,7 +54,7 @@ from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_sum
 from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import hazards
 from elastic_train.system.wording import counted, size
-from elastic_train.tasks.task import Counting, Staging
+from elastic_train.tasks.task import Counting, Sequencing, Staging
 from elastic_train.tracking.destinations.destination import Destination
 from elastic_train.tracking.destinations.event_files import EventFiles
 from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
@@ -101,7 +102,9 @@ def _open_in(process: Process, world: World) -> Session:
     differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile)
     check_can_be_sharded(world.group, plan, differing)
     world = form_cells(world, plan.config.parallel)
-    if world.cell is not None:
+    if isinstance(state.shards, ContextState):
+        state.shards.enter(world.mesh, world.group)
+    elif world.cell is not None:
         take_place(plan, state, world.mesh, world.cell, world.replicas)
     head = restore(plan, world, state)
     stuck = check_progress(world, plan)
@@ -130,6 +133,7 @@ def _open_in(process: Process, world: World) -> Session:
         reduction=kind,
         auditor=_open_auditor(plan, world, state, kind, buffers, assigned),
         stage=_open_stage(plan, world, state),
+        context=_open_context(plan, world),
         clock=clock,
         page=process.page,
         tracer=open_tracer(plan.config, world, clock, state.step),
@@ -161,6 +165,14 @@ def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage | None:
         return None
     assert isinstance(task, Staging) and isinstance(shards, CellState) and world.cell is not None, "it was checked"
     return stage_of(task, state.model, shards.cut.plan.stages, parallel.schedule, world.mesh, world.cell)
+
+
+def _open_context(plan: Plan, world: World) -> Context | None:
+    """Return this rank's part of rows that its cell computes together, None where each rank computes whole ones."""
+    if plan.config.parallel.context == 1:
+        return None
+    assert isinstance(plan.task, Sequencing) and world.cell is not None, "it was checked"
+    return context_of(plan.task, world.mesh, world.cell, plan.num_lanes)
 
 
 def _open_auditor(

@@ -25,6 +25,7 @@ from elastic_train.insight.recovery_traces import RecoveryTraces
 from elastic_train.insight.totals import PhaseTotals
 from elastic_train.insight.tracing import Tracer
 from elastic_train.job.auditing.auditor import Auditor, WrongGradient
+from elastic_train.job.cells.context import Context
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
@@ -93,6 +94,8 @@ class Session:
     """Has lanes computed twice, if some are to be."""
     stage: Stage | None = None
     """This rank's stage of a pipeline; None where each rank runs the whole model."""
+    context: Context | None = None
+    """This rank's part of rows that several compute together; None where each computes whole rows."""
     clock: StepClock = field(default_factory=StepClock)
     watch: Watch | None = None
     """Rank 0's."""

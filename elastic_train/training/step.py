@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from elastic_train.core.lanes import lane_seed
 from elastic_train.core.mixture.account import sums_of_sources
 from elastic_train.core.mixture.dealing import Mixture, RunOrder
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.errors import PeerLostError
+from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.job.auditing.auditor import WrongGradient
+from elastic_train.job.cells.context import Context
 from elastic_train.job.cells.stage import Stage, key_of
 from elastic_train.job.generators import seed_generators
 from elastic_train.parallel.cells.pipeline import run_schedule
@@ -129,7 +130,20 @@ def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSum
                 results[batch.lane] = _run_lane(session, batch)
     session.gradients.serve()
     session.buffers.restore()
-    return results
+    return results if session.context is None else _add_parts(session, session.context, results)
+
+
+def _add_parts(session: Session, context: Context, results: dict[int, LaneSums]) -> dict[int, LaneSums]:
+    """Return what lanes give, of what each rank of the cell has computed of their tokens."""
+    if session.buffers.has_changed:
+        raise ConfigError(
+            "the model's forward pass changes a buffer, from which rows in parts would get another value on each rank: "
+            "set parallel.context to 1"
+        )
+    session.clock.mark("rest")
+    added = context.add_up({lane: (one.loss, one.weight) for lane, one in results.items()})
+    session.clock.mark("wait")
+    return {lane: replace(one, loss=added[lane][0], weight=added[lane][1]) for lane, one in results.items()}
 
 
 def _is_readable(cell: Group, lanes: Sequence[LaneBatch]) -> bool:
@@ -188,14 +202,16 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums:
     """Add one lane's gradient. A lane without samples adds zero."""
     if batch.tensors is None:
         return LaneSums()
-    clock = session.clock
+    clock, context = session.clock, session.context
     clock.mark("rest")
-    seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
+    leaf = batch.lane if context is None else context.leaf(batch.lane)
+    seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, leaf))
     tensors = session.to_device(batch.tensors)
     clock.mark("to_device")
     reach("forward")
+    compute = session.plan.task.loss if context is None else context.loss
     with session.plan.autocast():
-        loss = session.plan.task.loss(session.state.model, tensors)
+        loss = compute(session.state.model, tensors)
     clock.mark("forward")
     reach("backward")
     with _audited(session, batch.lane):

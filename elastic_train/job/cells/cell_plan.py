@@ -15,7 +15,7 @@ from torch import nn
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.models.experts import Experts
-from elastic_train.tasks.task import Splitting, StagePlan, Staging, Task, TensorPlan
+from elastic_train.tasks.task import Sequencing, Splitting, StagePlan, Staging, Task, TensorPlan
 
 DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
 """Which dimension is cut of a linear layer's weight, (outputs, inputs): its transpose is what has columns and rows."""
@@ -44,6 +44,11 @@ def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:
             f"parallel.pipeline: {parallel.pipeline} needs a task whose model runs in stages, and that of {kind} does "
             "not (`stage_plan`, `run_stage`): set it to 1, or use parallel.shards to hold less on each rank"
         )
+    if parallel.context > 1 and not isinstance(task, Sequencing):
+        wrong.append(
+            f"parallel.context: {parallel.context} needs a task that computes a part of a row's tokens, and {kind} "
+            "does not (`loss_of_part`): set it to 1, or use parallel.recompute to keep less of each row"
+        )
     if wrong:
         raise ConfigError(*wrong)
 
@@ -56,6 +61,10 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     if parallel.cell.size == 1:
         return None
     check_fits_cells(task, parallel)
+    if parallel.context > 1:
+        assert isinstance(task, Sequencing), "it was checked"
+        task.check_parts(model, parallel.context)
+        return None
     tensor: TensorPlan = {}
     stages: StagePlan = ()
     if parallel.tensor > 1:

@@ -12,7 +12,7 @@ from elastic_train.system.wording import counted
 
 def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group, column: Group) -> None:
     """Take the place in a cell that a world gives this rank; what it held at another place is of no use there."""
-    assert isinstance(state.shards, CellState), "a cell needs a model that can be cut"
+    assert isinstance(state.shards, CellState), "the ranks of this cell hold parts"
     cut = state.shards.cut
     if cut.place not in (None, mesh.place):
         state.drop_pending()
@@ -24,6 +24,11 @@ def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group, column:
 def redundancy_of(mesh: Mesh) -> str:
     """Say what a fault will cost, by how many cells hold the state."""
     num_ranks = counted(mesh.cell.size, "rank")
+    if not mesh.cell.holds_parts:
+        return (
+            f"{counted(mesh.num_replicas, 'cell')} of {num_ranks}, which compute each row together: every rank holds "
+            "the whole state, so a fault that leaves one of them costs no applied step"
+        )
     if mesh.num_replicas == 1:
         return (
             f"{num_ranks} make one cell, which alone holds the state: a rank that is lost takes its part along, and "

@@ -46,6 +46,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    context: int = 1
     interleave: int = 1
     bucket_mb: float | None = 2.0
     wire: str = "exact"
@@ -54,14 +55,15 @@ class Layout:
     @property
     def cell(self) -> int:
         """Ranks that compute one lane together."""
-        return self.tensor * self.pipeline * self.expert
+        return self.tensor * self.pipeline * self.expert * self.context
 
     @property
     def runs_today(self) -> bool:
         """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
         is_whole = self.shards == "none" and self.offload == "none"
         has_experts_alone = self.expert == self.cell and self.recompute == "none"
-        return self.cell == 1 or (self.interleave == 1 and is_whole and (self.expert == 1 or has_experts_alone))
+        fits = (self.expert == 1 or has_experts_alone) and self.context in (1, self.cell)
+        return self.cell == 1 or (self.interleave == 1 and is_whole and fits)
 
     @property
     def name(self) -> str:
@@ -69,11 +71,15 @@ class Layout:
         words += [f"copies {self.copies}"] if self.shards != "none" else []
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
-        degrees = (("tp", self.tensor), ("pp", self.pipeline), ("ep", self.expert))
+        degrees = (("tp", self.tensor), ("pp", self.pipeline), ("ep", self.expert), ("cp", self.context))
         return ", ".join(words + [f"{short} {degree}" for short, degree in degrees if degree > 1])
 
     def replicas(self, world: int) -> int:
         return world // self.cell
+
+    def summing(self, world: int) -> int:
+        """How many ranks sum gradients of the same parameters: those of a place, and those that differ in tokens."""
+        return self.replicas(world) * self.context
 
     def without_copies(self, world: int) -> bool:
         """Whether the loss of one rank loses a part of the state."""
@@ -84,7 +90,7 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
     """Return what rules a layout out whatever its memory is: degrees that do not divide, too few lanes."""
     world, wrong = cluster.size, list[str]()
     if world % layout.cell:
-        wrong.append(f"tp x pp x ep = {layout.cell} does not divide {world} devices")
+        wrong.append(f"tp x pp x ep x cp = {layout.cell} does not divide {world} devices")
         return wrong
     if (replicas := layout.replicas(world)) > batch.num_lanes:
         wrong.append(
@@ -93,6 +99,8 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
         )
     if layout.tensor > cluster.per_node:
         wrong.append(f"tp {layout.tensor} reaches beyond a node of {cluster.per_node} devices")
+    if layout.context > cluster.per_node:
+        wrong.append(f"cp {layout.context} reaches beyond a node of {cluster.per_node} devices")
     if layout.pipeline > 1 and len(model.blocks) % (layout.pipeline * layout.interleave):
         wrong.append(f"pp {layout.pipeline} does not divide the model's {len(model.blocks)} blocks")
     if layout.expert > 1 and not any(unit.experts for unit in model.units):

@@ -81,7 +81,7 @@ def rooms_bytes(model: ModelFacts, layout: Layout, seated: Seated) -> float:
 def activations(model: ModelFacts, layout: Layout, batch: Batch) -> float:
     """Return the bytes of the passes that a stage of the pipeline has under way at most."""
     under_way = min(layout.pipeline, batch.num_lanes)  # one forward, one backward: the first stage is so far ahead
-    share, split = 1 / layout.pipeline, layout.tensor  # ranks with experts have a lane each
+    share, split = 1 / layout.pipeline, layout.tensor * layout.context  # ranks with experts have a lane each
     kept = sum(_kept(unit, layout) for unit in model.blocks) * share * under_way + model.rest.saved_bytes
     again = max((unit.saved_bytes for unit in model.blocks), default=0.0) if layout.recompute == "units" else 0.0
     return (kept + again + model.transient_bytes) / split
@@ -126,7 +126,7 @@ def _sums(model: ModelFacts, layout: Layout, seated: Seated, trained: float) -> 
 
 def _exchange(model: ModelFacts, layout: Layout, seated: Seated, trained: float, cluster: Cluster) -> float:
     """Return the bytes that arrive and are not yet added."""
-    world = seated.replicas
+    world = layout.summing(cluster.size)
     if world == 1:
         return 0.0
     size = model.sizes.gradient

@@ -92,7 +92,7 @@ def crowding(cluster: Cluster, threads: int) -> float:
 
 def passes_of(model: ModelFacts, layout: Layout, device: Device, waits: float = 1.0) -> Passes:
     """Return the seconds of a lane's passes in a stage of a cell."""
-    split = layout.tensor * layout.expert
+    split = layout.tensor * layout.expert * layout.context
     blocks, rest = 1 / layout.pipeline, 1.0 if layout.pipeline == 1 else 0.5
 
     def seconds(which: str) -> float:
@@ -124,7 +124,7 @@ def _exposed(exchanges: Sequence[Exchange], layout: Layout, passes: Passes, clus
     room = {"forward": passes.forward_s, "backward": passes.backward_s + passes.again_s}
     exposed = hidden = 0.0
     for one in exchanges:
-        seconds = seconds_of(one, cluster, layout.cell)
+        seconds = seconds_of(one, cluster, layout.cell // layout.context)
         ready = 1 - 1 / one.pieces  # the last piece is there when the pass ends, and each one after its part of it
         beside = ready * min(room[one.beside], seconds) if one.beside else 0.0
         if one.beside:
@@ -134,19 +134,21 @@ def _exposed(exchanges: Sequence[Exchange], layout: Layout, passes: Passes, clus
 
 
 def _tensor_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
-    """Return what a lane's ranks of a tensor or expert group wait for one another in one stage.
+    """Return what a lane's ranks of a tensor, expert or context group wait for one another in one stage.
 
-    Each block adds up its output over the tensor group twice in each pass (Shoeybi et al. 2019, section 3), and sends
-    its tokens to experts and back.
+    Each block adds up its output over the tensor group twice in each pass (Shoeybi et al. 2019, section 3), sends its
+    tokens to experts and back, and brings together keys and values, which are taken to be as wide as its output.
     """
-    if layout.tensor == layout.expert == 1:
+    if layout.tensor == layout.expert == layout.context == 1:
         return 0.0
     passes = 3 if layout.recompute == "units" else 2
     seconds = 0.0
-    link = cluster.inside if layout.tensor * layout.expert <= cluster.per_node else cluster.between
+    link = cluster.inside if layout.tensor * layout.expert * layout.context <= cluster.per_node else cluster.between
+    everywhere = [(layout.tensor, 2 * passes, 2.0), (layout.context, passes, 2.0)]
+    with_experts = [(layout.expert, 2 * passes, 1.0)]
     for unit in model.blocks:
-        for degree, count, factor in ((layout.tensor, 2 * passes, 2.0), (layout.expert, 2 * passes, 1.0)):
-            if degree > 1 and (degree == layout.tensor or unit.experts):
+        for degree, count, factor in everywhere + (with_experts if unit.experts else []):
+            if degree > 1:
                 sent = factor * unit.output_bytes * (degree - 1) / degree
                 seconds += count * (link.alpha_s * math.ceil(math.log2(degree)) + sent / link.bytes_per_s)
     return seconds / layout.pipeline

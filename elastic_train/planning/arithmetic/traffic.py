@@ -38,7 +38,7 @@ class Exchange:
 def exchanges_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -> list[Exchange]:
     """Return what a replica sends in a step to finish its gradients and weights; nothing where it is alone."""
     seated = seat_of(model, layout, batch, cluster)
-    if seated.replicas == 1:
+    if layout.summing(cluster.size) == 1:
         return []
     trained = place_elements(model, layout, trained=True)
     if layout.shards in ("none", "optimizer"):
@@ -47,7 +47,7 @@ def exchanges_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Clust
 
 
 def _whole(model: ModelFacts, layout: Layout, seated: Seated, trained: float, cluster: Cluster) -> list[Exchange]:
-    world, size = seated.replicas, model.sizes.gradient
+    world, size = layout.summing(cluster.size), model.sizes.gradient
     pieces = max(1, round(trained / bucket_elements(model, layout, trained, cluster)))
     beside = "backward" if pieces > 1 else ""
     part = size * trained * (world - 1) / world

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from elastic_train.tasks.models.experts import MixtureOfExperts, RouterLosses
 
 _WIDTH_MULTIPLE = 64
+Gather = Callable[[Tensor], Tensor]
 TENSOR_PLAN: Mapping[str, Literal["column", "row"]] = {
     **{f"blocks.*.attention.{name}": "column" for name in "qkv"},
     "blocks.*.attention.o": "row",
@@ -94,11 +95,17 @@ class Attention(nn.Module):
         self.v = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
         self.o = nn.Linear(shape.dim, shape.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """Map x (batch, tokens, dim) to the same shape; mask (batch, 1, tokens, tokens) is true where one attends."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, gather: Gather | None = None) -> Tensor:
+        """Map x (batch, tokens, dim) to the same shape; mask (batch, 1, tokens, tokens) is true where one attends.
+
+        `gather` brings keys and values of tokens that other ranks compute; the mask's last dimension has them, too.
+        """
         query, key = _rotate(self._heads(self.q(x)), cos, sin), _rotate(self._heads(self.k(x)), cos, sin)
+        value = self._heads(self.v(x))
+        if gather is not None:
+            key, value = gather(torch.stack((key, value))).unbind(0)
         attended = F.scaled_dot_product_attention(
-            query, key, self._heads(self.v(x)), attn_mask=mask, is_causal=mask is None, enable_gqa=self.is_grouped
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.is_grouped
         )
         return self.o(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -132,9 +139,15 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, losses: RouterLosses | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        losses: RouterLosses | None = None,
+        gather: Gather | None = None,
     ) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm_attention(x), cos, sin, mask))
+        x = x + self.dropout(self.attention(self.norm_attention(x), cos, sin, mask, gather))
         given = () if losses is None else (losses,)
         return x + self.dropout(self.mlp(self.norm_mlp(x), *given))  # type: ignore[no-any-return]
 
@@ -168,12 +181,14 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         losses: RouterLosses | None = None,
+        gather: Gather | None = None,
     ) -> Tensor:
         """tokens (batch, width) int64; positions alike, by default 0, 1, …; mask as in `Attention`, by default causal.
 
-        A causal mask hides what is padded on the right from all that is not. `losses` takes those of routers.
+        A causal mask hides what is padded on the right from all that is not. `losses` takes those of routers. With
+        `gather` the tokens are a part of each row's (`Attention`), and positions and mask are those of the part.
         """
-        return self.run(self.parts, tokens, positions, mask, losses=losses)
+        return self.run(self.parts, tokens, positions, mask, losses=losses, gather=gather)
 
     @property
     def parts(self) -> list[str]:
@@ -188,17 +203,17 @@ class Decoder(nn.Module):
         mask: Tensor | None,
         x: Tensor | None = None,
         losses: RouterLosses | None = None,
+        gather: Gather | None = None,
     ) -> Tensor:
         """Run some of the parts, neighbours, on what the part before them has returned; see `forward`."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = rotations(positions, self.shape)
-        given = () if losses is None else (losses,)
         for name in parts:
             if name == "embed":
                 x = self.dropout(self.embed(tokens))
             elif name.startswith("blocks."):
-                x = self.get_submodule(name)(x, cos, sin, mask, *given)
+                x = self.get_submodule(name)(x, cos, sin, mask, losses, gather)
             else:
                 x = self.get_submodule(name)(x)
         assert x is not None, "some part runs"

@@ -17,13 +17,13 @@ import torch
 from elastic_train.data.arrow.lists import lengths_of, pad_lists
 from elastic_train.data.arrow.numbers import whole
 from elastic_train.errors import DataError
+from elastic_train.tasks.rows.token_parts import PADDING
 from elastic_train.tasks.rows.vocabulary import Ids, check_range
 from elastic_train.tasks.task import Batch
 
 IGNORED = -100
 """The label of a token that is no target, as everywhere in the field."""
 _WIDTH_MULTIPLE = 8
-_PADDING = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,11 @@ class TokenColumns:
         return lengths
 
     def _documents(self, padded: dict[str, Ids], is_real: npt.NDArray[np.bool_]) -> Ids | None:
-        """Return the document of every token, _PADDING for none; None where a causal mask hides all that is to be."""
+        """Return the document of every token, PADDING for none; None where a causal mask hides all that is to be."""
         if self.documents:
-            return np.where(is_real, padded[self.documents], _PADDING)
+            return np.where(is_real, padded[self.documents], PADDING)
         is_prefix = not (is_real[:, 1:] & ~is_real[:, :-1]).any()
-        return None if is_prefix else np.where(is_real, 0, _PADDING)
+        return None if is_prefix else np.where(is_real, 0, PADDING)
 
 
 def _positions(documents: Ids) -> Ids:

@@ -10,7 +10,7 @@ from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.mesh import Cell, Mesh
 
 degrees = st.integers(1, 3)
-cells = st.builds(Cell, degrees, degrees, degrees, degrees)
+cells = st.builds(Cell, degrees, degrees, degrees, degrees, degrees)
 
 
 @given(cells, st.integers(1, 5))
@@ -19,9 +19,10 @@ def test_every_rank_has_unique_coordinates(cell: Cell, num_replicas: int) -> Non
     size = num_replicas * cell.size
     seen = {Mesh(rank, size, cell).coordinates for rank in range(size)}
     assert len(seen) == size
-    for replica, stage, shard, tensor, expert in seen:
+    for replica, *coordinates in seen:
+        degrees = (cell.stage, cell.shard, cell.tensor, cell.expert, cell.context)
         assert replica < num_replicas
-        assert (stage < cell.stage, shard < cell.shard, tensor < cell.tensor, expert < cell.expert) == (True,) * 4
+        assert all(at < degree for at, degree in zip(coordinates, degrees, strict=True))
 
 
 @given(cells, st.integers(1, 5))
@@ -66,7 +67,7 @@ def test_ranks_that_compute_alike_are_those_of_one_stage(cell: Cell, num_replica
     by_stage = [[mesh.rank for mesh in meshes if mesh.coordinates.stage == stage] for stage in range(cell.stage)]
     assert meshes[0].alike == by_stage
     speaker = next(mesh for mesh in meshes if mesh.place == cell.speaker)
-    assert speaker.coordinates == (speaker.replica, cell.stage - 1, 0, 0, 0)
+    assert speaker.coordinates == (speaker.replica, cell.stage - 1, 0, 0, 0, 0)
 
 
 def test_ranks_of_a_replica_compute_its_lanes_together() -> None:

@@ -33,6 +33,7 @@ def job(on: str = "2x8xH100", lanes: int = 64) -> Job:
         (Layout(tensor=16), 64, "beyond a node"),
         (Layout(pipeline=8), 64, "does not divide the model's 12 blocks"),
         (Layout(expert=2), 64, "has no experts"),
+        (Layout(context=16), 64, "cp 16 reaches beyond a node"),
         (Layout("optimizer", copies=32), 64, "only 16 replicas"),
     ],
 )
@@ -76,6 +77,19 @@ def test_tensor_ranks_and_stages_run_with_whole_state() -> None:
     layouts = (Layout(tensor=2), Layout(pipeline=2), Layout(tensor=2, pipeline=2), Layout("optimizer", tensor=2))
     assert [layout.runs_today for layout in layouts] == [True, True, True, False]
     assert not Layout(pipeline=2, interleave=2).runs_today
+    assert Layout(context=2, recompute="units").runs_today and not Layout(context=2, tensor=2).runs_today
+
+
+def test_a_part_of_each_row_takes_a_part_of_the_activations_and_of_the_work() -> None:
+    """Every rank holds the whole model all the same, and all of them sum its gradient."""
+    rows, parts = (work_out(job(lanes=16), layout) for layout in (Layout(), Layout(context=4)))
+    assert rows.memory and parts.memory and rows.step and parts.step
+    assert parts.memory.activations == pytest.approx(rows.memory.activations / 4)
+    assert parts.memory.states == rows.memory.states
+    assert parts.memory.exchange == rows.memory.exchange
+    assert rows.step.compute_s <= parts.step.compute_s < 4 * rows.step.compute_s, "calls of kernels are not shared"
+    assert parts.step.tensor_s > rows.step.tensor_s == 0
+    assert parts.layout.name == "shards none, cp 4"
 
 
 def test_an_unknown_figure_is_an_error_with_the_nearest() -> None:

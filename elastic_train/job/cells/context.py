@@ -1,0 +1,81 @@
+"""Ranks that compute some tokens of each row: the state that each holds as a whole, and a rank's part in one world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from elastic_train.core.mesh import Mesh
+from elastic_train.job.state_shards import ReplicatedState
+from elastic_train.parallel.cells.context_links import gathered
+from elastic_train.parallel.cells.context_sum import ContextSum, leaf_of
+from elastic_train.parallel.gradient_sum import GradientSum, Reduction
+from elastic_train.parallel.group import Group
+from elastic_train.parallel.step_tables import tree_sum
+from elastic_train.tasks.task import Batch, ContextPart, LaneLoss, Sequencing
+
+
+@dataclass(slots=True, kw_only=True)
+class ContextState(ReplicatedState):
+    """A whole copy on every rank, whose gradients are sums over the lanes and over the places of a cell."""
+
+    mesh: Mesh | None = None
+    _ranks: Group | None = None
+
+    def enter(self, mesh: Mesh, ranks: Group) -> None:
+        """Sum over all ranks of this world from now on."""
+        self.mesh, self._ranks = mesh, ranks
+
+    def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
+        assert kind == "canonical" and self.mesh is not None and self._ranks is not None, "a world has been entered"
+        if self._sum is not None:
+            self._sum.close()
+        lanes = self.assigned(self.mesh.num_replicas, num_lanes)
+        parameters = list(self.model.parameters())
+        self._sum = ContextSum(parameters, self._ranks, lanes, self.mesh.cell.context, self.bucket_bytes)
+        return self._sum
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """This rank's part of its cell's lanes in one world."""
+
+    task: Sequencing
+    part: ContextPart
+    cell: Group
+    num_lanes: int
+
+    def leaf(self, lane: int) -> int:
+        """Return the number of this rank's part of a lane, by which its random numbers are drawn."""
+        return leaf_of(lane, self.part.number, self.num_lanes)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        """Compute this rank's part of a lane's loss."""
+        return self.task.loss_of_part(model, batch, self.part)
+
+    def add_up(self, found: Mapping[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:
+        """Return losses and weights of lanes, in ascending order, from those of all places; alike on all of them."""
+        mine = torch.tensor([found[lane] for lane in sorted(found)], dtype=torch.float64).reshape(-1, 2)
+        totals = [[tree_sum(one) for one in zip(*rows, strict=True)] for rows in _by_lane(self.cell.all_gather(mine))]
+        return {lane: (loss, weight) for lane, (loss, weight) in zip(sorted(found), totals, strict=True)}
+
+
+def _by_lane(rows: Tensor) -> list[list[list[float]]]:
+    """Return every place's values, by lane, of a tensor (places, lanes, 2)."""
+    found: list[list[list[float]]] = rows.transpose(0, 1).tolist()
+    return found
+
+
+def context_of(task: Sequencing, mesh: Mesh, cell: Group, num_lanes: int) -> Context:
+    """Return the part of a rank in its cell."""
+    part = ContextPart(mesh.coordinates.context, mesh.cell.context, partial(gathered, group=cell))
+    return Context(task, part, cell, num_lanes)
+
+
+def lone_part(degree: int) -> ContextPart:
+    """Return a part whose peers are not there: what it gathers is its own, so often. For passes outside of worlds."""
+    return ContextPart(0, degree, lambda tensor: torch.cat([tensor] * degree, -2))

@@ -1,0 +1,50 @@
+"""What the ranks of a cell exchange where each computes some tokens of every row: keys and values for attention.
+
+All of a row's keys and values come to each rank, one block at a time (as in Llama 3, Grattafiori et al. 2024, section
+3.3.2), and the gradients of a rank's own come back from all, added along a fixed tree of the places. A peer that is
+lost ends either with PeerLostError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from elastic_train.core.lanes import lane_additions
+from elastic_train.parallel.group import Group
+
+_TOKENS = -2
+
+
+def gathered(tensor: Tensor, group: Group) -> Tensor:
+    """Return all places' tensors (…, tokens, size), which have equal shapes, one after the other along their tokens."""
+    return _Gathered.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return torch.cat(group.all_gather(tensor.detach().contiguous()).unbind(0), _TOKENS)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _sum_of_own(gradients[0], ctx.group), None
+
+
+def _sum_of_own(gradient: Tensor, group: Group) -> Tensor:
+    """Give each place the gradient of what it has given, and return the sum of those that all have of this one's."""
+    parts = [part.contiguous() for part in gradient.chunk(group.size, _TOKENS)]
+    mine = group.rank
+    found = [part if place == mine else torch.empty_like(part) for place, part in enumerate(parts)]
+    arriving, leaving = group.begin_exchange(
+        [(place, part) for place, part in enumerate(parts) if place != mine],
+        [(place, part) for place, part in enumerate(found) if place != mine],
+    )
+    group.wait(arriving + leaving)
+    for left, right in lane_additions(group.size):
+        found[left] = found[left] + found[right]
+    return found[0]

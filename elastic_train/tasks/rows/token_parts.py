@@ -1,0 +1,53 @@
+"""Some tokens of each row of a micro-batch, as one of several ranks computes them.
+
+Of twice as many runs of tokens as there are parts, a part has one from the left and its mirror image from the right, so
+that with causal attention all parts have as much to compute (as in Llama 3, Grattafiori et al. 2024, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elastic_train.tasks.task import Batch, ContextPart
+
+PADDING = -1
+"""The document of tokens that belong to none."""
+
+
+def tokens_of(width: int, number: int, count: int) -> Tensor:
+    """Return the places, ascending, of a part's tokens in rows of a width that is a multiple of 2 * count."""
+    run = width // (2 * count)
+    left, right = number * run, (2 * count - 1 - number) * run
+    return torch.cat((torch.arange(left, left + run), torch.arange(right, right + run)))
+
+
+def part_of(batch: Batch, part: ContextPart) -> Batch:
+    """Return a part of what `TokenColumns.collate` gives.
+
+    Of its `tokens` and `positions` (rows, width of the part), `places` in their flat form, and `targets`, as a
+    micro-batch has them; `mask` (rows or 1, 1, width of the part, width of all) is true where one of its tokens sees
+    one of all parts', part by part.
+    """
+    tokens, device = batch["tokens"], batch["tokens"].device
+    width = tokens.shape[1]
+    missing = -width % (2 * part.count)
+    by_part = [tokens_of(width + missing, number, part.count).to(device) for number in range(part.count)]
+    mine, all_of_them = by_part[part.number], torch.cat(by_part)
+    mask = (all_of_them <= mine[:, None])[None, None]
+    positions = batch.get("positions")
+    if (documents := batch.get("documents")) is not None:
+        padded = F.pad(documents, (0, missing), value=PADDING)
+        mask = mask & (padded[:, mine, None] == padded[:, None, all_of_them])[:, None]
+    number_of = torch.full((width + missing,), -1, device=device)
+    number_of[mine] = torch.arange(len(mine), device=device)
+    row, place = batch["places"] // width, number_of[batch["places"] % width]
+    is_mine = place >= 0
+    return {
+        "tokens": F.pad(tokens, (0, missing))[:, mine],
+        "positions": mine[None] if positions is None else F.pad(positions, (0, missing))[:, mine],
+        "places": (row * len(mine) + place)[is_mine],
+        "targets": batch["targets"][is_mine],
+        "mask": mask,
+    }

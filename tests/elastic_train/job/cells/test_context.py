@@ -1,0 +1,84 @@
+"""Rows in parts add up to whole ones: losses, weights and gradients, to rounding, and all ranks learn the same sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.job.cells.context import context_of, lone_part
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.rows.token_rows import TokenColumns
+from elastic_train.tasks.task import Batch, LaneLoss
+from tests.conftest import run_ranks
+from tests.elastic_train.tasks.language_rows import lists
+
+pytestmark = pytest.mark.slow
+SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=8, kv_heads=4, hidden=12)
+TASK = CausalLM(model={"dim": 16, "heads": 8, "kv_heads": 4, "hidden": 12}, z_loss=0.1)
+ROWS = pa.table(
+    {
+        "input_ids": lists([1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 1, 4], [], [2, 7, 1, 8, 2, 8]),
+        "document_ids": lists([0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0], [], [0, 0, 3, 3, 3, 3]),
+    }
+)
+
+
+def batches() -> list[Batch]:
+    """Whole rows, packed ones, and a row whose targets are in the first of more than one part."""
+    plain, packed = TokenColumns("input_ids"), TokenColumns("input_ids", documents="document_ids")
+    ids = torch.arange(len(ROWS)).numpy()
+    return [plain.collate(ROWS, ids, 16, 11), packed.collate(ROWS, ids, 16, 11), plain.collate(ROWS[1:2], ids, 16, 11)]
+
+
+def run(model: Decoder, compute: Callable[[Batch], LaneLoss]) -> list[tuple[float, float]]:
+    """Run forward and backward of all batches; return losses and weights."""
+    found = [compute(batch) for batch in batches()]
+    for loss in found:
+        loss.total.backward()  # type: ignore[no-untyped-call]
+    return [(float(loss.total.detach()), loss.weight) for loss in found]
+
+
+def make_model() -> Decoder:
+    torch.manual_seed(3)
+    return Decoder(SHAPE)
+
+
+def of_rank(rank: int, size: int, folder: str) -> None:
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    whole, model = make_model(), make_model()
+    expected = run(whole, lambda batch: TASK.loss(whole, batch))
+    context = context_of(TASK, Mesh(rank, size, Cell(context=size)), group, num_lanes=3)
+    mine = run(model, lambda batch: context.loss(model, batch))
+    added = context.add_up(dict(enumerate(mine)))
+    for lane, (loss, weight) in enumerate(expected):
+        assert added[lane] == (pytest.approx(loss, rel=1e-6), weight)
+    assert mine[2][1] == (2.0 if rank == 0 else 0.0), "of three tokens, all in the first run, two are predicted"
+    sums = group.all_gather(torch.tensor(sorted(added.items())[0][1]))
+    assert bool((sums == sums[0]).all())
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        total = group.all_gather(one.grad).sum(0)
+        torch.testing.assert_close(total, other.grad, rtol=0, atol=2e-6 * float(other.grad.abs().max()))
+    assert sorted(context.leaf(lane) for lane in range(3)) == list(range(3 * rank, 3 * rank + 3))
+    group.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_add_up_to_whole_rows(tmp_path: Path, size: int) -> None:
+    run_ranks(of_rank, size, str(tmp_path))
+
+
+def test_a_lone_part_runs_without_peers() -> None:
+    """With what it computes itself in place of theirs: for a pass whose results nobody uses."""
+    model = make_model()
+    losses = run(model, lambda batch: TASK.loss_of_part(model, batch, lone_part(2)))
+    assert all(torch.isfinite(torch.tensor(loss)) for loss, _ in losses)
+    assert all(bool(one.grad.any()) for one in model.parameters() if one.grad is not None)

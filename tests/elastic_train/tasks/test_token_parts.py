@@ -1,0 +1,61 @@
+"""Parts of rows: each token is in one of them, all have as much to attend to, and tokens see what whole rows' do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.tasks.causal_lm import causal_within
+from elastic_train.tasks.rows.token_parts import part_of, tokens_of
+from elastic_train.tasks.rows.token_rows import TokenColumns
+from elastic_train.tasks.task import Batch, ContextPart
+
+rows = st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=21), min_size=1, max_size=4)
+counts = st.integers(1, 5)
+
+
+@given(st.integers(1, 6), counts)
+def test_parts_have_each_token_once_and_as_many_to_attend_to(run: int, count: int) -> None:
+    parts = [tokens_of(2 * count * run, number, count) for number in range(count)]
+    assert sorted(torch.cat(parts).tolist()) == list(range(2 * count * run))
+    assert all(part.tolist() == sorted(part.tolist()) for part in parts)
+    assert len({(len(part), int((part + 1).sum())) for part in parts}) == 1
+
+
+def collated(values: list[list[tuple[int, int]]], *, has_documents: bool) -> Batch:
+    columns = {
+        "tokens": pa.array([[token for token, _ in row] for row in values], pa.list_(pa.int32())),
+        "documents": pa.array([sorted(document for _, document in row) for row in values], pa.list_(pa.int32())),
+    }
+    chosen = TokenColumns("tokens", documents="documents" if has_documents else None)
+    return chosen.collate(pa.table(columns), np.arange(len(values)), 21, 10)
+
+
+@given(rows, counts, st.booleans())
+def test_a_part_has_its_tokens_of_a_batch_and_sees_what_they_see(
+    values: list[list[tuple[int, int]]], count: int, has_documents: bool
+) -> None:
+    """Whatever the width is; what is added to it, so that it can be divided, is seen by none and is no target."""
+    batch = collated(values, has_documents=has_documents)
+    num_rows, width = batch["tokens"].shape
+    padded = width + -width % (2 * count)
+    documents = batch.get("documents", torch.zeros_like(batch["tokens"]))
+    sees = causal_within(documents)[:, 0]
+    order = torch.cat([tokens_of(padded, number, count) for number in range(count)])
+    pairs = []
+    for number in range(count):
+        mine, part = tokens_of(padded, number, count), part_of(batch, ContextPart(number, count, torch.Tensor.clone))
+        real, keys = mine[mine < width], order < width
+        is_real = mine < width
+        assert part["tokens"][:, is_real].equal(batch["tokens"][:, real])
+        positions = batch.get("positions", torch.arange(width).expand(num_rows, width))
+        assert part["positions"].expand(num_rows, -1)[:, is_real].equal(positions[:, real])
+        mask = part["mask"].expand(num_rows, 1, -1, -1)[:, 0]
+        assert mask[:, is_real][:, :, keys].equal(sees[:, real][:, :, order[keys]])
+        assert not mask[:, is_real][:, :, ~keys].any() and bool(mask.any(-1).all())
+        row, place = part["places"] // len(mine), mine[part["places"] % len(mine)]
+        pairs += list(zip((row * width + place).tolist(), part["targets"].tolist(), strict=True))
+    assert sorted(pairs) == list(zip(batch["places"].tolist(), batch["targets"].tolist(), strict=True))

@@ -1,0 +1,20 @@
+"""Cells whose ranks compute some tokens of each row, and lose ranks: no applied step is lost, and no bit differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rendezvous import EtcdServer
+from tests.elastic_train.training.live.test_cells import assert_nothing_is_lost
+from tests.elastic_train.training.live.test_live import etcd, nothing_left
+
+__all__ = ["etcd", "nothing_left"]  # fixtures
+
+
+@pytest.mark.slow
+def test_ranks_with_parts_of_rows_that_die_cost_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """In the midst of a block a rank's cell waits for its keys and values, and the other cell for its gradients."""
+    places = ("forward", "backward", "exchange", "apply")
+    assert_nothing_is_lost(tmp_path, rows, etcd, {"context": 2}, places, alone={"context": 2})
