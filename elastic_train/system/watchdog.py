@@ -2,9 +2,12 @@
 
 Time spent waiting for peers does not count: a rank that waits for a hung one is not hung. The limit is learned from the
 longest stretch of work so far, once there has been a whole step: its first stretch may be the shortest. There are two
-watchers. A thread dumps every thread's stack and ends the process with the exit code for a hang. faulthandler's timer,
-which needs no interpreter lock, catches a hang that holds that lock: the thread resets the timer as long as it runs, so
-it fires, and ends the process, once no thread has run for longer than the limit.
+watchers. A thread dumps every thread's stack and ends the process with the exit code for a hang. An observer, a process
+of its own, catches a hang that holds the interpreter's lock: the thread gives it signs of life as long as it runs, and
+it kills the process once no thread has run for longer than the limit.
+
+Both count only time in which the process could run, in small steps: one that was stopped, alone or with its node, goes
+on where it was when it is continued. Whether the others go on without it meanwhile is theirs to decide.
 
 While it enters a world a process makes no steps: then every answer of the storage and every wait for peers is progress,
 and the time between two of them is short, whatever the size of the state.
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic_train.errors import HungError
+from elastic_train.system.hang_observer.observer import Observer
 
 T = TypeVar("T")
 
@@ -32,6 +36,8 @@ ENTERING_S = 30.0
 """Least limit between two signs of progress before a world's first step; calls to etcd and storage have shorter
 deadlines."""
 BACKSTOP_S = 5.0
+MOST_LOOK_S = 2.0
+"""What counts, at most, of the time between two looks, which are a second apart: this process did not run in more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,10 @@ class Watchdog:
         self._since: float | None = None
         self._stage: _Stage | None = None
         self._thread: threading.Thread | None = None
+        self._observer: Observer | None = None
+        self._seen: float | None = None
+        self._seen_at = self._worked_s = 0.0
+        """The stretch of work that the last look saw, when that was, and for how long it had worked then."""
         self._arming = threading.Lock()
         self._is_closed = False
 
@@ -164,7 +174,8 @@ class Watchdog:
         """Stop watching for good: the interpreter's shutdown may take its time."""
         with self._arming:
             self._is_closed, self._since = True, None
-            faulthandler.cancel_dump_traceback_later()
+            if self._observer is not None:
+                self._observer.close()
 
     def _start(self) -> None:
         if self._thread is None:
@@ -172,6 +183,7 @@ class Watchdog:
             self._thread.start()
 
     def _watch(self) -> None:
+        self._begin_to_observe()
         while not self._is_closed:
             self._arm()
             time.sleep(min(1.0, self.limit_s / 4))
@@ -180,15 +192,28 @@ class Watchdog:
     def look(self) -> None:
         """End the process if it has worked for longer than the limit without progress; the thread calls this."""
         limit_s = self.limit_s  # first: a stretch that begins meanwhile is too short for any limit
-        since = self._since
-        if since is not None and time.monotonic() - since > limit_s:
-            self._end(time.monotonic() - since)
+        since, now = self._since, time.monotonic()
+        if since is not None:
+            before_s = self._worked_s if since == self._seen else 0.0
+            self._worked_s = before_s + min(MOST_LOOK_S, now - max(since, self._seen_at))
+        self._seen, self._seen_at = since, now
+        if since is not None and self._worked_s > limit_s:
+            self._end(self._worked_s)
 
-    def _arm(self) -> None:
-        with self._arming, contextlib.suppress(ValueError, OSError):  # there may be no stderr to dump to
+    def _begin_to_observe(self) -> None:
+        with self._arming:
             if self._is_closed:
                 return
-            faulthandler.dump_traceback_later(self.limit_s + BACKSTOP_S, exit=True)
+            try:
+                self._observer = Observer()
+            except OSError as error:
+                with contextlib.suppress(ValueError, OSError):
+                    sys.stderr.write(f"warning: a hang in native code would not be noticed: no observer: {error}\n")
+
+    def _arm(self) -> None:
+        with self._arming:
+            if self._observer is not None and not self._is_closed:
+                self._observer.alive(self.limit_s + BACKSTOP_S)
 
     def _end(self, stuck_s: float) -> None:
         with contextlib.suppress(ValueError, OSError):

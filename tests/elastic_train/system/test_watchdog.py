@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from subprocess import PIPE
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
@@ -14,12 +17,15 @@ from elastic_train.system import watchdog
 from elastic_train.system.watchdog import (
     ENTERING_S,
     LEAST_S,
+    MOST_LOOK_S,
     MOST_S,
     TIMES_LONGEST,
     Watchdog,
 )
 from elastic_train.training import supervisor
 from elastic_train.training.commits import Commits
+from rendezvous.process_table import children_of, is_alive
+from tests.elastic_train.training.live.test_live import eventually
 
 
 @pytest.fixture
@@ -30,6 +36,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(Watchdog, "_start", lambda self: None)
     monkeypatch.setattr(Watchdog, "_arm", lambda self: None)
     return now
+
+
+def watch_for(clock: list[float], watched: Watchdog, seconds: float) -> None:
+    """Let time pass in which the process runs, and its thread looks every second."""
+    until = clock[0] + seconds
+    while clock[0] < until:
+        clock[0] = min(until, clock[0] + 1.0)
+        watched.look()
 
 
 def test_work_up_to_a_wait_is_learned(clock: list[float]) -> None:
@@ -53,8 +67,7 @@ def test_nothing_is_known_before_a_whole_step_is_over(clock: list[float], monkey
     watched.beat()
     with watched.resting():
         clock[0] += 1.0
-    clock[0] += 5 * LEAST_S
-    watched.look()
+    watch_for(clock, watched, 5 * LEAST_S)
     assert watched.limit_s == MOST_S
     watched.beat()
     assert watched.limit_s == min(MOST_S, TIMES_LONGEST * 5 * LEAST_S)
@@ -102,24 +115,37 @@ def test_silence_beyond_the_limit_is_a_hang(clock: list[float], monkeypatch: pyt
     watched = Watchdog(3.0)
     watched.enter()
     for _ in range(100):
-        clock[0] += 0.9 * ENTERING_S
-        watched.look()
+        watch_for(clock, watched, 0.9 * ENTERING_S)
         watched.moved()
     assert ends == []
-    clock[0] += 1.1 * ENTERING_S
-    watched.look()
-    assert ends == [pytest.approx(1.1 * ENTERING_S)]
+    watch_for(clock, watched, ENTERING_S + 1.0)
+    assert ends == [pytest.approx(ENTERING_S + 1.0)]
     watched.beat()
-    clock[0] += 2.9
+    watch_for(clock, watched, 2.9)
     watched.moved()
-    clock[0] += 0.2
-    watched.look()
+    watch_for(clock, watched, 0.2)
     assert ends[1:] == [pytest.approx(3.1)]
     with watched.resting():
         watched.moved()
-        clock[0] += 100.0
-        watched.look()
+        watch_for(clock, watched, 100.0)
     assert len(ends) == 2
+
+
+def test_time_in_which_the_process_did_not_run_does_not_count(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped for an hour in the middle of a step, and again before the next look; a hang after it is found."""
+    ends: list[float] = []
+    monkeypatch.setattr(Watchdog, "_end", lambda self, stuck_s: ends.append(stuck_s))
+    watched = Watchdog(10.0)
+    watched.beat()
+    watch_for(clock, watched, 3.0)
+    for _ in range(2):
+        clock[0] += 3600.0
+        watched.look()
+    assert ends == []
+    watch_for(clock, watched, 4.0)
+    assert ends == [3.0 + 2 * MOST_LOOK_S + 4.0]
 
 
 @pytest.mark.parametrize(
@@ -138,14 +164,13 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
     watched = Watchdog(fixed_s)
 
     def hang(*_: object) -> None:
-        for part in (0.9, 0.2):
-            clock[0] += part * limit_s
-            watched.look()
+        watch_for(clock, watched, limit_s)
+        assert ends == []
+        watch_for(clock, watched, 1.0)
 
     def wait(*, as_last: bool) -> None:
         assert len(ends) == 1
-        clock[0] += 10 * MOST_S
-        watched.look()
+        watch_for(clock, watched, 10 * MOST_S)
 
     monkeypatch.setattr(supervisor, "warm_up", hang)
     monkeypatch.setattr(supervisor, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
@@ -154,14 +179,14 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
     monkeypatch.setattr(supervisor, "open_page", lambda config: None)
     monkeypatch.setattr(supervisor, "result_of", lambda plan, state, status, digest: status)
     assert supervisor._train_on(Mock(), Mock(), watched, MagicMock(), started_at=0.0, proof=None) == "closed"
-    assert ends == [pytest.approx(1.1 * limit_s)]
+    assert ends == [pytest.approx(limit_s + 1.0)]
     assert watched.limit_s == max(MOST_S, fixed_s or 0.0), "also for a process that is frozen while it waits"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_finished_process_may_end_slowly(closed: bool) -> None:
-    """Once it is closed neither the thread nor the timer ends the process; until then one of them does."""
+    """Once it is closed neither the thread nor the observer ends the process; until then one of them does."""
     program = f"""
 import time
 from elastic_train.system import watchdog
@@ -174,8 +199,69 @@ time.sleep(2.5 if {closed} else 60)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode == 0) == closed, ended.stderr
-    is_ended_by_one = "no progress for" in ended.stderr or "Timeout (" in ended.stderr
+    is_ended_by_one = "no progress for" in ended.stderr or "no thread of process" in ended.stderr
     assert is_ended_by_one != closed, ended.stderr
+
+
+@pytest.mark.slow
+def test_native_code_that_holds_the_interpreters_lock_is_ended_with_its_stacks() -> None:
+    """No thread of the process can run, so its observer ends it; that ends, too."""
+    program = """
+import ctypes
+from elastic_train.system import watchdog
+watchdog.BACKSTOP_S = 0.0
+watched = watchdog.Watchdog(2.0)
+watched.beat()
+while watched._observer is None:
+    pass
+print(watched._observer._process.pid, flush=True)
+
+def computes():
+    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):
+        native.pthread_mutex_lock(mutex)
+
+computes()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert "native code hangs that holds the interpreter's lock" in ended.stderr and "in computes" in ended.stderr
+    eventually(lambda: not is_alive(int(ended.stdout)), "the observer's end")
+
+
+STOPPED_S = 10.0
+WORKS = """
+import select
+import sys
+from elastic_train.system import watchdog
+watchdog.BACKSTOP_S = 1.0
+watched = watchdog.Watchdog(5.0)
+watched.beat()
+while watched._observer is None:
+    pass
+print("begun", flush=True)
+while not select.select([sys.stdin], [], [], 0.05)[0]:
+    watched.beat()
+print("goes on")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["the process", "its observer", "both"])
+def test_who_was_stopped_goes_on_when_it_is_continued(who: str) -> None:
+    """For longer than it may hang: by a debugger, a shell's Ctrl-Z, a scheduler that suspends the job."""
+    with subprocess.Popen([sys.executable, "-c", WORKS], stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        (observer,) = children_of(process.pid)
+        stopped = {"the process": [process.pid], "its observer": [observer], "both": [process.pid, observer]}[who]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(STOPPED_S)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        said, _ = process.communicate("enough\n")
+    assert (process.returncode, said) == (0, "goes on\n")
 
 
 def test_each_phase_is_measured_by_its_own_limit(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

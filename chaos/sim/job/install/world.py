@@ -8,7 +8,13 @@ from types import SimpleNamespace
 
 from chaos.sim.job.host import Host
 from chaos.sim.job.install.replacement import Replacement, nothing, within
-from chaos.sim.job.install.stand_ins import Launcher, SimHistory, SimUnformedWorlds, client_of, undelayed
+from chaos.sim.job.install.stand_ins import (
+    Launcher,
+    SimHistory,
+    SimUnformedWorlds,
+    client_of,
+    undelayed,
+)
 from chaos.sim.machine import stdlib
 from chaos.sim.machine.meeting import MeetingStore
 from chaos.sim.machine.object_store import StorageClient
@@ -91,11 +97,9 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     yield from within(
         "elastic_train.system.watchdog",
         time=stdlib.SeldomTime(around.kernel, WATCHED_EVERY_S * around.shape.look_s),
-        faulthandler=SimpleNamespace(
-            dump_traceback=lambda **_: None,
-            dump_traceback_later=lambda *_, **__: None,  # its second watcher is for a lock that nobody holds here
-            cancel_dump_traceback_later=nothing,
-        ),
+        MOST_LOOK_S=2 * WATCHED_EVERY_S * around.shape.look_s,
+        faulthandler=SimpleNamespace(dump_traceback=lambda **_: None),
+        Observer=lambda: None,  # it is for a lock that nobody holds here
         os=SimpleNamespace(_exit=host.end),
         sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None, flush=nothing)),
     )

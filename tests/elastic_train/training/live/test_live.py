@@ -39,6 +39,8 @@ JOB: dict[str, object] = {
 }
 ENDLESS = 100_000
 """Steps of a job that a test ends."""
+LONGER_THAN_A_HANG_S = 12.0
+"""Longer than a process of these jobs may hang, in native code too, and than its lease lasts."""
 STARTED: list[ForkedWorker] = []
 
 
@@ -253,15 +255,15 @@ def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, ro
 
     A dead one's place is taken by a fork of the standby process, as the first ones' were, and none outlives the agent.
     """
-    config = Path(write_config(tmp_path, rows, ENDLESS))
-    # A process that is stopped for longer than its limit ends itself when it is continued.
-    config.write_text(config.read_text().replace("hang_timeout_s: 3.0", "hang_timeout_s: 60.0"))
-    job = launch(tmp_path, etcd, str(config), ranks=2, conf=",ttl=60")
+    config = write_config(tmp_path, rows, ENDLESS)
+    job = launch(tmp_path, etcd, config, ranks=2, conf=",ttl=60")
     try:
         _, ranks = until_whole(tmp_path / "run", 2)
         os.kill(ranks[1], signal.SIGSTOP)
+        stopped_at = time.monotonic()
         term, alone = until_whole(tmp_path / "run", 1)
         assert alone == {0: ranks[0]}
+        eventually(lambda: time.monotonic() > stopped_at + LONGER_THAN_A_HANG_S, "a stop that is longer than any hang")
         os.kill(ranks[1], signal.SIGCONT)
         term, again = until_whole(tmp_path / "run", 2, above=term)
         assert set(again.values()) == set(ranks.values())
@@ -273,6 +275,33 @@ def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, ro
     finally:
         job.kill()
     eventually(lambda: not any(is_alive(pid) for pid in everyone), "the end of all that the agent has started")
+
+
+def test_a_suspended_job_goes_on_where_it_was(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """All of its processes are stopped, as a scheduler stops them, for longer than leases last and a process may hang.
+
+    None of them ends, and no step is given up.
+    """
+    job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS), ranks=2)
+    term, ranks = until_whole(tmp_path / "run", 2)
+    everybody = processes_below(job.pid)
+    for pid in everybody:
+        os.kill(pid, signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    eventually(lambda: time.monotonic() > stopped_at + LONGER_THAN_A_HANG_S, "a stop that is longer than any hang")
+    for pid in everybody:
+        os.kill(pid, signal.SIGCONT)
+    _, again = until_whole(tmp_path / "run", 2, above=term)
+    assert set(again.values()) == set(ranks.values())
+    leave(job, tmp_path)
+
+
+def processes_below(pid: int) -> list[int]:
+    """Return a process and all that it, and those, have started; who starts others comes before them."""
+    found = [pid]
+    for one in found:
+        found += children_of(one)
+    return found
 
 
 @pytest.mark.long

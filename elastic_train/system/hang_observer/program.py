@@ -1,0 +1,69 @@
+"""Ends the process that started this one if it is silent for too long although it could run.
+
+Run as a program, with nothing but the standard library: `python -I -S program.py PARENT SIGNAL`. Each line of standard
+input is a sign of life, and says for how many seconds there may be none. Silence is counted in small steps, and not
+while the parent is stopped. Where this process is stopped as well, as in a job that its scheduler has suspended, the
+step is over after its usual time. So who is continued after an hour goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+STEP_S = 1.0
+MOST_STEP_S = 2.0
+"""What a step counts at most: more has passed only if this process did not run."""
+DUMPS_WITHIN_S = 2.0
+MOST_BYTES = 1 << 16
+"""What a pipe holds: all that was said meanwhile is read at once."""
+
+
+def watch(parent: int, dump: int) -> None:
+    """Count silence until there is too much of it, or the parent has ended or closed the pipe."""
+    silent_s, limit_s = 0.0, float("inf")
+    while os.getppid() == parent:
+        began = time.monotonic()
+        if select.select([0], [], [], STEP_S)[0]:
+            said = os.read(0, MOST_BYTES).split()
+            if not said:
+                return
+            silent_s, limit_s = 0.0, float(said[-1])
+        elif not _is_stopped(parent):
+            silent_s += min(MOST_STEP_S, time.monotonic() - began)
+        if silent_s > limit_s:
+            _end(parent, dump, silent_s)
+            return
+
+
+def _is_stopped(pid: int) -> bool:
+    """Say whether a process is stopped, by a signal or a debugger."""
+    with contextlib.suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"Tt"
+    return False
+
+
+def _end(pid: int, dump: int, silent_s: float) -> None:
+    """Have a process write its stacks, and kill it; what it is at may keep it from writing."""
+    with contextlib.suppress(OSError):  # nobody reads that
+        sys.stderr.write(
+            f"error: no thread of process {pid} could run for {silent_s:.0f} s: native code hangs that holds the "
+            "interpreter's lock; the process is ended; the stacks of its threads:\n"
+        )
+        sys.stderr.flush()
+    if dump:
+        os.kill(pid, dump)
+        time.sleep(DUMPS_WITHIN_S)
+    if os.getppid() == pid:
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # what asks a job to leave is not for this process
+    watch(int(sys.argv[1]), int(sys.argv[2]))
