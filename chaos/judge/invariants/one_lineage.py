@@ -317,18 +317,34 @@ def heads(run: Evidence) -> str:
 
 
 def _is_made_twice(run: Evidence, commit: Line) -> bool:
-    """Say whether a world went on from another commit of the same step, which one of the term's ranks made alone.
+    """Say whether one of a term's ranks alone, which was leaving, has committed a step that rank 0 committed, too.
 
-    It was asked to leave while rank 0 was still saving that step, so it could not know of that commit.
+    Neither could know of the other's commit. A later world went on from that rank's, or from rank 0's, beside which
+    that rank's is then the newest that there is.
     """
     place, worlds = _place(str(commit["key"])), formed_at(run)
+    alone = [
+        other.key
+        for other in run.commits
+        if other.fields is not None and _place(other.key)[0] not in worlds and _last_applied(other.fields) == place
+    ]
     return any(
-        (line.get("applied_by"), line["step"]) == place
-        and line["commit"] is not None
-        and place < _place(str(line["commit"]))
-        and _place(str(line["commit"]))[0] not in worlds
+        (
+            (line.get("applied_by"), line["step"]) == place
+            and line["commit"] is not None
+            and place < _place(str(line["commit"]))
+            and _place(str(line["commit"]))[0] not in worlds
+        )
+        or (line["commit"] == commit["key"] and any(place < _place(key) < (line["term"], 0) for key in alone))
         for line in run.of("restore")
     )
+
+
+def _last_applied(record: Line) -> tuple[object, object]:
+    """Return the term that applied a commit's last step, and the step."""
+    *_, last = items(record, "intervals")
+    assert isinstance(last, dict), "an interval is a mapping"
+    return last["term"], record["step"]
 
 
 def _damaged_at(run: Evidence) -> dict[str, float]:

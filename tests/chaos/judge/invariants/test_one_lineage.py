@@ -162,6 +162,31 @@ def test_a_step_that_is_not_finite_pins_what_was_committed_before_it(step: int, 
     assert _is_forgotten(run, published, published["digest-18"]) is pins
 
 
+@pytest.mark.parametrize(("applied_by", "restored_in", "is_fine"), [(1, 3, True), (9, 3, False), (1, 2, False)])
+def test_a_later_world_may_go_on_from_either_of_two_commits_of_a_step(
+    applied_by: int, restored_in: int, is_fine: bool
+) -> None:
+    """From rank 0's, when the rank that committed alone knew of neither etcd's head nor the newest names.
+
+    That one's is the newest then; it is not of another world's step, and the world that went on is newer than both.
+    """
+    alone: Line = {"term": 2, "step": 6, "parent": "a", "intervals": [{"lo": 0, "hi": 6, "term": applied_by}]}
+    lines = [
+        {"op": "form", "t": 10.0, "term": 1, "rank": 0},
+        restored(1, 0, None),
+        committed(1, 3, "a", None),
+        committed(1, 6, "b", "a"),
+        {"op": "form", "t": 30.0, "term": 3, "rank": 0},
+        {**restored(restored_in, 6, key(1, 6)), "applied_by": 1},
+    ]
+    run = Evidence(Path("drawn"), [lines], [Commit(key(2, 6), "c", {**alone, "created_at": 20.0})], {}, None, None)
+    if is_fine:
+        assert heads(run).startswith("2 commits lead to the end")
+        return
+    with pytest.raises(Violated, match=f"{key(1, 6)} was published, no fault has damaged it"):
+        heads(run)
+
+
 @pytest.mark.parametrize(("applied_by", "others"), [(1, []), (9, []), (1, [2])])
 def test_a_step_may_be_committed_twice_by_one_world(applied_by: int, others: list[int]) -> None:
     """By rank 0, and alone by a rank that leaves meanwhile; not by a later world, and not of another world's step."""
