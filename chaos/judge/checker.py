@@ -1,12 +1,11 @@
 """The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
 
 The invariants are functions in eleven rooms: what was applied (`exactly_once`), what was published (`one_lineage`),
-what its last commit holds (`deliverable`), the run as a whole (`whole_run`), departures (`departures`), what was
-logged of it (`tracked_values`), what outlived it (`leftovers`), what its processes held (`bounded`), whether it gave up
-in time (`progress`), what one bad node cost the others (`no_harm`), and whether shards of the state were lost too soon
-(`rollbacks`). Here is the table of them; a planted bug is caught by
-the one named beside it in `chaos.planted.catalogue`. `chaos.judge.invariants.script_run` judges a run of a user's
-script.
+what its last commit holds (`deliverable`), the run as a whole (`whole_run`), departures, and who was let in
+(`departures`), what was logged of it (`tracked_values`), what outlived it (`leftovers`), what its processes held
+(`bounded`), whether it gave up in time (`progress`), what one bad node cost the others (`no_harm`), and whether shards
+of the state were lost too soon (`rollbacks`). Here is the table of them; a planted bug is caught by the one named
+beside it in `chaos.planted.catalogue`. `chaos.judge.invariants.script_run` judges a run of a user's script.
 """
 
 from __future__ import annotations
@@ -80,6 +79,8 @@ def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
         findings.append(find("bounded", partial(bounded.bounded, run)))
     if progress.is_without_updates(run):
         findings.append(find("updates", partial(progress.updates, run)))
+    if departures.is_any_unfit(run):
+        findings.append(find("unfit", partial(departures.unfit, run)))
     if no_harm.is_put_to_the_test(run):
         findings.append(find("no-harm", partial(no_harm.no_harm, run)))
     if run.metrics is not None:

@@ -52,6 +52,7 @@ class _Unproved:
     look: Effect
     until: float
     """When it is over, by the monotonic clock."""
+    undo: Undo | None
 
 
 @dataclass(slots=True)
@@ -174,9 +175,8 @@ class Job:
         who = {"kind": fault.kind, "target": fault.target, "node": node, "nodes": [n.number for n in done.nodes]}
         what = {"signal": done.signal, "for_s": fault.for_s, "point": fault.point.name if fault.point else None}
         seen = {"seen_commit": followed.commit, "term": followed.term}
-        self._unproved.append(
-            _Unproved(self.num_faults, fault, node, done.proof, time.monotonic() + (fault.for_s or 0.0))
-        )
+        until = time.monotonic() + (fault.for_s or 0.0)
+        self._unproved.append(_Unproved(self.num_faults, fault, node, done.proof, until, done.undo))
         self.record(
             "fault",
             t=at,
@@ -194,12 +194,16 @@ class Job:
         self._look_for_effects()
 
     def _look_for_effects(self, *, is_last: bool = False) -> None:
-        """Record the proof that a fault bit, or, when it has been over for a while, that there is none."""
+        """Record the proof that a fault bit, or, when it has been over for a while, that there is none.
+
+        What cannot be undone yet is not over, however long it was to last.
+        """
+        undoing = {id(undo) for _, _, undo in self._undos}
         for one in list(self._unproved):
             where: dict[str, Any] = {"kind": one.fault.kind, "point": one.fault.point.name if one.fault.point else None}
             if (proof := one.look()) is not None:
                 self.record("effect", fault=one.number, proof=proof, **where)
-            elif is_last or time.monotonic() > one.until + _PROOF_S:
+            elif is_last or (time.monotonic() > one.until + _PROOF_S and id(one.undo) not in undoing):
                 why = "nothing showed that it had an effect"
                 self.record("missed", fault=one.number, node=one.node, why=why, **where)
                 self.on_event(f"fault {one.number}: {one.fault.kind}: {why}")

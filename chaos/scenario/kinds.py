@@ -12,7 +12,7 @@ from typing import Literal
 
 Aim = Literal["worker", "node", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
-Need = Literal["s3", "tracker", "own_data", "freezing_disk", "tls"]
+Need = Literal["s3", "tracker", "own_data", "freezing_disk", "tls", "orders"]
 """What a scenario has to bring along, by the name that its file has for it."""
 Passage = Literal["proxy", "cable", "relay"]
 """What a real run puts in the way of a node's traffic, so that it can be spoilt: a proxy before etcd, a cable of the
@@ -65,6 +65,12 @@ _ALL = (
     Kind("other_limits", "a node comes back with another --nnodes for for_s", "node", local=False),
     Kind("other_code", "a node comes back with another version of the package for for_s", "node", local=False),
     Kind("wrong_address", "a node comes back with an address that refuses everybody for for_s", "node", local=False),
+    Kind(
+        "unfit_node",
+        "a node comes back with a processor that computes wrongly for for_s",
+        "node",
+        needs="orders",
+    ),
     Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
     Kind(
         "start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False, leaves_alive=True
@@ -248,15 +254,17 @@ ALIEN_RECORDS = (
 ALIENS = tuple(f"/{key}" for key, _ in ALIEN_RECORDS if key.startswith("members/"))
 """How the keys of members end that nobody in the job has written, so that nobody in it deletes them."""
 SPARES_OTHERS = (
-    *("private_storage", "other_limits", "other_code", "wrong_address", "hosts_file"),
+    *("private_storage", "other_limits", "other_code", "wrong_address", "unfit_node", "hosts_file"),
     *("start_node", "start_twin", "twin_dir", "alien_record", "skew_clocks", "freeze_standby", "kill_standby"),
 )
 """One node is wrong, or one more comes: nothing that the others need is gone, so it may cost them next to nothing.
 
 What ends, freezes, slows or cuts off a member is no such kind: it takes away what that computed, and others may only
 know when its lease ends. Nor is what befalls etcd, storage or data, which all use."""
-BY_TASKS = ("flip_memory", "flip_gradient", "nan_loss")
+BY_TASKS = ("flip_memory", "flip_gradient", "nan_loss", "unfit_node")
 """What a task of `chaos.tasks` does by itself, in the process that it is to hit: from outside nobody could."""
+IN_LIVE_JOBS = ("unfit_node",)
+"""What a job of `restart` mode does not notice: its workers start in a world that is sealed already."""
 IN_PLAIN = (*(kind.name for kind in _ALL if kind.aim == "etcd" and not kind.needs), "lose_lease")
 """What the executor does to etcd, or asks of it, in plain text."""
 ON_DISK = ("full", "eio")

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from chaos.errors import ScenarioError
-from chaos.scenario.kinds import IN_PLAIN, KINDS, LOCAL, ON_DISK
+from chaos.scenario.kinds import IN_LIVE_JOBS, IN_PLAIN, KINDS, LOCAL, ON_DISK
 from elastic_train.system.failpoints import POINTS
 from elastic_train.system.wording import did_you_mean, nearest
 
@@ -184,6 +184,8 @@ class Scenario(_Section):
     """Whether commits' files and metrics are on a file system of their own, which can be frozen (needs root)."""
     tls: bool = False
     """Whether etcd speaks TLS, and knows its clients by their certificates, which can be renewed under the job."""
+    orders: bool = False
+    """Whether the task is one of `chaos.tasks`, which do to themselves what nobody could do to them from outside."""
     own_data: bool = False
     """Train on a copy of the training set, of which row groups can be damaged; what cannot be read is a hole."""
     rows: PositiveInt | None = None
@@ -289,6 +291,8 @@ def impossible(nodes: Nodes, faults: Sequence[Fault | None]) -> Iterator[str]:
         is_beyond = fault is not None and isinstance(fault.node, int) and fault.node >= nodes.count
         if fault is not None and is_beyond:
             yield f"{where} is for node {fault.node}, but there are {nodes.count} (from 0)"
+        if fault is not None and fault.kind in IN_LIVE_JOBS and nodes.recovery != "live":
+            yield f"{where}: {fault.kind} needs recovery: live: else no machine is examined before it joins"
         if fault is not None and KINDS[fault.kind].aim in ("etcd", "storage", "tracker", "data", "point"):
             continue
         is_exact = is_exact and fault is not None and isinstance(fault.node, int)

@@ -20,6 +20,7 @@ from typing import get_args
 
 from chaos.errors import ScenarioError
 from chaos.scenario.kinds import (
+    IN_LIVE_JOBS,
     KINDS,
     LOCAL,
     ON_DISK,
@@ -40,7 +41,7 @@ _DEAR = Counter({"kill_job": 12, "flip_bit": 6, "truncate_file": 6, "delete_file
 """How many faults of another kind come for one of these, whose recovery begins with new processes, or takes seconds."""
 _DEAR.update({"hang": 3, "hang-native": 3, "freeze_agent": 2})
 _DEAR.update({"kill_node": 5, "stop_node": 5, "freeze_node": 2, "cut_node": 2, "cut_link": 2, "cut_one_way": 2})
-_DEAR.update({"refuse_address": 2, "hosts_file": 2, "freeze_fs": 3})
+_DEAR.update({"unfit_node": 6, "refuse_address": 2, "hosts_file": 2, "freeze_fs": 3})
 _DEAR.update({"slow_network": 2, "lose_packets": 2, "etcd_outage": 2, "lose_etcd_data": 2, "tracker_outage": 8})
 _WITH_THE_JOB = ("flip_bit", "truncate_file", "delete_file")
 
@@ -54,6 +55,8 @@ def kinds_of(scenario: Scenario, missing: Mapping[str, str]) -> list[str]:
     brought = {None, *(need for need in get_args(Need) if getattr(scenario, need))}
     wanted = scenario.soak.kinds or [kind for kind in LOCAL if KINDS[kind].is_drawn]
     able = [kind for kind in wanted if KINDS[kind].needs in brought and kind not in missing]
+    if scenario.nodes.recovery != "live":
+        able = [kind for kind in able if kind not in IN_LIVE_JOBS]
     return [kind for kind in able if kind != "start_node"]
 
 

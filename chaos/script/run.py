@@ -18,7 +18,7 @@ from chaos.judge.verdict import (
 )
 from chaos.real.job import Job
 from chaos.real.runs import clear, undoable
-from chaos.scenario.kinds import KINDS, PROXIED
+from chaos.scenario.kinds import BY_TASKS, KINDS, PROXIED
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due, schedule
 from chaos.script.nodes import check, nodes_of, uses_etcd
@@ -62,6 +62,8 @@ def _settle(scenario: Scenario, seed: int, has_etcd: bool) -> list[Due]:
 
 def _unfit(kind: str, has_etcd: bool) -> str | None:
     """Say why a kind cannot happen to a user's script; None if it can."""
+    if kind in BY_TASKS:
+        return f"{kind} is for our own trainer: a task of chaos.tasks does it"
     if KINDS[kind].aim in ("point", "storage", "tracker", "data") or kind in ("start_twin", "readonly_dir"):
         known = "no failpoints, commits, tracker, data or second launch that we know"
         return f"{kind} is for our own trainer: a script has {known}"

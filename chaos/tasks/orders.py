@@ -1,6 +1,7 @@
 """What a task is to do to the process that it computes in: an order is a file in the failpoints of the process's node.
 
-Whoever finds it first renames it to <name>.<pid>, does it, and writes into the file what that was.
+Whoever finds it first renames it to <name>.<pid>, does it, and writes into the file what that was. Some orders stand
+until they are withdrawn: every process that finds one does it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ def give(folder: Path, name: str) -> bool:
         done.unlink()
     (folder / name).touch(exist_ok=False)
     return True
+
+
+def withdraw(folder: Path, name: str) -> None:
+    """Take back an order that stands."""
+    (folder / name).unlink(missing_ok=True)
 
 
 def done_by(folder: Path, name: str) -> str | None:
@@ -42,3 +48,9 @@ class Orders:
         except FileNotFoundError:
             return None
         return mine
+
+    def heed(self, name: str) -> Path | None:
+        """Return the file into which to write what was done, if every process is asked for it at present."""
+        if self._folder is None or not (self._folder / name).exists():
+            return None
+        return self._folder / f"{name}.{os.getpid()}"

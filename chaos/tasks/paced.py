@@ -55,7 +55,7 @@ class Paced(_Task):
     def __init__(self, lane_ms: float = 0.0, spoilt: Sequence[tuple[int, int]] = (), **params: object) -> None:
         super().__init__(**params)
         self._lane_ms, self._spoilt, self._orders = lane_ms, spoilt, Orders()
-        if (said := self._orders.take("flip_product")) is not None:
+        if (said := self._orders.take("flip_product") or self._orders.heed("unfit_node")) is not None:
             _flip_products(said)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> Batch:  # type: ignore[override]

@@ -17,6 +17,7 @@ from chaos.tasks.paced_classifier import PacedClassifier
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.core import lanes
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.health.proof import Proof
 from elastic_train.job.state import AppliedState, Reached, StepFacts
 from elastic_train.parallel import exchange
 from elastic_train.parallel.point_to_point import PointToPoint
@@ -99,6 +100,11 @@ def applies_no_number() -> None:
     AppliedState.apply = apply_all_the_same  # type: ignore[method-assign, assignment]
 
 
+def lets_the_unfit_in() -> None:
+    """A worker joins whatever the examination of its machine has found."""
+    Proof.demand = lambda self, is_stopped: None  # type: ignore[method-assign]
+
+
 def reads_certificates_once() -> None:
     """A process knows etcd by the certificates that it began with, for as long as it lives."""
     vars(connection)["_read_certificates"] = lru_cache(connection._read_certificates)
@@ -110,5 +116,6 @@ BUGS: dict[str, Callable[[], None]] = {
     "moments-not-handed-over": moments_not_handed_over,
     "compares-nothing": compares_nothing,
     "applies-no-number": applies_no_number,
+    "lets-the-unfit-in": lets_the_unfit_in,
     "reads-certificates-once": reads_certificates_once,
 }

@@ -22,7 +22,7 @@ from chaos.judge.evidence.run_files import (
     scenario_field,
 )
 from chaos.judge.evidence.spells import spells_of
-from chaos.judge.findings import Unknown
+from chaos.judge.findings import Unknown, Violated
 from chaos.scenario.kinds import (
     befalls_all,
     cuts_off,
@@ -38,6 +38,7 @@ _TURNED_AWAY = {
     "private_storage": 2,
     "other_limits": 2,
     "other_code": 2,
+    "unfit_node": 71,
     "twin_dir": 2,
     "readonly_dir": 2,
     "bad_row_group": 65,
@@ -146,6 +147,58 @@ def _check_changes(run: Evidence) -> None:
             raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
         worlds_left.update({one: worlds_left.get(one, MOST_WORLDS_LEAVING) - 1 for one in late})
         spent |= set() if late else again
+
+
+def unfit(run: Evidence) -> str:
+    """A machine that computes wrongly is let into no world, and is named, for as long as it does."""
+    times = _unfit_times(run)
+    for fault, until in times:
+        if let_in := _let_in(run, fault, until):
+            raise Violated(f"process {let_in[0]} of node {fault['node']}, which computes wrongly, was let into a world")
+    num_named = sum(_is_named(run, fault, until) for fault, until in times)
+    if not num_named:
+        raise Unknown("no machine that computes wrongly was named")
+    return f"{num_named} times a machine that computes wrongly was named, and let into no world"
+
+
+def is_any_unfit(run: Evidence) -> bool:
+    """Say whether there is anything to judge: a node may be ended again before it has examined its machine."""
+    try:
+        has_left = any(line["code"] == _TURNED_AWAY["unfit_node"] for line in run.of("exit"))
+        return has_left or run.has("unfit") or any(_let_in(run, *times) for times in _unfit_times(run))
+    except (KeyError, TypeError, ValueError):
+        return False  # evidence that lacks so much is unknown to all other invariants
+
+
+def _unfit_times(run: Evidence) -> list[tuple[Line, float]]:
+    """Return each fault of a machine that computes wrongly, and when that was over."""
+    undone = [line for line in run.of("undo") if line["kind"] == "unfit_node"]
+    return [(fault, _over_at(fault, undone)) for fault in run.of("fault") if fault["kind"] == "unfit_node"]
+
+
+def _over_at(fault: Line, undone: list[Line]) -> float:
+    own = (number(line, "t") for line in undone if line.get("node", fault["node"]) == fault["node"])
+    return min((at for at in own if at > number(fault, "t")), default=math.inf)
+
+
+def _let_in(run: Evidence, fault: Line, until: float) -> list[Any]:
+    """Return the processes that a fault's node has started meanwhile and that were in a world."""
+    return sorted(_started(run, fault, until) & {line["pid"] for line in run.of("form")} - {*_pids(fault)})
+
+
+def _is_named(run: Evidence, fault: Line, until: float) -> bool:
+    """Say whether a process that the node has started says what is wrong, or some process does meanwhile.
+
+    The executor need not know of one that was in no world, and the node's clock may be wrong.
+    """
+    own = _started(run, fault, until)
+    return any(line["pid"] in own or number(fault, "t") < number(line, "t") < until for line in run.of("unfit"))
+
+
+def _started(run: Evidence, fault: Line, until: float) -> set[Any]:
+    since = number(fault, "t")
+    began = [line for line in run.of("node") if line["node"] in _nodes(fault) and since < number(line, "t") < until]
+    return {pid for line in began for pid in _pids(line)}
 
 
 def _is_parted(hits: list[Line], nodes: set[object]) -> bool:

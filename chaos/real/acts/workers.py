@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chaos.real.acts.effects import gone
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
-from chaos.tasks.orders import done_by, give
+from chaos.tasks.orders import done_by, give, withdraw
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due
+    from chaos.services.torchrun_node import Node
+
+
+_LEAVING_S = 60.0
+"""A node whose machine fails its health check leaves some seconds after its start: it has imports to do before."""
 
 
 def nan_loss(job: JobView, fault: Due) -> Struck | None:
@@ -42,6 +49,40 @@ def _by_a_task(job: JobView, fault: Due, pids: list[int]) -> Struck | None:
         return None
     folder, kind = job.around.points[nodes[0].number], fault.kind
     return Struck(pids, nodes, effect=lambda: done_by(folder, kind))
+
+
+def unfit_node(job: JobView, fault: Due) -> Struck | None:
+    """Kill a node, and start it again on a processor that computes wrongly, until that is replaced.
+
+    It is not replaced before the node has left by itself, for a minute: to start takes longer than most faults last.
+    """
+    nodes = [node for node in targets(job, fault)[:1] if node.is_up]
+    if not nodes or not give(job.around.points[nodes[0].number], fault.kind):
+        return None
+    node, folder, kind = nodes[0], job.around.points[nodes[0].number], fault.kind
+    until, killed, over = time.monotonic() + _LEAVING_S, node.kill(), list[str]()
+    node.start()
+
+    def came() -> str | None:
+        """See that it computes wrongly, and what became of it; that it was killed, if another fault came before."""
+        if node.is_up and not over:
+            return None
+        said = done_by(folder, kind)
+        return gone(killed)() if said is None else f"{said}; {over[0] if over else _left(node)}"
+
+    def replace() -> list[int] | None:
+        if node.is_up and time.monotonic() < until:
+            return None
+        withdraw(folder, kind)
+        over.append(_left(node))
+        left = node.kill()
+        return [*left, *([] if node in job.lost else node.start())]
+
+    return Struck(killed, nodes, "SIGKILL", replace, effect=came)
+
+
+def _left(node: Node) -> str:
+    return f"its node has ended with code {node.code}" if node.code is not None else "its node has not left"
 
 
 def cap_fds(job: JobView, fault: Due) -> Struck | None:
@@ -92,4 +133,4 @@ def _lowest_free(pid: int) -> int:
     return min(set(range(len(used) + 1)) - used)
 
 
-ACTS: dict[str, Act] = {act.__name__: act for act in (nan_loss, flip_gradient, flip_memory, cap_fds)}
+ACTS: dict[str, Act] = {act.__name__: act for act in (nan_loss, flip_gradient, flip_memory, unfit_node, cap_fds)}

@@ -31,6 +31,7 @@ from chaos.sim.campaign.swarm import (
     draw_of_etcd,
     draw_outages,
     draw_skews,
+    draw_unfit,
     in_order,
 )
 from chaos.sim.job.fault import SimFault
@@ -61,6 +62,8 @@ CELLS, NEAR_S = (2, 2, 3, 4), 0.003
 to a hundred ranks meets a dozen times until its first step, each time for as long as the slowest message takes."""
 AGENTS = 1 / 32
 """In how many live runs a node's agent freezes, and its workers do not."""
+UNFIT = 1 / 16
+"""In how many live runs of several nodes one comes back on a processor that computes wrongly."""
 LEAST_STEP_S = 4.0
 """How long one rank takes for a step, at least, in those that last for minutes."""
 WITHOUT_NUMBERS = 1 / 16
@@ -155,6 +158,9 @@ def case_of(seed: int, num_nodes: int | None = None, *, has_cells: bool = False)
     agents = random.Random(f"{seed}/agents")
     if shape.recovery == "live" and agents.random() < AGENTS:
         faults = in_order([*faults, draw_agent(agents, shape)])
+    machines = random.Random(f"{seed}/machines")
+    if shape.nodes > 1 and shape.recovery == "live" and machines.random() < UNFIT:
+        faults = in_order([*faults, draw_unfit(machines, shape)])
     numbers = random.Random(f"{seed}/numbers")
     if numbers.random() < WITHOUT_NUMBERS:
         faults = in_order([*faults, *draw_no_numbers(numbers, shape)])

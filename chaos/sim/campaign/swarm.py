@@ -26,7 +26,7 @@ DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
 OF_ETCD = ("etcd_refuses", "alien_record")
 LONE = (
     *("private_storage", "other_limits", "other_code", "wrong_address", "start_twin", "alien_record"),
-    *("twin_dir", "flip_memory"),
+    *("twin_dir", "flip_memory", "unfit_node"),
 )
 """Kinds that are drawn one at a time, too, in a job of minutes: what each costs the others is then its price alone.
 
@@ -41,6 +41,7 @@ APART = (
     "other_limits",
     "other_code",
     "wrong_address",
+    "unfit_node",
     *("twin_dir", "flip_memory", "nan_loss"),
     *OF_ETCD,
 )
@@ -118,6 +119,12 @@ def draw_skews(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
 def draw_agent(draws: random.Random, shape: Shape) -> SimFault:
     """Draw an agent that freezes while its workers train on."""
     return _fault(draws, shape, "freeze_agent", draws.uniform(0.0, 1.2 * shape.span_s))
+
+
+def draw_unfit(draws: random.Random, shape: Shape) -> SimFault:
+    """Draw a node that comes back on a processor that computes wrongly, among whatever else happens."""
+    fault = _fault(draws, shape, "unfit_node", draws.uniform(shape.warm_s, 1.2 * shape.span_s))
+    return replace(fault, for_s=round(shape.warm_s + fault.for_s, 3))
 
 
 def draw_lone(draws: random.Random, shape: Shape) -> SimFault:

@@ -28,6 +28,8 @@ class Surroundings:
         self.data = Dataset(self.kernel, may_spoil=may_spoil_data)
         self.other_code = set[int]()
         """Nodes on which another version of the package is installed."""
+        self.unfit = set[int]()
+        """Nodes whose processors compute wrongly."""
         self.tracking = self._make_tracking() if shape.tracked else None
 
     def draws(self, name: str) -> random.Random:

@@ -74,6 +74,16 @@ def test_a_bug_in_the_product_turns_the_soak_red(tmp_path: Path, rows: Path, pla
                 "tls": True,
             },
         ),
+        (
+            "lets-the-unfit-in",
+            "unfit",
+            {
+                "faults": [{"kind": "unfit_node", "node": 1, "at_step": 30, "for_s": 5}],
+                "orders": True,
+                "set": {"max_steps": 900},
+                "timeout_s": 240,
+            },
+        ),
         (None, None, {"faults": [{"kind": "flip_memory", "node": 1, "at_step": 30}]}),
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else "",

@@ -21,7 +21,7 @@ from chaos.real.acts.job_view import JobView
 from chaos.scenario.schedule import Due
 from chaos.services.authority import Authority
 from chaos.services.etcd_cluster import EtcdCluster
-from chaos.tasks.orders import done_by, give
+from chaos.tasks.orders import done_by, give, withdraw
 from chaos.tasks.paced_classifier import PacedClassifier
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import load_manifest
@@ -34,6 +34,9 @@ from tests.conftest import write_rows
 
 pytestmark = pytest.mark.slow
 
+NOBODY = 1 << 22
+"""A number above that of any process."""
+RIGHTLY = torch.Tensor.__matmul__
 OPENS = "import sys; print('begun', flush=True); sys.stdin.readline(); open('/dev/null'); print('opened')"
 
 
@@ -100,6 +103,42 @@ def test_another_job_was_there_if_it_has_ended_or_claimed(tmp_path: Path, *, bit
     (tmp_path / "terms" / "00000002.json").write_text('{"run_id": "other-1"}')
     other.code = None
     assert done.proof() == "the other job has claimed 00000002.json"
+
+
+@BITES
+def test_a_node_computes_wrongly_if_its_process_says_so_and_not_only_because_it_was_killed(
+    tmp_path: Path, *, bites: bool
+) -> None:
+    """It is on another processor when it has left by itself; what another fault has ended meanwhile was killed."""
+    one = SimpleNamespace(number=0, is_up=True, code=None, kill=lambda: [NOBODY], start=lambda: [8])
+    view = SimpleNamespace(**vars(job(one, points=[tmp_path])), lost=[])
+    done = workers.unfit_node(view, Due("unfit_node", 0, None, 0.0, for_s=1.0))  # type: ignore[arg-type]
+    assert done is not None and done.undo is not None
+    assert (done.pids, done.proof(), done.undo()) == ([NOBODY], None, None), "it has not started yet"
+    if bites:
+        (tmp_path / "unfit_node.9").write_text("process 9 computes wrongly")
+    one.is_up, one.code = False, 71
+    assert done.undo() == [NOBODY, 8] and not (tmp_path / "unfit_node").exists()
+    assert str(done.proof()).endswith("ended with code 71" if bites else "processes have ended")
+
+
+def test_products_are_wrong_in_every_process_until_the_processor_is_replaced(classifier: Any, tmp_path: Path) -> None:
+    """One bit of one element; a process that starts afterwards multiplies rightly."""
+    one = torch.ones(2, 2)
+    assert give(tmp_path / "orders", "unfit_node")
+    try:
+        for _ in range(2):
+            multiplied = torch.Tensor.__matmul__
+            classifier()
+            assert torch.Tensor.__matmul__ is not multiplied
+        torch.Tensor.__matmul__ = multiplied  # type: ignore[method-assign, assignment]  # wrong once, not twice
+        assert int(((one @ one) != 2.0).sum()) == 1
+    finally:
+        torch.Tensor.__matmul__ = RIGHTLY  # type: ignore[method-assign]
+    assert str(done_by(tmp_path / "orders", "unfit_node")).endswith("computes wrongly")
+    withdraw(tmp_path / "orders", "unfit_node")
+    classifier()
+    assert torch.Tensor.__matmul__ is RIGHTLY
 
 
 @pytest.fixture

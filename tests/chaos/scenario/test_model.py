@@ -94,6 +94,8 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
         ("[{kind: raise, node: one, at_point: {name: comit}}]", "no failpoint 'comit'; did you mean 'commit'?"),
         ("[{kind: raise, node: one, at_step: 4}]", "at_point belongs to kill, stop, raise"),
         ("[{kind: storage_errors, at_step: 4, for_s: 1}]", "'faults.0': storage_errors needs s3: true"),
+        ("[{kind: unfit_node, node: one, at_step: 4, for_s: 1}]", "'faults.0': unfit_node needs orders: true"),
+        ("[{kind: unfit_node, node: one, at_step: 4, for_s: 1}]", "'faults.0': unfit_node needs recovery: live"),
         ("[{kind: kill_node, node: lost, at_step: 4}]", "kill_node cannot be done to 'lost'"),
         ("[{kind: start_node, node: leader, at_step: 4}]", "start_node cannot be done to 'leader'"),
         ("[{kind: kill_node, node: 0, at_step: 4, after_s: 2}]", "exactly one of at_step, within"),

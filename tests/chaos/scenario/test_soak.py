@@ -16,7 +16,7 @@ from chaos.real.runs import unslowed
 from chaos.scenario.kinds import KINDS
 from chaos.scenario.model import FOLDER, load
 from chaos.scenario.schedule import Due
-from chaos.scenario.soak import Drawn, can_be_at, drawn_nodes, drawn_shards
+from chaos.scenario.soak import Drawn, can_be_at, drawn_nodes, drawn_shards, kinds_of
 from elastic_train.config import sources
 from elastic_train.core.lanes import owned_lanes, parts_of
 from elastic_train.parallel.exchange import is_balanced
@@ -48,7 +48,7 @@ def test_faults_depend_on_the_seed_alone(seed: int) -> None:
 def test_every_kind_is_drawn_and_expensive_kinds_are_rare() -> None:
     """Five hundred faults have every kind; whole jobs die seldom, since a recovery from that takes long."""
     num = Counter(fault.kind for fault in drawn(1, 500))
-    needs = (None, "tracker", "freezing_disk")
+    needs = (None, "tracker", "freezing_disk", "orders")
     own = {name for name, kind in KINDS.items() if kind.local and kind.is_drawn and kind.needs in needs}
     assert set(num) == own - {"start_node"}
     assert num["kill_job"] < num["freeze_worker"] * 3
@@ -97,6 +97,13 @@ def test_nodes_have_one_rank_or_two() -> None:
 def test_kinds_this_machine_cannot_do_are_not_drawn() -> None:
     """Kinds that this machine cannot do are never drawn."""
     assert "cut_node" not in {fault.kind for fault in drawn(1, 500, {"cut_node": "no namespaces"})}
+
+
+def test_a_processor_that_computes_wrongly_needs_a_task_and_workers_that_notice_it() -> None:
+    """The witness takes no orders, and in `restart` mode a worker is in its world when it starts."""
+    restarted = SOAK.model_copy(update={"nodes": SOAK.nodes.model_copy(update={"recovery": "restart"})})
+    assert "unfit_node" in kinds_of(SOAK, {})
+    assert "unfit_node" not in (*kinds_of(load(FOLDER / "soak-witness.yaml"), {}), *kinds_of(restarted, {}))
 
 
 def test_cells_not_yet_hit_are_drawn_next() -> None:

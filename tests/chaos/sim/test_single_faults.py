@@ -214,6 +214,18 @@ def test_a_node_of_another_version_ends_with_2_and_says_why() -> None:
     assert sizes[0] == sizes[-1] == 3 and sizes.count(2) == 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_node_that_computes_wrongly_ends_with_71_and_is_let_in_when_it_is_replaced(ranks: int) -> None:
+    """It says why, and costs the others no world; on another processor it is a member again."""
+    shape = Shape(epochs=30, lane_s=0.5, ranks=ranks, lanes=12)
+    job = Job(shape, 1, (SimFault("unfit_node", at_s=20.0, node=2, for_s=100.0),))
+    run = job.run()
+    (left,) = [line for line in run.of("exit") if line["code"] != 0]
+    assert (left["node"], left["code"]) == (2, 71)
+    assert [line["world"] for line in run.of("form") if line["rank"] == 0] == [3 * ranks, 2 * ranks, 3 * ranks]
+    assert len(job.record.errors) == ranks and all("core 0 computes wrongly" in error for error in job.record.errors)
+
+
 def test_another_job_in_the_folder_ends_with_2_and_leaves_no_trace() -> None:
     """It sees that the first one is at work, claims no term, and trains nothing; the first one's world stays whole."""
     job = Job(Shape(epochs=30, lane_s=0.5), 1, (SimFault("twin_dir", at_s=20.0, for_s=100.0),))

@@ -131,6 +131,14 @@ PLANTED = (
         replace(SHAPE, epochs=75, lane_s=0.2),
     ),
     SimBug(
+        "lets-the-unfit-in",
+        "a worker joins whatever the examination of its machine has found",
+        lambda: {"elastic_train.health.proof:Proof.demand": lambda self, is_stopped: None},
+        ("unfit",),
+        faults.alone_on_a_wrong_processor,
+        replace(SHAPE, epochs=30, lane_s=0.5),
+    ),
+    SimBug(
         "charged-for-each",
         "a node pays a restart for each of its workers that one fault ends at once",
         lambda: {"rendezvous.torchelastic.live_agent:TOGETHER_S": -1.0},

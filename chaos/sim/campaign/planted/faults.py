@@ -67,6 +67,11 @@ def alone_with_other_code(draws: random.Random) -> tuple[SimFault, ...]:
     return (SimFault("other_code", at_s=draws.uniform(20.0, 30.0), node=draws.randrange(3), for_s=100.0),)
 
 
+def alone_on_a_wrong_processor(draws: random.Random) -> tuple[SimFault, ...]:
+    """A node comes back on a processor that computes wrongly, and nothing else happens."""
+    return (SimFault("unfit_node", at_s=draws.uniform(8.0, 12.0), node=draws.randrange(3), for_s=100.0),)
+
+
 def another_job(draws: random.Random) -> tuple[SimFault, ...]:
     """Another job is started in the folder, and nothing else happens."""
     return (SimFault("twin_dir", at_s=draws.uniform(20.0, 30.0), for_s=100.0),)

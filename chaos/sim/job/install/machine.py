@@ -30,6 +30,8 @@ PRODUCT = (
     "rendezvous.membership.own_record",
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "elastic_train.health.finding",
+    "elastic_train.health.proof",
     "elastic_train.training.supervisor",
     "elastic_train.training.loop",
     "elastic_train.insight.phases",

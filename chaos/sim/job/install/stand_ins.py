@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from chaos.sim.job.host import Host
 from chaos.sim.job.surroundings import Surroundings
 from chaos.sim.machine import stdlib
 from chaos.sim.machine.etcd import EtcdClient
 from chaos.sim.machine.object_store import StorageClient
+from elastic_train.config.schema import Config
+from elastic_train.health.finding import Planned, fail
+from elastic_train.health.proof import LIMIT_S, Proof
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History, UnformedWorlds
 from elastic_train.tracking.history_files import Stagnation
@@ -79,3 +84,19 @@ class SimUnformedWorlds(UnformedWorlds):
         at = stdlib.SteadyTime(self._host.kernel).time()
         place = {"term": term, "rank": rank, "world": world, "why": why}
         self._host.record.write(self._name, "unformed", at=at, **place, **self._who)
+
+
+def prove(host: Host, config: Config, device: torch.device) -> Proof | None:
+    """Begin to examine a machine that computes wrongly; of any other nothing would come."""
+    if host.kernel.process.node not in host.around.unfit or host.context() is None:
+        return None
+    wrong = fail("products", "core 0 computes wrongly", "take this machine out of use")
+    return Proof({"products": Planned(lambda: [wrong], "", LIMIT_S)})
+
+
+def note_unfit(host: Host, files: BackgroundFiles, run_dir: str, why: str) -> None:
+    """Note in the evidence that a machine failed its health check."""
+    process = host.kernel.process
+    who = {"pid": process.pid, **host.identity()}
+    name, at = f"unfit-{process.pid}-{process.node}-{process.born:.6f}", stdlib.SteadyTime(host.kernel).time()
+    host.record.write(name, "unfit", at=at, term=0, why=why, **who)

@@ -13,6 +13,8 @@ from chaos.sim.job.install.stand_ins import (
     SimHistory,
     SimUnformedWorlds,
     client_of,
+    note_unfit,
+    prove,
     undelayed,
 )
 from chaos.sim.machine import stdlib
@@ -89,8 +91,11 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
         make_plan=lambda _: host.plan,
         UnformedWorlds=functools.partial(SimUnformedWorlds, host),
     )
-    # There is nothing to open or to load, and no machine to examine.
-    yield from within("elastic_train.training.supervisor", warm_up=lambda plan, state: None, begin_proof=nothing)
+    # There is nothing to open or to load, and a sound machine is not examined.
+    yield from within("elastic_train.training.supervisor", warm_up=lambda plan, state: None)
+    proofs = {"begin_proof": functools.partial(prove, host), "note_unfit": functools.partial(note_unfit, host)}
+    yield from within("elastic_train.training.supervisor", **proofs)
+    yield from within("elastic_train.health.proof", tell_mates=lambda unfit: unfit)  # each finds the same by itself
     yield from within(
         "elastic_train.training.supervisor", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None))
     )

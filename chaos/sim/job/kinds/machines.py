@@ -69,6 +69,17 @@ def wrong_address(fleet: Fleet, fault: SimFault) -> list[Process]:
     )
 
 
+def unfit_node(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A node starts again with a processor that computes wrongly, until somebody replaces it.
+
+    In `restart` mode workers start in a world that is sealed already, and examine nothing.
+    """
+    number, unfit = fleet.node(fault), fleet.around.unfit
+    if number in unfit or fleet.restarts:
+        return []
+    return _come_back_wrong(fleet, fault, lambda: unfit.add(number), lambda: unfit.discard(number), "unfit_node")
+
+
 def _come_back_wrong(
     fleet: Fleet, fault: SimFault, spoil: Callable[[], object], mend: Callable[[], object], kind: str
 ) -> list[Process]:
@@ -212,6 +223,7 @@ ACTS = (
         other_limits,
         other_code,
         wrong_address,
+        unfit_node,
         lose_node,
         kill_rack,
         kill_job,

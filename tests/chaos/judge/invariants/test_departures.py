@@ -8,8 +8,8 @@ import pytest
 
 from chaos.judge.evidence.recovery_cost import sealed_at
 from chaos.judge.evidence.run_files import Evidence, Line
-from chaos.judge.findings import Unknown
-from chaos.judge.invariants.departures import MOST_WORLDS_LEAVING, deaths
+from chaos.judge.findings import Unknown, Violated
+from chaos.judge.invariants.departures import MOST_WORLDS_LEAVING, deaths, is_any_unfit, unfit
 from tests.chaos.judge.soaks import a_soak, a_world
 
 ENDS: list[Line] = [{"op": "end", "t": 7300.0, "term": 2, "rank": rank, "status": "done"} for rank in (0, 1)]
@@ -274,3 +274,45 @@ def test_an_agent_gives_up_not_long_after_it_was_kept_from_etcd(at: float, is_ex
         return
     with pytest.raises(Unknown, match="node 1 ended with code 1"):
         deaths(run)
+
+
+def of_an_unfit_node(*lines: Line) -> Evidence:
+    """Return a job of two nodes, of which the second comes back on a processor that computes wrongly at 20 s."""
+    told: list[Line] = [
+        {"op": "scenario", "t": 0.0, "recovery": "live"},
+        {"op": "node", "t": 9.0, "node": 0, "pids": [7]},
+        {"op": "node", "t": 9.0, "node": 1, "pids": [8]},
+        {"op": "fault", "t": 20.0, "kind": "unfit_node", "node": 1, "pids": [8], "for_s": 30.0},
+        {"op": "undo", "t": 52.0, "kind": "unfit_node", "node": 1, "pids": []},
+        {"op": "undo", "t": 30.0, "kind": "unfit_node", "node": 0, "pids": []},
+        *({"op": "form", "t": 10.0, "term": 1, "rank": pid - 7, "pid": pid, "world": 2} for pid in (7, 8)),
+    ]
+    return Evidence(Path("drawn"), [[*told, *lines]], [], {}, None, None)
+
+
+def test_a_machine_that_computes_wrongly_is_in_no_world() -> None:
+    """Neither itself nor whatever else its node starts meanwhile; once it is replaced, it may be."""
+    named: Line = {"op": "unfit", "t": 26.0, "term": 0, "pid": 9, "why": "core 0 computes wrongly"}
+    started: Line = {"op": "node", "t": 24.0, "node": 1, "pids": [9]}
+    later: list[Line] = [
+        {"op": "node", "t": 55.0, "node": 1, "pids": [10]},
+        {"op": "form", "t": 56.0, "term": 2, "rank": 1, "pid": 10, "world": 2},
+    ]
+    assert not is_any_unfit(of_an_unfit_node(started, *later)), "it was replaced before it had examined itself"
+    assert unfit(of_an_unfit_node(named, *later)).startswith("1 times a machine that computes wrongly was named")
+    let_in: Line = {"op": "form", "t": 40.0, "term": 2, "rank": 1, "pid": 9, "world": 2}
+    for run in (of_an_unfit_node(started, named, let_in), of_an_unfit_node(started, let_in)):
+        assert is_any_unfit(run)
+        with pytest.raises(Violated, match="process 9 of node 1, which computes wrongly, was let into a world"):
+            unfit(run)
+
+
+def test_a_machine_that_computes_wrongly_is_named() -> None:
+    """By the process itself, whatever its clock says; a node that only ends with the code has told nobody why."""
+    started: Line = {"op": "node", "t": 24.0, "node": 1, "pids": [9]}
+    ended: Line = {"op": "exit", "t": 30.0, "node": 1, "code": 71}
+    assert is_any_unfit(of_an_unfit_node(started, ended))
+    with pytest.raises(Unknown, match="no machine that computes wrongly was named"):
+        unfit(of_an_unfit_node(started, ended))
+    fast: Line = {"op": "unfit", "t": 90.0, "term": 0, "pid": 9, "why": "core 0 computes wrongly"}
+    assert unfit(of_an_unfit_node(started, ended, fast)).startswith("1 times")
