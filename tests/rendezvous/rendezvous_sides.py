@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rendezvous import Store
+from tests.conftest import PATIENCE_S
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ def beside(act: Callable[[], object]) -> None:
     threading.Timer(0.05, act).start()
 
 
-def eventually(fact: Callable[[], bool], what: str, *, within_s: float = 30.0) -> None:
+def eventually(fact: Callable[[], bool], what: str, *, within_s: float = PATIENCE_S) -> None:
     """Return as soon as `fact` holds; fail with `what` after `within_s`."""
     deadline = time.monotonic() + within_s
     while not fact():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rendezvous.identity import IdentityPort, ask, refuses
+from tests.conftest import PATIENCE_S
 
 
 @pytest.fixture
@@ -47,21 +48,21 @@ def test_a_stranger_does_not_keep_an_agent_from_answering(port: IdentityPort) ->
     host, _, number = port.endpoint.partition(":")
     with socket.create_connection((host, int(number))) as scanner:
         scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert ask(port.endpoint, "node-a", 10.0) == "itself"
+        assert ask(port.endpoint, "node-a", PATIENCE_S) == "itself"
     with socket.create_connection((host, int(number))):
-        assert ask(port.endpoint, "node-a", 10.0) == "itself"
+        assert ask(port.endpoint, "node-a", PATIENCE_S) == "itself"
 
 
 @pytest.mark.parametrize(("said", "answer"), [(b"", "mute"), (b"elastic! node-a 0123\n", "other"), (b"SSH-2", "other")])
 def test_other_programs_are_not_taken_for_an_agent(said: bytes, answer: str) -> None:
     """One that closes without a word says nothing; a recorded answer has another nonce."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        asking = _beside(lambda: ask(f"127.0.0.1:{listener.getsockname()[1]}", "node-a", 10.0))
+        asking = _beside(lambda: ask(f"127.0.0.1:{listener.getsockname()[1]}", "node-a", PATIENCE_S))
         connection, _ = listener.accept()
         with connection:
             connection.recv(100)
             connection.sendall(said)
-        assert asking.result(10.0) == answer
+        assert asking.result(PATIENCE_S) == answer
 
 
 def _beside(call: object) -> object:

@@ -8,6 +8,7 @@ from rendezvous import EtcdServer
 from rendezvous.context import LiveContext
 from rendezvous.errors import StoppedWaiting
 from rendezvous.live_member import LiveMember
+from tests.conftest import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,7 @@ def test_a_worker_regrouping_while_etcd_is_away_can_be_asked_to_leave(monkeypatc
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with EtcdServer() as etcd:
-        context = LiveContext((etcd.endpoint,), "job", "n", "h", "127.0.0.1", "", 1, 1, 3.0, 0.0, timeout_s=20.0)
+        context = LiveContext((etcd.endpoint,), "job", "n", "h", "127.0.0.1", "", 1, 1, 3.0, 0.0, timeout_s=PATIENCE_S)
         member = LiveMember(context, max_members=1)
         assert member.next_world(lambda: False) is not None
         etcd.kill()

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from rendezvous.waiting import Bystander, GivenUp, begin
+from tests.conftest import PATIENCE_S
 
 
 @pytest.fixture
@@ -32,31 +33,31 @@ def test_a_hopeless_call_is_abandoned(bystander: Bystander) -> None:
     bystander.leave(has_said.set)
     assert not has_said.is_set()
     is_free.set()
-    assert has_said.wait(10)
+    assert has_said.wait(PATIENCE_S)
 
 
 def test_a_call_on_a_thread_is_waited_for_no_longer_than_asked() -> None:
     """GivenUp is the caller's alone: the call continues, and its result, or its own TimeoutError, arrives later."""
     is_free = threading.Event()
-    call = begin("tested", lambda: is_free.wait(30))
+    call = begin("tested", lambda: is_free.wait(PATIENCE_S))
     with pytest.raises(GivenUp):
         call.result(0.01)
     is_free.set()
-    assert call.result(10) is True
+    assert call.result(PATIENCE_S) is True
 
     def fail() -> None:
         raise TimeoutError("the call's own")
 
     with pytest.raises(TimeoutError, match="the call's own"):
-        begin("tested", fail).result(10)
+        begin("tested", fail).result(PATIENCE_S)
 
 
 def test_calls_run_in_the_order_they_were_begun(bystander: Bystander) -> None:
     """None begins before the last one has ended; the thread leaves after all of them."""
     is_free, made, has_left = threading.Event(), list[int](), threading.Event()
-    stuck = bystander.begin(lambda: is_free.wait(30))
+    stuck = bystander.begin(lambda: is_free.wait(PATIENCE_S))
     calls = [bystander.begin(lambda number=number: made.append(number)) for number in range(3)]
     bystander.leave(has_left.set)
     assert made == [] and not any(call.ended.is_set() for call in (stuck, *calls))
     is_free.set()
-    assert has_left.wait(10) and made == [0, 1, 2] and stuck.result(0)
+    assert has_left.wait(PATIENCE_S) and made == [0, 1, 2] and stuck.result(0)

@@ -17,6 +17,7 @@ from chaos.real.forked_node.begin import begin_fork
 from chaos.services.torchrun_node import Node, clean_environ
 from rendezvous.etcd.server import free_ports
 from rendezvous.process_table import environ_of, is_alive, is_stopped
+from tests.conftest import PATIENCE_S
 from tests.processes import parent_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked nodes")]  # one process imports what they need
@@ -29,7 +30,7 @@ def sleeps() -> list[str]:
     return [*TORCHRUN, "--master-port", str(free_ports(1)[0]), "--no-python", "sleep", "600"]
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come"
@@ -68,7 +69,7 @@ def test_every_process_of_a_forked_node_is_hit_and_none_of_another(nodes: list[N
     first.start()
     until(lambda: len(first.pids()) == 2)
     assert sorted(second.stop()) == sorted(others)
-    second.wait(60)
+    second.wait(PATIENCE_S)
     assert second.code == 1, "torchrun's own code for a SIGTERM"
     assert first.is_up
 
@@ -81,7 +82,7 @@ def test_a_forked_node_has_its_own_place(nodes: list[Node]) -> None:
         (worker,) = set(node.pids()) - {node.agent}
         assert environ_of(worker)["OF_NODE"] == str(node.number)
         node.stop()
-        node.wait(60)
+        node.wait(PATIENCE_S)
         assert "got signal: 15" in node.tail(100)
 
 
@@ -102,7 +103,7 @@ def test_what_cannot_be_forked_is_started_as_a_program(tmp_path: Path, monkeypat
     monkeypatch.setattr(begin, "_standbys", {})
     monkeypatch.setattr(begin, "_standby", lambda environ: begin._standbys.setdefault(begin._key(environ), Killed()))
     node.start()
-    node.wait(60)
+    node.wait(PATIENCE_S)
     assert node.code == 0
     assert begin._standbys == {}, "the next node gets another one"
 

@@ -29,13 +29,14 @@ from chaos.services.surroundings import folders
 from chaos.services.torchrun_node import Node, clean_environ
 from rendezvous.process_table import is_alive, is_stopped
 from tests.chaos import fake_trainer
+from tests.conftest import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
 FAKE = [sys.executable, fake_trainer.__file__]
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come"
@@ -286,7 +287,7 @@ def test_the_end_of_a_fault_does_not_end_a_later_one(node: Node, tmp_path: Path)
 
 def answered(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=20) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

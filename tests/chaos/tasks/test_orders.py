@@ -12,6 +12,7 @@ import pytest
 
 from chaos.tasks.orders import Orders, done_by, give
 from elastic_train.system.failpoints import VARIABLE
+from tests.conftest import PATIENCE_S
 
 
 @pytest.fixture
@@ -46,5 +47,5 @@ def test_what_was_done_at_once_can_be_read(tmp_path: Path, monkeypatch: pytest.M
     Thread(target=carry_out, daemon=True).start()
     for number in range(num):
         assert give(tmp_path, "flip")
-        assert answered.acquire(timeout=60)
+        assert answered.acquire(timeout=PATIENCE_S)
         assert done_by(tmp_path, "flip") == str(number)

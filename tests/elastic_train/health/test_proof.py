@@ -19,6 +19,7 @@ from elastic_train.health.finding import Finding, Planned, fail, ok, warn
 from elastic_train.health.mates import tell_mates
 from elastic_train.health.proof import Proof, begin_proof
 from rendezvous.context import LIVE_VARIABLE, LiveContext
+from tests.conftest import PATIENCE_S
 
 CPU = torch.device("cpu")
 LIVE = LiveContext(("127.0.0.1:9",), "job", "n", "host", "127.0.0.1", "127.0.0.1:9", 1, 2, 3.0, 1.0, 60.0)
@@ -89,7 +90,7 @@ def test_workers_of_a_node_are_all_fit_or_none_joins(monkeypatch: pytest.MonkeyP
             pass
         assert told(1, "core 1 computes wrongly") == "core 1 computes wrongly"
         assert told(2, "") == "core 1 computes wrongly"
-        assert first.result(30) == "core 1 computes wrongly"
+        assert first.result(PATIENCE_S) == "core 1 computes wrongly"
 
 
 def test_a_mate_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

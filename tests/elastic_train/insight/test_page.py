@@ -15,6 +15,7 @@ from elastic_train.insight import page as page_module
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import RankFacts
 from rendezvous.etcd.tally import Tally
+from tests.conftest import PATIENCE_S
 
 ROW = RankFacts(0.5, 0.0, 1.0, 2.0, 0.25, 0.25, 0.5, 0.0, 0.5, 0.125, 64, 0.001)
 
@@ -28,7 +29,7 @@ def page() -> Iterator[Page]:
 
 def scraped(page: Page) -> dict[str, float]:
     """Return the samples of a page by name and the values of labels, without the run's and the node's."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=PATIENCE_S) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     found = {}
     for sample in (sample for family in families for sample in family.samples):

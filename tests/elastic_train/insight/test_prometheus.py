@@ -39,7 +39,9 @@ PATIENCE_S = 120.0
 
 
 def promtool(*arguments: str, cwd: Path = SHIPPED) -> str:
-    done = subprocess.run(["promtool", *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["promtool", *arguments], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     return done.stdout + done.stderr if done.returncode else ""
 
 
@@ -100,7 +102,7 @@ def answers(port: int, query: str) -> list[object]:
     """Return what a Prometheus answers to a query; raises HTTPError if it is no query."""
     asked = query.replace("$run", ".*").replace("$__rate_interval", "30s")
     url = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': asked})}"
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
         result: list[object] = json.loads(answer.read())["data"]["result"]
     return result
 

@@ -23,6 +23,7 @@ from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.parallel.group import Group
+from tests.conftest import PATIENCE_S
 
 TERM = 3
 GRADIENT = torch.linspace(1.0, 2.0, 16).view(4, 4)
@@ -32,7 +33,7 @@ class Meeting:
     """Threads that gather what each has, as the ranks of a world do."""
 
     def __init__(self, size: int) -> None:
-        self._barrier, self._given = threading.Barrier(size, timeout=30), {}
+        self._barrier, self._given = threading.Barrier(size, timeout=PATIENCE_S), {}
         self._given: dict[int, Tensor] = {}
 
     def gather(self, rank: int, tensor: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ def settle(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert all(found[rank] == found[0] for rank in range(size))
     assert found[0] == [state.place for state in states]
     assert all(state.pending is None for state in states)

@@ -20,7 +20,7 @@ from elastic_train.parallel.group import Group, connect
 from elastic_train.parallel.point_to_point import Aside
 from rendezvous.process_table import is_stopped
 from rendezvous.waiting import Bystander
-from tests.conftest import run_ranks
+from tests.conftest import PATIENCE_S, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +120,7 @@ def opened() -> list[int]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)

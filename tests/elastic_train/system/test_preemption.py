@@ -18,6 +18,7 @@ from elastic_train.system.preemption import (
     launched_grace_s,
     step_time_s,
 )
+from tests.conftest import PATIENCE_S
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
 
@@ -37,7 +38,7 @@ def ask(number: int) -> None:
 
 
 def wait_for_alarm(leave: LeaveRequest) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while not leave.is_late and time.monotonic() < deadline:
         time.sleep(0.001)
     assert leave.is_late

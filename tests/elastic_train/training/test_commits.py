@@ -33,6 +33,7 @@ from elastic_train.training.step import Computed
 from elastic_train.training.step_sums import StepSums
 from elastic_train.world.fencing import JoinedFence, StoreFence
 from rendezvous import errors as rendezvous_errors
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.checkpoint.saving.test_background_saves import FullStore, HeldStore, open_saves
 
 
@@ -256,7 +257,7 @@ def test_a_regrouping_world_abandons_its_save_and_an_ending_process_waits_for_it
     commits, ears = opened_on(store)
     take_step(commits)
     commits.begin(is_any_busy=False)
-    assert store.is_writing.wait(30)
+    assert store.is_writing.wait(PATIENCE_S)
     if not is_live:
         let_through(store, after_s=0.1)
     commits.abandon(is_live=is_live)
@@ -303,7 +304,7 @@ def test_what_is_pinned_is_the_newest_commit_that_will_be_there(
     store.may_write.clear(), store.is_writing.clear()
     take_step(commits)
     commits.begin(is_any_busy=False)
-    assert store.is_writing.wait(30)
+    assert store.is_writing.wait(PATIENCE_S)
     commits.pin_newest()
     if fails:
         monkeypatch.setattr(HeldStore, "create", no_records)
@@ -328,6 +329,6 @@ def test_a_head_is_pinned_at_once_while_nothing_is_saved(tmp_path: Path) -> None
     assert pinned(store) == set()
     take_step(commits)
     commits.begin(is_any_busy=False)
-    assert commits.saves._flight is not None and commits.saves._flight.ended.wait(30)
+    assert commits.saves._flight is not None and commits.saves._flight.ended.wait(PATIENCE_S)
     commits.pin_newest()
     assert {read_record(store, key).step for key in pinned(store)} == {1}

@@ -25,6 +25,7 @@ from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Keys, World
 from rendezvous.membership.store import Put
+from tests.conftest import PATIENCE_S
 from tests.rendezvous.rendezvous_sides import eventually
 
 pytestmark = pytest.mark.slow
@@ -83,7 +84,7 @@ def test_a_full_etcd_is_waited_for(run_id: str, caplog: pytest.LogCaptureFixture
         threading.Event().wait(2.0)
         assert not any(entering.done() for entering in again)
         make_room(server)
-        worlds = [entering.result(60) for entering in again]
+        worlds = [entering.result(PATIENCE_S) for entering in again]
         assert worlds[0] == worlds[1] and worlds[0] is not None and len(worlds[0].seats) == 2
         assert caplog.text.count("NOSPACE") <= len(nodes)
         undertaker.close()
@@ -115,14 +116,10 @@ def test_one_asked_to_leave_during_an_alarm_leaves(run_id: str) -> None:
         node = member(server, run_id)
         raise_alarm(server.endpoint, NOSPACE)
         with pytest.raises(StoppedWaiting):
-            node.join(60.0, lambda: True)
+            node.join(PATIENCE_S, lambda: True)
         with pytest.raises(StoreBlockedError):
             node.join(0.0)
         node.leave()
-
-
-PATIENCE_S = 60.0
-"""For a call: etcd hashes a password for longer than any other answer takes it."""
 
 
 class Users:
@@ -185,7 +182,7 @@ def test_users_that_are_changed_while_a_job_runs_are_waited_for(run_id: str) -> 
         threading.Event().wait(2.0)
         assert not any(entering.done() for entering in again)
         users.set_password("job", "right")
-        worlds = [entering.result(60) for entering in again]
+        worlds = [entering.result(PATIENCE_S) for entering in again]
         assert worlds[0] == worlds[1] and worlds[0] is not None and len(worlds[0].seats) == 2
         users.change("AuthDisable", pyetcd.etcdrpc.AuthDisableRequest())
         late = EtcdStore(etcd_options(server.endpoint, JOB))
@@ -219,7 +216,7 @@ def test_tokens_that_expire_or_are_too_old_are_renewed(signed: EtcdServer) -> No
         assert store.swap({"/elastic/a": Put(str(number))}, {}) is not None  # the token is older than the users
         threading.Event().wait(2.5)
         written = store.swap({"/elastic/a": Put(str(number), lease)}, {})  # the token has expired
-        assert written is not None and watch.wait(written - 1, 10) is not None
+        assert written is not None and watch.wait(written - 1, PATIENCE_S) is not None
     assert not lease.is_lost
     watch.close()
     store.close()
@@ -234,7 +231,7 @@ def test_the_records_of_ten_thousand_workers_fit_into_an_answer(run_id: str) -> 
         for first in range(0, 10_000, 100):
             written = store.swap({keys.member(f"{number:032d}"): Put(text) for number in range(first, first + 100)}, {})
         assert written is not None and len(store.get(keys.prefix).entries) == 10_000
-        seen = watch.wait(written - 1, 30)
+        seen = watch.wait(written - 1, PATIENCE_S)
         assert seen is not None and len(seen.entries) == 10_000
         late = store.watch(keys.prefix)
         assert len(late.snapshot.entries) == 10_000
@@ -265,7 +262,7 @@ def test_a_client_certificate_is_read_again_when_it_was_renewed(tmp_path: Path) 
             return written is not None
 
         eventually(works, "the renewed certificate")
-        assert written is not None and watch.wait(written - 1, 20) is not None
+        assert written is not None and watch.wait(written - 1, PATIENCE_S) is not None
         eventually(lambda: lease._refresh(lease._connection.client()) > 55, "the renewal of a lease")
         watch.close()
         store.close()

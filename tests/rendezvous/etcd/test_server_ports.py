@@ -11,6 +11,7 @@ from rendezvous import EtcdServer
 from rendezvous.errors import ServerError
 from rendezvous.etcd import server
 from rendezvous.etcd.server import free_ports, is_answered_by
+from tests.conftest import PATIENCE_S
 
 
 def test_ports_are_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ def test_an_etcd_on_a_port_that_another_holds_is_refused() -> None:
 def test_a_node_tells_its_jobs_etcd_from_another() -> None:
     """By its name, and says nothing where none answers, which may come."""
     with EtcdServer(name="job-a") as server:
-        assert is_answered_by(server.endpoint, "job-a", give_up_after_s=5.0)
+        assert is_answered_by(server.endpoint, "job-a", give_up_after_s=PATIENCE_S)
         with pytest.raises(ServerError, match=r"job-a instead of job-b.*--endpoint"):
-            is_answered_by(server.endpoint, "job-b", give_up_after_s=5.0)
+            is_answered_by(server.endpoint, "job-b", give_up_after_s=PATIENCE_S)
     assert not is_answered_by("127.0.0.1:1", "job-a", give_up_after_s=0.2)

@@ -29,6 +29,7 @@ from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.store import EtcdLease
 from rendezvous.etcd.tally import Tally
 from rendezvous.membership.store import Put
+from tests.conftest import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ def test_watch_and_lease_survive_a_killed_etcd() -> None:
         server.start()
         written = store.swap({"/a/new": Put("2")}, {})
         assert written is not None
-        seen = watch.wait(written - 1, timeout_s=30)
+        seen = watch.wait(written - 1, timeout_s=PATIENCE_S)
         assert seen is not None and sorted(seen.entries) == ["/a/leased", "/a/new"]
         lease.revoke()
         watch.close()
@@ -57,13 +58,13 @@ def test_a_loss_of_data_is_detected_by_an_older_revision() -> None:
         watch = store.watch("/a/")
         for number in range(10):
             written = other.swap({f"/a/{number}": Put("")}, {})
-        assert watch.wait((written or 0) - 1, timeout_s=10) is not None
+        assert watch.wait((written or 0) - 1, timeout_s=PATIENCE_S) is not None
         server.kill()
         shutil.rmtree(server.data_dir / "member")
         server.start()
         younger = other.swap({"/a/new": Put("")}, {})
         assert younger is not None and written is not None and younger < written
-        seen = watch.wait(younger - 1, timeout_s=10, life=1)
+        seen = watch.wait(younger - 1, timeout_s=PATIENCE_S, life=1)
         assert seen is not None and (sorted(seen.entries), store.get("/a/").life) == (["/a/new"], 1)
         watch.close()
         for each in (store, other):
@@ -78,7 +79,7 @@ def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> 
     assert written is not None
     etcd_store._connection.client().compact(written)
     late = etcd_store.swap({"/compacted/a": Put("late")}, {})
-    seen = watch.wait((late or 0) - 1, timeout_s=10)
+    seen = watch.wait((late or 0) - 1, timeout_s=PATIENCE_S)
     watch.close()
     assert seen is not None and seen.entries["/compacted/a"].value == "late"
 
@@ -97,16 +98,16 @@ def test_leases_and_watches_survive_a_frozen_member_and_a_lost_leader(monkeypatc
         store = EtcdStore(etcd_options(endpoint))
         lease, watch = store.lease(5), store.watch("/a/")
         leased = store.swap({"/a/leased": Put("1", lease)}, {})
-        assert leased is not None and watch.wait(leased - 1, timeout_s=10) is not None
+        assert leased is not None and watch.wait(leased - 1, timeout_s=PATIENCE_S) is not None
         with frozen(follower):
             written = others.swap({"/a/frozen": Put("1")}, {})
             assert written is not None
-            seen = watch.wait(written - 1, timeout_s=30)
+            seen = watch.wait(written - 1, timeout_s=PATIENCE_S)
             assert seen is not None and sorted(seen.entries) == ["/a/frozen", "/a/leased"]
         cluster.leader().kill()
         written = others.swap({"/a/lost": Put("1")}, {})
         assert written is not None
-        seen = watch.wait(written - 1, timeout_s=30)
+        seen = watch.wait(written - 1, timeout_s=PATIENCE_S)
         assert seen is not None and sorted(seen.entries) == ["/a/frozen", "/a/leased", "/a/lost"]
         assert not lease.is_lost
         for each in (watch, store, others):
@@ -127,15 +128,15 @@ def test_a_watch_outlives_a_long_silence_of_etcd(
         store = EtcdStore(etcd_options(server.endpoint))
         watch = store.watch("/a/")
         written = store.swap({"/a/before": Put("1")}, {})
-        assert written is not None and watch.wait(written - 1, timeout_s=10) is not None
+        assert written is not None and watch.wait(written - 1, timeout_s=PATIENCE_S) is not None
         with frozen(server):
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + PATIENCE_S
             while not any("waits for etcd" in record.message for record in caplog.records):
                 assert time.monotonic() < deadline, "the watch has not found out"
                 time.sleep(0.01)
         written = store.swap({"/a/after": Put("1")}, {})
         assert written is not None
-        seen = watch.wait(written - 1, timeout_s=20)
+        seen = watch.wait(written - 1, timeout_s=PATIENCE_S)
         assert seen is not None and sorted(seen.entries) == ["/a/after", "/a/before"]
         watch.close()
         store.close()
@@ -162,7 +163,7 @@ def test_an_error_of_etcd_does_not_end_a_lease(
 
     monkeypatch.setattr(EtcdLease, "_refresh", fail_first)
     lease = etcd_store.lease(2)
-    assert renewed.wait(10) and not lease.is_lost
+    assert renewed.wait(PATIENCE_S) and not lease.is_lost
     lease.revoke()
 
 
@@ -304,7 +305,7 @@ def test_mutual_tls(tmp_path: Path) -> None:
         store = EtcdStore(etcd_options(server.endpoint, files))
         watch = store.watch("/a")
         written = store.swap({"/a": Put("1")}, {})
-        assert written is not None and watch.wait(written - 1, timeout_s=5) is not None
+        assert written is not None and watch.wait(written - 1, timeout_s=PATIENCE_S) is not None
         watch.close()
         for incomplete in ({}, {"ca_cert": files["ca_cert"]}):
             with pytest.raises(StoreUnavailableError):

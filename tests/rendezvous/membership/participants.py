@@ -9,6 +9,7 @@ from rendezvous.membership.decisions import Policy
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import World
+from tests.conftest import PATIENCE_S
 
 TTL_S = 3.0
 
@@ -19,7 +20,7 @@ def make_node(
     return Participant(store, "job", Policy(least, most, last_call_s), Place("host", "127.0.0.1", 1), ttl_s=TTL_S)
 
 
-def enter(node: Participant, timeout_s: float = 10.0) -> World | None:
+def enter(node: Participant, timeout_s: float = PATIENCE_S) -> World | None:
     node.join(timeout_s)
     return node.next_world(lambda seal: ("127.0.0.1", 1), timeout_s)
 

@@ -14,6 +14,7 @@ from rendezvous.errors import NewerVersionError
 from rendezvous.lenient_json import FORMAT, NewerRecordError, UnreadableRecordError, read_record
 from rendezvous.membership.records import Closed, Head, Job, Keys, Member, Seat, World, encode, read_head, read_view
 from rendezvous.membership.store import Entry, Put, Snapshot
+from tests.conftest import PATIENCE_S
 from tests.rendezvous.membership.test_participant import enter, make_node
 from tests.rendezvous.rendezvous_sides import eventually
 
@@ -103,7 +104,7 @@ def test_garbage_below_the_prefix_ends_nobody(key: str) -> None:
         assert EtcdFence(store, "job").claim(1) >= 1
         again = list(pool.map(enter, nodes))
         assert again[0] == again[1] and again[0] is not None and again[0].term > worlds[0].term
-        list(pool.map(lambda node: node.finish(10.0), nodes))
+        list(pool.map(lambda node: node.finish(PATIENCE_S), nodes))
         eventually(lambda: all(node.view.closed is not None for node in nodes), "the end")
         for node in nodes:
             node.leave()
@@ -140,7 +141,7 @@ def test_bytes_that_are_no_text_do_not_end_a_watch(run_id: str) -> None:
         client = store._connection.client()
         client.put(prefix.encode() + b"members/\xff", b"\xfe\xff")
         written = store.swap({f"{prefix}a": Put("1")}, {})
-        assert written is not None and watch.wait(written - 1, 10) is not None
+        assert written is not None and watch.wait(written - 1, PATIENCE_S) is not None
         late = store.watch(prefix)
         assert read_view(late.snapshot, Keys(run_id)).members == ()
         for each in (watch, late, store):

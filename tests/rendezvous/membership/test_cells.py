@@ -16,6 +16,7 @@ from rendezvous.membership.decisions import Policy, Seal, Wait
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Member, Seat, View, World
+from tests.conftest import PATIENCE_S
 
 CELLS = Policy(1, 4, 0.0, max_members=4, cell_size=2)
 
@@ -138,14 +139,14 @@ def test_members_of_one_node_meet_in_whole_cells(store: MemoryStore, pool: Threa
     """Three workers make one cell and a spare, which takes the place of the one that leaves."""
     nodes = [_make_worker(store) for _ in range(3)]
     for node in nodes:
-        node.join(10.0)
+        node.join(PATIENCE_S)
     first = nodes[:2]
     worlds = [future.result() for future in [pool.submit(_enter, node) for node in first]]
     assert worlds[0] == worlds[1] and [seat.member for seat in worlds[0].seats] == [node.id for node in first]
     waiting = pool.submit(_enter, nodes[2])
     first[lost].leave()
     survivor = first[1 - lost]
-    survivor.join(10.0)
+    survivor.join(PATIENCE_S)
     second = _enter(survivor)
     assert waiting.result() == second
     assert second.seats[1 - lost].member == survivor.id and second.seats[lost].member == nodes[2].id
@@ -159,7 +160,7 @@ def _make_worker(store: MemoryStore) -> Participant:
 
 
 def _enter(node: Participant) -> World:
-    found = node.next_world(lambda seal: ("127.0.0.1", 1), 10.0)
+    found = node.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S)
     assert found is not None
     return found
 

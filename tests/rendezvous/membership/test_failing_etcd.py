@@ -21,6 +21,7 @@ from rendezvous.membership.store import (
     Snapshot,
     Writes,
 )
+from tests.conftest import PATIENCE_S
 from tests.rendezvous.membership.participants import TTL_S, enter, make_node
 from tests.rendezvous.rendezvous_sides import eventually
 
@@ -37,7 +38,7 @@ def test_a_finished_member_waits_for_an_etcd_that_is_away(store: MemoryStore, mo
         return swap(writes, guards)
 
     monkeypatch.setattr(store, "swap", away)
-    node.finish(10.0)
+    node.finish(PATIENCE_S)
     assert len(refused) > 3
     eventually(lambda: node.view.closed is not None, "the job is closed")
 
@@ -59,10 +60,10 @@ def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
     assert node._own.lease is not None
     node._own.lease.abandon()
     store.advance(TTL_S)
-    assert refused.wait(10)
+    assert refused.wait(PATIENCE_S)
     monkeypatch.setattr(store, "lease", granted)
     other = pool.submit(enter, make_node(store, least=2))
-    assert waiting.result(10) == other.result(10) and node.id != old
+    assert waiting.result(PATIENCE_S) == other.result(PATIENCE_S) and node.id != old
 
 
 def test_a_node_frozen_while_it_registers_registers_again(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from rendezvous.membership.decisions import Policy, Seal
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import World
+from tests.conftest import PATIENCE_S
 from tests.rendezvous.membership.participants import TTL_S, crash, enter, make_node, pair, store_world
 from tests.rendezvous.rendezvous_sides import eventually
 
@@ -45,7 +46,7 @@ def test_a_joiner_is_admitted(store: MemoryStore, pool: ThreadPoolExecutor) -> N
     eventually(lambda: first.num_waiting() > 0, "the joiner is noticed")
     assert first.is_only_growing()
     world = enter(first)
-    assert world is not None and world == joining.result(10) and (world.term, world.cause) == (2, "joined")
+    assert world is not None and world == joining.result(PATIENCE_S) and (world.term, world.cause) == (2, "joined")
 
 
 def test_a_leader_can_step_back(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
@@ -54,13 +55,13 @@ def test_a_leader_can_step_back(store: MemoryStore, pool: ThreadPoolExecutor) ->
     old_id, lease = first.id, first._own.lease
 
     def step_back() -> World | None:
-        first.join(10.0, as_last=True)
-        return first.next_world(lambda seal: ("127.0.0.1", 1), 10.0)
+        first.join(PATIENCE_S, as_last=True)
+        return first.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S)
 
     stepping = pool.submit(step_back)
     eventually(second.is_broken, "the world is over")
     world = enter(second)
-    assert world is not None and world == stepping.result(10)
+    assert world is not None and world == stepping.result(PATIENCE_S)
     assert [seat.member for seat in world.seats] == [second.id, first.id]
     assert first.id != old_id and first._own.lease is lease and first.view.member(old_id) is None
     first.leave()
@@ -74,12 +75,12 @@ def test_a_member_that_cannot_host_a_world_lets_another_lead(store: MemoryStore,
     def refuse(seal: Seal) -> tuple[str, int]:
         raise OSError("Too many open files")
 
-    nodes[0].join(10.0)
+    nodes[0].join(PATIENCE_S)
     eventually(lambda: len(nodes[1].view.members) == 1, "the first")
-    nodes[1].join(10.0)
-    waiting = pool.submit(nodes[0].next_world, refuse, 10.0)
-    world = nodes[1].next_world(lambda seal: ("127.0.0.1", 1), 10.0)
-    assert world is not None and world == waiting.result(10)
+    nodes[1].join(PATIENCE_S)
+    waiting = pool.submit(nodes[0].next_world, refuse, PATIENCE_S)
+    world = nodes[1].next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S)
+    assert world is not None and world == waiting.result(PATIENCE_S)
     assert [seat.member for seat in world.seats] == [node.id for node in reversed(nodes)]
 
 
@@ -93,8 +94,8 @@ def test_the_only_member_hosts_its_world_as_soon_as_it_can(store: MemoryStore) -
             raise OSError("Too many open files")
         return "127.0.0.1", 1
 
-    node.join(10.0)
-    world = node.next_world(host, 10.0)
+    node.join(PATIENCE_S)
+    world = node.next_world(host, PATIENCE_S)
     assert world is not None and len(tries) == 3
     node.leave()
 
@@ -107,7 +108,7 @@ def test_a_lost_node_is_free_for_the_survivor(store: MemoryStore, pool: ThreadPo
     eventually(lambda: first.view.failure is not None, "the failure is reported")
     assert not blamed.done()
     crash(store, second)
-    assert blamed.result(10) is False
+    assert blamed.result(PATIENCE_S) is False
 
 
 def test_one_node_pays_for_a_failed_worker(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
@@ -118,11 +119,11 @@ def test_one_node_pays_for_a_failed_worker(store: MemoryStore, pool: ThreadPoolE
 def test_the_last_to_finish_closes_the_job(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     """Finished nodes wait for each other; then the job is closed, and a late joiner is sent away."""
     first, second = pair(store, pool)
-    waiting = pool.submit(first.finish, 10.0)
+    waiting = pool.submit(first.finish, PATIENCE_S)
     eventually(lambda: any(member.done for member in second.view.members), "the first is done")
     assert not waiting.done()
-    second.finish(10.0)
-    waiting.result(10)
+    second.finish(PATIENCE_S)
+    waiting.result(PATIENCE_S)
     assert enter(make_node(store)) is None
 
 
@@ -134,7 +135,7 @@ def test_a_node_that_finishes_long_after_another_is_not_restarted(store: MemoryS
     first.leave()
     eventually(lambda: second.view.member(first.id) is None, "it has left")
     assert second.num_waiting() == 0 and not second.is_broken()
-    second.finish(10.0)
+    second.finish(PATIENCE_S)
     assert enter(make_node(store)) is None
 
 
@@ -151,7 +152,7 @@ def test_a_closed_run_id_can_be_used_again(store: MemoryStore) -> None:
     """The mark of a finished job expires, and terms continue from where they were."""
     node = make_node(store, last_call_s=0.0)
     enter(node)
-    node.finish(10.0)
+    node.finish(PATIENCE_S)
     node.leave()
     store.advance(300.0)
     world = enter(make_node(store, last_call_s=0.0))
@@ -176,7 +177,7 @@ def test_an_expelled_node_joins_as_a_new_one(store: MemoryStore, pool: ThreadPoo
     enter(first)
     back = pool.submit(enter, second)
     eventually(lambda: first.num_waiting() > 0, "the return is noticed")
-    assert enter(first) == back.result(10) and second.id != old
+    assert enter(first) == back.result(PATIENCE_S) and second.id != old
 
 
 @pytest.mark.slow
@@ -190,8 +191,8 @@ def test_too_few_nodes_is_an_error(store: MemoryStore) -> None:
 def test_a_leader_seals_what_it_has_seen(store: MemoryStore) -> None:
     """A member that dies between the decision and the transaction makes it fail; the leader decides again."""
     leader, late = make_node(store), make_node(store)
-    leader.join(10.0)
-    late.join(10.0)
+    leader.join(PATIENCE_S)
+    late.join(PATIENCE_S)
     eventually(lambda: len(leader.view.members) == 2, "both members")
 
     def dies_now() -> bool:
@@ -200,7 +201,7 @@ def test_a_leader_seals_what_it_has_seen(store: MemoryStore) -> None:
             eventually(lambda: leader.view.member(late.id) is None, "the loss")
         return False
 
-    world = leader.next_world(lambda seal: ("127.0.0.1", 1), 10.0, dies_now)
+    world = leader.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S, dies_now)
     assert world is not None and [seat.member for seat in world.seats] == [leader.id]
     leader.leave()
 
@@ -218,12 +219,12 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
     places = [Place("host", "127.0.0.1", 1, node=name, agent=f"{name}:1") for name in ("here", "here", "there")]
     nodes = [Participant(store, "job", Policy(1, 2, 0.0), place, ttl_s=TTL_S, ask=ask) for place in places]
     for node in nodes:
-        node.join(10.0)
+        node.join(PATIENCE_S)
     eventually(lambda: all(len(node.view.members) == 3 for node in nodes), "all members")
-    assert nodes[0].next_world(lambda seal: ("127.0.0.1", 1), 10.0) is not None
+    assert nodes[0].next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S) is not None
     eventually(lambda: all(node.view.term == 1 for node in nodes), "the world")
     for node in nodes[:2]:
-        node.join(10.0)
+        node.join(PATIENCE_S)
     eventually(lambda: all(len(node.view.ready) == 2 for node in nodes), "those who wait")
     snapshot = nodes[0]._latest.now().snapshot
     assert [is_looking(node.view, node.id) for node in nodes[:2]] == [True, False]
@@ -240,11 +241,11 @@ def test_a_node_with_other_limits_is_refused_and_the_others_do_not_notice(
     """One with --nnodes 1:2 and one with 1:3 once made room for a third, and none, twice a second."""
     monkeypatch.setattr(participant, "LEASE_MARGIN_S", -TTL_S)
     first, other = make_node(store, last_call_s=0.0), make_node(store, most=3, last_call_s=0.0)
-    first.join(10.0)
-    assert first.next_world(lambda seal: ("127.0.0.1", 1), 10.0) is not None
+    first.join(PATIENCE_S)
+    assert first.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S) is not None
     eventually(lambda: other.view.term == 1, "the world")
     with pytest.raises(LimitsDifferError, match="is 1:3 here, and 1:2 on the nodes that run already"):
-        other.join(10.0)
+        other.join(PATIENCE_S)
     assert len(first.view.members) == 1 and first.num_waiting() == 0
     first.leave()
     other.leave()
@@ -253,12 +254,12 @@ def test_a_node_with_other_limits_is_refused_and_the_others_do_not_notice(
 def test_a_job_may_be_started_with_other_limits_while_the_leases_of_its_dead_members_last(store: MemoryStore) -> None:
     """Those who were killed are not asked: the newcomer waits until they are gone."""
     dead, other = make_node(store, last_call_s=0.0), make_node(store, most=3, last_call_s=0.0)
-    dead.join(10.0)
+    dead.join(PATIENCE_S)
     eventually(lambda: len(other.view.members) == 1, "the first")
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(other.join, 10.0)
+        joining = pool.submit(other.join, PATIENCE_S)
         dead.leave()  # as its lease's end
-        joining.result(10.0)
+        joining.result(PATIENCE_S)
     assert [member.nodes for member in other.view.members] == ["1:3"]
     other.leave()
 
@@ -266,12 +267,12 @@ def test_a_job_may_be_started_with_other_limits_while_the_leases_of_its_dead_mem
 def test_of_two_that_come_together_with_other_limits_the_second_is_refused(store: MemoryStore) -> None:
     """Neither saw the other before it registered; no world is made of both."""
     first, other = make_node(store, last_call_s=0.0), make_node(store, most=3, last_call_s=0.0)
-    first.join(10.0)
+    first.join(PATIENCE_S)
     other._own.register()
     eventually(lambda: len(first.view.members) == len(other.view.members) == 2, "both")
     with pytest.raises(LimitsDifferError):
-        other.next_world(lambda seal: ("127.0.0.1", 1), 10.0)
-    world = first.next_world(lambda seal: ("127.0.0.1", 1), 10.0)
+        other.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S)
+    world = first.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S)
     assert world is not None and [seat.member for seat in world.seats] == [first.id]
     first.leave()
     other.leave()

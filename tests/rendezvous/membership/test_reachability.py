@@ -16,6 +16,7 @@ from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.reachability import Reachability
 from rendezvous.membership.records import World
+from tests.conftest import PATIENCE_S
 from tests.rendezvous.rendezvous_sides import eventually
 
 
@@ -27,8 +28,8 @@ def make_node(
 
 
 def enter(node: Participant) -> World:
-    node.join(10.0)
-    world = node.next_world(lambda seal: (node.place.host, 1), 10.0)
+    node.join(PATIENCE_S)
+    world = node.next_world(lambda seal: (node.place.host, 1), PATIENCE_S)
     assert world is not None
     return world
 
@@ -61,7 +62,7 @@ def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reac
             looking.look()
         eventually(lambda: nodes["a"].num_waiting() == nodes["b"].num_waiting() == 1, "room for the third")
         assert {len(world.seats) for world in pool.map(enter, [nodes["a"], nodes["b"]])} == {3}
-        assert len(waiting.result(10.0).seats) == 3
+        assert len(waiting.result(PATIENCE_S).seats) == 3
     for name, node in nodes.items():
         reaches[name].close()
         node.leave()
@@ -107,7 +108,7 @@ def test_a_newcomer_whom_others_cannot_reach_does_not_end_their_world(
         wrong.clear()
         eventually(lambda: any(nodes[name].wants_to_grow(0.0) for name in "ab"), "room for it")
         assert {len(world.seats) for world in pool.map(enter, [nodes["a"], nodes["b"]])} == {3}
-        assert len(waiting.result(10.0).seats) == 3
+        assert len(waiting.result(PATIENCE_S).seats) == 3
     for looking, node in zip(reaches, nodes.values(), strict=True):
         looking.close()
         node.leave()
@@ -123,7 +124,7 @@ def test_a_newcomer_that_cannot_reach_the_others_says_so_before_it_is_a_member()
         eventually(lambda: cut.view.term == 1, "the world")
         looking = Reachability(cut)
         looking.look_ahead()
-        cut.join(10.0)
+        cut.join(PATIENCE_S)
         (mine,) = [member for member in cut.view.members if member.id == cut.id]
         assert mine.missed == ("a", "b")
         eventually(lambda: len(nodes["a"].view.members) == 3, "the newcomer")
@@ -151,10 +152,12 @@ def test_a_refusing_node_that_lives_is_taken_for_dead_once_and_then_for_out_of_r
         assert not nodes["a"].is_broken(), "one look may be an accident"
         looking.look()
         eventually(lambda: nodes["a"].is_broken() and nodes["b"].is_broken(), "the end of the world")
-        nodes["c"].join(10.0)
-        nodes["a"].join(10.0)
-        nodes["b"].join(10.0)
-        waiting = [pool.submit(nodes[name].next_world, lambda _: ("h", 1), 10.0, is_over.is_set) for name in "abc"]
+        nodes["c"].join(PATIENCE_S)
+        nodes["a"].join(PATIENCE_S)
+        nodes["b"].join(PATIENCE_S)
+        waiting = [
+            pool.submit(nodes[name].next_world, lambda _: ("h", 1), PATIENCE_S, is_over.is_set) for name in "abc"
+        ]
         eventually(lambda: nodes["a"].world is not None and nodes["a"].world.term == 2, "the next world")
         for _ in range(2):
             looking.look()
@@ -162,7 +165,7 @@ def test_a_refusing_node_that_lives_is_taken_for_dead_once_and_then_for_out_of_r
         assert mine.missed == ("c",), "out of reach, not dead"
         is_over.set()
         for entered in waiting:
-            entered.exception(10.0)
+            entered.exception(PATIENCE_S)
     looking.close()
     for node in nodes.values():
         node.leave()

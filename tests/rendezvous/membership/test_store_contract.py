@@ -8,6 +8,7 @@ import pytest
 
 from rendezvous.errors import StoreRefusedError
 from rendezvous.membership.store import ABSENT, MOST_GUARDS, Put
+from tests.conftest import PATIENCE_S
 
 if TYPE_CHECKING:
     from tests.rendezvous.rendezvous_sides import Side
@@ -109,7 +110,7 @@ def test_an_abandoned_lease_ends(side: Side) -> None:
     assert written is not None
     lease.abandon()
     side.pass_time(lease.ttl_s)
-    after = watch.wait(written, timeout_s=10)
+    after = watch.wait(written, timeout_s=PATIENCE_S)
     watch.close()
     assert after is not None and after.entries == {}
 
@@ -124,7 +125,7 @@ def test_a_renewed_lease_outlives_its_ttl(side: Side) -> None:
     assert written is not None
     dropped.abandon()
     side.pass_time(3)
-    assert watch.wait(written, timeout_s=10) is not None
+    assert watch.wait(written, timeout_s=PATIENCE_S) is not None
     watch.close()
     assert texts(side) == {"kept": "1"} and not kept.is_lost
     kept.revoke()
@@ -135,7 +136,7 @@ def test_a_watch_wakes_for_another_threads_write(side: Side) -> None:
     watch = side.store.watch(side.prefix)
     before = watch.snapshot.revision
     side.later(lambda: side.store.swap({side.prefix + "a": Put("1")}, {}))
-    snapshot = watch.wait(before, timeout_s=5)
+    snapshot = watch.wait(before, timeout_s=PATIENCE_S)
     watch.close()
     assert snapshot is not None and snapshot.entries[side.prefix + "a"].value == "1"
 

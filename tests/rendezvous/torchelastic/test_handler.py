@@ -15,6 +15,7 @@ from rendezvous import EtcdServer, OptionError, context
 from rendezvous.process_table import is_alive
 from rendezvous.torchelastic.entry_point import create_handler, load
 from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
+from tests.conftest import PATIENCE_S
 from tests.rendezvous.rendezvous_sides import eventually
 
 
@@ -103,5 +104,5 @@ def test_the_demo_server_runs_by_itself() -> None:
     assert server.stdout is not None
     assert server.stdout.readline().startswith("127.0.0.1:")
     server.terminate()
-    assert server.wait(timeout=60) == 0
+    assert server.wait(timeout=PATIENCE_S) == 0
     server.stdout.close()

@@ -27,6 +27,7 @@ from rendezvous.torchelastic.live_agent import (
     Budget,
     LiveAgent,
 )
+from tests.conftest import PATIENCE_S
 
 
 class Dying:
@@ -112,7 +113,7 @@ def test_a_worker_that_stays_stopped_is_replaced(
         os.waitid(os.P_PID, worker.proc.pid, os.WSTOPPED)
         look(0.0)
         watch(STOPPED_FOR_GOOD_S + 1.0)
-        assert worker.proc.wait(10) == -signal.SIGKILL and replaced == []
+        assert worker.proc.wait(PATIENCE_S) == -signal.SIGKILL and replaced == []
         look(0.0)
         assert replaced == [0]
     finally:

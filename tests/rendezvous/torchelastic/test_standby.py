@@ -19,6 +19,7 @@ from rendezvous.process_table import is_alive, name_of
 from rendezvous.torchelastic import standby_process
 from rendezvous.torchelastic.bound_agent import BoundAgent
 from rendezvous.torchelastic.standby import UNKNOWN_CODE, Program, Standby
+from tests.conftest import PATIENCE_S
 from tests.processes import parent_of
 from tests.rendezvous.rendezvous_sides import eventually
 
@@ -90,7 +91,7 @@ def test_a_forked_worker_is_what_its_command_line_would_have_started(standby: St
     out, err = tmp_path / "out", tmp_path / "err"
     err.write_text("the one before\n")
     forked = standby.start(program, said, str(out), str(err))
-    assert (forked.wait(30.0), started.returncode) == (3, 3), err.read_text()
+    assert (forked.wait(PATIENCE_S), started.returncode) == (3, 3), err.read_text()
     assert json.loads(out.read_text()) == json.loads(started.stdout)
     assert err.read_text() == "the one before\n"
     forked.close(signal.SIGTERM)  # it has ended: nothing happens
@@ -114,7 +115,7 @@ def test_its_end_is_what_the_interpreter_would_have_made_of_it(
     (tmp_path / "body.py").write_text(body)
     out = tmp_path / "out"
     worker = standby.start(Program("body", ("é\udcff",)), {"PYTHONIOENCODING": "utf-8"}, str(out), str(out))
-    assert worker.wait(30.0) == code
+    assert worker.wait(PATIENCE_S) == code
     assert said in out.read_text()
 
 
@@ -136,7 +137,7 @@ def test_a_worker_is_its_agents_child_and_outlives_the_standby_process(standby: 
         standby.start(sleeper, {}, os.devnull, None)
     assert worker.poll() is None
     worker.close()
-    assert worker.wait(30.0) == -signal.SIGTERM
+    assert worker.wait(PATIENCE_S) == -signal.SIGTERM
     worker.close()
 
 
@@ -145,7 +146,7 @@ def test_a_workers_code_that_somebody_else_took_is_unknown(standby: Standby, sle
     worker = standby.start(sleeper, {}, os.devnull, None)
     worker.kill()
     os.waitpid(worker.pid, 0)
-    assert worker.wait(30.0) == UNKNOWN_CODE
+    assert worker.wait(PATIENCE_S) == UNKNOWN_CODE
 
 
 AGENT = """
@@ -182,7 +183,7 @@ def test_whatever_is_forked_after_cuda_began_becomes_a_program(
     eventually(lambda: Path(f"/proc/{worker.pid}/cmdline").read_text().endswith("-u\0-m\0sleeper\0"), "the program")
     assert parent_of(worker.pid) == os.getpid()
     worker.close()
-    assert worker.wait(30.0) == -signal.SIGTERM
+    assert worker.wait(PATIENCE_S) == -signal.SIGTERM
     poisoned.end()
 
 
@@ -221,8 +222,8 @@ def test_what_was_there_before_the_fork_is_not_taken_down_at_its_end(
     (tmp_path / "ends.py").write_text(f"{program}print(gc.get_freeze_count() > 1000)\n")
     standby, out = begin(), tmp_path / "out"
     standby.preload("loaded")
-    assert standby._control.recv(9) == b"ready"
-    assert standby.start(Program("ends", ()), {}, str(out), None).wait(30.0) == 0
+    assert standby.wait_until_ready(PATIENCE_S)
+    assert standby.start(Program("ends", ()), {}, str(out), None).wait(PATIENCE_S) == 0
     assert out.read_text().splitlines() == ["True", "own"]
 
 
@@ -241,7 +242,7 @@ def test_a_frozen_standby_process_is_not_waited_for(
     assert not late.exists()
     for worker in (depending, another):
         worker.kill()
-        assert worker.wait(30.0) == -signal.SIGKILL
+        assert worker.wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def test_imports_that_fail_leave_no_standby_process(
@@ -272,7 +273,7 @@ def test_a_failing_standby_process_costs_no_worker_and_is_replaced(monkeypatch: 
     """The worker is started in the ordinary way: an error would end the node with all of its workers."""
     agent, begun = agent_with(Lost(), monkeypatch)
     started = start_worker(agent)
-    assert started.proc.wait(30.0) == 0 and agent._standby is None
+    assert started.proc.wait(PATIENCE_S) == 0 and agent._standby is None
     for _ in range(2):
         BoundAgent._renew_standby(agent)
     assert begun == ["this.preload"]

@@ -14,6 +14,7 @@ from elastic_train.checkpoint.saving.store_use import MOST_UNWRITTEN, StoreUse, 
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import NotAllowed
 from elastic_train.errors import StorageError
+from tests.conftest import PATIENCE_S
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def refuse() -> None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -81,7 +82,7 @@ def test_storage_that_hangs_holds_nobody_up(
 
     def hang() -> None:
         num_asked[0] += 1
-        thawed.wait(10.0)
+        thawed.wait(PATIENCE_S)
 
     create(hang)
     use = StoreUse(str(tmp_path))

@@ -23,6 +23,7 @@ from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import KeyMissing, KeyTaken, NotAllowed, Store, Uncertain, create_once
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.world.fencing import StoreFence
+from tests.conftest import PATIENCE_S
 
 
 def test_a_created_key_reads_back(store: Store) -> None:
@@ -221,7 +222,7 @@ def test_storage_that_does_not_answer_is_an_error(
         url = "somewhere"
 
         def __getattr__(self, name: str) -> Callable[..., bool]:
-            return lambda *_: woken.wait(30)
+            return lambda *_: woken.wait(PATIENCE_S)
 
     try:
         with pytest.raises(error, match=r"somewhere: cannot .* no answer in") as raised:
@@ -240,7 +241,7 @@ def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.Monkey
             if is_hung.is_set():
                 return super().create(key, content)
             is_hung.set()
-            assert woken.wait(30)
+            assert woken.wait(PATIENCE_S)
             try:
                 super().create(key, content)
             finally:
@@ -260,7 +261,7 @@ def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.Monkey
     assert StoreFence(store).claim() == 1
     claim = stores.read(store, "terms/00000001.json")
     woken.set()
-    assert is_through.wait(30)
+    assert is_through.wait(PATIENCE_S)
     assert stores.read(store, "terms/00000001.json") == claim and StoreFence(store).claim() == 2
 
 

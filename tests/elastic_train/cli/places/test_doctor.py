@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from elastic_train.health import clock
 from elastic_train.health.finding import Finding, Planned, examine_all, ok
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.membership.store import Put
+from tests.conftest import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -117,20 +119,23 @@ def test_gpus_that_torch_does_not_use_fail() -> None:
 def test_what_does_not_answer_is_a_finding() -> None:
     """And what it had to say before is kept apart from it; no examination waits for another."""
 
+    is_over = threading.Event()
+
     def stuck() -> Iterator[Finding]:
         yield ok("disk", "there")
-        time.sleep(5)
+        is_over.wait(PATIENCE_S)
 
     def broken() -> Iterator[Finding]:
         yield ok("wire", "there")
         raise OSError("cut")
 
-    planned = {"disk": Planned(stuck, "unplug it", 0.2), "wire": Planned(broken, "mend it", 0.2)}
+    planned = {"disk": Planned(stuck, "unplug it", 0.2), "wire": Planned(broken, "mend it", PATIENCE_S)}
     assert examine_all(planned) == [
         Finding("disk", "fail", "no answer in 0 s", "unplug it"),
         ok("wire", "there"),
         Finding("wire", "fail", "cut", "mend it"),
     ]
+    is_over.set()
 
 
 def test_a_store_that_creates_a_key_twice_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from elastic_train.cli.places.job import nodes_of, row_of
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, etcd_options
 from rendezvous.membership.records import Keys, Member, Seat, View, World, encode, read_view
 from rendezvous.membership.store import Put
-from tests.conftest import begin
+from tests.conftest import PATIENCE_S, begin
 from tests.elastic_train.training.live.test_live import ENDLESS, eventually, history, write_config
 
 
@@ -67,7 +67,7 @@ def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
         assert (row["state"], row["nodes"]) == ("training", 1)
 
         assert json.loads(said(capsys, "stop", "a job", *where, "--json")[1])["left"] == [second]
-        assert [job.wait(60) for job in jobs] == [75, 75], (tmp_path / "log0").read_text()
+        assert [job.wait(PATIENCE_S) for job in jobs] == [75, 75], (tmp_path / "log0").read_text()
         (row,) = json.loads(said(capsys, "ls", *where, "--json")[1])
         assert (row["state"], row["nodes"]) == ("gone", 0)
         assert row["commit"] is not None
@@ -95,7 +95,7 @@ def test_a_slow_node_is_dropped_and_the_others_train_on(tmp_path: Path, rows: Pa
         finally:
             for job in jobs:
                 job.terminate()
-            assert [job.wait(60) for job in jobs] == [75, 75]
+            assert [job.wait(PATIENCE_S) for job in jobs] == [75, 75]
 
 
 def member(node: str, *, own: str = "", missed: tuple[str, ...] = ()) -> Member:

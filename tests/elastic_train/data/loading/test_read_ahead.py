@@ -30,7 +30,7 @@ from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSampler
 from elastic_train.errors import DataError
-from tests.conftest import ROOT, write_rows
+from tests.conftest import PATIENCE_S, ROOT, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -216,7 +216,7 @@ def test_a_slow_collate_holds_up_its_own_step_alone(tmp_path: Path) -> None:
 
     def collate(rows: pa.Table, ids: Ids) -> dict[str, Tensor]:
         num_made[0] += 1
-        assert num_made[0] < 5 or is_let_go.wait(30), "the steps before were not had"
+        assert num_made[0] < 5 or is_let_go.wait(PATIENCE_S), "the steps before were not had"
         return {}
 
     reading = read_ahead.ReadAhead(Reader(manifest, ["label"]), order, collate, lanes=range(1), micro_batch=4)

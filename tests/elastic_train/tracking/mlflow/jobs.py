@@ -13,6 +13,7 @@ from elastic_train.core.lineage import Interval
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.tracker import Tracker
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.tracking.unqueued import Unqueued
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def values(client: MlflowClient, run_id: str, name: str = "loss") -> list[tuple[
     return sorted((metric.step, metric.value) for metric in client.get_metric_history(run_id, name))
 
 
-def wait_until(is_true: object, timeout_s: float = 30) -> None:
+def wait_until(is_true: object, timeout_s: float = PATIENCE_S) -> None:
     assert callable(is_true)
     deadline, pause = time.monotonic() + timeout_s, threading.Event()
     while not is_true():

@@ -24,7 +24,7 @@ from elastic_train.tracking.mlflow_run import (
 )
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import Link, RunFolder
-from tests.conftest import run_source
+from tests.conftest import PATIENCE_S, run_source
 from tests.elastic_train.tracking.mlflow.jobs import DOWN, EXPERIMENT, run_of, start, steps, wait_until
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def test_a_new_database_is_made_by_one_process_at_a_time(tmp_path: Path) -> None
         opening.join(0.2)
         assert opening.is_alive()
         assert not (tmp_path / "mlflow.db").exists()
-    opening.join(60)
+    opening.join(PATIENCE_S)
     assert (tmp_path / "mlflow.db").exists()
 
 
@@ -244,7 +244,7 @@ def test_sending_is_tried_a_bounded_number_of_times(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(delivery.Delivery, "open", fail)
     monkeypatch.setattr(tracking, "MAX_FAILURES_IN_A_ROW", 4)
     tracker = start(tmp_path, DOWN)
-    assert is_over.wait(30)
+    assert is_over.wait(PATIENCE_S)
     tracker.finish("FAILED")
     assert len(calls) == 4
 

@@ -28,6 +28,7 @@ from elastic_train.tracking.metric_log import (
 )
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import RunFolder
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.tracking.mlflow.jobs import CONFIG, DOWN, EXPERIMENT, run_of, start, steps, values, wait_until
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def test_a_killed_process_leaves_its_run_running_and_the_next_term_sends_its_val
     run_id = process.stdout.readline().strip()
     assert process.stdout.readline() == "logged\n"
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE_S)
     assert client.get_run(run_id).info.status == "RUNNING"
     with metrics_path(tmp_path, 1).open("a") as file:
         file.write('{"t": 1.0, "term": 1, "step": 6, "val')  # the machine died in the middle of a line

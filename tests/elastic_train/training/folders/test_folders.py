@@ -18,6 +18,7 @@ from rendezvous import EtcdServer
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.options import etcd_options
 from rendezvous.membership.records import Keys
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.live.test_live import (
     JOB,
     STARTED,
@@ -78,7 +79,7 @@ def test_a_folder_that_freezes_costs_no_state(
     assert {line["term"] for line in formed} == {term}
     asked_at = step_of(tmp_path / "node.log")
     job.send_signal(signal.SIGTERM)
-    job.wait(60)
+    job.wait(PATIENCE_S)
     run = collect(disk.folder)
     assert run.result is not None and run.result["status"] == "preempted"
     steps = [line["step"] for line in run.of("step") if line["rank"] == 1]

@@ -23,7 +23,7 @@ from elastic_train.system.failpoints import POINTS, VARIABLE, arm
 from rendezvous import EtcdServer
 from rendezvous.process_table import children_of, is_alive, name_of
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import begin, start
+from tests.conftest import PATIENCE_S, begin, start
 
 pytestmark = pytest.mark.slow
 
@@ -163,7 +163,7 @@ def test_a_fault_in_any_phase_ends_in_the_same_place(
 def leave(job: ForkedWorker, folder: Path) -> Evidence:
     """Ask a job's node to leave, and return what it left: a result, and every applied step."""
     job.send_signal(signal.SIGTERM)
-    job.wait(60)
+    job.wait(PATIENCE_S)
     run = collect(folder / "run")
     assert run.result is not None, (folder / "node.log").read_text()
     check_kept(run)
@@ -313,7 +313,7 @@ def test_the_last_node_to_leave_commits(
     job = launch(tmp_path, etcd, config, ranks=2)
     until_whole(tmp_path / "run", 2)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(60) != 0  # torchrun makes every signal a 1
+    assert job.wait(PATIENCE_S) != 0  # torchrun makes every signal a 1
     left = collect(tmp_path / "run")
     assert left.result is not None and left.result["status"] == "preempted"
     assert max(int(str(line["step"])) for line in left.of("step")) == left.commits[-1].fields["step"]  # type: ignore[index]
