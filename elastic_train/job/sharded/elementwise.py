@@ -18,6 +18,8 @@ T = TypeVar("T")
 _STEP, _STEPS = "step", 2
 Kept = dict[str, Any]
 """A parameter's weights under "", and what an optimizer keeps of it."""
+Settings = Mapping[str, Any]
+"""Of a parameter group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,11 @@ def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | N
     Raises ConfigError for an optimizer that updates, or keeps, anything else: its update would depend on where a
     parameter is cut. So does one that begins otherwise than with zeros, since that is how a share begins.
     """
-    tried: list[tuple[Mapping[str, Any], Slots]] = []
+    tried: list[tuple[Settings, Slots]] = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")} | {"lr": 0.1}
         if not any(_are_alike(settings, others) for others, _ in tried):  # groups often differ in their rates alone
-            tried.append((settings, _slots_of_group(type(optimizer), settings, make, device)))
+            tried.append((settings, _known_slots(type(optimizer), settings, make, device)))
     found = [slots for _, slots in tried]
     first = found[0]
     if any((one.moments, one.count is None) != (first.moments, first.count is None) for one in found):
@@ -57,7 +59,7 @@ def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | N
     return first
 
 
-def _are_alike(settings: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+def _are_alike(settings: Settings, others: Settings) -> bool:
     """Say whether two groups' settings are surely the same."""
     if settings.keys() != others.keys():
         return False
@@ -67,8 +69,23 @@ def _are_alike(settings: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     )
 
 
+_KNOWN: list[tuple[type[Optimizer], torch.device | None, Settings, Slots]] = []
+"""What has been found of torch's own optimizers in this process: a plan asks for it, and the state that follows it."""
+
+
+def _known_slots(kind: type[Optimizer], settings: Settings, make: MakeOptimizer, device: torch.device | None) -> Slots:
+    """Return what is known of such a group, or try it; all that torch's own optimizers follow is in their groups."""
+    for known_kind, known_device, others, slots in _KNOWN:
+        if (kind, device) == (known_kind, known_device) and _are_alike(settings, others):
+            return slots
+    slots = _slots_of_group(kind, settings, make, device)
+    if kind.__module__.startswith("torch.optim."):
+        _KNOWN.append((kind, device, settings, slots))
+    return slots
+
+
 def _slots_of_group(
-    kind: type[Optimizer], settings: Mapping[str, Any], make: MakeOptimizer, device: torch.device | None
+    kind: type[Optimizer], settings: Settings, make: MakeOptimizer, device: torch.device | None
 ) -> Slots:
     generator = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(1 + _STEPS, 2, ALIGN, generator=generator).to(device)
@@ -106,7 +123,7 @@ def _read(kind: type[Optimizer], kept: Kept) -> Slots:
 
 def _tried(
     make: MakeOptimizer,
-    settings: Mapping[str, Any],
+    settings: Settings,
     values: Sequence[Tensor],
     steps: Sequence[Sequence[Tensor]],
     begun: Slots | None,
