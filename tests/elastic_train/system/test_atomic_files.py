@@ -10,6 +10,7 @@ import pytest
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
+from tests.conftest import PATIENCE_S
 
 
 def test_processes_with_equal_ids_do_not_share_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,5 +38,5 @@ def test_processes_with_equal_ids_do_not_share_a_history(tmp_path: Path, monkeyp
         history = History(files, tmp_path, 3, 0)
         history.no_progress(step=1)
         history.close()
-    assert files.flush(10.0)
+    assert files.flush(PATIENCE_S)
     assert [len(path.read_text().splitlines()) for path in (tmp_path / "history").iterdir()] == [1, 1]

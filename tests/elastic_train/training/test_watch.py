@@ -23,6 +23,7 @@ from elastic_train.training.commits import Commits
 from elastic_train.training.result import _phases_of
 from elastic_train.training.step_sums import STOP, StepSums
 from elastic_train.training.watch import Watch
+from tests.conftest import PATIENCE_S
 
 ROW = RankFacts(0.5, 0.0, 1.0, 2.0, 0.25, 0.25, 0.5, 0.0, 0.5, 0.125, 64, 0.001)
 
@@ -49,7 +50,7 @@ class Said:
         return f"dropped: node of {rank}"
 
     def lines(self) -> list[dict[str, Any]]:
-        assert self.files.flush(5.0)
+        assert self.files.flush(PATIENCE_S)
         (path,) = (self.folder / "history").glob("*.jsonl")
         return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -128,7 +129,7 @@ def test_the_host_of_a_rank_is_in_its_history(tmp_path: Path) -> None:
     files = BackgroundFiles()
     history = History(files, tmp_path, 4, 2)
     history.form(world=3, cause="start", joined_at=None, sealed_at=None, started_at=0.0)
-    assert files.flush(5.0)
+    assert files.flush(PATIENCE_S)
     (path,) = (tmp_path / "history").glob("*.jsonl")
     host = json.loads(path.read_text().splitlines()[0])["host"]
     assert (host_in(tmp_path, 4, 2), host_in(tmp_path, 4, 1), host_in(tmp_path, 5, 2)) == (host, None, None)

@@ -61,7 +61,7 @@ def steps(client: MlflowClient, run_id: str, name: str = "loss") -> Counter[int]
 
 
 def run_of(client: MlflowClient, tracker: Tracker) -> Run:
-    run_id = tracker.wait_run_id(30)
+    run_id = tracker.wait_run_id(PATIENCE_S)
     assert run_id is not None
     return client.get_run(run_id)
 

@@ -263,7 +263,7 @@ def test_the_runs_id_is_waited_for_beyond_the_first_failure(
 
     monkeypatch.setattr(delivery.Delivery, "open", fail_twice)
     tracker = start(tmp_path / "a", uri)
-    assert client.get_run(tracker.wait_run_id(30) or "").info.status == "RUNNING"
+    assert client.get_run(tracker.wait_run_id(PATIENCE_S) or "").info.status == "RUNNING"
     tracker.finish("FINISHED")
 
     is_over, tries = threading.Event(), []
@@ -276,10 +276,10 @@ def test_the_runs_id_is_waited_for_beyond_the_first_failure(
 
     monkeypatch.setattr(delivery.Delivery, "open", fail_until_over)
     tracker = start(tmp_path / "b", uri)
-    assert tracker.wait_run_id(30) is None
+    assert tracker.wait_run_id(PATIENCE_S) is None
     assert len(tries) >= tracking.MAX_FAILURES_AWAITED
     is_over.set()
-    assert tracker.wait_run_id(30) is not None
+    assert tracker.wait_run_id(PATIENCE_S) is not None
     tracker.finish("FINISHED")
 
 

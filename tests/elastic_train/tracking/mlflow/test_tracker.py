@@ -75,7 +75,7 @@ def test_rollback_and_resume_keep_one_run_and_one_value_a_step(
     second = start(
         tmp_path, uri, term=2, lineage=((1, 0, 5),), config={**CONFIG, "batch": {"global_batch": 32}, "added": 1}
     )
-    assert second.wait_run_id(30) == run_id
+    assert second.wait_run_id(PATIENCE_S) == run_id
     wait_until(lambda: client.get_run(run_id).info.status == "RUNNING")
     for step in [*range(6, 13), *range(8, 16)]:  # back to 5 by a restart, then to 7 within the term
         second.log(step, {"loss": float(step)})
@@ -164,10 +164,10 @@ def test_a_killed_process_leaves_its_run_running_and_the_next_term_sends_its_val
         "files = BackgroundFiles()\n"
         f"tracker = Tracker.start(files=files, run_dir=Path({str(tmp_path)!r}), term=1, config={{}},"
         f" mlflow_uri={uri!r}, experiment={EXPERIMENT!r}, run_name='x')\n"
-        "print(tracker.wait_run_id(60), flush=True)\n"
+        f"print(tracker.wait_run_id({PATIENCE_S}), flush=True)\n"
         "for step in range(1, 6): tracker.log(step, {'loss': 1.0})\n"
         "tracker.commit(5, 'commits/00000001-000000000005.json')\n"
-        "files.flush(60)  # the lines of its last milliseconds die with a process\n"
+        f"files.flush({PATIENCE_S})  # the lines of its last milliseconds die with a process\n"
         "print('logged', flush=True); sys.stdin.read()\n"
     )
     process = subprocess.Popen(
@@ -245,11 +245,11 @@ def test_log_is_cheap_and_survives_a_full_disk(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        assert files.flush(30)
+        assert files.flush(PATIENCE_S)
         patch.setattr(os, "write", full)
         tracker.log(2000, {"lr": 1.0})
         tracker.log(2001, {"lr": 1.0})
-        assert files.flush(30)
+        assert files.flush(PATIENCE_S)
     tracker.log(2002, {"lr": 2.0})
     tracker.finish("FINISHED")
     tracker.log(2003, {"lr": 3.0})
