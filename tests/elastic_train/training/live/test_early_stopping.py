@@ -23,7 +23,7 @@ from tests.elastic_train.training.live.test_live import (
 )
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
-EVERY, PATIENCE = 30, 3
+EVERY, PATIENCE = 15, 3
 RECIPE = {
     "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema": {"decay": 0.9}},
     "validation": {
@@ -49,7 +49,7 @@ def test_a_validation_that_a_fault_ends_is_done_again(tmp_path: Path, rows: Path
     points = tmp_path / "points"
     points.mkdir()
     environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__SHARDS": "parameters"}
-    live = launch(tmp_path, etcd, job(tmp_path, rows, 10.0), ranks=3, **environ)
+    live = launch(tmp_path, etcd, job(tmp_path, rows, 40.0), ranks=3, **environ)
     until_whole(tmp_path / "run", 3)
     arm(points, "validate", "kill", 2)
     eventually(lambda: not (points / "validate").exists(), "a fault in a validation")

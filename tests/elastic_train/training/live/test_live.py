@@ -181,14 +181,14 @@ def lose_ranks(folder: Path, points: Path, size: int, faults: Sequence[tuple[str
     A place may have a number: "forward 8" is the eighth time that any rank comes there. For the places of a new world
     the last rank is killed first. Return the term of the world that trains in the end, and its processes by rank.
     """
-    term, ranks = until_whole(folder / "run", size)
+    term, ranks = until_whole(folder / "run", size, least=2)
     for place, kind in faults:
         point, _, nth = place.partition(" ")
         arm(points, point, kind, int(nth or 1))
         if point in PHASES_OF_A_NEW_WORLD:
             os.kill(ranks[size - 1], signal.SIGKILL)
         eventually(lambda: not (points / point).exists(), f"a fault at {point}")  # noqa: B023 - called at once
-        term, ranks = until_whole(folder / "run", size, above=term)
+        term, ranks = until_whole(folder / "run", size, above=term, least=2)
     return term, ranks
 
 
@@ -203,8 +203,11 @@ def lose_peers(job: ForkedWorker, folder: Path, points: Path, names: Sequence[st
     return leave(job, folder)
 
 
-def until_whole(run: Path, size: int, *, above: int = 0) -> tuple[int, dict[int, int]]:
-    """Wait until a world of `size` ranks and a term above `above` takes steps; return the term, processes by rank."""
+def until_whole(run: Path, size: int, *, above: int = 0, least: int = 5) -> tuple[int, dict[int, int]]:
+    """Wait until a world of `size` ranks and a term above `above` has taken a few steps, `least` for each rank.
+
+    Return the term, and the processes by rank.
+    """
     newest: dict[int, int] = {}
     found = [0]
 
@@ -215,7 +218,7 @@ def until_whole(run: Path, size: int, *, above: int = 0) -> tuple[int, dict[int,
         newest.clear()
         newest.update({line["rank"]: line["pid"] for line in lines if line["op"] == "form" and line["term"] == term})
         steps = [line for line in lines if line["op"] == "step" and line["term"] == term]
-        return term > above and len(newest) == size and len(steps) > 5 * size
+        return term > above and len(newest) == size and len(steps) > least * size
 
     eventually(is_whole, f"a world of {size}")
     return found[0], newest

@@ -27,6 +27,8 @@ from tests.elastic_train.training.live.test_live import (
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
+STEPS = 100
+"""As many as take a minute at the pace of a job that is to last until two nodes have come to it."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -38,7 +40,7 @@ def test_a_node_that_computes_wrongly_costs_a_world_nothing(
     Its launcher ends with 71; its log names machine, check, both values and what to do, and `top` shows it.
     """
     until, points = tmp_path / "until", tmp_path / "points"
-    config = write_config(tmp_path, rows, 200, lane_ms=40.0, until=until)
+    config = write_config(tmp_path, rows, STEPS, lane_ms=150.0, until=until)
     job = launch(tmp_path, etcd, config, ranks=1)
     term, _ = until_whole(tmp_path / "run", 1)
     points.mkdir()
@@ -55,7 +57,7 @@ def test_a_node_that_computes_wrongly_costs_a_world_nothing(
     assert until_whole(tmp_path / "run", 2)[0] == term + 1, "no world but those of nodes that are well"
     until.touch()
     run, _ = finish(job, tmp_path)
-    assert weights(run) == undisturbed(200)
+    assert weights(run) == undisturbed(STEPS)
     [noted] = {line["why"] for line in run.of("unfit")}
     assert "computes wrongly" in str(noted)
 
