@@ -6,44 +6,17 @@ import contextlib
 import logging
 import os
 import socket
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from elastic_train.checkpoint import (
-    CommitRecord,
-    CommitWriter,
-    Retention,
-    Role,
-    SaveMemory,
-    Saves,
-    Store,
-    discover,
-    open_store,
-    prune,
-)
-from elastic_train.checkpoint.commits.reader import read_record, strays_from
-from elastic_train.checkpoint.format.layout import leaves_by_path
-from elastic_train.checkpoint.interval.cadence import Cadence
-from elastic_train.checkpoint.interval.measured import faults_before
-from elastic_train.checkpoint.interval.young_daly import Faults
-from elastic_train.checkpoint.saving.abandonment import call_abandonable
-from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
-from elastic_train.errors import StorageError
-from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock
-from elastic_train.insight.recovery_traces import Recovery, RecoveryTraces, open_traces
-from elastic_train.insight.tracing import Tracer
 from elastic_train.job.auditing.auditor import Auditor
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import Context, ContextState, context_of
 from elastic_train.job.cells.stage import Stage, stage_of
-from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.reseating.placing import redundancy_of, take_place
 from elastic_train.job.sharded.held_state import HeldState
@@ -55,25 +28,15 @@ from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import hazards
 from elastic_train.system.wording import counted, size
 from elastic_train.tasks.task import Counting, Sequencing, Staging
-from elastic_train.tracking.destinations.destination import Destination
-from elastic_train.tracking.destinations.event_files import EventFiles
-from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
-from elastic_train.tracking.history_files import Stagnation, host_in
-from elastic_train.tracking.mlflow_run import (
-    COMMIT_TAG,
-    HOSTS_TAG,
-    IDENTITY_TAG,
-    WORLD_TAG,
-)
-from elastic_train.tracking.tracker import Tracker
+from elastic_train.tracking.history_files import Stagnation
 from elastic_train.training.commits import Commits
+from elastic_train.training.opening.saves import open_cadence, open_saves
+from elastic_train.training.opening.views import open_tracer, open_watch, start_tracker
 from elastic_train.training.session import Process, Session
-from elastic_train.training.watch import Watch
-from elastic_train.world.fencing import CONFIGS, StoreFence
 from elastic_train.world.forming import Formed
 from elastic_train.world.no_progress import check_progress
 from elastic_train.world.quarantine import known_holes, quarantine_deadly
-from elastic_train.world.restore import parent_of, restore
+from elastic_train.world.restore import restore
 from elastic_train.world.uniformity import check_alike, check_can_be_sharded, differing_kernels
 from elastic_train.world.world import World, enter_world, form_cells
 
@@ -262,138 +225,6 @@ def sum_of_gradients(state: AppliedState, kind: Reduction, replicas: Group, num_
     return state.shards.sum_of(replicas, num_lanes, kind)
 
 
-def open_watch(process: Process, world: World, tracker: Tracker | None, assigned: Assignment) -> Watch | None:
-    """Return what rank 0 makes of the rows of all ranks."""
-    if not world.is_leader:
-        return None
-    config, term = process.plan.config, world.term
-
-    def host_of(rank: int) -> str | None:
-        return process.files.ask(lambda: host_in(config.run.dir, term, rank), None)
-
-    keys = config.monitoring
-    num_lanes = world.mesh.num_lanes(assigned)
-    every, actions = keys.phases_every_steps, keys.on_event
-    traced = trace_recovery(process, world)
-    return Watch(world, tracker, process.totals, every, num_lanes, actions, host_of, process.worlds.drop, traced)
-
-
-def trace_recovery(process: Process, world: World) -> Callable[[], None]:
-    """Return what sends a trace of the recovery that this world is, called at its first step; nothing if it is none."""
-    last = world.history.last_applied() if process.traces is not None else None
-    if process.traces is None or last is None:
-        return lambda: None
-    traces, launched, step = process.traces, world.launched, process.state.step
-    facts: dict[str, str | int] = {"term": world.term, "ranks": world.group.size, "ranks_before": last.world}
-    facts |= {"step": step, "steps_lost": max(0, last.step - step)} | ({"cause": launched.cause} if launched else {})
-    joined_at = launched.joined_at if launched else None
-    recovery = Recovery(last.at, joined_at, world.formed_at, time.time(), facts)
-    return lambda: traces.send(recovery, time.time())
-
-
-def open_tracer(config: Config, world: World, clock: StepClock, step: int) -> Tracer | None:
-    """Return what takes this rank's traces; None if there are to be none, as is usual."""
-    keys, rank = config.profile, world.group.rank
-    if not keys.at_steps or (keys.ranks != "all" and rank not in keys.ranks):
-        return None
-    tracer = Tracer(keys, config.run.dir, rank=rank, term=world.term, clock=clock, group=world.group)
-    tracer.applied(step)
-    return tracer
-
-
-def open_page(config: Config) -> Page | None:
-    """Serve the node's page for Prometheus, if there is to be one: a node's first process does."""
-    keys = config.monitoring
-    if keys.port is None or os.environ.get("LOCAL_RANK", "0") != "0":
-        return None
-    peak = None if keys.peak_tflops is None else 1e12 * keys.peak_tflops
-    facts = Facts(flops_per_sample=keys.flops_per_sample, peak_flops=peak)
-    page = Page(facts, config.run_name, socket.gethostname())
-    page.open(keys.host, keys.port)
-    if page.port is not None:
-        log.warning("metrics for Prometheus: http://%s:%d/metrics", keys.host, page.port)
-    return page
-
-
-def open_recovery_traces(config: Config) -> RecoveryTraces | None:
-    """Return what sends traces of recoveries, if they are to be sent; any process may come to lead."""
-    endpoint = config.monitoring.otlp
-    return None if endpoint is None else open_traces(endpoint, config.run_name, socket.gethostname())
-
-
-def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:
-    """Return the rule by which commits are due; rank 0 knows how often faults have cost steps.
-
-    Worlds may end faster than commits are due: what the state holds beyond the head counts from then on.
-    """
-    config = process.plan.config
-    past = Faults(0, 0.0)
-    if world.is_leader:
-        past = process.files.ask(lambda: faults_before(config.run.dir, world.term), past)
-    last_at = process.started_at if head is None else head.created_at
-    owed_s = max(0.0, time.time() - last_at) if process.state.step > (0 if head is None else head.step) else 0.0
-    return Cadence(config.checkpoint, past, owed_s=owed_s)
-
-
-def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:
-    """Open this rank's saves; every rank that can write does its part, rank 0 always."""
-    seen = world.group.all_gather(torch.tensor(int(world.writes))).tolist()
-    can = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
-    writers = process.state.shards.assign(can)
-    place = writers.index(world.group.rank) if world.group.rank in writers else None
-    retention = process.plan.retention
-    store = world.save_store
-    return Saves(
-        store,
-        CommitWriter(store, world.fence, world.term, head),
-        world.term,
-        Role(place, len(writers), world.word),
-        process.save_memory,
-        tidy=lambda commit: _prune(store, retention, commit),
-    )
-
-
-def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
-    prune(store, retention, newest=newest)
-
-
-def commit_alone(
-    plan: Plan, state: AppliedState, memory: SaveMemory, published: str | None = None, run_id: str = ""
-) -> bool:
-    """Commit a state that is further than the newest commit, without a world, under a term of its own.
-
-    `published` is the commit that etcd named as head when this process last heard of it; a state that parted from it
-    before is not committed. Returns False if this rank does not hold all of the state, and so cannot commit it.
-
-    Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
-    """
-    if not state.shards.stand_alone():
-        return False
-    tensors = state.shards.held()
-    num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
-    call_abandonable(
-        lambda on_progress: _commit_alone(plan, state, published, run_id, on_progress),
-        memory.timeout.limit_s(num_bytes),
-    )
-    return True
-
-
-def _commit_alone(
-    plan: Plan, state: AppliedState, published: str | None, run_id: str, on_progress: Callable[[], None]
-) -> None:
-    store = DeadlineStore(open_store(plan.config.checkpoint_url), on_progress)
-    head = discover(store, published=published).head
-    if state.step <= (head.step if head else 0):
-        return
-    if head is not None and head.key == published and strays_from(state.reached.intervals, head):
-        return
-    fence = StoreFence(store, run_id)
-    # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
-    term, key = fence.claim(), parent_of(store, state, published, state.step - 1)
-    writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
-    writer.save(state.shards.held(), describe_commit(plan, state, world_size=1), state.reached.intervals)
-
-
 def make_repeatable(config: Config) -> None:
     """Make kernels repeatable: one thread count in all worlds, deterministic algorithms unless rounding may vary."""
     torch.set_num_threads(config.threads_per_rank)
@@ -404,44 +235,3 @@ def make_repeatable(config: Config) -> None:
         # Filling fresh memory costs time, and nothing here reads memory that it has not written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
-
-
-def start_tracker(process: Process, world: World, head: CommitRecord | None) -> Tracker | None:
-    """Start the tracker on rank 0, and keep the resolved configuration beside the commits."""
-    if not world.is_leader:
-        return None
-    config, folder = process.plan.config, Path(process.plan.config.run.dir)
-    process.files.replace(folder / "config.yaml", config.to_yaml())
-    if config.checkpoint.url is not None:
-        try:
-            world.store.create(f"{CONFIGS}{world.term:08d}.yaml", config.to_yaml().encode())
-        except StorageError as error:
-            world.announce(f"the configuration cannot be stored with the commits, training continues: {error}")
-    return Tracker.start(
-        files=process.files,
-        run_dir=folder,
-        term=world.term,
-        config=config.model_dump(mode="json"),
-        mlflow_uri=config.tracking.mlflow_uri,
-        experiment=config.tracking.experiment,
-        run_name=config.run_name,
-        others=_other_trackers(config),
-        intervals=process.state.reached.intervals,
-        settled=head.step if head else 0,
-        tags={
-            WORLD_TAG: str(world.group.size),
-            HOSTS_TAG: str(world.launched.num_nodes) if world.launched else os.environ.get("GROUP_WORLD_SIZE", "1"),
-            IDENTITY_TAG: config.identity(),
-            **({COMMIT_TAG: head.key} if head else {}),
-        },
-    )
-
-
-def _other_trackers(config: Config) -> list[Destination]:
-    """Return the trackers beside MLflow that the configuration names."""
-    keys, folder = config.tracking, Path(config.run.dir)
-    found: list[Destination] = [EventFiles(folder)] if keys.tensorboard else []
-    if keys.wandb is not None:
-        tree = config.model_dump(mode="json")
-        found.append(WeightsAndBiases(folder, tree, keys.wandb, keys.wandb_project, config.run_name))
-    return found

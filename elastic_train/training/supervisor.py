@@ -32,13 +32,9 @@ from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import UnformedWorlds, note_unfit
 from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
-from elastic_train.training.open_session import (
-    commit_alone,
-    make_repeatable,
-    open_page,
-    open_recovery_traces,
-    open_session,
-)
+from elastic_train.training.open_session import make_repeatable, open_session
+from elastic_train.training.opening.saves import commit_alone
+from elastic_train.training.opening.views import open_page, open_recovery_traces
 from elastic_train.training.result import TrainResult, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.world.forming import Formed, open_worlds, own_run_id

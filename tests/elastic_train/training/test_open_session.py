@@ -35,7 +35,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.training import open_session
-from elastic_train.training.open_session import commit_alone, open_saves
+from elastic_train.training.opening.saves import commit_alone, open_saves
 from elastic_train.training.session import Process
 from elastic_train.training.supervisor import _next_world
 from elastic_train.world.fencing import StoreFence

@@ -13,7 +13,7 @@ from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, Sto
 from elastic_train.errors import CommitError, ElasticTrainError, FencedError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.parallel.group import Group
-from elastic_train.training.open_session import commit_alone
+from elastic_train.training.opening.saves import commit_alone
 from elastic_train.world import restore as restoring
 from elastic_train.world.fencing import JoinedFence
 from elastic_train.world.restore import restore

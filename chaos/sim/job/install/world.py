@@ -72,7 +72,7 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     yield from within("elastic_train.world.world", open_store=storage, DeadlineStore=undelayed, open_fence=fence)
     yield from within("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
     yield from within("elastic_train.tracking.history", process_identity=host.identity, process_usage=dict)
-    yield from within("elastic_train.training.open_session", open_store=storage, DeadlineStore=undelayed)
+    yield from within("elastic_train.training.opening.saves", open_store=storage, DeadlineStore=undelayed)
     yield from within("elastic_train.world.one_store", open_store=storage, DeadlineStore=undelayed)
     yield from within("elastic_train.checkpoint.saving.store_use", open_store=storage, DeadlineStore=undelayed)
     yield from within("elastic_train.world.claims", process_identity=host.identity)
@@ -83,7 +83,7 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     yield from within("elastic_train.training.open_session", hazards=lambda _: iter(()))
     # What it says depends on seconds alone, and decides nothing.
     yield from within("elastic_train.training.open_session", open_watch=nothing)
-    yield from within("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
+    yield from within("elastic_train.training.opening.saves", faults_before=lambda *_: Faults(0, 0.0))
     yield from within(
         "elastic_train.training.supervisor",
         os=Launcher(host),
@@ -117,7 +117,7 @@ def track(tracking: Tracking | None) -> Iterable[Replacement]:
     if tracking is None:
         yield from within("elastic_train.training.open_session", start_tracker=nothing)
         return
-    yield from within("elastic_train.training.open_session", Path=lambda _: tracking.folder)
+    yield from within("elastic_train.training.opening.views", Path=lambda _: tracking.folder)
     yield from within("elastic_train.tracking.delivery", MlflowRun=functools.partial(TrackedRun, tracking.server))
     yield from within(
         "elastic_train.tracking.tracker", MetricsWriter=tracking.writer, code_tags=dict, bound_requests=nothing

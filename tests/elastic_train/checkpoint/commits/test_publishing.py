@@ -26,7 +26,7 @@ from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import Reached, build_state
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import seats_of
-from elastic_train.training.open_session import commit_alone
+from elastic_train.training.opening.saves import commit_alone
 from elastic_train.world.fencing import StoreFence
 from tests.conftest import run_source
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from elastic_train.checkpoint.interval.cadence import FIRST_S, Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults, SaveCost, choose
 from elastic_train.config.schema import CheckpointConfig
-from elastic_train.training import open_session
+from elastic_train.training.opening import saves
 
 
 class Clock:
@@ -59,7 +59,7 @@ def test_worlds_shorter_than_the_interval_still_commit() -> None:
 
     def is_overdue(head: tuple[int, float] | None) -> bool:
         record = head and SimpleNamespace(step=head[0], created_at=time.time() - head[1])
-        return open_session.open_cadence(process, world, record).is_overdue()  # type: ignore[arg-type]
+        return saves.open_cadence(process, world, record).is_overdue()  # type: ignore[arg-type]
 
     assert is_overdue((5, 901))
     assert not is_overdue((5, 600))

@@ -1,0 +1,108 @@
+"""Opening what saves a state: a world's saves and when they are due, and a commit without a world."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from elastic_train.checkpoint import (
+    CommitRecord,
+    CommitWriter,
+    Retention,
+    Role,
+    SaveMemory,
+    Saves,
+    Store,
+    discover,
+    open_store,
+    prune,
+)
+from elastic_train.checkpoint.commits.reader import read_record, strays_from
+from elastic_train.checkpoint.format.layout import leaves_by_path
+from elastic_train.checkpoint.interval.cadence import Cadence
+from elastic_train.checkpoint.interval.measured import faults_before
+from elastic_train.checkpoint.interval.young_daly import Faults
+from elastic_train.checkpoint.saving.abandonment import call_abandonable
+from elastic_train.checkpoint.stores.deadline import DeadlineStore
+from elastic_train.job.commit_facts import describe_commit
+from elastic_train.job.plan import Plan
+from elastic_train.job.state import AppliedState
+from elastic_train.training.session import Process
+from elastic_train.world.fencing import StoreFence
+from elastic_train.world.restore import parent_of
+from elastic_train.world.world import World
+
+
+def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:
+    """Return the rule by which commits are due; rank 0 knows how often faults have cost steps.
+
+    Worlds may end faster than commits are due: what the state holds beyond the head counts from then on.
+    """
+    config = process.plan.config
+    past = Faults(0, 0.0)
+    if world.is_leader:
+        past = process.files.ask(lambda: faults_before(config.run.dir, world.term), past)
+    last_at = process.started_at if head is None else head.created_at
+    owed_s = max(0.0, time.time() - last_at) if process.state.step > (0 if head is None else head.step) else 0.0
+    return Cadence(config.checkpoint, past, owed_s=owed_s)
+
+
+def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:
+    """Open this rank's saves; every rank that can write does its part, rank 0 always."""
+    seen = world.group.all_gather(torch.tensor(int(world.writes))).tolist()
+    can = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
+    writers = process.state.shards.assign(can)
+    place = writers.index(world.group.rank) if world.group.rank in writers else None
+    retention = process.plan.retention
+    store = world.save_store
+    return Saves(
+        store,
+        CommitWriter(store, world.fence, world.term, head),
+        world.term,
+        Role(place, len(writers), world.word),
+        process.save_memory,
+        tidy=lambda commit: _prune(store, retention, commit),
+    )
+
+
+def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
+    prune(store, retention, newest=newest)
+
+
+def commit_alone(
+    plan: Plan, state: AppliedState, memory: SaveMemory, published: str | None = None, run_id: str = ""
+) -> bool:
+    """Commit a state that is further than the newest commit, without a world, under a term of its own.
+
+    `published` is the commit that etcd named as head when this process last heard of it; a state that parted from it
+    before is not committed. Returns False if this rank does not hold all of the state, and so cannot commit it.
+
+    Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
+    """
+    if not state.shards.stand_alone():
+        return False
+    tensors = state.shards.held()
+    num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
+    call_abandonable(
+        lambda on_progress: _commit_alone(plan, state, published, run_id, on_progress),
+        memory.timeout.limit_s(num_bytes),
+    )
+    return True
+
+
+def _commit_alone(
+    plan: Plan, state: AppliedState, published: str | None, run_id: str, on_progress: Callable[[], None]
+) -> None:
+    store = DeadlineStore(open_store(plan.config.checkpoint_url), on_progress)
+    head = discover(store, published=published).head
+    if state.step <= (head.step if head else 0):
+        return
+    if head is not None and head.key == published and strays_from(state.reached.intervals, head):
+        return
+    fence = StoreFence(store, run_id)
+    # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
+    term, key = fence.claim(), parent_of(store, state, published, state.step - 1)
+    writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
+    writer.save(state.shards.held(), describe_commit(plan, state, world_size=1), state.reached.intervals)

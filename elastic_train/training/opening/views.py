@@ -1,0 +1,138 @@
+"""Opening what shows a run to people: trackers, the page for Prometheus, traces, and rank 0's watch over all ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic_train.checkpoint import (
+    CommitRecord,
+)
+from elastic_train.config.schema import Config
+from elastic_train.core.lanes import Assignment
+from elastic_train.errors import StorageError
+from elastic_train.insight.page import Facts, Page
+from elastic_train.insight.phases import StepClock
+from elastic_train.insight.recovery_traces import Recovery, RecoveryTraces, open_traces
+from elastic_train.insight.tracing import Tracer
+from elastic_train.tracking.destinations.destination import Destination
+from elastic_train.tracking.destinations.event_files import EventFiles
+from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
+from elastic_train.tracking.history_files import host_in
+from elastic_train.tracking.mlflow_run import (
+    COMMIT_TAG,
+    HOSTS_TAG,
+    IDENTITY_TAG,
+    WORLD_TAG,
+)
+from elastic_train.tracking.tracker import Tracker
+from elastic_train.training.session import Process
+from elastic_train.training.watch import Watch
+from elastic_train.world.fencing import CONFIGS
+from elastic_train.world.world import World
+
+log = logging.getLogger(__name__)
+
+
+def start_tracker(process: Process, world: World, head: CommitRecord | None) -> Tracker | None:
+    """Start the tracker on rank 0, and keep the resolved configuration beside the commits."""
+    if not world.is_leader:
+        return None
+    config, folder = process.plan.config, Path(process.plan.config.run.dir)
+    process.files.replace(folder / "config.yaml", config.to_yaml())
+    if config.checkpoint.url is not None:
+        try:
+            world.store.create(f"{CONFIGS}{world.term:08d}.yaml", config.to_yaml().encode())
+        except StorageError as error:
+            world.announce(f"the configuration cannot be stored with the commits, training continues: {error}")
+    return Tracker.start(
+        files=process.files,
+        run_dir=folder,
+        term=world.term,
+        config=config.model_dump(mode="json"),
+        mlflow_uri=config.tracking.mlflow_uri,
+        experiment=config.tracking.experiment,
+        run_name=config.run_name,
+        others=_other_trackers(config),
+        intervals=process.state.reached.intervals,
+        settled=head.step if head else 0,
+        tags={
+            WORLD_TAG: str(world.group.size),
+            HOSTS_TAG: str(world.launched.num_nodes) if world.launched else os.environ.get("GROUP_WORLD_SIZE", "1"),
+            IDENTITY_TAG: config.identity(),
+            **({COMMIT_TAG: head.key} if head else {}),
+        },
+    )
+
+
+def _other_trackers(config: Config) -> list[Destination]:
+    """Return the trackers beside MLflow that the configuration names."""
+    keys, folder = config.tracking, Path(config.run.dir)
+    found: list[Destination] = [EventFiles(folder)] if keys.tensorboard else []
+    if keys.wandb is not None:
+        tree = config.model_dump(mode="json")
+        found.append(WeightsAndBiases(folder, tree, keys.wandb, keys.wandb_project, config.run_name))
+    return found
+
+
+def open_watch(process: Process, world: World, tracker: Tracker | None, assigned: Assignment) -> Watch | None:
+    """Return what rank 0 makes of the rows of all ranks."""
+    if not world.is_leader:
+        return None
+    config, term = process.plan.config, world.term
+
+    def host_of(rank: int) -> str | None:
+        return process.files.ask(lambda: host_in(config.run.dir, term, rank), None)
+
+    keys = config.monitoring
+    num_lanes = world.mesh.num_lanes(assigned)
+    every, actions = keys.phases_every_steps, keys.on_event
+    traced = trace_recovery(process, world)
+    return Watch(world, tracker, process.totals, every, num_lanes, actions, host_of, process.worlds.drop, traced)
+
+
+def trace_recovery(process: Process, world: World) -> Callable[[], None]:
+    """Return what sends a trace of the recovery that this world is, called at its first step; nothing if it is none."""
+    last = world.history.last_applied() if process.traces is not None else None
+    if process.traces is None or last is None:
+        return lambda: None
+    traces, launched, step = process.traces, world.launched, process.state.step
+    facts: dict[str, str | int] = {"term": world.term, "ranks": world.group.size, "ranks_before": last.world}
+    facts |= {"step": step, "steps_lost": max(0, last.step - step)} | ({"cause": launched.cause} if launched else {})
+    joined_at = launched.joined_at if launched else None
+    recovery = Recovery(last.at, joined_at, world.formed_at, time.time(), facts)
+    return lambda: traces.send(recovery, time.time())
+
+
+def open_tracer(config: Config, world: World, clock: StepClock, step: int) -> Tracer | None:
+    """Return what takes this rank's traces; None if there are to be none, as is usual."""
+    keys, rank = config.profile, world.group.rank
+    if not keys.at_steps or (keys.ranks != "all" and rank not in keys.ranks):
+        return None
+    tracer = Tracer(keys, config.run.dir, rank=rank, term=world.term, clock=clock, group=world.group)
+    tracer.applied(step)
+    return tracer
+
+
+def open_page(config: Config) -> Page | None:
+    """Serve the node's page for Prometheus, if there is to be one: a node's first process does."""
+    keys = config.monitoring
+    if keys.port is None or os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    peak = None if keys.peak_tflops is None else 1e12 * keys.peak_tflops
+    facts = Facts(flops_per_sample=keys.flops_per_sample, peak_flops=peak)
+    page = Page(facts, config.run_name, socket.gethostname())
+    page.open(keys.host, keys.port)
+    if page.port is not None:
+        log.warning("metrics for Prometheus: http://%s:%d/metrics", keys.host, page.port)
+    return page
+
+
+def open_recovery_traces(config: Config) -> RecoveryTraces | None:
+    """Return what sends traces of recoveries, if they are to be sent; any process may come to lead."""
+    endpoint = config.monitoring.otlp
+    return None if endpoint is None else open_traces(endpoint, config.run_name, socket.gethostname())
