@@ -25,7 +25,7 @@ from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.models.tensor_plans import check_no_adapters, tensor_plan_of
-from elastic_train.tasks.rows.token_parts import part_of
+from elastic_train.tasks.rows.token_parts import bias_of, part_of
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids, check_tokenizer
@@ -217,7 +217,8 @@ class CausalLM:
 
     def loss_of_part(self, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss:
         mine = part_of(batch, part)
-        logits = model(mine["tokens"], mine["positions"], mine["mask"], gather=part.gather)
+        mask = bias_of(mine["mask"], next(model.parameters()).dtype)
+        logits = model(mine["tokens"], mine["positions"], mask, gather=part.gather)
         return self._loss_of(logits, mine, is_training=True)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:

@@ -23,6 +23,13 @@ def tokens_of(width: int, number: int, count: int) -> Tensor:
     return torch.cat((torch.arange(left, left + run), torch.arange(right, right + run)))
 
 
+def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a mask adds to attention's scores: all blocks keep one tensor then, and none makes its own."""
+    if torch.is_autocast_enabled(mask.device.type):
+        dtype = torch.get_autocast_dtype(mask.device.type)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+
+
 def part_of(batch: Batch, part: ContextPart) -> Batch:
     """Return a part of what `TokenColumns.collate` gives.
 
