@@ -98,7 +98,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, gather: Gather | None = None) -> Tensor:
         """Map x (batch, tokens, dim) to the same shape; mask (batch, 1, tokens, tokens) is true where one attends.
 
-        `gather` brings keys and values of tokens that other ranks compute; the mask's last dimension has them, too. A mask
+        `gather` brings keys and values of tokens that other ranks compute; the mask's last dimension has them, too. It
         may also be what is added to scores.
         """
         query, key = _rotate(self._heads(self.q(x)), cos, sin), _rotate(self._heads(self.k(x)), cos, sin)
