@@ -8,15 +8,20 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
+from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.context import context_of, lone_part
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape
 from elastic_train.tasks.rows.token_rows import TokenColumns
 from elastic_train.tasks.task import Batch, LaneLoss
+from elastic_train.tasks.witness import Witness
 from tests.conftest import run_ranks
 from tests.elastic_train.tasks.language_rows import lists
 
@@ -82,3 +87,14 @@ def test_a_lone_part_runs_without_peers() -> None:
     losses = run(model, lambda batch: TASK.loss_of_part(model, batch, lone_part(2)))
     assert all(torch.isfinite(torch.tensor(loss)) for loss, _ in losses)
     assert all(bool(one.grad.any()) for one in model.parameters() if one.grad is not None)
+
+
+def test_what_cannot_be_computed_in_parts_is_refused() -> None:
+    parallel = ParallelConfig(context=2)
+    with pytest.raises(
+        ConfigError, match=r"context: 2 needs a task that computes a part of a row's tokens, .*recompute"
+    ):
+        cell_plan_of(Witness(), nn.Linear(2, 2), parallel)
+    with pytest.raises(ConfigError, match=r"context: 2 computes rows of the package's own decoder .* not of models of"):
+        cell_plan_of(TASK, nn.Linear(2, 2), parallel)
+    assert cell_plan_of(TASK, make_model(), parallel) is None, "every rank holds the whole model"
