@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from chaos.services.slurm.cluster import SlurmCluster, why_no_slurm
+from chaos.services.slurm.cluster import SlurmCluster, folder_of_a_cluster, why_no_slurm
 from chaos.services.slurm.machines import eventually
 from tests.conftest import ROOT
 from tests.deploy.images import Images, why_no_images
@@ -22,13 +23,36 @@ exec {sys.executable} -m elastic_train.command "$@"
 """What users install as `elastic-train`; the folder of the trainer is shared by all nodes, as theirs has to be."""
 
 
+LONGEST_S = 2400
+"""Longer than the tests' own patience, which say what did not come."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests of this folder the time that they may take on a busy machine."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LONGEST_S))
+
+
+def _is_of_a_call(report: object) -> bool:
+    return getattr(report, "when", None) == "call"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that tests have measured, from whatever process they ran in."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports if _is_of_a_call(report)]
+    for name, value in (each for report in reports for each in getattr(report, "user_properties", ())):
+        if getattr(value, "__float__", None) is not None:
+            terminalreporter.write_line(f"{name}: {value:.3g}")
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Three nodes, which share the tests' folders, the sources and the environment, wherever these are."""
     if why := why_no_slurm():
         pytest.skip(why)
     shared = [tmp_path_factory.getbasetemp(), ROOT, Path(sys.prefix)]
-    with SlurmCluster(tmp_path_factory.mktemp("slurm"), 3, shared=shared) as started:
+    with folder_of_a_cluster() as folder, SlurmCluster(folder, 3, shared=shared) as started:
         yield started
 
 
@@ -56,6 +80,12 @@ def launcher(tmp_path: Path) -> str:
     return str(programs / "elastic-train")
 
 
+@pytest.fixture
+def path(launcher: str) -> dict[str, str]:
+    """The environment in which jobs find the launcher and an etcd."""
+    return {"PATH": f"{Path(launcher).parent}:/usr/sbin:/usr/bin:/sbin:/bin"}
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this source, as a release has it."""
@@ -67,11 +97,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Images]:
+def images(request: pytest.FixtureRequest) -> Iterator[Images]:
     """The image of deploy/Containerfile, on a base of Debian's packages."""
     if why := why_no_images():
         pytest.skip(why)
-    made = Images(tmp_path_factory.mktemp("images"))
+    made = Images(Path(tempfile.mkdtemp(prefix="images-", dir="/tmp")))  # podman refuses long names of its folders
     try:
         made.make_base()
         made.build(request.getfixturevalue("wheel"))

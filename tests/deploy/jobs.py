@@ -1,0 +1,72 @@
+"""Jobs of the tests here: one that a busy machine disturbs in no way, and what its histories say of its worlds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from chaos.services.slurm.cluster import SlurmCluster
+from chaos.services.slurm.machines import eventually
+from tests.conftest import ROOT
+from tests.elastic_train.training.live.test_live import JOB, history, write_config
+
+SCRIPTS = ROOT / "deploy" / "slurm"
+PATIENCE_S = 500.0
+"""For whatever has to come: nodes have their imports to do first, and a machine may do much else."""
+COMMIT_EVERY = int(str(dict(JOB["checkpoint"])["every_steps"]))  # type: ignore[call-overload]
+
+
+def write_patient_config(
+    folder: Path, rows: Path, steps: int, lane_ms: float | None = None, until: Path | None = None
+) -> str:
+    """Write a job's configuration in which nobody takes a process that gets no processor for one that hangs."""
+    config = Path(write_config(folder, rows, steps, lane_ms, until))
+    text = config.read_text()
+    assert text.count("hang_timeout_s: 3.0") == 1
+    config.write_text(text.replace("hang_timeout_s: 3.0", "hang_timeout_s: 200.0"))
+    return str(config)
+
+
+def worlds(run: Path) -> list[int]:
+    """Return the sizes of the worlds in which steps were taken, by term."""
+    sizes = {line["term"]: line["world"] for line in history(run) if line["op"] == "form"}
+    stepped = {line["term"] for line in history(run) if line["op"] == "step"}
+    return [sizes[term] for term in sorted(sizes) if term in stepped]
+
+
+def newest_term(run: Path) -> int:
+    """Return the term of the newest world; 0 before there is one."""
+    lines = history(run) if (run / "history").is_dir() else []
+    return max((line["term"] for line in lines if line["op"] == "form"), default=0)
+
+
+def until_world(run: Path, size: int, *, above: int = 0) -> int:
+    """Wait until a world of that size, the newest of all and of a term above `above`, takes steps; return its term."""
+
+    def trains() -> bool:
+        newest = newest_term(run)
+        if newest <= above or worlds(run)[-1:] != [size]:
+            return False
+        return sum(line["op"] == "step" and line["term"] == newest for line in history(run)) > 3 * size
+
+    eventually(trains, f"{size} ranks train in {run}", PATIENCE_S)
+    return newest_term(run)
+
+
+def first_step_s(run: Path, term: int) -> float:
+    """Return when the first step of a term was applied, in unix seconds."""
+    return min(float(line["t"]) for line in history(run) if line["op"] == "step" and line["term"] == term)
+
+
+def steps_done_twice(run: Path) -> list[int]:
+    """Return the steps that were applied in more than one term: those that a fault has cost."""
+    applied = {(line["step"], line["term"]) for line in history(run) if line["op"] == "step"}
+    return [step for step, times in Counter(step for step, _ in applied).items() if times > 1]
+
+
+def submit_train(
+    slurm: SlurmCluster, folder: Path, config: str, path: dict[str, str], *options: str, grace_s: int = 100
+) -> str:
+    """Submit train.sbatch in a folder, where its log goes, too; return the job's id."""
+    out = ("-D", str(folder), "-o", str(folder / "log"))
+    return slurm.submit(*options, *out, str(SCRIPTS / "train.sbatch"), config, "--grace-s", f"{grace_s}", **path)
