@@ -34,7 +34,8 @@ from chaos.real.history_tail import Followed
 from chaos.real.job import Job
 from chaos.real.landing import land
 from chaos.real.launch import launch
-from chaos.scenario.kinds import CABLED, LOCAL
+from chaos.real.slurm_job import run_on_slurm
+from chaos.scenario.kinds import CABLED, KINDS, LOCAL
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due
 from chaos.scenario.soak import Drawn, kinds_of
@@ -51,7 +52,8 @@ from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.progress import Progress, ResumeBanner, Status
 
 Say = Callable[[str], None]
-_ALL_BYTES = 1 << 40
+_WHOLE = ("--run.history-terms=null", f"--run.history-bytes={1 << 40}")
+"""The judge needs every line."""
 
 
 def undoable(scenario: Scenario) -> Iterator[str]:
@@ -63,8 +65,11 @@ def undoable(scenario: Scenario) -> Iterator[str]:
     last = scenario.nodes.count - 1
     for number, fault in enumerate(scenario.faults):
         where = f"'faults.{number}'"
-        if fault.kind not in LOCAL:
-            yield f"{where}: {fault.kind} is for the simulator alone: `elastic-chaos sim` does it"
+        if scenario.executor == "local" and fault.kind not in LOCAL:
+            elsewhere = "Slurm: `executor: slurm` does it"
+            if not KINDS[fault.kind].slurm:
+                elsewhere = "the simulator alone: `elastic-chaos sim` does it"
+            yield f"{where}: {fault.kind} is for {elsewhere}"
         if fault.kind in CABLED and fault.node != last:
             have = f"here only the last node, {last}, has its own cable: say node: {last}"
             yield f"{where}: {fault.kind} on node {fault.node}: {have}"
@@ -81,9 +86,15 @@ def run_once(
     replay: str,
     is_quiet: bool,
 ) -> None:
-    """Run the scenario's job with these faults to its end."""
+    """Run the scenario's job with these faults to its end; without any, on this machine."""
     folder.mkdir(parents=True, exist_ok=True)
     kinds = [fault.kind for fault in due]
+    if scenario.executor == "slurm":
+        if due:
+            copy_manifests(config, folder)
+            run_on_slurm(scenario, folder, due, seed, [*_WHOLE, *changes], replay, Console(quiet=is_quiet).print)
+            return
+        scenario = scenario.model_copy(update={"nodes": scenario.nodes.model_copy(update={"count": 1, "min": 1})})
     with _around(scenario, config, folder, kinds) as around:
         if absent := [f"{kind} cannot be done here: {why}" for kind, why in around.missing.items() if kind in kinds]:
             raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in absent))
@@ -254,8 +265,7 @@ def _run(
     copy_manifests(config, folder)
     progress = Progress(Console(soft_wrap=True, quiet=is_quiet))
     own = ["--run.dir", str(folder), "--run.name", around.run_id, *around.settings]
-    whole = ["--run.history-terms=null", f"--run.history-bytes={_ALL_BYTES}"]  # the judge needs every line
-    nodes = launch(scenario, "", folder, [*whole, *changes, *own], around.run_id, around)
+    nodes = launch(scenario, "", folder, [*_WHOLE, *changes, *own], around.run_id, around)
     look = _shown(progress, total_steps)
     job = Job(
         folder, nodes, scenario, (), seed, look, progress.event, replay, around, landing, config.parallel.cell.size

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Aim = Literal["worker", "node", "etcd", "storage", "tracker", "data", "point"]
+Aim = Literal["worker", "node", "job", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
 Need = Literal["s3", "tracker", "own_data", "freezing_disk", "tls", "orders"]
 """What a scenario has to bring along, by the name that its file has for it."""
@@ -30,6 +30,8 @@ class Kind:
     ends_world: bool = False
     local: bool = True
     sim: bool = True
+    slurm: bool = False
+    """Whether it can be done to a job on Slurm (`executor: slurm`)."""
     needs: Need | None = None
     through: Passage | None = None
     """Where a real run does it to what a node sends and receives."""
@@ -48,12 +50,35 @@ class Kind:
     right."""
 
 
+_LEAVING_AT_SLURMS_WISH: tuple[tuple[str, str, Lasting], ...] = (
+    ("preempt_job", "an urgent job takes all nodes of a Slurm job, and gives them back after for_s", "must"),
+    ("requeue_job", "`scontrol requeue`: a Slurm job is asked to leave, and starts again", "never"),
+    ("hold_job", "`scontrol requeuehold`: a Slurm job is asked to leave, and starts again after for_s", "must"),
+    ("end_time_limit", "the time limit of a Slurm job is near: it is asked to leave, and starts again", "never"),
+)
 _ALL = (
     Kind("kill_worker", "SIGKILL to one worker; its agent starts another", "worker", "never", ends_world=True),
     Kind(
-        "kill_node", "SIGKILL to agent and workers at once; started again after for_s", "node", "may", ends_world=True
+        "kill_node",
+        "SIGKILL to agent and workers at once; started again after for_s. On Slurm: its machine loses power",
+        "node",
+        "may",
+        ends_world=True,
+        slurm=True,
     ),
     Kind("kill_job", "SIGKILL to all nodes at once, started again after for_s", "node", "must", ends_world=True),
+    *(
+        Kind(name, meaning, "job", lasts, ends_world=True, local=False, sim=False, slurm=True)
+        for name, meaning, lasts in _LEAVING_AT_SLURMS_WISH
+    ),
+    Kind(
+        "drain_node",
+        "Slurm gives a node to no other job for for_s; the job on it goes on",
+        "node",
+        local=False,
+        sim=False,
+        slurm=True,
+    ),
     Kind("lose_node", "the machine is gone: its ports do not even refuse", "node", ends_world=True, local=False),
     Kind(
         "private_storage",
@@ -269,6 +294,12 @@ IN_PLAIN = (*(kind.name for kind in _ALL if kind.aim == "etcd" and not kind.need
 """What the executor does to etcd, or asks of it, in plain text."""
 ON_DISK = ("full", "eio")
 """At the failpoint `sync` alone, where an operating system would report them."""
+
+
+def asks_all_to_leave(kind: object) -> bool:
+    """Say whether a kind has a scheduler ask all nodes of a job to leave."""
+    known = _known(kind)
+    return known is not None and known.aim == "job" and known.ends_world
 
 
 def ends_world(kind: object) -> bool:

@@ -21,6 +21,8 @@ from elastic_train.system.wording import did_you_mean, nearest
 FOLDER = Path(__file__).parent / "shipped"
 Role = Literal["leader", "other", "lost", "one", "minority", "majority", "writer", "all"]
 Target = int | str
+_LOCAL_ONLY = ("s3", "tracker", "freezing_disk", "tls", "own_data", "orders")
+"""What only the executor of one machine brings along."""
 Section = TypeVar("Section", bound="_Section")
 
 
@@ -171,6 +173,9 @@ class Scenario(_Section):
     seed: int | None = Field(default=None, ge=0)
     """Draws the steps; a new one each time, and printed, if not given."""
     nodes: Nodes = Field(default_factory=Nodes)
+    executor: Literal["local", "slurm"] = "local"
+    """local: each node is a torchrun of this machine. slurm: the nodes are machines in namespaces of this one, with a
+    real Slurm (needs root, and Slurm's programs), and the job is one allocation, by deploy/slurm/train.sbatch."""
     faults: tuple[Fault, ...] = ()
     soak: Soak | None = None
     """Draw faults from the seed, in place of `faults`; the job continues until they are over."""
@@ -198,6 +203,19 @@ class Scenario(_Section):
     """Longest time that one of the two runs may take."""
     patience_s: float = Field(default=180, gt=0)
     """Longest time until all is over that a fault leads to, and the job trains on; counted from the fault's own end."""
+
+    @model_validator(mode="after")
+    def _executor_does_it(self) -> Scenario:
+        is_slurm = self.executor == "slurm"
+        wrong = [fault.kind for fault in self.faults if is_slurm and not KINDS[fault.kind].slurm]
+        if wrong:
+            known = ", ".join(name for name, kind in KINDS.items() if kind.slurm)
+            raise ValueError(f"{wrong[0]} is not done on Slurm; there are {known}")
+        brought = [name for name in _LOCAL_ONLY if getattr(self, name)]
+        if is_slurm and (brought or self.soak is not None or self.nodes.recovery != "live"):
+            why = f"no {', '.join(brought)}" if brought else "no soak, and nodes.recovery: live"
+            raise ValueError(f"a scenario on Slurm has {why}")
+        return self
 
     @model_validator(mode="after")
     def _soak_has_commits_at_hand(self) -> Scenario:
@@ -293,7 +311,7 @@ def impossible(nodes: Nodes, faults: Sequence[Fault | None]) -> Iterator[str]:
             yield f"{where} is for node {fault.node}, but there are {nodes.count} (from 0)"
         if fault is not None and fault.kind in IN_LIVE_JOBS and nodes.recovery != "live":
             yield f"{where}: {fault.kind} needs recovery: live: else no machine is examined before it joins"
-        if fault is not None and KINDS[fault.kind].aim in ("etcd", "storage", "tracker", "data", "point"):
+        if fault is not None and KINDS[fault.kind].aim in ("job", "etcd", "storage", "tracker", "data", "point"):
             continue
         is_exact = is_exact and fault is not None and isinstance(fault.node, int)
         if fault is None:

@@ -24,6 +24,7 @@ from chaos.judge.evidence.run_files import (
 from chaos.judge.evidence.spells import spells_of
 from chaos.judge.findings import Unknown, Violated
 from chaos.scenario.kinds import (
+    asks_all_to_leave,
     befalls_all,
     cuts_off,
     is_of_etcd,
@@ -95,6 +96,10 @@ def _check_worlds(run: Evidence) -> None:
         spent |= cut_off
 
 
+def _tells_to_leave(hit: Line) -> bool:
+    return hit["kind"] in _TELL_TO_LEAVE or asks_all_to_leave(hit["kind"])
+
+
 def _had_finished(run: Evidence, term: int) -> bool:
     """Say whether every process of a term's world has recorded that the job is done."""
     done = {line["rank"] for line in run.of("end") if line["term"] == term and line["status"] == "done"}
@@ -136,7 +141,7 @@ def _check_changes(run: Evidence) -> None:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
         if pids[before] != pids[after] or seats[before] != seats[after] or until >= began:
             continue
-        leaving = {(id(line), pid) for line in hits if line["kind"] in _TELL_TO_LEAVE for pid in _pids(line)}
+        leaving = {(id(line), pid) for line in hits if _tells_to_leave(line) for pid in _pids(line)}
         late = [one for one in leaving if one[1] in pids[before] and worlds_left.get(one, MOST_WORLDS_LEAVING) > 0]
         left = struck - spent
         again = {one for one in left if one[1] not in recorded}

@@ -7,12 +7,14 @@ have `GRACE_S` and are requeued.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -23,11 +25,12 @@ PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "tini")
 PACKAGES = "slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins tini"
 """What Debian calls them; with --no-install-recommends."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-GRACE_S, KILL_WAIT_S = 20, 10
-"""Seconds from the signal to the end of a preempted job, and from SIGTERM to SIGKILL of any other that has to end."""
+GRACE_S, KILL_WAIT_S = 100, 100
+"""Seconds from a signal to the end of a preempted job, and from SIGTERM to SIGKILL of any other that has to end. Long,
+so that nobody is killed because a machine is busy."""
 CPUS = 4
 """Of a node, as Slurm sees it."""
-COMMAND_TIMEOUT_S = 60.0
+COMMAND_TIMEOUT_S = 300.0
 ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"})
 
 _LOGIN_PROGRAM = """
@@ -50,8 +53,8 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-# A requeued job waits for this long, 120 s by default, and a second more.
-AuthInfo=socket=/run/munge/munge.socket.2,cred_expire=5
+# A requeued job waits for this long, 120 s by default, and a second more. A step that takes longer to start fails.
+AuthInfo=socket=/run/munge/munge.socket.2,cred_expire=20
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/state/slurmctld.pid
@@ -68,8 +71,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=1
-SlurmdTimeout=6
-MessageTimeout=5
+SlurmdTimeout=12
+MessageTimeout=10
 KillWait={kill_wait_s}
 ReturnToService=2
 CompleteWait=0
@@ -92,6 +95,13 @@ def why_no_slurm() -> str | None:
     if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
         return f"no Slurm here, {', '.join(missing)} not found: apt-get install --no-install-recommends {PACKAGES}"
     return why_no_machines()
+
+
+@contextlib.contextmanager
+def folder_of_a_cluster() -> Iterator[Path]:
+    """Make a folder for a cluster, and delete it; its name is short, since Slurm has sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 class SlurmCluster:

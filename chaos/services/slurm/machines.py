@@ -24,7 +24,7 @@ from rendezvous.orphans import bound_command
 from rendezvous.process_table import children_of, is_alive, pids, stat_of
 
 LOGIN = "ctl"
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 300.0
 PROGRAMS = ("unshare", "nsenter", "ip", "mount")
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 _LOOK_EVERY_S = 0.02

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos.errors import ScenarioError
+from chaos.real.runs import undoable
 from chaos.scenario.model import (
     FOLDER,
     Fault,
@@ -122,6 +123,29 @@ def test_a_soak_that_could_never_begin_is_refused(tmp_path: Path, soak: str, exp
     """What a soak cannot draw from, or cannot be judged by, is reported before a node is started."""
     (found,) = problems(tmp_path, f"{HEAD}{soak}\n")
     assert found.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("faults: [{kind: freeze_node, node: 1, at_step: 3, for_s: 1}]", "freeze_node is not done on Slurm; there are"),
+        ("tls: true", "a scenario on Slurm has no tls"),
+        ("soak: {faults: 3}", "a scenario on Slurm has no soak, and nodes.recovery: live"),
+    ],
+)
+def test_what_slurm_does_not_do_is_refused(tmp_path: Path, more: str, expected: str) -> None:
+    """By name, before a cluster is started."""
+    nodes = "" if "soak" in more else "nodes: {recovery: live}\n"
+    (found,) = problems(tmp_path, f"{HEAD}executor: slurm\n{nodes}{more}\n")
+    assert expected in found
+
+
+def test_what_slurm_alone_does_needs_its_executor(tmp_path: Path) -> None:
+    """On nodes of this machine there is nobody to preempt a job."""
+    (tmp_path / "mine.yaml").write_text(f"{HEAD}faults: [{{kind: preempt_job, at_step: 3, for_s: 1}}]\n")
+    assert list(undoable(load(tmp_path / "mine.yaml"))) == [
+        "'faults.0': preempt_job is for Slurm: `executor: slurm` does it"
+    ]
 
 
 def test_a_soaks_bounds_are_checked() -> None:
