@@ -12,7 +12,7 @@ OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
-.PHONY: setup demo test test-fast test-long test-deploy test-deploy-quick gpu sim soak check docs release image format bench clean
+.PHONY: setup demo test test-fast test-long test-deploy test-deploy-quick skypilot gpu sim soak check docs release image format bench clean
 
 setup: .venv/.installed
 
@@ -51,15 +51,27 @@ test-long: test
 	@echo "test-long: what takes minutes, one at a time"
 	@$(PYTEST) -m long
 
-# -rs names what is skipped and why: without root, or the packages, there is no cluster.
+# -rs names what is skipped and why: without root, or the packages, there is no cluster. Its tests wait for Slurm, Ray and podman
+# more than they compute, so several run at once; those of an xdist group share a cluster or an image, and run one at a time.
 test-deploy: setup
+	@$(MAKE) -s skypilot || echo "test-deploy: SkyPilot's parser could not be installed"
 	@echo "test-deploy: jobs as a cluster runs them, with Slurm's own programs on machines in namespaces"
-	@$(PYTEST) -rs -m deploy tests/deploy
+	@$(PYTEST) $(OVERLAPPING) -rs -m deploy tests/deploy
 
 # What takes no cluster, release or live job: manifests, schemas, the SkyPilot task.
 test-deploy-quick: setup
 	@echo "test-deploy-quick: manifests by their APIs, tasks by their parsers"
 	@$(PYTEST) -rs -m deploy tests/deploy/test_kubernetes.py tests/deploy/test_skypilot.py
+
+skypilot: .venv/skypilot/.installed
+
+# On top of what .venv has: a program of its own, since SkyPilot wants other versions of some packages than we do.
+.venv/skypilot/.installed: .venv/.installed tests/deploy/skypilot.txt
+	@echo "skypilot: installing its parser of tasks (about 100 MB)"
+	@$(BIN)/python -m venv --without-pip .venv/skypilot
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv/skypilot/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
+	@$(PIP) --python .venv/skypilot/bin/python install --no-deps -r tests/deploy/skypilot.txt
+	@touch $@
 
 # Jobs of several ranks share the first device; NCCL gets one for each rank where there are as many.
 gpu: setup

@@ -17,7 +17,11 @@ from tests.conftest import ROOT
 TOOLS = ("buildah", "podman", "runc", "mmdebstrap")
 DEPENDENCIES = "/dependencies"
 """Where the base image has torch and the rest: what is installed here, bound into it, so that nothing is fetched."""
+WITH_TORCH = f"{DEPENDENCIES}/with-torch"
+"""Where torch itself is: an empty folder bound over it makes a base without one."""
+INDEX = "/index"
 BASE, IMAGE = "localhost/debian-with-torch", "localhost/elastic-train:test"
+IMAGE_FROM_INDEX = "localhost/elastic-train:from-index"
 CONTAINERS = """
 [containers]
 default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
@@ -74,7 +78,7 @@ class Images:
             env=self._environ,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=500,
             check=False,
             stdin=subprocess.DEVNULL,
         )
@@ -84,26 +88,40 @@ class Images:
     def make_base(self) -> None:
         """Make a base of Debian's packages that has a torch, as those for CUDA have one: what is installed here."""
         shutil.copytree(sysconfig.get_path("purelib"), self.dependencies, copy_function=_link, ignore=_is_ours)
+        (self.dependencies / "with-torch").mkdir()
+        for path in [self.dependencies / "torch", *self.dependencies.glob("torch-*.dist-info")]:
+            path.rename(self.dependencies / "with-torch" / path.name)
         found = "/usr/lib/python3/dist-packages/dependencies.pth"
         release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
         # what a build and torch need, unpacked alone: to configure packages takes minutes on a busy machine
         needed = "python3,dash,bash,coreutils,grep,sed,base-files,libstdc++6,libgomp1"
         packages = ["--variant=extract", f"--include={needed}", release["VERSION_CODENAME"]]
-        first = f"import sys; sys.path.insert(0, '{DEPENDENCIES}')"
+        first = f"import sys; sys.path[:0] = ['{DEPENDENCIES}', '{WITH_TORCH}']"
         hook = f'--extract-hook=echo "{first}" > $1{found}; mkdir $1{DEPENDENCIES}'
         self._run(["mmdebstrap", "--quiet", hook, *packages, str(self.folder / "base.tar")])
         self.podman("import", str(self.folder / "base.tar"), BASE)
 
     def build(self, wheel: Path) -> None:
         """Build the image of a wheel as users do, without a network."""
+        self._build(wheel, IMAGE, "no-index = true\n")  # which would be tried for minutes
+
+    def build_from_index(self, wheel: Path, index: Path) -> None:
+        """Build it on a base without a torch, which is found in a package index: a folder, so without a network."""
+        (self.folder / "nothing").mkdir()
+        volumes = [f"{self.folder / 'nothing'}:{WITH_TORCH}:ro", f"{index}:{INDEX}:ro"]
+        options = [option for volume in volumes for option in ("--volume", volume)]
+        pip = "disable-pip-version-check = true\nretries = 0\n"
+        self._build(wheel, IMAGE_FROM_INDEX, pip, *options, "--build-arg", f"TORCH_INDEX=file://{INDEX}")
+
+    def _build(self, wheel: Path, tag: str, pip: str, *options: str) -> None:
         context = self.folder / "context"
-        context.mkdir()
+        context.mkdir(exist_ok=True)
         shutil.copy(wheel, context)
         shutil.copy(ROOT / "constraints.txt", context)
-        (self.folder / "pip.conf").write_text("[global]\nno-index = true\n")  # which would be tried for minutes
+        (self.folder / "pip.conf").write_text(f"[global]\n{pip}")
         how = ["--isolation", "chroot", "--network", "host", "--format", "docker", "--volume", self.volume]
-        how += ["--volume", f"{self.folder}/pip.conf:/etc/pip.conf:ro"]
-        what = ["--build-arg", f"BASE={BASE}", "--file", str(ROOT / "deploy" / "Containerfile"), "--tag", IMAGE]
+        how += ["--volume", f"{self.folder}/pip.conf:/etc/pip.conf:ro", *options]
+        what = ["--build-arg", f"BASE={BASE}", "--file", str(ROOT / "deploy" / "Containerfile"), "--tag", tag]
         alone = ["unshare", "--net"]  # chroot has the network of its caller
         self._run([*alone, "buildah", *self._storage, "bud", *how, *what, str(context)])
 
@@ -112,9 +130,9 @@ class Images:
         return f"{self.dependencies}:{DEPENDENCIES}:ro"
 
     @contextlib.contextmanager
-    def mounted(self) -> Iterator[Path]:
+    def mounted(self, image: str = IMAGE) -> Iterator[Path]:
         """Yield the folder of an image's files."""
-        name = self.buildah("from", "--pull-never", IMAGE).strip()
+        name = self.buildah("from", "--pull-never", image).strip()
         try:
             yield Path(self.buildah("mount", name).strip())
         finally:

@@ -12,7 +12,7 @@ from chaos.services.slurm.cluster import SlurmCluster
 from chaos.services.slurm.machines import eventually
 from rendezvous.process_table import is_stopped
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("slurm-etcd")]
 
 
 def test_nodes_have_a_name_an_address_and_a_tmp_of_their_own(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_node_without_power_is_down_and_its_job_requeued(slurm: SlurmCluster, 
     slurm.machines.power_off("n2")
     with pytest.raises(RunError, match="n2 is off"):
         slurm.machines["n2"]
-    slurm.await_state(job, "PENDING", timeout_s=30)
+    slurm.await_state(job, "PENDING")
     slurm.boot("n2")
     eventually(lambda: (tmp_path / "ran").read_text().split() == ["n2", "n2"], "it ran again")
     slurm.machines.freeze("n3")

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.images import IMAGE, Images
+from tests.conftest import ROOT
+from tests.deploy.images import IMAGE, IMAGE_FROM_INDEX, Images
 from tests.elastic_train.training.live.test_live import eventually
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("images")]
 
 
 @pytest.fixture
@@ -77,11 +78,45 @@ def test_it_is_healthy_while_it_trains_and_leaves_when_it_is_stopped(images: Ima
     images.podman(
         "run", "--detach", "--name", "node", *images.rights, *options, *port, IMAGE, "train", "/runs/config.yaml"
     )
-    eventually(lambda: images.podman("healthcheck", "run", "node", may_fail=True).returncode == 0, "it is healthy", 60)
+    eventually(lambda: images.podman("healthcheck", "run", "node", may_fail=True).returncode == 0, "it is healthy", 400)
     images.podman("kill", "--signal", "TERM", "node")
     assert images.podman("wait", "node").stdout.strip() == "75", images.podman("logs", "node").stderr
     assert list((runs / "run" / "commits").glob("*.json"))
     assert images.podman("healthcheck", "run", "node", may_fail=True).returncode != 0
+
+
+def test_without_a_torch_in_its_base_the_pinned_one_comes_from_the_index_that_is_named(
+    images: Images, wheel: Path, tmp_path: Path
+) -> None:
+    """A package index of one's own, with a newer version beside the pin: torch and what it needs come from there."""
+    pins = (line.partition("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    pin = next(version for name, _, version in pins if name == "torch")
+    for version in (pin, f"{int(pin.partition('.')[0])}.999"):
+        add_to_index(tmp_path / "index", "torch", version, "Requires-Dist: of-this-index\n")
+    add_to_index(tmp_path / "index", "of-this-index", "1.0")
+    images.build_from_index(wheel, tmp_path / "index")
+    with images.mounted(IMAGE_FROM_INDEX) as root:
+        (packages,) = (root / "opt" / "elastic-train" / "lib").glob("python3.*/site-packages")
+        found = {path.name for path in packages.glob("*.dist-info") if path.name.startswith(("torch-", "of_this"))}
+        assert found == {f"torch-{pin}.dist-info", "of_this_index-1.0.dist-info"}
+        assert (packages / "torch.py").read_text() == f"__version__ = {pin!r}\n"
+        assert (packages / "elastic_train").is_dir()
+
+
+def add_to_index(index: Path, name: str, version: str, requires: str = "") -> None:
+    """Put a package of one module into a folder that pip reads as an index."""
+    module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}"
+    folder = index / name
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = folder / f"{info}-py3-none-any.whl"
+    described = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{module}.py", f"__version__ = {version!r}\n")
+        archive.writestr(f"{info}.dist-info/METADATA", described)
+        archive.writestr(f"{info}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}.dist-info/RECORD", "")
+    links = [f'<a href="{path.name}">{path.name}</a>' for path in sorted(folder.glob("*.whl"))]
+    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>")
 
 
 def job_of(steps: int, path: str = "elastic_train.tasks.text_classifier:TextClassifier", **more: object) -> object:

@@ -11,11 +11,11 @@ import yaml
 
 from rendezvous import EtcdServer
 from tests.deploy.images import DEPENDENCIES, IMAGE, Images
+from tests.deploy.jobs import steps_done_twice, write_patient_config
 from tests.deploy.manifests import Tree, one
-from tests.deploy.test_slurm import steps_done_twice
-from tests.elastic_train.training.live.test_live import etcd, until_whole, write_config
+from tests.elastic_train.training.live.test_live import etcd, until_whole
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("images")]
 __all__ = ["etcd"]
 MONITORED_PORT = 19110
 """Of the first; all have the network of this machine."""
@@ -59,7 +59,7 @@ def test_pods_train_together_and_one_that_was_killed_comes_back(
     data = shutil.copytree(rows, tmp_path / "rows")
     for path in (data, *data.rglob("*")):
         path.chmod(0o755)  # a manifest is for whoever has written it alone
-    write_config(tmp_path, data, 100_000, lane_ms=200.0)
+    write_patient_config(tmp_path, data, 100_000, lane_ms=200.0)
     pods = [pod_of(i, etcd, tmp_path, images) for i in range(3)]
     for pod in pods:
         play(images, pod, tmp_path)

@@ -25,6 +25,7 @@ from tests.deploy.manifests import places, with_typo
 pytestmark = pytest.mark.deploy
 TASK = yaml.safe_load((ROOT / "deploy" / "skypilot" / "train.yaml").read_text())
 VARIABLE = "ELASTIC_TRAIN_SKYPILOT"
+INSTALLED = ROOT / ".venv" / "skypilot"
 OPEN = (("envs",), ("resources", "accelerators"), ("resources", "job_recovery"))
 """Whose keys are ours, or which SkyPilot 0.14 does not look at: what it has read of these is compared."""
 READ = """
@@ -45,8 +46,10 @@ def python_with_skypilot() -> str:
     """Return a Python that has SkyPilot, whose requirements are too many for one environment with ours."""
     if given := os.environ.get(VARIABLE):
         return given
+    if (INSTALLED / ".installed").exists():
+        return str(INSTALLED / "bin" / "python")
     if importlib.util.find_spec("sky") is None:
-        pytest.skip(f"no SkyPilot here: pip install skypilot==0.14.1 into an environment, its Python in {VARIABLE}")
+        pytest.skip(f"no SkyPilot here: make skypilot, or the Python of an environment that has it in {VARIABLE}")
     return sys.executable
 
 
