@@ -63,7 +63,8 @@ def test_a_job_survives_what_befalls_it_on_slurm(
     assert len(verdict.recoveries) == len(due) - 1, "all but the drained node have ended a world"
     for cost in verdict.recoveries:
         assert cost.rpo_steps == 0, cost
-        record_property(f"Slurm: seconds from {cost.kind} to the next step, with no step lost", cost.rto_s)
+        what = f"Slurm: seconds from {cost.kind} to the next step, with no step lost"
+        record_property(f"{what} (lease {nodes.lease_ttl_s:g} s)", cost.rto_s)
     assert not list(tmp_path.glob(".codes-*"))
 
 

@@ -93,7 +93,11 @@ def test_a_job_beside_an_etcd_of_three_loses_no_step_with_the_first_node_of_both
 
 
 def test_an_array_loses_no_step_and_grows_by_another_one(
-    slurm: SlurmCluster, tmp_path: Path, rows: Path, path: dict[str, str]
+    slurm: SlurmCluster,
+    tmp_path: Path,
+    rows: Path,
+    path: dict[str, str],
+    record_property: Callable[[str, object], None],
 ) -> None:
     """elastic-array.sbatch on an etcd of etcd.sbatch: a lost node is requeued and joins again, a second array joins."""
     done = tmp_path / "done"
@@ -107,9 +111,12 @@ def test_an_array_loses_no_step_and_grows_by_another_one(
     first = submit("--array=0-0", "-w", "n2")
     until_world(run, 1)
     second = submit("--array=0-0", "-w", "n3")
-    until_world(run, 2)
+    term = until_world(run, 2)
+    lost_at_s = time.time()
     slurm.machines.power_off("n3")
-    until_world(run, 1)
+    term = until_world(run, 1, above=term)
+    took_s = first_step_s(run, term) - lost_at_s
+    record_property("Slurm: seconds from power loss to the next step, with a lease of 3 s", took_s)
     slurm.boot("n3")
     until_world(run, 2)
     done.touch()
