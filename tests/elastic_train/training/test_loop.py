@@ -49,7 +49,7 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
 @pytest.mark.parametrize("others_lack_it", [False, True])
 def test_ranks_of_a_cell_leave_a_step_out_together(monkeypatch: pytest.MonkeyPatch, others_lack_it: bool) -> None:
     """Where one of them cannot read a sample, the others would wait in vain for what it gives to the lane."""
-    session, ran = MagicMock(stage=None, lanes=range(1)), MagicMock(return_value=LaneSums(1.0, 1.0))
+    session, ran = MagicMock(stage=None, context=None, lanes=range(1)), MagicMock(return_value=LaneSums(1.0, 1.0))
     session.world.cell.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(others_lack_it))])
     monkeypatch.setattr(step, "_run_lane", ran)
     batch = SimpleNamespace(lane=0, unreadable={}, tensors={})
