@@ -73,10 +73,10 @@ def test_another_world_gives_the_same_bits(tmp_path: Path, rows: Path, few: Path
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, rows: Path, few: Path, alone: Path
 ) -> None:
-    """Two ranks die at step 10; four resume from a commit that has the sums of each source, where none was over."""
+    """Killed at its second commit; four ranks resume from the first, with the sums of each source, none of them over."""
     points = tmp_path / "points"
     points.mkdir()
-    arm(points, "validate", "kill")
+    arm(points, "record", "kill", nth=2)
     path = mixed(tmp_path, rows, few, CLASSIFIER)
     assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path], num_ranks=4))

@@ -62,10 +62,10 @@ def test_any_world_gives_the_same_bits(
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, digits: Path, alone: dict[str, object]
 ) -> None:
-    """Killed when it validates at step 6, and resumed from step 4 by another number of ranks."""
+    """Killed at its second commit, and resumed from the first by another number of ranks."""
     points = tmp_path / "points"
     points.mkdir()
-    arm(points, "validate", "kill")
+    arm(points, "record", "kill", nth=2)
     path = config(tmp_path, digits, IMAGES)
     assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path], num_ranks=3))

@@ -72,7 +72,7 @@ def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
     job = {**LANGUAGE, "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}, "compile": True}
     points = tmp_path / "points"
     points.mkdir()
-    arm(points, "validate", "kill")
+    arm(points, "record", "kill", nth=2)
     path = config(tmp_path / "killed", few_rows, job)
     assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path], num_ranks=3))
@@ -92,10 +92,10 @@ def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, few_rows: Path, alone: dict[str, object]
 ) -> None:
-    """Killed at step 5, and resumed from step 4 by another number of ranks."""
+    """Killed at its second commit, and resumed from the first by another number of ranks."""
     points = tmp_path / "points"
     points.mkdir()
-    arm(points, "validate", "kill")
+    arm(points, "record", "kill", nth=2)
     path = config(tmp_path, few_rows, LANGUAGE)
     assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path], num_ranks=3))

@@ -82,11 +82,11 @@ def test_adapters_have_one_hash_at_any_world(
 def test_a_killed_run_of_adapters_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, rows: Path, base: Path, alone: Path
 ) -> None:
-    """Resumed from a commit of the adapters alone, by another number of ranks."""
+    """Killed at its second commit, and resumed from the first, of the adapters alone, by another number of ranks."""
     points = tmp_path / "points"
     points.mkdir()
-    arm(points, "validate", "kill")
-    path = adapted(tmp_path, rows, base, validation={"every_steps": 5})
+    arm(points, "record", "kill", nth=2)
+    path = adapted(tmp_path, rows, base)
     assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path, "--parallel.shards", "optimizer"], num_ranks=4))
     assert "resumed from commits/" in done.output
