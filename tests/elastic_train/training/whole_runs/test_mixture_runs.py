@@ -73,7 +73,7 @@ def test_another_world_gives_the_same_bits(tmp_path: Path, rows: Path, few: Path
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, rows: Path, few: Path, alone: Path
 ) -> None:
-    """Killed at its second commit; four ranks resume from the first, with the sums of each source, none of them over."""
+    """Killed at its second commit; four ranks resume from the first, with the sums of sources, none of them over."""
     points = tmp_path / "points"
     points.mkdir()
     arm(points, "record", "kill", nth=2)
