@@ -19,7 +19,7 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CALLS
-from elastic_train.tasks.task import Sequencing
+from elastic_train.tasks.task import Batch, LaneLoss, Sequencing
 
 
 def warm_up(plan: Plan, state: AppliedState) -> None:
@@ -66,17 +66,18 @@ def run_once(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> None:
     if batch.tensors is None:
         return
     seed_generators(lane_seed(plan.config.run.seed, step, batch.lane))
-    tensors, degree = (
-        {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()},
-        plan.config.parallel.context,
-    )
+    tensors = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
     with plan.autocast():
-        if degree > 1:  # a whole row might not fit
-            assert isinstance(plan.task, Sequencing), "it was checked"
-            loss = plan.task.loss_of_part(model, tensors, lone_part(degree))
-        else:
-            loss = plan.task.loss(model, tensors)
+        loss = _loss_alone(plan, model, tensors)
     torch.autograd.backward(loss.total)
+
+
+def _loss_alone(plan: Plan, model: nn.Module, tensors: Batch) -> LaneLoss:
+    """Compute a loss without peers: of a part of each row where they compute the rest, as all might not fit."""
+    if (degree := plan.config.parallel.context) == 1:
+        return plan.task.loss(model, tensors)
+    assert isinstance(plan.task, Sequencing), "it was checked"
+    return plan.task.loss_of_part(model, tensors, lone_part(degree))
 
 
 @contextlib.contextmanager
