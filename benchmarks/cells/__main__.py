@@ -7,7 +7,8 @@
 0.95). `tp2_cpu_vs_torch` is the same of processor time, which other programs on the machine do not change.
 
 `pp2_vs_torch`: steps a second of two stages of the decoder on eight lanes, over those of a loop of
-`torch.distributed.pipelining`, by schedule (goal at least 0.95); `pp2_cpu_vs_torch` of processor time.
+`torch.distributed.pipelining`, by schedule (goal at least 0.95), with two chunks each where it is interleaved;
+`pp2_cpu_vs_torch` of processor time.
 `pp_1f1b_peak_lanes`: how many lanes a stage had alive at once (goal: stages - stage).
 
 `rpo_steps_max`, `model_rebuilt`: over kills of each worker of two cells at each of ten points of a step, the most

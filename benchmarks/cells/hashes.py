@@ -25,9 +25,11 @@ Cases = Mapping[str, tuple[int, Sequence[str]]]
 STAGES: Cases = {
     "2 stages": (2, ("pipeline", "2")),
     "2 stages, gpipe": (2, ("pipeline", "2", "schedule", "gpipe")),
+    "2 stages, interleaved": (2, ("pipeline", "2", "schedule", "interleaved")),
     "4 stages": (4, ("pipeline", "4")),
     "2 cells": (4, ("pipeline", "2")),
     "2 cells, a stage killed": (4, ("pipeline", "2")),
+    "2 cells, interleaved, a stage killed": (4, ("pipeline", "2", "schedule", "interleaved")),
 }
 EXPERTS: Cases = {
     "2 ranks": (2, ("expert", "2")),

@@ -1,28 +1,29 @@
 """A pipeline beside torch's: the same decoder in two stages, the same micro-batches, the same schedule.
 
-The peer is a loop of `torch.distributed.pipelining`: a `PipelineStage` of the same modules, `Schedule1F1B` and
-`ScheduleGPipe`, on a process group of gloo. Both run in the same processes, in turn.
+The peer is a loop of `torch.distributed.pipelining`: a `PipelineStage` of the same modules for each chunk,
+`Schedule1F1B`, `ScheduleGPipe` and `ScheduleInterleaved1F1B`, on a process group of gloo. Both run in the same
+processes, in turn.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.cells.pairs import Times, medians, meet, part_ways, timed
 from benchmarks.figures import Effort
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
-from elastic_train.core.schedules import Kind
-from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.core.schedules import Kind, Pass
+from elastic_train.job.cells.cell_plan import CellPlan, cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.parallel.cells.links import CellLinks
@@ -36,7 +37,7 @@ SIZES = {"dim": 256, "depth": 4, "heads": 8, "kv_heads": 4, "tied": False}
 SHAPE = DecoderShape(vocabulary=512, **SIZES)  # type: ignore[arg-type]
 TASK = CausalLM(model=SIZES)
 ROWS, TOKENS, LANES, STAGES = 2, 256, 8, 2
-PEERS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+PEERS: Mapping[Kind, type] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
 NAMES = ("pp2_vs_torch", "pp2_cpu_vs_torch")
 
 
@@ -62,8 +63,8 @@ def _rank(rank: int, rounds: int, folder: str) -> None:
     batches = [_batch(number) for number in range(LANES)]
     found: dict[str, object] = {}
     for kind, peer in PEERS.items():
-        lanes = _Lanes(_our_stage(group, kind), batches)  # type: ignore[arg-type]
-        theirs, model = _torch_step(rank, batches, peer)
+        lanes = _Lanes(_our_stage(group, kind), batches)
+        theirs, model = _torch_step(rank, batches, peer, lanes.stage.plan)
         times: list[list[Times]] = [[], []]
         for turn in range(rounds + 2):
             for side, act in enumerate((lanes.step, theirs)):
@@ -88,11 +89,11 @@ def _batch(number: int) -> Batch:
 
 def _our_stage(group: Group, kind: Kind) -> Stage:
     model, links = _whole(), CellLinks()
-    parallel = ParallelConfig(pipeline=STAGES, schedule=kind)
+    parallel = ParallelConfig.model_validate({"pipeline": STAGES, "schedule": kind})
     plan = cell_plan_of(TASK, model, parallel)
     assert plan is not None, "the decoder has stages"
     CutModel(model, plan, parallel.cell, links).take_place(group.rank)
-    return stage_of(TASK, model, plan.stages, kind, Mesh(group.rank, STAGES, parallel.cell), group)
+    return stage_of(TASK, model, plan, kind, Mesh(group.rank, STAGES, parallel.cell), group)
 
 
 class _Lanes:
@@ -103,15 +104,16 @@ class _Lanes:
 
     def step(self) -> None:
         self.peak = run_schedule(self.stage.actions(LANES), self.stage.links, self)
+        self.stage.links.finish()
 
     def key(self, number: int) -> Hashable | None:
         return tuple(tensor.shape for tensor in self._batches[number].values())
 
-    def forward(self, number: int, given: Tensor | None) -> Tensor:
-        made = self.stage.run(self._batches[number], given)
+    def forward(self, one: Pass, given: Tensor | None) -> Tensor:
+        made = self.stage.run(one.chunk, self._batches[one.number], given)
         return made if isinstance(made, Tensor) else made.total
 
-    def backward(self, number: int, made: Tensor | None, gradient: Tensor | None) -> None:
+    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
         if made is not None:
             torch.autograd.backward(made, gradient)
 
@@ -133,17 +135,20 @@ class _Part(nn.Module):
         return self._run[0](self._names, tokens, None, None, given)
 
 
-def _torch_step(rank: int, batches: list[Batch], peer: type) -> tuple[Callable[[], None], nn.Module]:
-    whole = _whole()
-    part = _Part(whole, list(TASK.stage_plan(whole, STAGES)[rank]))
-    stage = PipelineStage(part, rank, STAGES, torch.device("cpu"))
-    schedule = peer(stage, LANES, loss_fn=_loss, scale_grads=False)
+def _torch_step(rank: int, batches: list[Batch], peer: type, plan: CellPlan) -> tuple[Callable[[], None], nn.Module]:
+    whole, count = _whole(), len(plan.pieces)
+    parts = [_Part(whole, list(plan.pieces[piece])) for piece in range(rank, count, STAGES)]
+    stages = [
+        PipelineStage(part, piece, count, torch.device("cpu"))
+        for part, piece in zip(parts, range(rank, count, STAGES), strict=True)
+    ]
+    schedule = peer(stages if plan.num_chunks > 1 else stages[0], LANES, loss_fn=_loss, scale_grads=False)
     tokens = torch.cat([batch["tokens"] for batch in batches])
 
     def step() -> None:
         schedule.step(tokens) if rank == 0 else schedule.step(target=tokens)
 
-    return step, part
+    return step, nn.ModuleList(parts)
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from elastic_train.config.section import Section
 from elastic_train.core.mesh import Cell
@@ -27,9 +27,12 @@ class ParallelConfig(Section):
     context: PositiveInt = 1
     """How many workers of a node compute each row together, some of its tokens each (context parallelism), so that
     activations of long rows fit: a cell, each of whose ranks holds the whole model. The task has to know how."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """In which order a stage computes its lanes: all forward passes first, or forward and backward passes in turn,
-    which keeps fewer activations: of at most as many lanes as there are stages from it on. Same bits."""
+    which keeps fewer activations: of at most as many lanes as there are stages from it on. `interleaved` gives each
+    stage several chunks of the model: stages wait less for one another, and send more. Same bits."""
+    virtual_stages: Annotated[int, Field(ge=2)] = 2
+    """How many chunks of the model a stage has with schedule: interleaved."""
     copies: PositiveInt = 2
     """How many ranks hold each share, on different nodes if there are; once all are lost, the newest commit is read."""
     offload: Literal["none", "optimizer", "all"] = "none"
@@ -97,6 +100,16 @@ class ParallelConfig(Section):
     def degrees(self) -> Mapping[str, int]:
         """The keys that make a replica one of several ranks, and what they are set to."""
         return {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert, "context": self.context}
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks of the model each stage of a pipeline has."""
+        return self.virtual_stages if self.schedule == "interleaved" and self.pipeline > 1 else 1
+
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces a model runs in, on all stages together."""
+        return self.pipeline * self.num_chunks
 
     @property
     def set_degrees(self) -> str:

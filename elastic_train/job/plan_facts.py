@@ -9,7 +9,7 @@ import torch
 
 from elastic_train.config.schema import Config
 from elastic_train.core.mixture.dealing import Mixture
-from elastic_train.core.schedules import bubble
+from elastic_train.core.schedules import Pipeline, bubble
 from elastic_train.data.dataset.training_sources import Source
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.sharded.elementwise import slots_of
@@ -27,9 +27,13 @@ def describe_sources(order: Mixture, sources: Sequence[Source], length: int) -> 
 
 def describe_pipeline(config: Config) -> str:
     """Return what a pipeline's stages wait for one another in one cell; more cells have fewer lanes each."""
-    num_stages, num_lanes = config.parallel.pipeline, config.batch.num_lanes
-    waits = f"{100 * bubble(num_stages, num_lanes):.0f} % of a step"
-    return f"{num_stages} stages, {config.parallel.schedule}; with all {num_lanes} lanes in one cell they wait {waits}"
+    parallel, num_lanes = config.parallel, config.batch.num_lanes
+    waits = bubble(Pipeline(parallel.schedule, parallel.pipeline, num_lanes, parallel.num_chunks))
+    chunks = f" with {parallel.num_chunks} chunks each" if parallel.num_chunks > 1 else ""
+    return (
+        f"{parallel.pipeline} stages{chunks}, {parallel.schedule}; with all {num_lanes} lanes in one cell they wait "
+        f"{100 * waits:.0f} % of a step"
+    )
 
 
 def describe_offload(config: Config, device: torch.device) -> str:

@@ -41,10 +41,11 @@ def cut_buckets(placed: Sequence[Placed], flats: Sequence[Tensor], least_bytes: 
     """Cut flat gradients into buckets of whole parameters, in the order in which a backward pass fills them.
 
     `placed` is in the model's order, in which starts ascend. Each has at least so many bytes but a vector's first one.
+    Parameters without elements, those of other stages, are in none: no backward pass comes to them.
     """
     buckets: list[Bucket] = []
     filling: dict[int, Bucket] = {}
-    for parameter, flat, start in reversed(placed):
+    for parameter, flat, start in reversed([one for one in placed if one.parameter.numel()]):
         known = filling.pop(flat, None) or Bucket(flat, start, flats[flat].numel(), ())
         last = next((bucket for bucket in reversed(buckets) if bucket.flat == flat), None)
         hi = last.lo if last is not None else flats[flat].numel()
@@ -68,15 +69,56 @@ def check_once(parameter: Tensor, seen: set[int]) -> None:
     seen.add(id(parameter))
 
 
-class Beside:
-    """Finishes buckets on another thread, one after another; it must be closed."""
+class Turns:
+    """Another thread, which makes exchanges one after another, none after one that could not be made; it must be
+    closed."""
 
-    def __init__(self, buckets: Sequence[Bucket], group: Group, finish: Callable[[Bucket], None]) -> None:
-        self._buckets, self._group, self._finish = list(buckets), group, finish
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._thread = Bystander(f"exchanges of rank {group.rank}")
-        self._num_full = 0
         self._has_failed = False
         self._busy_s = 0.0
+
+    def begin(self, exchange: Callable[[], None]) -> None:
+        """Let the thread make an exchange after those that were begun before."""
+        self._group.expect(self._thread.begin(partial(self._in_turn, exchange)))
+
+    def join(self) -> None:
+        """Wait until all exchanges are made; raises what went wrong there."""
+        self._group.join()
+
+    def take_busy_s(self) -> float:
+        """Return how long the thread took for exchanges since the last time; after `join`."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+    def close(self) -> None:
+        """End the thread once it is free."""
+        self._thread.leave()
+
+    def _in_turn(self, exchange: Callable[[], None]) -> None:
+        """Make an exchange unless one before it could not be: its world has ended, and no other may follow it.
+
+        A peer that has lost nobody yet still awaits what was not sent. It would take the next bucket for that, and
+        gloo ends a process to which more is sent than it awaits.
+        """
+        if self._has_failed:
+            return
+        started = time.perf_counter()
+        try:
+            exchange()
+            self._busy_s += time.perf_counter() - started
+        except BaseException:
+            self._has_failed = True
+            raise
+
+
+class Beside:
+    """Finishes buckets in turn, beside the pass that fills them; it must be closed."""
+
+    def __init__(self, buckets: Sequence[Bucket], turns: Turns, finish: Callable[[Bucket], None]) -> None:
+        self._buckets, self.turns, self._finish = list(buckets), turns, finish
+        self._num_full = 0
         self._missing: list[int] | None = None
         self._seen: set[int] = set()
         self._hooks = [
@@ -98,18 +140,12 @@ class Beside:
     def join(self) -> None:
         """Wait until all buckets that were full are finished; raises what went wrong there."""
         self._num_full = 0
-        self._group.join()
-
-    def take_busy_s(self) -> float:
-        """Return how long the thread took for the buckets since the last time; after `join`."""
-        busy_s, self._busy_s = self._busy_s, 0.0
-        return busy_s
+        self.turns.join()
 
     def close(self) -> None:
-        """Leave the parameters alone from now on, and end the thread once it is free."""
+        """Leave the parameters alone from now on."""
         for hook in self._hooks:
             hook.remove()
-        self._thread.leave()
 
     def _arrived(self, number: int, parameter: Tensor) -> None:
         if self._missing is None:
@@ -123,21 +159,5 @@ class Beside:
 
     def _hand_out(self, num_full: int) -> None:
         for bucket in self._buckets[self._num_full : num_full]:
-            self._group.expect(self._thread.begin(partial(self._finish_in_turn, bucket)))
+            self.turns.begin(partial(self._finish, bucket))
         self._num_full = num_full
-
-    def _finish_in_turn(self, bucket: Bucket) -> None:
-        """Finish a bucket unless one before it could not be: its world has ended, and no other may follow it.
-
-        A peer that has lost nobody yet still awaits what was not sent. It would take the next bucket for that, and
-        gloo ends a process to which more is sent than it awaits.
-        """
-        if self._has_failed:
-            return
-        started = time.perf_counter()
-        try:
-            self._finish(bucket)
-            self._busy_s += time.perf_counter() - started
-        except BaseException:
-            self._has_failed = True
-            raise

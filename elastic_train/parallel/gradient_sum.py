@@ -24,7 +24,7 @@ from elastic_train.core.lanes import (
     parts_of,
     settle,
 )
-from elastic_train.parallel.buckets import Beside, Bucket, Placed, cut_buckets
+from elastic_train.parallel.buckets import Beside, Bucket, Placed, Turns, cut_buckets
 from elastic_train.parallel.exchange import Scratch, exchange
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Aside, PointToPoint
@@ -195,15 +195,16 @@ class TreeSum(ABC):
         self._merged: list[list[Tensor]] = []
         self._mine: dict[Part, list[Tensor]] = {}
 
-    def exchange_beside(self, placed: Sequence[Placed], bucket_bytes: float | None) -> None:
+    def exchange_beside(self, placed: Sequence[Placed], bucket_bytes: float | None, turns: Turns | None = None) -> None:
         """Exchange buckets of about so many bytes beside the backward pass of the last lane; not at all for None.
 
-        On a GPU nothing is: the exchange would need streams, and NCCL's order of calls another group.
+        Sums whose exchanges would meet share `turns`. On a GPU nothing is exchanged so: it would need streams, and
+        NCCL's order of calls another group.
         """
         is_on_device = any(flat.is_cuda or self._replicas.is_on_device(flat) for flat in self._flats)
         if bucket_bytes is not None and self._replicas.size > 1 and not is_on_device:
             buckets = cut_buckets(placed, self._flats, bucket_bytes)
-            self._beside = Beside(buckets, self._replicas, self._finish_bucket)
+            self._beside = Beside(buckets, turns or Turns(self._replicas), self._finish_bucket)
 
     def begin(self, lanes: range) -> None:
         if self._beside is not None:
@@ -235,7 +236,7 @@ class TreeSum(ABC):
             waited_s = self._replicas.waited_s
             self._beside.join()
             waited_s = self._replicas.waited_s - waited_s
-            self._replicas.beside_s += max(0.0, self._beside.take_busy_s() - waited_s)
+            self._replicas.beside_s += max(0.0, self._beside.turns.take_busy_s() - waited_s)
             self._tree.check_complete(self._mine)
             self._replicas.num_bytes, self._aside.num_bytes = self._replicas.num_bytes + self._aside.num_bytes, 0
         self.divide(divisor)
@@ -243,6 +244,7 @@ class TreeSum(ABC):
     def close(self) -> None:
         if self._beside is not None:
             self._beside.close()
+            self._beside.turns.close()
 
     @abstractmethod
     def reduce(self, number: int, lo: int, hi: int, mine: Mapping[Part, list[Tensor]], ranks: PointToPoint) -> None:

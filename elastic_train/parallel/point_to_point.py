@@ -16,7 +16,7 @@ from elastic_train.errors import PeerLostError
 
 OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 """Of this rank's device: torch makes them RuntimeErrors, but no peer is lost, and no other world would mend them."""
-_ASIDE = 1
+_ASIDE, _BACK = 1, 2
 
 
 class Work(Protocol):
@@ -173,3 +173,15 @@ class Aside(PointToPoint):
 
     def backend(self, tensor: Tensor) -> Backend:
         return self._group.backend(tensor)
+
+
+class BackChannel(Aside):
+    """A group's sends and receives for its own thread that do not meet its others between the same two ranks."""
+
+    _tag = _BACK
+
+    def begin(self, operation: Callable[[Backend], Work], tensor: Tensor, kind: str) -> Work:
+        return self._group.begin(operation, tensor, kind)
+
+    def wait(self, works: Iterable[Work]) -> None:
+        self._group.wait(works)

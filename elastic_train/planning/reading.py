@@ -67,6 +67,7 @@ def read_config(config: Config) -> Read:
         pipeline=parallel.pipeline,
         expert=parallel.expert,
         context=parallel.context,
+        interleave=parallel.num_chunks,
         bucket_mb=parallel.bucket_mb,
         wire=parallel.wire,
     )

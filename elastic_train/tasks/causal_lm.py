@@ -193,7 +193,7 @@ class CausalLM:
             return stages_of(model.shape, model.parts, num_stages)
         except ValueError as error:
             raise ConfigError(
-                *(f"parallel.pipeline: {num_stages}: task.params.model.{why}" for why in error.args)
+                *(f"parallel.pipeline, in {num_stages} stages: task.params.model.{why}" for why in error.args)
             ) from error
 
     def run_stage(

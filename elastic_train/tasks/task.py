@@ -201,7 +201,9 @@ class Splitting(Protocol):
 
 
 StagePlan = Sequence[Sequence[str]]
-"""The modules of a model that each stage of a pipeline holds, by name, in the order in which they run."""
+"""The modules of a model that each stage of a pipeline runs, by name, in the order in which they run.
+
+A rank has one of these stages, or with schedule: interleaved several, which are not neighbours."""
 
 
 @runtime_checkable

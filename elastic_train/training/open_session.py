@@ -127,7 +127,7 @@ def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage | None:
     if parallel.pipeline == 1:
         return None
     assert isinstance(task, Staging) and isinstance(shards, CellState) and world.cell is not None, "it was checked"
-    return stage_of(task, state.model, shards.cut.plan.stages, parallel.schedule, world.mesh, world.cell)
+    return stage_of(task, state.model, shards.cut.plan, parallel.schedule, world.mesh, world.cell)
 
 
 def _open_context(plan: Plan, world: World) -> Context | None:

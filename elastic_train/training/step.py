@@ -19,12 +19,14 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
 from elastic_train.core.mixture.account import sums_of_sources
 from elastic_train.core.mixture.dealing import Mixture, RunOrder
+from elastic_train.core.schedules import Pass
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.job.auditing.auditor import WrongGradient
 from elastic_train.job.cells.context import Context
 from elastic_train.job.cells.stage import Stage, key_of
 from elastic_train.job.generators import seed_generators
+from elastic_train.parallel.cells.chunk_sum import by_chunk
 from elastic_train.parallel.cells.pipeline import run_schedule
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
@@ -156,6 +158,7 @@ def _run_stage(session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> di
     passes = _StagePasses(session, stage, lanes)
     session.clock.mark("rest")
     run_schedule(stage.actions(len(lanes)), stage.links, passes)
+    stage.links.finish()
     session.clock.mark("wait")
     return passes.results
 
@@ -165,14 +168,14 @@ class _StagePasses:
 
     def __init__(self, session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> None:
         self._session, self._stage, self._lanes = session, stage, lanes
-        self._keys = [key_of(batch) for batch in lanes]
+        self._keys, self._sums = [key_of(batch) for batch in lanes], by_chunk(session.gradients)
         self.results = {batch.lane: LaneSums() for batch in lanes}
 
     def key(self, number: int) -> Hashable | None:
         return self._keys[number]
 
-    def forward(self, number: int, given: Tensor | None) -> Tensor:
-        session, batch = self._session, self._lanes[number]
+    def forward(self, one: Pass, given: Tensor | None) -> Tensor:
+        session, batch = self._session, self._lanes[one.number]
         assert batch.tensors is not None, "it has samples"
         if given is None:  # with what is given comes the generator's state
             seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
@@ -180,16 +183,16 @@ class _StagePasses:
         session.clock.mark("to_device")
         reach("forward")
         with session.plan.autocast():
-            made = self._stage.run(tensors, given)
+            made = self._stage.run(one.chunk, tensors, given)
         session.clock.mark("forward")
         if isinstance(made, Tensor):
             return made
         self.results[batch.lane] = LaneSums(float(made.total.detach()), made.weight)
         return session.state.scaler.scale(made.total)
 
-    def backward(self, number: int, made: Tensor | None, gradient: Tensor | None) -> None:
+    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
         reach("backward")
-        with self._session.gradients.lane(self._lanes[number].lane):
+        with self._sums[one.chunk].lane(self._lanes[one.number].lane):
             if made is not None and made.requires_grad:
                 torch.autograd.backward(made, gradient)
         self._session.clock.mark("backward")

@@ -23,12 +23,20 @@ DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
-    """What becomes of modules that are cut, by full names, the modules of each stage, and the modules whose experts
-    are spread over ranks; empty if there are none."""
+    """What becomes of modules that are cut, by full names, the modules of each piece of a pipeline, and the modules
+    whose experts are spread over ranks; empty if there are none.
+
+    Of pieces, in the order in which they run, each stage has `num_chunks`: of N stages every N-th.
+    """
 
     tensor: TensorPlan = field(default_factory=dict)
-    stages: StagePlan = ()
+    pieces: StagePlan = ()
+    num_chunks: int = 1
     experts: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.pieces) // self.num_chunks
 
 
 def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:
@@ -66,16 +74,17 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
         task.check_parts(model, parallel.context)
         return None
     tensor: TensorPlan = {}
-    stages: StagePlan = ()
+    pieces: StagePlan = ()
     if parallel.tensor > 1:
         assert isinstance(task, Splitting), "it was checked"
         tensor = _named(task.tensor_plan(model, parallel.tensor), model, parallel.tensor)
     if parallel.pipeline > 1:
         assert isinstance(task, Staging), "it was checked"
-        stages = tuple(tuple(stage) for stage in task.stage_plan(model, parallel.pipeline))
-        if wrong := list(_mistakes(stages, model, parallel.pipeline)):
+        pieces = tuple(tuple(piece) for piece in task.stage_plan(model, parallel.num_pieces))
+        if wrong := list(_mistakes(pieces, model, parallel.num_pieces)):
             raise ConfigError(*wrong)
-    return CellPlan(tensor, stages, _experts_of(task, model, parallel.expert) if parallel.expert > 1 else ())
+    experts = _experts_of(task, model, parallel.expert) if parallel.expert > 1 else ()
+    return CellPlan(tensor, pieces, parallel.num_chunks, experts)
 
 
 def _experts_of(task: Task, model: nn.Module, degree: int) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from elastic_train.job.cells.state_parts import (
 )
 from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
+from elastic_train.parallel.cells.chunk_sum import ChunkSum
 from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
@@ -97,10 +98,13 @@ class CellState(ReplicatedState):
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         """Sum over the ranks of equal place: `replicas` has one of each cell; where experts are spread, all ranks."""
         assert kind == "canonical", "places hold parts of one and the same sum"
-        if self.cut.experts is None:
+        if self.cut.experts is None and self.cut.plan.num_chunks == 1:
             return ReplicatedState.sum_of(self, replicas, num_lanes, kind)
         if self._sum is not None:
             self._sum.close()
+        if self.cut.experts is None:
+            self._sum = ChunkSum(self.cut.by_chunk(), replicas, num_lanes, self.bucket_bytes)
+            return self._sum
         named, cuts = list(self.model.named_parameters()), self.cut.cuts
         whole, parts = ([one for name, one in named if (name in cuts) == is_cut] for is_cut in (False, True))
         assert self._column is not None, "no world has given this rank a place"

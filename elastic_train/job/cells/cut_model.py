@@ -8,7 +8,7 @@ last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,17 +78,20 @@ def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
             dims[id(layer.weight)] = DIMENSIONS[use]
             if layer.bias is not None and use == "column":  # that of a row is added once, to the sum
                 dims[id(layer.bias)] = 0
-    stages = {
-        id(one): stage
-        for stage, modules in enumerate(plan.stages)
-        for name in modules
-        for one in model.get_submodule(name).parameters()
-    }
+    stages = {id(one): piece % plan.num_stages for one, piece in pieces_of(model, plan)}
     return {
         name: _cut(one, dims.get(id(one)), stages.get(id(one)), cell)
         for name, one in model.named_parameters(remove_duplicate=False)
         if id(one) in dims or id(one) in stages
     }
+
+
+def pieces_of(model: nn.Module, plan: CellPlan) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield the parameters of a pipeline, and the piece that each is in."""
+    for piece, modules in enumerate(plan.pieces):
+        for name in modules:
+            for one in model.get_submodule(name).parameters():
+                yield one, piece
 
 
 def _cut(one: Tensor, dim: int | None, stage: int | None, cell: Cell) -> Cut:
@@ -163,6 +166,14 @@ class CutModel:
             parts.append(tensor.new_empty(cut.part_shape(place)) if mine is None else mine)
             group.broadcast(parts[-1], place)
         return torch.cat(parts, cut.dim)
+
+    def by_chunk(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of each chunk of a stage; those of other stages, without elements, are among them."""
+        pieces = {id(one): piece for one, piece in pieces_of(self.model, self.plan)}
+        found: list[list[nn.Parameter]] = [[] for _ in range(self.plan.num_chunks)]
+        for one in self.model.parameters():
+            found[pieces[id(one)] // self.plan.num_stages].append(one)
+        return found
 
     @property
     def known_cell(self) -> Group:

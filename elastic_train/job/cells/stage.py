@@ -4,62 +4,89 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from elastic_train.core.mesh import Mesh
-from elastic_train.core.schedules import Action, Kind, schedule
+from elastic_train.core.schedules import Action, Kind, Pass, Pipeline, schedule
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.parallel.cells.stage_links import Activation, StageLinks
+from elastic_train.job.cells.cell_plan import CellPlan
+from elastic_train.parallel.cells.pipeline import run_schedule
+from elastic_train.parallel.cells.stage_links import StageLinks
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.task import Batch, LaneLoss, StagePlan, Staging
+from elastic_train.tasks.task import Batch, LaneLoss, Staging
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage `number` of a model in stages, each of which runs some of the modules."""
+    """Stage `number` of a model in stages, each of which runs some of the modules, in one chunk or in several."""
 
     task: Staging
     model: nn.Module
-    plan: StagePlan
+    plan: CellPlan
     number: int
     kind: Kind
     links: StageLinks
 
-    @property
-    def is_last(self) -> bool:
-        return self.number == len(self.plan) - 1
+    def actions(self, num_lanes: int, kind: Kind | None = None) -> Sequence[Action]:
+        """Return what this stage does in a step of so many lanes; by its own kind of schedule, or by another."""
+        return schedule(Pipeline(kind or self.kind, self.plan.num_stages, num_lanes, self.plan.num_chunks), self.number)
 
-    def actions(self, num_lanes: int) -> Sequence[Action]:
-        """Return what this stage does in a step of so many lanes."""
-        return schedule(self.kind, self.number, len(self.plan), num_lanes)
-
-    def run(self, batch: Batch, given: Tensor | None) -> Tensor | LaneLoss:
-        """Run this stage's modules on a lane's micro-batch and what the stage before has made."""
-        made = self.task.run_stage(self.model, self.plan[self.number], batch, given)
-        assert isinstance(made, LaneLoss) == self.is_last, "the last stage returns a loss, and no other does"
+    def run(self, chunk: int, batch: Batch, given: Tensor | None) -> Tensor | LaneLoss:
+        """Run the modules of a chunk on a lane's micro-batch and what the piece before has made."""
+        piece = chunk * self.plan.num_stages + self.number
+        made = self.task.run_stage(self.model, self.plan.pieces[piece], batch, given)
+        is_last = piece == len(self.plan.pieces) - 1
+        assert isinstance(made, LaneLoss) == is_last, "the last stage returns a loss, and no other does"
         return made
 
     def losses(self, batches: Iterable[LaneBatch], device: torch.device) -> Iterator[tuple[LaneBatch, LaneLoss | None]]:
-        """Run forward passes alone; yield each lane's loss on the last stage, and None on the others."""
-        for batch in batches:
-            made: Tensor | LaneLoss | None = None
-            if batch.tensors is not None:
-                key = key_of(batch)
-                given = self.links.exchange(awaits=key) if self.number else None
-                made = self.run({name: tensor.to(device) for name, tensor in batch.tensors.items()}, given)
-                if isinstance(made, Tensor):
-                    self.links.exchange(activation=Activation(key, made))
-            yield batch, made if isinstance(made, LaneLoss) else None
+        """Run forward passes alone; yield each lane's loss on the last stage, and None on the others.
+
+        Where stages have several chunks, a lane comes by again, and as many as there are stages go round together.
+        """
+        size = 1 if self.plan.num_chunks == 1 else self.plan.num_stages
+        left = iter(batches)
+        while found := list(islice(left, size)):
+            passes = _Forward(self, found, device)
+            run_schedule(self.actions(len(found), "forward"), self.links, passes)
+            yield from zip(found, passes.losses, strict=True)
         self.links.finish()
 
 
-def stage_of(task: Staging, model: nn.Module, plan: StagePlan, kind: Kind, mesh: Mesh, cell: Group) -> Stage:
+class _Forward:
+    """Forward passes outside of a step."""
+
+    def __init__(self, stage: Stage, batches: Sequence[LaneBatch], device: torch.device) -> None:
+        self._stage, self._batches, self._device = stage, batches, device
+        self.losses: list[LaneLoss | None] = [None] * len(batches)
+
+    def key(self, number: int) -> Hashable | None:
+        return key_of(self._batches[number])
+
+    def forward(self, one: Pass, given: Tensor | None) -> Tensor:
+        tensors = self._batches[one.number].tensors
+        assert tensors is not None, "it has samples"
+        made = self._stage.run(one.chunk, {name: tensor.to(self._device) for name, tensor in tensors.items()}, given)
+        if isinstance(made, Tensor):
+            return made
+        self.losses[one.number] = made
+        return made.total
+
+    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
+        """The schedule has none."""
+
+    def waited(self) -> None: ...
+
+
+def stage_of(task: Staging, model: nn.Module, plan: CellPlan, kind: Kind, mesh: Mesh, cell: Group) -> Stage:
     """Return the stage of a rank in its cell."""
     number, stride = mesh.coordinates.stage, mesh.cell.size // mesh.cell.stage
-    before = mesh.place - stride if number else None
-    after = mesh.place + stride if number < len(plan) - 1 else None
+    goes_round = plan.num_chunks > 1
+    before = (mesh.place - stride) % mesh.cell.size if number or goes_round else None
+    after = (mesh.place + stride) % mesh.cell.size if number < plan.num_stages - 1 or goes_round else None
     return Stage(task, model, plan, number, kind, StageLinks(cell, before, after))
 
 

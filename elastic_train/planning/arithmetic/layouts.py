@@ -1,7 +1,7 @@
 """Layouts: how a run is spread over devices, and what rules one out before anything is worked out.
 
 What the trainer runs today are shards, copies and offload over single ranks, tensor ranks and stages with whole state,
-or experts, and recomputation. All else (interleaved stages, cells in shards) is arithmetic: then `runs_today` is false.
+or experts, and recomputation. All else (such as cells in shards) is arithmetic: then `runs_today` is false.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How state and work are spread; `interleave` is how many pieces of the model a pipeline's stage has.
+    """How state and work are spread; `interleave` is how many chunks of the model a pipeline's stage has.
 
     `overlaps` says whether gradients are exchanged beside the backward pass also where the trainer does not do that
     yet: None for what it does.
@@ -63,7 +63,7 @@ class Layout:
         is_whole = self.shards == "none" and self.offload == "none"
         has_experts_alone = self.expert == self.cell and self.recompute == "none"
         fits = (self.expert == 1 or has_experts_alone) and self.context in (1, self.cell)
-        return self.cell == 1 or (self.interleave == 1 and is_whole and fits)
+        return self.cell == 1 or (is_whole and fits)
 
     @property
     def name(self) -> str:
@@ -71,7 +71,8 @@ class Layout:
         words += [f"copies {self.copies}"] if self.shards != "none" else []
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
-        degrees = (("tp", self.tensor), ("pp", self.pipeline), ("ep", self.expert), ("cp", self.context))
+        degrees = [("tp", self.tensor), ("pp", self.pipeline), ("ep", self.expert), ("cp", self.context)]
+        degrees += [("vpp", self.interleave)] if self.pipeline > 1 else []
         return ", ".join(words + [f"{short} {degree}" for short, degree in degrees if degree > 1])
 
     def replicas(self, world: int) -> int:
@@ -102,7 +103,8 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
     if layout.context > cluster.per_node:
         wrong.append(f"cp {layout.context} reaches beyond a node of {cluster.per_node} devices")
     if layout.pipeline > 1 and len(model.blocks) % (layout.pipeline * layout.interleave):
-        wrong.append(f"pp {layout.pipeline} does not divide the model's {len(model.blocks)} blocks")
+        pieces = f"pp {layout.pipeline}" + (f" x vpp {layout.interleave}" if layout.interleave > 1 else "")
+        wrong.append(f"{pieces} does not divide the model's {len(model.blocks)} blocks")
     if layout.expert > 1 and not any(unit.experts for unit in model.units):
         wrong.append(f"ep {layout.expert}, but the model has no experts")
     if layout.offload == "all" and layout.shards != "parameters":

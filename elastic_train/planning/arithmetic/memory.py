@@ -80,7 +80,9 @@ def rooms_bytes(model: ModelFacts, layout: Layout, seated: Seated) -> float:
 
 def activations(model: ModelFacts, layout: Layout, batch: Batch) -> float:
     """Return the bytes of the passes that a stage of the pipeline has under way at most."""
-    under_way = min(layout.pipeline, batch.num_lanes)  # one forward, one backward: the first stage is so far ahead
+    ahead = (layout.pipeline - 1) / layout.interleave if layout.interleave > 1 else 0.0
+    # One forward, one backward: the first stage is so far ahead; with chunks (Narayanan et al. 2021) a little further.
+    under_way = min(layout.pipeline + ahead, batch.num_lanes)
     share, split = 1 / layout.pipeline, layout.tensor * layout.context  # ranks with experts have a lane each
     kept = sum(_kept(unit, layout) for unit in model.blocks) * share * under_way + model.rest.saved_bytes
     again = max((unit.saved_bytes for unit in model.blocks), default=0.0) if layout.recompute == "units" else 0.0

@@ -11,74 +11,140 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.core.schedules import Action, Exchange, Kind, Pass, bubble, passes_of, peak_lanes, schedule
+from elastic_train.core.schedules import (
+    Action,
+    Exchange,
+    Kind,
+    Pass,
+    Pipeline,
+    bubble,
+    passes_of,
+    peak_lanes,
+    schedule,
+    timetable,
+)
 
-kinds = st.sampled_from(["gpipe", "1f1b"])
+plain = st.builds(
+    Pipeline, st.sampled_from(["gpipe", "1f1b", "forward"]), st.integers(1, 9), st.integers(0, 20), st.just(1)
+)
+with_chunks = st.builds(
+    Pipeline, st.sampled_from(["interleaved", "forward"]), st.integers(2, 6), st.integers(0, 20), st.integers(2, 4)
+)
+pipelines = plain | with_chunks
 
 
-@given(kinds, st.integers(1, 9), st.integers(0, 20))
-def test_each_lane_runs_forward_once_and_then_backward_once(kind: Kind, num_stages: int, num_lanes: int) -> None:
+@given(pipelines)
+def test_each_lane_runs_through_each_chunk_forward_once_and_then_backward_once(pipeline: Pipeline) -> None:
     """In the order of the lanes, each way: gradients are added in that order, and messages have no other name."""
-    for stage in range(num_stages):
-        passes = passes_of(kind, stage, num_stages, num_lanes)
-        for direction in ("forward", "backward"):
-            assert [one.number for one in passes if one.direction == direction] == list(range(num_lanes))
-        for number in range(num_lanes):
-            assert passes.index(Pass("forward", number)) < passes.index(Pass("backward", number))
-        assert [one for one in schedule(kind, stage, num_stages, num_lanes) if isinstance(one, Pass)] == passes
+    lanes = list(range(pipeline.num_lanes))
+    for stage in range(pipeline.num_stages):
+        passes = passes_of(pipeline, stage)
+        for chunk in range(pipeline.num_chunks):
+            by_direction: dict[str, list[int]] = {"forward": [], "backward": []}
+            for one in passes:
+                if one.chunk == chunk:
+                    by_direction[one.direction].append(one.number)
+            assert by_direction == {"forward": lanes, "backward": [] if pipeline.kind == "forward" else lanes}
+            for number in by_direction["backward"]:
+                assert passes.index(Pass("forward", number, chunk)) < passes.index(Pass("backward", number, chunk))
+        assert [one for one in schedule(pipeline, stage) if isinstance(one, Pass)] == passes
 
 
 @given(st.integers(1, 9), st.integers(1, 20))
 def test_a_stage_keeps_no_more_lanes_than_there_are_stages_from_it_on(num_stages: int, num_lanes: int) -> None:
     for stage in range(num_stages):
-        assert peak_lanes(passes_of("1f1b", stage, num_stages, num_lanes)) == min(num_stages - stage, num_lanes)
-        assert peak_lanes(passes_of("gpipe", stage, num_stages, num_lanes)) == num_lanes
+        most = peak_lanes(passes_of(Pipeline("1f1b", num_stages, num_lanes), stage))
+        assert most == min(num_stages - stage, num_lanes)
+        assert peak_lanes(passes_of(Pipeline("gpipe", num_stages, num_lanes), stage)) == num_lanes
 
 
-@given(kinds, st.integers(1, 9), st.integers(0, 20))
-def test_nobody_waits_for_ever_even_where_all_messages_have_to_meet(
-    kind: Kind, num_stages: int, num_lanes: int
+@given(st.integers(2, 6), st.integers(1, 20), st.integers(2, 4))
+def test_chunks_keep_a_stage_less_than_two_lanes_for_each_stage(
+    num_stages: int, num_lanes: int, num_chunks: int
 ) -> None:
+    """Each in one chunk, so of a stage's activations that is a part: stages + (stages - 1) / chunks lanes of whole ones
+    on the first (Narayanan et al. 2021), where lanes are a multiple of the stages."""
+    pipeline = Pipeline("interleaved", num_stages, num_lanes, num_chunks)
+    rounds = max(1, num_lanes // num_stages)
+    longest = -(-num_lanes // rounds)
+    for stage in range(num_stages):
+        most = (num_chunks - 1) * longest + 2 * (num_stages - 1 - stage) + 1
+        assert peak_lanes(passes_of(pipeline, stage)) == min(most, num_lanes * num_chunks)
+    assert longest < 2 * num_stages
+
+
+@given(pipelines)
+def test_nobody_waits_for_ever_even_where_all_messages_have_to_meet(pipeline: Pipeline) -> None:
     """A sender that goes on before its message is taken only makes it easier."""
-    assert blocked([list(schedule(kind, stage, num_stages, num_lanes)) for stage in range(num_stages)]) == []
+    actions = [list(schedule(pipeline, stage)) for stage in range(pipeline.num_stages)]
+    assert blocked(actions, pipeline) == []
 
 
-@given(kinds, st.integers(1, 6), st.integers(1, 12))
-def test_a_bubble_is_what_the_first_stage_waits_where_passes_take_as_long(
-    kind: Kind, num_stages: int, num_lanes: int
-) -> None:
-    """By a clock that runs all stages, a tick for each pass, beside the closed form."""
-    actions = [passes_of(kind, stage, num_stages, num_lanes) for stage in range(num_stages)]
-    done: dict[tuple[str, int, int], int] = {}
-    for tick in range(1, 2 * (num_lanes + num_stages) + 1):
-        for stage, mine in enumerate(actions):
-            if mine and _is_ready(mine[0], stage, num_stages, done, tick):
-                one = mine.pop(0)
-                done[one.direction, one.number, stage] = tick
-    assert not any(actions)
-    waits = (max(done.values()) - 2 * num_lanes) / max(done.values())
-    assert waits == pytest.approx(bubble(num_stages, num_lanes))
+@given(pipelines)
+def test_what_a_pass_needs_is_taken_before_it_and_once(pipeline: Pipeline) -> None:
+    """And messages of a direction between two stages are taken in the order in which they are sent."""
+    sent: dict[tuple[int, int, str], list[Pass]] = {}
+    taken: dict[tuple[int, int, str], list[Pass]] = {}
+    for stage in range(pipeline.num_stages):
+        here = set[Pass]()
+        for action in schedule(pipeline, stage):
+            if isinstance(action, Pass):
+                assert (action in here) == (pipeline.needs(action, stage) is not None)
+                continue
+            for one in action.takes:
+                assert one not in here
+                here.add(one)
+                taken.setdefault((source_of(one, stage, pipeline), stage, one.direction), []).append(one)
+            if action.sends is not None:
+                follower = pipeline.follower(action.sends, stage)
+                assert follower is not None
+                sent.setdefault((stage, follower[0], action.sends.direction), []).append(follower[1])
+    assert sent == taken
 
 
-def _is_ready(one: Pass, stage: int, num_stages: int, done: dict[tuple[str, int, int], int], tick: int) -> bool:
-    """Say whether what a pass needs was there before a tick."""
-    if one.direction == "forward":
-        return stage == 0 or done.get(("forward", one.number, stage - 1), tick) < tick
-    return stage == num_stages - 1 or done.get(("backward", one.number, stage + 1), tick) < tick
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 12))
+def test_a_bubble_is_what_stages_wait_where_passes_take_as_long(kind: Kind, num_stages: int, num_lanes: int) -> None:
+    waits = bubble(Pipeline(kind, num_stages, num_lanes))
+    assert waits == pytest.approx((num_stages - 1) / (num_lanes + num_stages - 1))
 
 
-def blocked(actions: list[list[Action]]) -> list[int]:
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4))
+def test_chunks_make_a_bubble_as_many_times_smaller(num_stages: int, num_rounds: int, num_chunks: int) -> None:
+    """Beside the time that passes take (Narayanan et al. 2021, section 2.2.2), where lanes are a multiple of stages."""
+    num_lanes = num_rounds * num_stages
+    waits = bubble(Pipeline("interleaved", num_stages, num_lanes, num_chunks))
+    assert waits == pytest.approx((num_stages - 1) / (num_chunks * num_lanes + num_stages - 1))
+
+
+@given(pipelines)
+def test_at_a_tick_a_stage_does_what_others_have_prepared_before_it(pipeline: Pipeline) -> None:
+    done = set[tuple[str, int, int]]()
+    for tick in timetable(pipeline):
+        for stage, one in enumerate(tick):
+            assert one is None or pipeline.needs(one, stage) in {None, *done}
+        done |= {
+            (one.direction, one.number, pipeline.piece(one, stage)) for stage, one in enumerate(tick) if one is not None
+        }
+
+
+def source_of(one: Pass, stage: int, pipeline: Pipeline) -> int:
+    needs = pipeline.needs(one, stage)
+    assert needs is not None
+    return needs[2] % pipeline.num_stages
+
+
+def blocked(actions: list[list[Action]], pipeline: Pipeline) -> list[int]:
     """Run stages whose exchanges end when all of their messages have met their other ends; return who does not end.
 
     A message meets its other end while both stages are in the exchanges that have it.
     """
-    done: set[tuple[str, int, int]] = set()  # direction, number, and the stage that sends
+    done: set[tuple[str, int, int]] = set()  # direction, number, and the piece that goes on with it
     at = [0] * len(actions)
     is_moving = True
     while is_moving:
         is_moving = False
         open_ends = {
-            stage: ends_of(stage, mine[at[stage]]) if at[stage] < len(mine) else set()
+            stage: ends_of(stage, mine[at[stage]], pipeline) if at[stage] < len(mine) else set()
             for stage, mine in enumerate(actions)
         }
         sides = Counter(end for ends in open_ends.values() for end in ends)
@@ -90,34 +156,57 @@ def blocked(actions: list[list[Action]]) -> list[int]:
     return [stage for stage, mine in enumerate(actions) if at[stage] < len(mine)]
 
 
-def ends_of(stage: int, action: Action) -> set[tuple[str, int, int]]:
+def ends_of(stage: int, action: Action, pipeline: Pipeline) -> set[tuple[str, int, int]]:
     if isinstance(action, Pass):
         return set()
-    ends = set()
+    ends = {(one.direction, one.number, pipeline.piece(one, stage)) for one in action.takes}
     if action.sends is not None:
-        ends.add((action.sends.direction, action.sends.number, stage))
-    if action.awaits is not None:
-        source = stage - 1 if action.awaits.direction == "forward" else stage + 1
-        ends.add((action.awaits.direction, action.awaits.number, source))
+        follower = pipeline.follower(action.sends, stage)
+        assert follower is not None, "nobody goes on with what is sent"
+        ends.add((action.sends.direction, action.sends.number, pipeline.piece(follower[1], follower[0])))
     return ends
 
 
-def test_stages_that_await_what_nobody_sends_are_seen_to_be_blocked() -> None:
+def test_stages_that_take_what_nobody_sends_are_seen_to_be_blocked() -> None:
     """The check above can fail: a stage that would first send back and then take on waits for one that does alike."""
-    first = [Exchange(Pass("forward", 0), None), Exchange(None, Pass("backward", 0))]
-    assert blocked([list(first), [Exchange(None, Pass("forward", 0)), Exchange(Pass("backward", 0), None)]]) == []
-    assert blocked([list(first), [Exchange(Pass("backward", 0), None), Exchange(None, Pass("forward", 0))]]) == [0, 1]
+    two = Pipeline("1f1b", 2, 1)
+    first = [Exchange(Pass("forward", 0), ()), Exchange(None, (Pass("backward", 0),))]
+    takes, sends = Exchange(None, (Pass("forward", 0),)), Exchange(Pass("backward", 0), ())
+    assert blocked([list(first), [takes, sends]], two) == []
+    assert blocked([list(first), [sends, takes]], two) == [0, 1]
 
 
 @pytest.mark.parametrize(("kind", "peer"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
 @pytest.mark.parametrize(("num_stages", "num_lanes"), [(2, 2), (2, 5), (3, 4), (4, 4), (4, 9)])
 def test_passes_are_those_of_torchs_schedules(kind: Kind, peer: str, num_stages: int, num_lanes: int) -> None:
     """As torch runs them; it wants at least as many micro-batches as stages, and ours takes any number."""
-    schedules = vars(importlib.import_module("torch.distributed.pipelining.schedules"))  # a second, for this test alone
     for rank in range(num_stages):
-        assert passes_of(kind, rank, num_stages, num_lanes) == run_by_torch(
-            schedules[peer], rank, num_stages, num_lanes
-        )
+        found = passes_of(Pipeline(kind, num_stages, num_lanes), rank)
+        assert found == run_by_torch(torchs()[peer], rank, num_stages, num_lanes)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_lanes", "num_chunks"), [(2, 4, 2), (2, 8, 3), (4, 8, 2), (4, 10, 2), (4, 3, 2), (3, 9, 4)]
+)
+def test_passes_of_chunks_are_those_of_torchs_schedule(num_stages: int, num_lanes: int, num_chunks: int) -> None:
+    """It wants rounds of equal length; ours takes any number of lanes."""
+    peer = torchs()["ScheduleInterleaved1F1B"]
+    made = peer.__new__(peer)
+    made.pp_group_size, made.n_local_stages, made._n_microbatches = num_stages, num_chunks, num_lanes
+    made.microbatches_per_round = num_lanes // max(1, num_lanes // num_stages)
+    for rank in range(num_stages):
+        found = [
+            Pass("forward" if one.computation_type.name == "FORWARD" else "backward", one.microbatch_index, piece)
+            for one in made._calculate_single_rank_operations(rank)
+            if one is not None
+            for piece in [one.stage_index // num_stages]
+        ]
+        assert passes_of(Pipeline("interleaved", num_stages, num_lanes, num_chunks), rank) == found
+
+
+def torchs() -> dict[str, Any]:
+    """Return torch's schedules; they take a second to import, which other tests need not wait for."""
+    return vars(importlib.import_module("torch.distributed.pipelining.schedules"))
 
 
 def run_by_torch(peer: Any, rank: int, num_stages: int, num_lanes: int) -> list[Pass]:

@@ -76,7 +76,7 @@ def test_without_cells_only_what_the_trainer_runs_is_compared() -> None:
 def test_tensor_ranks_and_stages_run_with_whole_state() -> None:
     layouts = (Layout(tensor=2), Layout(pipeline=2), Layout(tensor=2, pipeline=2), Layout("optimizer", tensor=2))
     assert [layout.runs_today for layout in layouts] == [True, True, True, False]
-    assert not Layout(pipeline=2, interleave=2).runs_today
+    assert Layout(pipeline=2, interleave=2).runs_today
     assert Layout(context=2, recompute="units").runs_today and not Layout(context=2, tensor=2).runs_today
 
 
@@ -90,6 +90,19 @@ def test_a_part_of_each_row_takes_a_part_of_the_activations_and_of_the_work() ->
     assert rows.step.compute_s <= parts.step.compute_s < 4 * rows.step.compute_s, "calls of kernels are not shared"
     assert parts.step.tensor_s > rows.step.tensor_s == 0
     assert parts.layout.name == "shards none, cp 4"
+
+
+def test_chunks_of_a_stage_make_the_bubble_smaller_and_cost_links_and_memory() -> None:
+    """The bubble is a third, and lanes wait for neighbours thrice as long (Narayanan et al. 2021, section 2.2.2)."""
+    plain, chunks = (work_out(job(lanes=32), Layout(pipeline=4, interleave=number)) for number in (1, 3))
+    assert plain.memory and chunks.memory and plain.step and chunks.step
+    assert chunks.step.bubble_s == pytest.approx(plain.step.bubble_s / 3)
+    assert chunks.step.tensor_s == pytest.approx(3 * plain.step.tensor_s)
+    of_blocks = sum(unit.saved_bytes for unit in SMALL.blocks) / 4
+    assert chunks.memory.activations - plain.memory.activations == pytest.approx(of_blocks * 3 / 3)
+    assert chunks.memory.states == plain.memory.states
+    assert chunks.layout.name == "shards none, pp 4, vpp 3"
+    assert "pp 4 x vpp 2 does not divide" in work_out(job(), Layout(pipeline=4, interleave=2)).problems[0]
 
 
 def test_an_unknown_figure_is_an_error_with_the_nearest() -> None:

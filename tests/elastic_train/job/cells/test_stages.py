@@ -13,7 +13,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
-from elastic_train.core.schedules import passes_of, peak_lanes
+from elastic_train.core.schedules import Pass, Pipeline, passes_of, peak_lanes
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
@@ -66,16 +66,16 @@ class Lanes:
     def key(self, number: int) -> Hashable | None:
         return WIDTHS[number] or None
 
-    def forward(self, number: int, given: Tensor | None) -> Tensor:
+    def forward(self, one: Pass, given: Tensor | None) -> Tensor:
         if given is None:
-            torch.manual_seed(number)
-        made = self.stage.run(batch_of(number), given)
+            torch.manual_seed(one.number)
+        made = self.stage.run(one.chunk, batch_of(one.number), given)
         if isinstance(made, Tensor):
             return made
         self.losses.append(float(made.total.detach()))
         return made.total
 
-    def backward(self, number: int, made: Tensor | None, gradient: Tensor | None) -> None:
+    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
         if made is not None:
             torch.autograd.backward(made, gradient)
 
@@ -98,23 +98,27 @@ def of_rank(rank: int, size: int, folder: str, kind: str) -> None:
     torch.manual_seed(3)
     cut.take_place(rank, drawn_weights(SHAPE))
     own = {name for name, one in model.named_parameters() if one.numel()}
-    assert own == {name for name, _ in model.named_parameters() if name.startswith(tuple(plan.stages[rank]))}
-    stage = stage_of(TASK, model, plan.stages, parallel.schedule, mesh, group)
+    pieces = plan.pieces[rank :: plan.num_stages]
+    assert len(pieces) == plan.num_chunks == (2 if kind == "interleaved" else 1)
+    named = tuple(f"{name}." for piece in pieces for name in piece)
+    assert own == {name for name, _ in model.named_parameters() if name.startswith(named)}
+    stage = stage_of(TASK, model, plan, parallel.schedule, mesh, group)
     lanes = Lanes(stage)
     most = run_schedule(stage.actions(len(WIDTHS)), stage.links, lanes)
+    stage.links.finish()
     assert lanes.losses == (losses if rank == size - 1 else [])
     for name, one in model.named_parameters():
         expected = whole.get_parameter(name)
         assert torch.equal(cut.whole(name, one), expected)
         assert name not in own or (one.grad is not None and torch.equal(one.grad, expected.grad))
-    assert kind == "gpipe" or most <= size - rank == peak_lanes(passes_of("1f1b", rank, size, len(WIDTHS)))
+    assert most <= peak_lanes(passes_of(Pipeline(parallel.schedule, size, len(WIDTHS), plan.num_chunks), rank))
     cut.become_whole()
     assert all(torch.equal(one, whole.get_parameter(name)) for name, one in model.named_parameters())
     group.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "kind"), [(2, "1f1b"), (2, "gpipe"), (4, "1f1b")])
+@pytest.mark.parametrize(("size", "kind"), [(2, "1f1b"), (2, "gpipe"), (4, "1f1b"), (2, "interleaved")])
 def test_stages_compute_the_bits_of_the_whole(tmp_path: Path, size: int, kind: str) -> None:
     """Losses and gradients, with dropout, lanes of several shapes, and one without samples."""
     run_ranks(of_rank, size, str(tmp_path), kind)
@@ -182,6 +186,12 @@ def test_all_that_keeps_a_decoder_from_stages_is_said_at_once() -> None:
         cell_plan_of(TASK, Decoder(shape), ParallelConfig(pipeline=3))
     assert "task.params.model.depth 2 is less than 3 stages" in str(caught.value)
     assert "task.params.model.tied: true has one matrix in the first stage and in the last" in str(caught.value)
+
+
+def test_a_model_of_fewer_blocks_than_chunks_is_refused() -> None:
+    """Of two stages with four chunks each there are eight pieces."""
+    with pytest.raises(ConfigError, match=r"in 8 stages: task\.params\.model\.depth 5 is less than 8 stages"):
+        cell_plan_of(TASK, Decoder(SHAPE), ParallelConfig(pipeline=2, schedule="interleaved", virtual_stages=4))
 
 
 def test_a_task_without_stages_hears_what_else_there_is() -> None:

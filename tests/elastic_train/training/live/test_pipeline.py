@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rendezvous import EtcdServer
-from tests.elastic_train.training.live.test_cells import assert_nothing_is_lost
+from tests.elastic_train.training.live.test_cells import MODEL, assert_nothing_is_lost
 from tests.elastic_train.training.live.test_live import etcd, nothing_left
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
@@ -17,14 +17,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("kind", "places"),
-    [("1f1b", ["forward", "backward 7", "exchange 2", "apply 3", "applied"]), ("gpipe", ["forward 8"])],
+    [
+        ("1f1b", ["forward", "backward 7", "exchange 2", "apply 3", "applied"]),
+        ("gpipe", ["forward 8"]),
+        ("interleaved", ["forward 5", "backward 7", "exchange", "applied"]),
+    ],
 )
 def test_stages_that_die_cost_no_applied_step(
     tmp_path: Path, rows: Path, etcd: EtcdServer, kind: str, places: Sequence[str]
 ) -> None:
     """In whichever pass of its schedule; the bits are those of one process, which holds the whole model."""
-    parallel = {"pipeline": 2, "schedule": kind}
-    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={"pipeline": 1})
+    parallel, sizes = {"pipeline": 2, "schedule": kind}, {**MODEL, "depth": 4 if kind == "interleaved" else 2}
+    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={"pipeline": 1}, sizes=sizes)
 
 
 def test_a_third_cell_has_the_stage_that_two_have_lost(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:

@@ -46,6 +46,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Pat
         (4, [*stages(2, kind="gpipe"), "--parallel.bucket_mb", "0.001"]),
         (4, stages(4)),
         (6, [*stages(3), "--parallel.recompute", "units"]),
+        (2, [*stages(2, kind="interleaved"), "--parallel.recompute", "units"]),
+        (4, [*stages(2, kind="interleaved"), "--parallel.bucket_mb", "0.001"]),
     ],
 )
 def test_stages_have_the_bits_of_one_process(
@@ -89,6 +91,21 @@ def test_commits_continue_with_any_stages_and_cells(tmp_path: Path, few_rows: Pa
     newest_weights(tmp_path)
 
 
+def test_chunks_continue_over_one_cell_two_and_one(tmp_path: Path, few_rows: Path, one_process: Path) -> None:
+    """Each stage writes the blocks of its chunks, which are not neighbours; stages of one chunk go on from them."""
+    run, chunks = config(tmp_path, few_rows, LANGUAGE), stages(2, kind="interleaved")
+    for until, num_ranks in ((2, 2), (4, 4), (5, 2)):
+        succeed(start([run, *chunks, "--max_steps", str(until)], num_ranks=num_ranks))
+        if until == 2:
+            names = [f"model.blocks.{number}.mlp.up.weight" for number in range(5)]
+            assert [files_of(tmp_path, name)[:3] for name in names] == ["__0", "__1", "__0", "__1", "__1"]
+    newest_weights(tmp_path)
+    succeed(start([run, *stages(2)], num_ranks=2))
+    for what in ("weights_sha256", "metrics"):
+        assert result(tmp_path)[what] == result(one_process)[what]
+    assert average_of(tmp_path) == average_of(one_process)
+
+
 def files_of(folder: Path, name: str) -> str:
     """Return which file of the newest commit has a tensor, of whose boxes there is one."""
     record = find(open_store(str(folder / "run")), None)
@@ -107,6 +124,7 @@ def files_of(folder: Path, name: str) -> str:
         ),
         ([*stages(4), "--max_steps", "3"], "a world of 1 rank is not of whole cells of 4 (parallel.pipeline: 4)"),
         ([*stages(2), "--optimizer.name", "muon"], "and parallel.tensor, pipeline and expert to 1"),
+        (stages(3, kind="interleaved"), "in 6 stages: task.params.model.depth 5 is less than 6 stages"),
     ],
 )
 def test_what_makes_no_pipeline_is_refused(tmp_path: Path, few_rows: Path, how: list[str], message: str) -> None:
@@ -124,6 +142,10 @@ def test_validate_says_all_that_keeps_a_model_from_stages(
     assert ended.value.code in (None, 0)
     said = " ".join(capsys.readouterr().out.split())
     assert "3 stages, 1f1b; with all 5 lanes in one cell they wait 29 % of a step" in said
+    with pytest.raises(SystemExit):
+        main(["validate", config(tmp_path, few_rows, LANGUAGE), *stages(2, kind="interleaved")])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 stages with 2 chunks each, interleaved; with all 5 lanes in one cell they wait 9 % of a step" in said
     own = {
         **LANGUAGE,
         "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": {"depth": 2, "vocabulary": 64}}},

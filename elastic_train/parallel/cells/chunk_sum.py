@@ -1,0 +1,66 @@
+"""The gradient sum of a stage that has several chunks of a model, each of which computes its lanes in their order.
+
+A lane comes to one chunk while others are still at lanes before it, so each chunk has a tree of its own. Their last
+lanes come in the opposite order of the chunks on all ranks of a column, whatever the number of their lanes, and so do
+the exchanges beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from elastic_train.core.lanes import contiguous
+from elastic_train.parallel.buckets import Turns
+from elastic_train.parallel.gradient_sum import CanonicalSum, GradientSum, place_gradients
+from elastic_train.parallel.group import Group
+
+
+class ChunkSum:
+    """Sums gradients by chunk; see `GradientSum`."""
+
+    def __init__(
+        self, chunks: Sequence[Sequence[nn.Parameter]], replicas: Group, num_lanes: int, bucket_bytes: float | None
+    ) -> None:
+        """`chunks` are the parameters of each, which have elements in one of them alone."""
+        self._turns = Turns(replicas)
+        self.chunks = [_sum_of(one, replicas, num_lanes, bucket_bytes, self._turns) for one in chunks]
+
+    def begin(self, lanes: range) -> None:
+        for one in self.chunks:
+            one.begin(lanes)
+
+    @contextlib.contextmanager
+    def lane(self, lane: int) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for one in self.chunks:
+                stack.enter_context(one.lane(lane))
+            yield
+
+    def serve(self) -> None:
+        """Lanes need nobody else."""
+
+    def finish(self, divisor: float) -> None:
+        for one in reversed(self.chunks):
+            one.finish(divisor)
+
+    def close(self) -> None:
+        for one in self.chunks:
+            one.close()
+        self._turns.close()
+
+
+def _sum_of(
+    parameters: Sequence[nn.Parameter], replicas: Group, num_lanes: int, bucket_bytes: float | None, turns: Turns
+) -> CanonicalSum:
+    flats, placed = place_gradients(parameters)
+    total = CanonicalSum(flats, replicas, contiguous(replicas.size, num_lanes))
+    total.exchange_beside(placed, bucket_bytes, turns)
+    return total
+
+
+def by_chunk(total: GradientSum) -> Sequence[GradientSum]:
+    """Return the sums that the chunks of a stage add to."""
+    return total.chunks if isinstance(total, ChunkSum) else (total,)

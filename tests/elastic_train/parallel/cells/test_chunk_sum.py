@@ -1,0 +1,103 @@
+"""A stage's chunks compute lanes in turns of their own, and the sums are those of lanes that run whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from elastic_train.core.lanes import contiguous
+from elastic_train.core.schedules import Pipeline, passes_of
+from elastic_train.parallel.cells.chunk_sum import ChunkSum, by_chunk
+from elastic_train.parallel.gradient_sum import make_gradient_sum
+from elastic_train.parallel.group import Group
+from tests.conftest import run_ranks
+
+LANES = 7
+
+
+def make_chunks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)) for _ in range(3)]
+
+
+def add(chunk: nn.Module, lane: int) -> None:
+    chunk(torch.randn(4, 3, generator=torch.Generator().manual_seed(lane))).square().sum().backward()
+
+
+def gradients_of(chunks: list[nn.Module]) -> list[list[float]]:
+    return [one.grad.flatten().tolist() for chunk in chunks for one in chunk.parameters() if one.grad is not None]
+
+
+def whole() -> list[list[float]]:
+    """Run each lane through all chunks before the next one, on one rank."""
+    chunks = make_chunks()
+    parameters = [one for chunk in chunks for one in chunk.parameters()]
+    total = make_gradient_sum("canonical", parameters, Group(0, 1, None, 60), LANES)
+    total.begin(range(LANES))
+    for lane in range(LANES):
+        with total.lane(lane):
+            for chunk in chunks:
+                add(chunk, lane)
+    total.finish(3.0)
+    return gradients_of(chunks)
+
+
+def in_chunks(group: Group, bucket_bytes: float | None) -> list[list[float]]:
+    """Run this rank's lanes as the first of two stages does; the first time, a step is begun that is not finished."""
+    chunks = make_chunks()
+    total = ChunkSum([list(chunk.parameters()) for chunk in chunks], group, LANES, bucket_bytes)
+    lanes = contiguous(group.size, LANES)[group.rank]
+    passes = passes_of(Pipeline("interleaved", 2, len(lanes), 3), 0)
+    for _ in range(2):
+        total.begin(lanes)
+        for one in passes:
+            if one.direction == "backward":
+                with by_chunk(total)[one.chunk].lane(lanes[one.number]):
+                    add(chunks[one.chunk], lanes[one.number])
+    total.serve()
+    total.finish(3.0)
+    total.close()
+    return gradients_of(chunks)
+
+
+def ranks(rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    found = [in_chunks(group, least) for least in (None, 1, 1 << 20)]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    group.barrier()
+    os._exit(0)
+
+
+def test_chunks_add_up_to_what_whole_lanes_do() -> None:
+    torch.set_num_threads(1)
+    assert in_chunks(Group(0, 1, None, 60), None) == whole()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_exchanges_of_chunks_beside_their_last_lanes_do_not_meet(tmp_path: Path, size: int) -> None:
+    """With buckets of one parameter, of all, and without; some ranks have a lane more than others."""
+    torch.set_num_threads(1)
+    run_ranks(ranks, size, str(tmp_path))
+    for rank in range(size):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [whole()] * 3
+
+
+def test_a_lane_that_runs_whole_is_in_all_chunks() -> None:
+    chunks = make_chunks()
+    total = ChunkSum([list(chunk.parameters()) for chunk in chunks], Group(0, 1, None, 60), LANES, None)
+    total.begin(range(LANES))
+    for lane in range(LANES):
+        with total.lane(lane):
+            for chunk in chunks:
+                add(chunk, lane)
+    total.finish(3.0)
+    total.close()
+    assert gradients_of(chunks) == whole()
