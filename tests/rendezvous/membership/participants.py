@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from rendezvous import EtcdStore, MemoryStore
@@ -22,6 +23,21 @@ def make_node(
 
 def enter(node: Participant, timeout_s: float = PATIENCE_S) -> World | None:
     node.join(timeout_s)
+    return _wait_for_world(node, timeout_s)
+
+
+def meet_again(nodes: Sequence[Participant], pool: ThreadPoolExecutor) -> list[World | None]:
+    """Let all leave their world before any of them seals the next one.
+
+    Where the world's record is lost, a member that has not left it yet counts as ready. It finds itself in a new world
+    then, leaves that, and its agent's peers would follow.
+    """
+    for node in nodes:
+        node.join(PATIENCE_S)
+    return list(pool.map(_wait_for_world, nodes))
+
+
+def _wait_for_world(node: Participant, timeout_s: float = PATIENCE_S) -> World | None:
     return node.next_world(lambda seal: ("127.0.0.1", 1), timeout_s)
 
 

@@ -15,7 +15,7 @@ from rendezvous.lenient_json import FORMAT, NewerRecordError, UnreadableRecordEr
 from rendezvous.membership.records import Closed, Head, Job, Keys, Member, Seat, World, encode, read_head, read_view
 from rendezvous.membership.store import Entry, Put, Snapshot
 from tests.conftest import PATIENCE_S
-from tests.rendezvous.membership.test_participant import enter, make_node
+from tests.rendezvous.membership.participants import enter, make_node, meet_again
 from tests.rendezvous.rendezvous_sides import eventually
 
 KEYS = Keys("job")
@@ -102,7 +102,7 @@ def test_garbage_below_the_prefix_ends_nobody(key: str) -> None:
         assert worlds[0] is not None
         store.swap({KEYS.prefix + key: Put("garbage")}, {})
         assert EtcdFence(store, "job").claim(1) >= 1
-        again = list(pool.map(enter, nodes))
+        again = meet_again(nodes, pool)
         assert again[0] == again[1] and again[0] is not None and again[0].term > worlds[0].term
         list(pool.map(lambda node: node.finish(PATIENCE_S), nodes))
         eventually(lambda: all(node.view.closed is not None for node in nodes), "the end")

@@ -22,7 +22,7 @@ from rendezvous.membership.store import (
     Writes,
 )
 from tests.conftest import PATIENCE_S
-from tests.rendezvous.membership.participants import TTL_S, enter, make_node
+from tests.rendezvous.membership.participants import TTL_S, enter, make_node, meet_again
 from tests.rendezvous.rendezvous_sides import eventually
 
 
@@ -109,7 +109,7 @@ def test_members_rejoin_an_etcd_that_lost_its_data() -> None:
         shutil.rmtree(server.data_dir / "member")
         server.start()
         eventually(lambda: all(node.num_waiting() for node in nodes), "the loss")
-        joins = list(pool.map(enter, nodes))
+        joins = meet_again(nodes, pool)
         assert joins[0] == joins[1] and joins[0] is not None and len(joins[0].seats) == 2
         eventually(lambda: all(len(node.view.members) == 2 for node in nodes), "those that were registered twice")
         assert stores[0].get("/").revision < 20
