@@ -67,8 +67,16 @@ class DealtSum:
         self._units, self._homes, self._replicas, self._num_lanes = units, homes, replicas, num_lanes
         self._seating, self._weights = seating, weights
         self._turns = deal_lanes(seating.seat, len(seating.seats), num_lanes)
-        self._runs = [by_flat(runs_of(seating.layout, grains)) for grains in seating.trained]
         self._neighbours = seating.neighbours()
+        self._mine = self._runs_of(replicas.rank)
+        theirs = [(other, self._runs_of(other)) for other in self._neighbours]
+        # By unit: what each neighbour holds of it, and the flat vectors of which this rank holds something. Most ranks
+        # of a large world hold nothing of most units.
+        self._given = [
+            [(other, flat.number, run) for other, runs in theirs for flat in unit for run in runs.get(flat.number, ())]
+            for unit in units
+        ]
+        self._held = [[flat for flat in unit if homes[flat.number].numel()] for unit in units]
         self._shared = sum_chunks(seating.rank, seating.seats, seating.trained)
         self._counters: dict[int, Counter[Tensor]] = {}
         self._turn, self._next = 0, 0
@@ -124,9 +132,9 @@ class DealtSum:
     def serve(self) -> None:
         while self._turn < len(self._turns):  # others of the group have a lane in it
             with self._taking_turn():
-                for number, unit in enumerate(self._units):
+                for number in range(len(self._units)):
                     self._gather_before(number)
-                    self._exchange(unit, None)
+                    self._exchange(number, None)
                 self._land_last()
 
     @contextlib.contextmanager
@@ -182,42 +190,34 @@ class DealtSum:
         """Cut the next unit's leaf, and forget it; what no lane uses is zero."""
         unit = self._units[self._next]
         self._gather_before(self._next)
-        self._exchange(unit, {flat.number: self._leaves.take(flat) for flat in unit})
+        self._exchange(self._next, {flat.number: self._leaves.take(flat) for flat in unit})
         self._next += 1
 
-    def _exchange(self, unit: Sequence[FlatGradient], leaf: Mapping[int, Leaf] | None) -> None:
-        """Begin to give the others of the group what they hold of a leaf, and to take what they give."""
+    def _exchange(self, number: int, leaf: Mapping[int, Leaf] | None) -> None:
+        """Begin to give the others of the group what they hold of a unit's leaf, and to take what they give."""
         turn, seats, rank = self._turns[self._turn], self._seating.seats, self._replicas.rank
-        lanes = {other: turn[seats[other].slot] for other in (*self._neighbours, rank) if seats[other].slot < len(turn)}
+        unit, held = self._units[number], self._held[number]
         sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
         chunks: dict[int, dict[int, Tensor]] = {}
-        for other in self._neighbours:
-            if leaf is not None:
-                sends += [
-                    (other, leaf[f.number].memory[r.lo : r.hi])
-                    for f in unit
-                    for r in self._runs[other].get(f.number, ())
-                ]
-        for other in self._neighbours[::-1]:
-            if other in lanes:
-                chunks[other] = {flat.number: self._landing(flat.number, lanes[other]) for flat in unit}
-                receives += [
-                    (other, part) for flat in unit for part in self._cut(flat.number, chunks[other][flat.number])
-                ]
         if leaf is not None:
-            chunks[rank] = {flat.number: self._room(flat.number, lanes[rank]) for flat in unit}
-            for flat in unit:
-                for part, run in zip(
-                    self._cut(flat.number, chunks[rank][flat.number]), self._mine(flat.number), strict=True
-                ):
-                    part.copy_(leaf[flat.number].memory[run.lo : run.hi])
+            sends = [(other, leaf[flat].memory[run.lo : run.hi]) for other, flat, run in self._given[number]]
+        for other in self._neighbours[::-1] if held else ():
+            if seats[other].slot < len(turn):
+                lane = turn[seats[other].slot]
+                chunks[lane] = {flat.number: self._landing(flat.number, lane) for flat in held}
+                receives += [(other, part) for flat, chunk in chunks[lane].items() for part in self._cut(flat, chunk)]
+        if leaf is not None:
+            lane = turn[seats[rank].slot]
+            chunks[lane] = {flat.number: self._room(flat.number, lane) for flat in held}
+            for flat, chunk in chunks[lane].items():
+                for part, run in zip(self._cut(flat, chunk), self._mine[flat], strict=True):
+                    part.copy_(leaf[flat].memory[run.lo : run.hi])
         self.is_dirty = True
         begun = self._replicas.begin_exchange(sends, receives)
         begun_s = time.perf_counter()
         self._land()  # what was begun before this has had a block's time
         leaves = [] if leaf is None else [(flat, leaf[flat.number]) for flat in unit]
-        theirs = {lanes[other]: parts for other, parts in chunks.items()}
-        self._in_flight = _Flight(*begun, leaves, theirs, begun_s)
+        self._in_flight = _Flight(*begun, leaves, chunks, begun_s)
 
     def _land(self) -> None:
         """Wait for the exchange that is under way, if any, and add what has come, in the lanes' order."""
@@ -229,8 +229,7 @@ class DealtSum:
                 self._leaves.give_back(flat, leaf)
             for lane, chunks in sorted(flight.chunks.items()):
                 for number, chunk in chunks.items():
-                    if chunk.numel():
-                        self._counters[number].push(Part(0, lane), self._widened(number, lane, chunk))
+                    self._counters[number].push(Part(0, lane), self._widened(number, lane, chunk))
 
     def _land_last(self) -> None:
         self._land()
@@ -263,13 +262,12 @@ class DealtSum:
 
     def _cut(self, number: int, chunk: Tensor) -> Sequence[Tensor]:
         """Return the parts of a chunk that are this rank's runs of the flat vector."""
-        runs = self._mine(number)
-        if len(runs) == 1:
-            return (chunk,)
-        return chunk.split_with_sizes([run.hi - run.lo for run in runs]) if runs else ()
+        runs = self._mine[number]
+        return (chunk,) if len(runs) == 1 else chunk.split_with_sizes([run.hi - run.lo for run in runs])
 
-    def _mine(self, number: int) -> Sequence[Run]:
-        return self._runs[self._replicas.rank].get(number, ())
+    def _runs_of(self, rank: int) -> dict[int, list[Run]]:
+        """Return what a rank holds and the optimizer updates, by flat vector."""
+        return by_flat(runs_of(self._seating.layout, self._seating.trained[rank]))
 
     def _exchange_sums(self, sums: Mapping[int, dict[Part, Tensor]]) -> None:
         """Add to this rank's sums those of the other groups, from the ranks that hold the same."""
@@ -294,7 +292,7 @@ class DealtSum:
     def _within(self, run: Run, held: Tensor) -> Tensor:
         """Return a run's part of what this rank holds of its flat vector."""
         start = 0
-        for one in self._runs[self._replicas.rank][run.flat]:
+        for one in self._mine[run.flat]:
             if one.lo <= run.lo and run.hi <= one.hi:
                 return held[start + run.lo - one.lo : start + run.hi - one.lo]
             start += one.hi - one.lo

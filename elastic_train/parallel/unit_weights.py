@@ -67,6 +67,10 @@ class UnitWeights:
         self._coming: dict[int, Event] = {}
         self._blocks, self._rest, self._group, self._shares, self._held = blocks, rest, group, shares, held
         self._others = [rank for rank in shares if rank != group.rank]
+        self._taken: dict[int, list[tuple[int, Run]]] = {}  # by flat vector: who gives which runs of it
+        for giver in self._others:
+            for flat, runs in shares[giver].items():
+                self._taken.setdefault(flat, []).extend((giver, run) for run in runs)
         self._receivers: Collection[int] = ()
         self._arriving: dict[int, list[Work]] = {}
         self._leaving: list[Work] = []
@@ -228,11 +232,7 @@ class UnitWeights:
                 given = self._given(run, whole, own)
                 sends += [(to, given) for to in self._others if to in self._receivers]
             if self._is_running:
-                receives += [
-                    (giver, whole[run.lo : run.hi])
-                    for giver in self._others
-                    for run in self._shares[giver].get(flat, ())
-                ]
+                receives += [(giver, whole[run.lo : run.hi]) for giver, run in self._taken.get(flat, ())]
         self._bring(number, own)
         arriving, leaving = self._group.begin_exchange(sends, receives)
         self._leaving += leaving

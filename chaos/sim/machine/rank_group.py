@@ -146,11 +146,14 @@ class SimGroup(Group):
     def begin_exchange(  # type: ignore[override]
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> tuple[list[Work], list[Work]] | tuple[list[Receipt], list[Receipt]]:
-        if any(self.is_on_device(part) for _, part in (*sends, *receives)):
+        if self._device is not None and any(self.is_on_device(part) for _, part in (*sends, *receives)):
             return super().begin_exchange(sends, receives)
         receipts = [self.receive(rank, part) for rank, part in receives]
-        for rank in dict.fromkeys(rank for rank, _ in sends):
-            self._post(rank, [part for other, part in sends if other == rank])
+        by_rank: dict[int, list[Tensor]] = {}
+        for rank, part in sends:
+            by_rank.setdefault(rank, []).append(part)
+        for rank, parts in by_rank.items():
+            self._post(rank, parts)
         return receipts, []
 
     def wait(self, works: Iterable[Receipt | OnDevice]) -> None:  # type: ignore[override]

@@ -19,6 +19,7 @@ from elastic_train.job.optimizers.cuts import MakeOptimizer
 from elastic_train.job.reseating import Brought, leave_out_unfinished, taking
 from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.sharded.held_tree import Cuts, Held, cuts_of
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.holdings import Circle, Run, runs_of
 from elastic_train.shards.owners import owned_by_some
@@ -34,7 +35,7 @@ class SameShares:
 
     def __init__(self, *, is_planted: bool) -> None:
         """`is_planted` says that some of the product's code is replaced by a bug."""
-        self._runs, self._owned = Known(), Known()
+        self._runs, self._owned, self._cuts = Known(), Known(), Known()
         self._slots = Known() if is_planted else _SLOTS
         self._common = memory_of(lambda seats, layout, circle: _CommonSeating(layout, circle, seats, 0))
         self.seats_of = memory_of(taking._seats_of)
@@ -59,6 +60,10 @@ class SameShares:
         self, holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int]
     ) -> tuple[Sequence[int], list[Int64s]]:
         return self._owned((_bytes_of(holdings), tuple(owners)), lambda: owned_by_some(holdings, spans, owners))
+
+    def cuts_of(self, layout: Layout, written: Sequence[Held]) -> Cuts:
+        key = _bytes_of([one.grains for one in written]), _bytes_of([one.sections for one in written])
+        return self._cuts(key, lambda: cuts_of(layout, written))
 
 
 def _bytes_of(arrays: Sequence[Int64s]) -> tuple[bytes, ...]:

@@ -35,8 +35,10 @@ from elastic_train.job.sharded.held_tree import (
     Spare,
     TensorPieces,
     count_of,
+    cuts_of,
     names_of,
     pieces_of,
+    spans_of,
     tree_to_fill,
 )
 from elastic_train.job.sharded.settings import Settings
@@ -366,13 +368,15 @@ class HeldState:
     def pieces(self) -> Mapping[str, TensorPieces]:
         """Return the pieces of every tensor under each of its names; the same objects as long as the seat is."""
         if self._named is None:
-            held, self._named = Held(self.seated.held, self.seated.sections_of(self.seated.rank)), {}
-            for place in self.layout.tensors:
+            spans = spans_of(self.layout, Held(self.seated.held, self.seated.sections_of(self.seated.rank)))
+            cuts, self._named = cuts_of(self.layout, self._written), {}
+            for number, place in enumerate(self.layout.tensors):
                 is_trained = self.layout.flats[place.flat].group is not None
                 if is_trained or self.is_shared_out:
                     moments = self._moments_of(place.flat)
-                    pieces = pieces_of(self.layout, place, moments, held, self.runs, self._written)
-                    self._named |= dict.fromkeys(place.names, pieces)
+                    mine = spans.get(number, ())
+                    pieces = pieces_of(self.layout, place, moments, mine, self.runs, cuts[number])
+                    self._named.update(dict.fromkeys(place.names, pieces))
         return self._named
 
     @property

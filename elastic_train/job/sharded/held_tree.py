@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,19 +57,32 @@ class Held(NamedTuple):
     sections: Int64s
 
 
-def spans_of(layout: Layout, place: Place, held: Held) -> list[Span]:
-    """Return which elements of a tensor are held, as the fewest spans that are in one piece of memory each."""
+Cuts = Sequence[Sequence[Sequence[Span]]]
+"""By tensor of a layout, and by writer: the spans that it writes."""
+
+
+def spans_of(layout: Layout, held: Held) -> dict[int, list[Span]]:
+    """Return which elements are held of each tensor of which some are, as the fewest spans in one piece of memory each.
+
+    Tensors are by their numbers in the layout.
+    """
+    spans: dict[int, list[Span]] = {}
     grains, sections = held
-    first = int(np.searchsorted(grains, place.grains.start))
-    spans: list[Span] = []
     last = 0
-    for number in grains[first : int(np.searchsorted(grains, place.grains.stop))].tolist():
-        lo, hi = int(layout.lo[number]), int(layout.hi[number])
-        if spans and spans[-1][1] == lo and sections[number] == sections[last]:
-            lo = spans.pop()[0]
-        spans.append((lo, hi))
-        last = number
+    cuts = (of[grains].tolist() for of in (layout.tensor_of, layout.lo, layout.hi, sections))
+    for tensor, lo, hi, section in zip(*cuts, strict=True):
+        mine = spans.setdefault(tensor, [])
+        if mine and mine[-1][1] == lo and section == last:
+            lo = mine.pop()[0]
+        mine.append((lo, hi))
+        last = section
     return spans
+
+
+def cuts_of(layout: Layout, written: Sequence[Held]) -> Cuts:
+    """Return how commits cut every tensor, by what each writer writes."""
+    by_writer = [spans_of(layout, one) for one in written]
+    return [tuple(tuple(spans.get(tensor, ())) for spans in by_writer) for tensor in range(len(layout.tensors))]
 
 
 class TensorPieces(NamedTuple):
@@ -81,15 +93,19 @@ class TensorPieces(NamedTuple):
 
 
 def pieces_of(
-    layout: Layout, place: Place, names: Sequence[str], held: Held, runs: Sequence[HeldRun], written: Sequence[Held]
+    layout: Layout,
+    place: Place,
+    names: Sequence[str],
+    spans: Sequence[Span],
+    runs: Sequence[HeldRun],
+    written: Sequence[Sequence[Span]],
 ) -> TensorPieces:
-    """Return one tensor's pieces, of moments those named; `written` is what each writer writes."""
+    """Return one tensor's pieces, of moments those named; `spans` are held, and `written` has each writer's."""
     dtype = getattr(torch, layout.flats[place.flat].dtype.removeprefix("torch."))
-    cuts = tuple(tuple(spans_of(layout, place, one)) for one in written)
-    parts = {span: _held_at(runs, place, span) for span in spans_of(layout, place, held)}
+    parts = {span: _held_at(runs, place, span) for span in spans}
 
     def pieces(memory: Callable[[HeldRun], Tensor]) -> Pieces:
-        return Pieces(dtype, torch.Size(place.shape), {span: memory(part) for span, part in parts.items()}, cuts)
+        return Pieces(dtype, torch.Size(place.shape), {span: memory(part) for span, part in parts.items()}, written)
 
     return TensorPieces(pieces(lambda part: part.weights), {name: pieces(partial(_moment, name)) for name in names})
 

@@ -123,6 +123,7 @@ def _of_real_models(same: SameShares) -> Iterable[Replacement]:
         "elastic_train.job.sharded.held_state",
         runs_of=same.runs_of,
         owned_by_some=same.owned_by_some,
+        cuts_of=same.cuts_of,
         norm_of_grains=lambda layout, gathered, holders: norm_of(gathered, layout, holders),
     )
     yield from within("elastic_train.job.state", slots_of=same.slots_of)
