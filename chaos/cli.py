@@ -34,16 +34,18 @@ from chaos.real.runs import (
     copy_holes,
     count_steps,
     make_data,
+    own_of_second,
     run_once,
     run_soak,
     spoilt_lanes,
     undoable,
     unslowed,
 )
+from chaos.real.slurm.run import BESIDE
 from chaos.scenario import model as scenarios
 from chaos.scenario.kinds import KINDS
 from chaos.scenario.model import Scenario
-from chaos.scenario.schedule import schedule
+from chaos.scenario.schedule import Due, schedule
 from chaos.scenario.soak import drawn_nodes, drawn_shards
 from chaos.script import run as scripts
 from elastic_train.config.sources import load as load_config
@@ -93,7 +95,7 @@ def run(
     described = scenarios.bounded(scenarios.load(scenarios.find(name)), faults, minutes)
     if nodes is not None:
         described = described.model_copy(update={"nodes": described.nodes.model_copy(update={"count": nodes})})
-        if problems := list(scenarios.impossible(described.nodes, described.faults)):
+        if problems := list(scenarios.impossible(described.nodes, described.faults, described.slurm.at_first)):
             raise ScenarioError(*(f"--nodes {nodes}, {name}: {problem}" for problem in problems))
     described = described.model_copy(update={"reference": described.reference and reference})
     seed = described.seed if seed is None else seed
@@ -259,16 +261,18 @@ def execute(
     steps = ", ".join(str(fault) for fault in due)
     say(f"scenario {scenario.name}, seed {seed}: {total_steps} steps, {steps or 'no faults'}")
     clear(folder)
-    names = [FAULTED, REFERENCE] if scenario.reference else [FAULTED]
-    for name in names:
-        say(f"training {'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
+
+    def train(where: Path, faults: list[Due], own: list[str]) -> None:
+        say(f"training {'with' if where.name == FAULTED else 'the same without'} faults, in {where}")
         started = time.monotonic()
-        faults, own = due, changes
-        if name == REFERENCE:
-            copy_holes(folder)
-            faults, own = [], [*changes, *unslowed(config, spoilt_lanes(config, folder))]
-        run_once(scenario, config, folder / name, faults, seed, own, total_steps, replay, is_quiet)
+        run_once(scenario, config, where, faults, seed, own, total_steps, replay, is_quiet)
         say(f"done in {time.monotonic() - started:.0f} s")
+
+    train(folder / FAULTED, due, changes)
+    jobs: list[tuple[Path, list[str]]] = [(folder, []), (folder / BESIDE, own_of_second(config))]
+    for where, own in jobs[: scenario.slurm.jobs if scenario.reference else 0]:
+        copy_holes(where)
+        train(where / REFERENCE, [], [*changes, *own, *unslowed(config, spoilt_lanes(config, where))])
     return examine(folder)
 
 
@@ -277,7 +281,14 @@ def _say(is_quiet: bool) -> Callable[[str], None]:
 
 
 def present(verdict: Verdict, folder: Path, is_json: bool) -> int:
-    """Write the report, print the verdict, and return the exit code that says it."""
+    """Write the report, print the verdict, and return the exit code that says it: of two jobs, of both."""
+    code = _present(verdict, folder, is_json)
+    if (folder / BESIDE / FAULTED).is_dir():
+        code = max(code, _present(examine(folder / BESIDE), folder / BESIDE, is_json))
+    return code
+
+
+def _present(verdict: Verdict, folder: Path, is_json: bool) -> int:
     from chaos.report import write
 
     page = write(folder, verdict)

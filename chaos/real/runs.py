@@ -34,7 +34,7 @@ from chaos.real.history_tail import Followed
 from chaos.real.job import Job
 from chaos.real.landing import land
 from chaos.real.launch import launch
-from chaos.real.slurm_job import run_on_slurm
+from chaos.real.slurm.run import BESIDE, folder_beside, run_on_slurm
 from chaos.scenario.kinds import CABLED, KINDS, LOCAL
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due
@@ -91,14 +91,23 @@ def run_once(
     kinds = [fault.kind for fault in due]
     if scenario.executor == "slurm":
         if due:
-            copy_manifests(config, folder)
-            run_on_slurm(scenario, folder, due, seed, [*_WHOLE, *changes], replay, Console(quiet=is_quiet).print)
+            for each in [folder, folder_beside(folder)][: scenario.slurm.jobs]:
+                each.mkdir(parents=True, exist_ok=True)
+                copy_manifests(config, each)
+            say = Console(quiet=is_quiet).print
+            own = own_of_second(config)
+            run_on_slurm(scenario, folder, due, seed, [*_WHOLE, *changes], replay, say, beside=own)
             return
         scenario = scenario.model_copy(update={"nodes": scenario.nodes.model_copy(update={"count": 1, "min": 1})})
     with _around(scenario, config, folder, kinds) as around:
         if absent := [f"{kind} cannot be done here: {why}" for kind, why in around.missing.items() if kind in kinds]:
             raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in absent))
         _run(scenario, config, folder, due, seed, changes, total_steps, replay, is_quiet, around)
+
+
+def own_of_second(config: Config) -> list[str]:
+    """Return the arguments that make the second of two jobs on one Slurm another one, whose weights are its own."""
+    return [f"--run.seed={config.run.seed + 1}"]
 
 
 def run_soak(
@@ -178,7 +187,7 @@ def clear(folder: Path) -> None:
     """Take away what an earlier run has left."""
     for name in (VERDICT, REPORT):
         (folder / name).unlink(missing_ok=True)
-    for name in (FAULTED, REFERENCE):
+    for name in (FAULTED, REFERENCE, BESIDE):
         for disk in (folder / name / mounted for mounted in FREEZING):
             if os.path.ismount(disk):  # a run that was killed has left it, maybe frozen
                 subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=False, capture_output=True)

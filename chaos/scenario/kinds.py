@@ -57,7 +57,9 @@ _LEAVING_AT_SLURMS_WISH: tuple[tuple[str, str, Lasting], ...] = (
     ("end_time_limit", "the time limit of a Slurm job is near: it is asked to leave, and starts again", "never"),
 )
 _ALL = (
-    Kind("kill_worker", "SIGKILL to one worker; its agent starts another", "worker", "never", ends_world=True),
+    Kind(
+        "kill_worker", "SIGKILL to one worker; its agent starts another", "worker", "never", ends_world=True, slurm=True
+    ),
     Kind(
         "kill_node",
         "SIGKILL to agent and workers at once; started again after for_s. On Slurm: its machine loses power",
@@ -70,6 +72,15 @@ _ALL = (
     *(
         Kind(name, meaning, "job", lasts, ends_world=True, local=False, sim=False, slurm=True)
         for name, meaning, lasts in _LEAVING_AT_SLURMS_WISH
+    ),
+    Kind(
+        "preempt_node",
+        "an urgent job takes the node of one job of an array on Slurm, and gives it back after for_s",
+        "node",
+        ends_world=True,
+        local=False,
+        sim=False,
+        slurm=True,
     ),
     Kind(
         "drain_node",
@@ -96,9 +107,23 @@ _ALL = (
         "node",
         needs="orders",
     ),
-    Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
     Kind(
-        "start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False, leaves_alive=True
+        "stop_node",
+        "SIGTERM to the agent; started again after for_s. Of an array on Slurm: its job is cancelled, another joins",
+        "node",
+        "may",
+        ends_world=True,
+        slurm=True,
+    ),
+    Kind(
+        "start_node",
+        "a node that was lost comes back. On Slurm: one joins by a job of its own",
+        "node",
+        "never",
+        ends_world=True,
+        sim=False,
+        slurm=True,
+        leaves_alive=True,
     ),
     Kind(
         "start_twin", "the same job is launched a second time under the same run id, then killed", "node", crowds=True

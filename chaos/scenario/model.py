@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from chaos.errors import ScenarioError
 from chaos.scenario.kinds import IN_LIVE_JOBS, IN_PLAIN, KINDS, LOCAL, ON_DISK
+from chaos.scenario.on_slurm import OnSlurm
 from elastic_train.system.failpoints import POINTS
 from elastic_train.system.wording import did_you_mean, nearest
 
@@ -23,7 +24,7 @@ Role = Literal["leader", "other", "lost", "one", "minority", "majority", "writer
 Target = int | str
 _LOCAL_ONLY = ("s3", "tracker", "freezing_disk", "tls", "own_data", "orders")
 """What only the executor of one machine brings along."""
-Section = TypeVar("Section", bound="_Section")
+Section = TypeVar("Section", bound=BaseModel)
 
 
 class _Section(BaseModel):
@@ -68,6 +69,8 @@ class Fault(_Section):
     """At a failpoint; the faults that follow do not wait for it."""
     for_s: float | None = Field(default=None, gt=0)
     """How long until it is undone: a freeze that is shorter than a lease may go unnoticed, a longer one is a loss."""
+    job: int = Field(default=0, ge=0)
+    """Of several jobs on Slurm (slurm.jobs) the one that it befalls, from 0."""
 
     @field_validator("kind")
     @classmethod
@@ -175,7 +178,8 @@ class Scenario(_Section):
     nodes: Nodes = Field(default_factory=Nodes)
     executor: Literal["local", "slurm"] = "local"
     """local: each node is a torchrun of this machine. slurm: the nodes are machines in namespaces of this one, with a
-    real Slurm (needs root, and Slurm's programs), and the job is one allocation, by deploy/slurm/train.sbatch."""
+    real Slurm (needs root, and Slurm's programs), and `slurm` says by which batch script jobs are submitted."""
+    slurm: OnSlurm = Field(default_factory=OnSlurm)
     faults: tuple[Fault, ...] = ()
     soak: Soak | None = None
     """Draw faults from the seed, in place of `faults`; the job continues until they are over."""
@@ -207,14 +211,27 @@ class Scenario(_Section):
     @model_validator(mode="after")
     def _executor_does_it(self) -> Scenario:
         is_slurm = self.executor == "slurm"
-        wrong = [fault.kind for fault in self.faults if is_slurm and not KINDS[fault.kind].slurm]
+        known = self.slurm.kinds()
+        wrong = [fault.kind for fault in self.faults if is_slurm and fault.kind not in known]
         if wrong:
-            known = ", ".join(name for name, kind in KINDS.items() if kind.slurm)
-            raise ValueError(f"{wrong[0]} is not done on Slurm; there are {known}")
+            raise ValueError(f"{wrong[0]} is not done to such jobs on Slurm; there are {', '.join(known)}")
+        if not is_slurm and self.slurm != OnSlurm():
+            raise ValueError("slurm: belongs to executor: slurm")
+        if problems := list(self.slurm.problems(self.nodes.count)):
+            raise ValueError(problems[0])
         brought = [name for name in _LOCAL_ONLY if getattr(self, name)]
         if is_slurm and (brought or self.soak is not None or self.nodes.recovery != "live"):
             why = f"no {', '.join(brought)}" if brought else "no soak, and nodes.recovery: live"
             raise ValueError(f"a scenario on Slurm has {why}")
+        return self
+
+    @model_validator(mode="after")
+    def _faults_have_a_job(self) -> Scenario:
+        for fault in self.faults:
+            if fault.job >= self.slurm.jobs:
+                raise ValueError(f"{fault.kind} is for job {fault.job}, and slurm.jobs is {self.slurm.jobs} (from 0)")
+            if fault.kind == "kill_node" and self.slurm.is_array and fault.for_s is None:
+                raise ValueError("kill_node needs for_s in an array: its job waits for the node")
         return self
 
     @model_validator(mode="after")
@@ -251,7 +268,8 @@ def load(path: Path) -> Scenario:
     written = tree.get("faults", [])
     faults = [_validate(Fault, fault, []) for fault in written] if isinstance(written, list) else []
     if nodes is not None:
-        problems += impossible(nodes, faults)
+        slurm = _validate(OnSlurm, tree.get("slurm", {}), [])
+        problems += impossible(nodes, faults, None if slurm is None else slurm.at_first)
     problems += [
         f"'faults.{number}': {fault.kind} needs {needs}: true"
         for number, fault in enumerate(faults)
@@ -299,11 +317,14 @@ def bounded(scenario: Scenario, faults: int | None, minutes: float | None) -> Sc
     return scenario.model_copy(update={"soak": soak})
 
 
-def impossible(nodes: Nodes, faults: Sequence[Fault | None]) -> Iterator[str]:
-    """Yield every fault that cannot happen: to no such node, to one that is lost already, or in the wrong order."""
+def impossible(nodes: Nodes, faults: Sequence[Fault | None], at_first: int | None = None) -> Iterator[str]:
+    """Yield every fault that cannot happen: to no such node, to one that is lost already, or in the wrong order.
+
+    A job may begin with fewer nodes than there are, `at_first`.
+    """
     if nodes.min > nodes.count:
         yield f"'nodes.min' is {nodes.min}, but there are {nodes.count} nodes"
-    up, until, is_exact = set(range(nodes.count)), 0.0, None not in faults
+    up, until, is_exact = set(range(at_first or nodes.count)), 0.0, None not in faults
     for number, fault in enumerate(faults):
         where = f"'faults.{number}'"
         is_beyond = fault is not None and isinstance(fault.node, int) and fault.node >= nodes.count
@@ -345,13 +366,13 @@ def _validate(section: type[Section], tree: object, problems: list[str]) -> Sect
         return None
 
 
-def _explain(section: type[_Section], item: Mapping[str, object]) -> str:
+def _explain(section: type[BaseModel], item: Mapping[str, object]) -> str:
     location = item["loc"]
     assert isinstance(location, tuple), "pydantic's errors say where"
     key = ".".join(str(part) for part in location) or "scenario"
     last = str(location[-1]) if location else ""
     if item["type"] == "extra_forbidden":
-        inner: dict[object, type[_Section]] = {"nodes": Nodes, "faults": Fault, "soak": Soak}
+        inner: dict[object, type[BaseModel]] = {"nodes": Nodes, "faults": Fault, "soak": Soak, "slurm": OnSlurm}
         owner = inner.get(location[0], section) if len(location) > 1 else section
         return f"unknown key '{key}'{_hint(last, sorted(owner.model_fields))}"
     if item["type"] == "missing":

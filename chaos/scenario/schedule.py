@@ -33,6 +33,8 @@ class Due:
     point: Point | None = None
     is_healed: bool = False
     """Due once all before it is undone, and the whole world trains again."""
+    job: int = 0
+    """Of several on Slurm the one that it befalls."""
 
     def __str__(self) -> str:
         who = self.kind if self.target is None else f"{self.kind} {self.target}"
@@ -73,6 +75,7 @@ def schedule(scenario: Scenario, seed: int, total_steps: int, commit_every: int)
                 fault.for_s,
                 fault.at_s,
                 fault.at_point,
+                job=fault.job,
             )
         )
         if step is not None and step >= total_steps:

@@ -13,6 +13,7 @@ from chaos.cli import main
 from chaos.errors import ChaosError
 from chaos.planted.catalogue import PLANTED
 from chaos.real.runs import clear
+from chaos.real.slurm.run import BESIDE
 from elastic_train.errors import ConfigError
 from tests.chaos.recorded import record
 
@@ -34,7 +35,7 @@ def test_ls_shows_what_comes_with_the_package(capsys: pytest.CaptureFixture[str]
     assert "shrink-and-regrow" in capsys.readouterr().out
     assert leave(["ls", "--json"]) == 0
     names = {item["name"] for item in json.loads(capsys.readouterr().out)}
-    assert names >= {"demo", "kill-a-rank", "kill-a-node", "shrink-and-regrow", "witness"}
+    assert names >= {"demo", "kill-a-rank", "kill-a-node", "shrink-and-regrow", "witness", "slurm-array"}
 
 
 def test_check_judges_an_old_run_again(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +57,18 @@ def test_check_writes_the_report_and_report_repeats_it(healthy: Path, capsys: py
     assert leave(["report", str(healthy)]) == 0
     assert capsys.readouterr().out.strip() == str(healthy / "report.html")
     assert (healthy / "report.html").read_bytes() == page
+
+
+def test_of_two_jobs_both_have_a_verdict(healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line of JSON each; the exit code is 0 only if both are valid."""
+    both = tmp_path / "run"
+    shutil.copytree(healthy, both)
+    shutil.copytree(healthy, both / BESIDE)
+    assert leave(["check", str(both), "--json"]) == 0
+    assert [json.loads(line)["valid"] for line in capsys.readouterr().out.splitlines()] == [True, True]
+    next(planted for planted in PLANTED if planted.name == "witness-swap").plant(both / BESIDE / "faulted")
+    assert leave(["check", str(both), "--json"]) == 1
+    assert [json.loads(line)["valid"] for line in capsys.readouterr().out.splitlines()] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["witness-swap", "no-faults"])

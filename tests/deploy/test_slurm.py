@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from chaos.judge.verdict import examine
-from chaos.real.slurm_job import FAULTS_ARE_OVER, run_on_slurm
-from chaos.scenario.model import find, load
-from chaos.scenario.schedule import schedule
-from chaos.services.slurm.cluster import SlurmCluster, why_no_slurm
+from chaos.services.slurm.cluster import SlurmCluster
 from chaos.services.slurm.machines import eventually
 from elastic_train.cli.places.submit.slurm import LEAVE_S, SlurmJob, render
-from tests.conftest import start
 from tests.deploy.jobs import (
-    COMMIT_EVERY,
     PATIENCE_S,
     steps_done_twice,
     submit_train,
@@ -28,44 +21,6 @@ from tests.deploy.jobs import (
 from tests.elastic_train.training.live.test_live import history
 
 pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("slurm")]
-
-
-def test_a_job_survives_what_befalls_it_on_slurm(
-    tmp_path: Path,
-    rows: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
-) -> None:
-    """The scenario `slurm` of elastic-chaos, on a cluster of its own: no step is lost, and its verdict is VALID."""
-    if why := why_no_slurm():
-        pytest.skip(why)
-    done, folder = tmp_path / "done", tmp_path / "job"
-    config = write_patient_config(tmp_path, rows, 400, lane_ms=250.0, until=done)
-    shipped = load(find("slurm"))
-    nodes = shipped.nodes.model_copy(update={"lease_ttl_s": 60.0})  # nobody is lost for want of processor time
-    scenario = shipped.model_copy(update={"config": config, "nodes": nodes})
-    due = schedule(scenario, seed=1, total_steps=400, commit_every=COMMIT_EVERY)
-    said: list[object] = []
-
-    def say(what: object) -> None:
-        said.append(what)
-        if what == FAULTS_ARE_OVER:
-            done.touch()
-
-    whole = ["--grace-s", "100", "--run.history-terms=null"]
-    (folder / "faulted").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)  # from which the job is submitted
-    run_on_slurm(scenario, folder / "faulted", due, 1, whole, "", say, shared=[tmp_path.parent])
-    assert start([config, "--run.dir", str(folder / "reference")]).code == 0
-    verdict = examine(folder)
-    assert [finding for finding in verdict.findings if finding.truth != "true"] == []
-    assert len(said) == len(due) + 1
-    assert len(verdict.recoveries) == len(due) - 1, "all but the drained node have ended a world"
-    for cost in verdict.recoveries:
-        assert cost.rpo_steps == 0, cost
-        what = f"Slurm: seconds from {cost.kind} to the next step, with no step lost"
-        record_property(f"{what} (lease {nodes.lease_ttl_s:g} s)", cost.rto_s)
-    assert not list(tmp_path.glob(".codes-*"))
 
 
 def test_what_submit_renders_leaves_before_its_time_limit_and_goes_on(

@@ -34,7 +34,7 @@ from chaos.scenario.kinds import (
 
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 _ENDS_ALL_WORKERS = ("block_ports",)
-_TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
+_TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down", "preempt_node")
 _TURNED_AWAY = {
     "private_storage": 2,
     "other_limits": 2,

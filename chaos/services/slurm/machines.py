@@ -100,6 +100,10 @@ class Machine:
         space = _space_of(self.init)
         return (pid for pid in pids() if space is not None and _space_of(pid) == space)
 
+    def process(self, number: int) -> int | None:
+        """Return the number that a process of it has on this machine, where it is given its number there."""
+        return next((pid for pid in self.processes() if _innermost_number(pid) == number), None)
+
     def power_off(self) -> None:
         """End all that runs on it at once, without a word to anybody."""
         with contextlib.suppress(ProcessLookupError):
@@ -218,6 +222,15 @@ def _started(command: list[str], depth: int, environ: Mapping[str, str], log: Pa
         raise
     stat = stat_of(found[0])
     return Machine(found[0], stat.born if stat else 0, waiter)
+
+
+def _innermost_number(pid: int) -> int | None:
+    """Return a process's number in its own PID namespace; None if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), None)
 
 
 def _space_of(pid: int) -> str | None:

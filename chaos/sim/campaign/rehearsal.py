@@ -27,6 +27,8 @@ _FOR_S = 1.0
 def rehearse(scenario: Scenario, seed: int) -> Case:
     """Return the case that has the scenario's nodes and faults; ScenarioError with all that the simulator lacks."""
     problems = [] if scenario.soak is None else ["a soak lists no faults to simulate: run `elastic-chaos sim --seeds`"]
+    if scenario.executor == "slurm":
+        problems.append("jobs on Slurm are not simulated: `elastic-chaos run` does it")
     for number, fault in enumerate(scenario.faults):
         if fault.kind != "start_node" and fault.kind not in (AT_POINTS if fault.at_point else SIMULATED):
             problems.append(f"'faults.{number}': {fault.kind} is not simulated")

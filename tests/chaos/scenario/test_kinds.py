@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from chaos.real import slurm_acts
 from chaos.real.acts import ACTS
+from chaos.real.slurm import acts as slurm_acts
 from chaos.scenario.kinds import KINDS, asks_all_to_leave, ends_world
+from chaos.scenario.on_slurm import OnSlurm
 from chaos.sim.job import fault, kinds
 from elastic_train.system import failpoints
 
@@ -18,8 +19,20 @@ def test_the_local_executor_does_every_local_kind() -> None:
 def test_the_executor_for_slurm_does_every_kind_of_slurm() -> None:
     """And those that befall a whole job have it leave its nodes; a node that is drained costs nothing."""
     assert set(slurm_acts.ACTS) == {kind.name for kind in KINDS.values() if kind.slurm}
-    assert {name for name in slurm_acts.ACTS if not asks_all_to_leave(name)} == {"kill_node", "drain_node"}
+    of_job = {"preempt_job", "requeue_job", "hold_job", "end_time_limit"}
+    assert {name for name in slurm_acts.ACTS if asks_all_to_leave(name)} == of_job
     assert not ends_world("drain_node")
+
+
+def test_what_befalls_a_job_on_slurm_follows_from_how_it_is_submitted() -> None:
+    """Nodes of an array are jobs, which can be cancelled; one of two jobs is hit by what leaves the nodes alone."""
+    allocation, array = OnSlurm(), OnSlurm(script="elastic-array")
+    grown, shared = OnSlurm(at_first=1), OnSlurm(jobs=2)
+    assert set(allocation.kinds()) == set(slurm_acts.ACTS) - {"stop_node", "start_node", "preempt_node"}
+    of_job = {kind for kind in slurm_acts.ACTS if asks_all_to_leave(kind)}
+    assert set(array.kinds()) == set(slurm_acts.ACTS) - of_job
+    assert set(grown.kinds()) == {"start_node", "kill_worker", "drain_node"}
+    assert set(shared.kinds()) == {"kill_worker"} | of_job - {"preempt_job"}
 
 
 def test_the_simulators_kinds_are_in_the_vocabulary() -> None:

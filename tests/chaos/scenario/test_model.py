@@ -128,9 +128,21 @@ def test_a_soak_that_could_never_begin_is_refused(tmp_path: Path, soak: str, exp
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ("faults: [{kind: freeze_node, node: 1, at_step: 3, for_s: 1}]", "freeze_node is not done on Slurm; there are"),
+        (
+            "faults: [{kind: freeze_node, node: 1, at_step: 3, for_s: 1}]",
+            "freeze_node is not done to such jobs",
+        ),
         ("tls: true", "a scenario on Slurm has no tls"),
         ("soak: {faults: 3}", "a scenario on Slurm has no soak, and nodes.recovery: live"),
+        ("slurm: {at_first: 2}", "slurm.at_first is 2, but there are 2 nodes: leave it out"),
+        ("slurm: {script: elastic-array, jobs: 2}", "slurm.jobs: 2 is for jobs of one allocation"),
+        ("slurm: {script: array}", "'slurm.script': Input should be 'train' or 'elastic-array'"),
+        ("slurm: {job: 2}", "unknown key 'slurm.job'; did you mean 'jobs'?"),
+        ("faults: [{kind: requeue_job, job: 1, at_step: 3}]", "requeue_job is for job 1, and slurm.jobs is 1 (from 0)"),
+        (
+            "slurm: {script: elastic-array}\nfaults: [{kind: kill_node, node: 1, at_step: 3}]",
+            "kill_node needs for_s in an array: its job waits for the node",
+        ),
     ],
 )
 def test_what_slurm_does_not_do_is_refused(tmp_path: Path, more: str, expected: str) -> None:
@@ -138,6 +150,23 @@ def test_what_slurm_does_not_do_is_refused(tmp_path: Path, more: str, expected: 
     nodes = "" if "soak" in more else "nodes: {recovery: live}\n"
     (found,) = problems(tmp_path, f"{HEAD}executor: slurm\n{nodes}{more}\n")
     assert expected in found
+
+
+def test_how_jobs_are_submitted_is_for_slurm(tmp_path: Path) -> None:
+    """On nodes of this machine nothing would come of it."""
+    (found,) = problems(tmp_path, f"{HEAD}slurm: {{jobs: 2}}\n")
+    assert "slurm: belongs to executor: slurm" in found
+
+
+def test_a_job_that_begins_with_fewer_nodes_has_others_join_it(tmp_path: Path) -> None:
+    """One that is there already cannot be added, and each that is added once is."""
+    head = f"{HEAD}executor: slurm\nslurm: {{at_first: 1}}\nnodes: {{count: 2, recovery: live}}\n"
+    join = "{kind: start_node, node: 1, at_step: 3}"
+    path = tmp_path / "grows.yaml"
+    path.write_text(f"{head}faults: [{join}]\n")
+    assert load(path).slurm.at_first == 1
+    again = f"{head}faults: [{join}, {{kind: start_node, node: 1, after_s: 1}}]\n"
+    assert any("start_node on node 1, which is up" in problem for problem in problems(tmp_path, again))
 
 
 def test_what_slurm_alone_does_needs_its_executor(tmp_path: Path) -> None:

@@ -96,7 +96,9 @@ def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> No
     """All that comes with the package for real nodes has a case, whose steps the job has, except for those listed."""
     refused = {"hangs": "hang is not simulated", "frozen-disk": "freeze_fs is not simulated"}
     refused |= {"flipped-data": "flip_data is not simulated", "no-more-files": "cap_fds is not simulated"}
-    refused |= {"slow-node": "slow_cpu is not simulated", "slurm": "drain_node is not simulated"}
+    refused["slow-node"] = "slow_cpu is not simulated"
+    on_slurm = [path.stem for path in FOLDER.glob("slurm*.yaml")]
+    refused |= dict.fromkeys(on_slurm, "jobs on Slurm are not simulated")
     refused["renewed-certificates"] = "rotate_cert is not simulated"
     refused |= dict.fromkeys(("soak", "soak-witness", "soak-cells"), "a soak lists no faults to simulate")
     if path.stem in refused:

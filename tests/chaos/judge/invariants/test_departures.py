@@ -244,7 +244,8 @@ def test_a_process_asked_to_leave_may_end_worlds_until_it_has_left() -> None:
         ]
         return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
 
-    assert verdict_of("stop_node", num_worlds=MOST_WORLDS_LEAVING + 2).startswith("4 changes")
+    for asked in ("stop_node", "preempt_node", "requeue_job"):
+        assert verdict_of(asked, num_worlds=MOST_WORLDS_LEAVING + 2).startswith("4 changes")
     with pytest.raises(Unknown, match="term 6 was formed by the processes of term 5"):
         verdict_of("stop_node", num_worlds=10)
     assert verdict_of("freeze_worker", "lost").startswith("2 changes")

@@ -1,0 +1,63 @@
+"""What a scenario with `executor: slurm` says of its jobs: by which batch script, how many, and with which nodes.
+
+From that follows which kinds of fault can be done to them: an array has no allocation that could be preempted as a
+whole, and what a node's loss costs two jobs on it is no fault of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
+
+from chaos.scenario.kinds import KINDS, Kind
+
+_OF_AN_ELEMENT = ("stop_node", "preempt_node")
+"""What is done to one node that is a job of its own, as those of an array are."""
+
+
+class OnSlurm(BaseModel):
+    """How jobs are submitted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    script: Literal["train", "elastic-array"] = "train"
+    """A batch script of deploy/slurm. train: all nodes in one allocation. elastic-array: an array of one-node jobs,
+    which meet at an etcd on a node of its own."""
+    at_first: PositiveInt | None = None
+    """How many nodes the job begins with, if not with all; `start_node` then adds one, by an array of one element."""
+    jobs: Literal[1, 2] = 1
+    """So many jobs share the nodes, each with a run.dir and a verdict of its own; a fault befalls the first one, unless
+    its `job` is 1."""
+
+    @property
+    def is_array(self) -> bool:
+        return self.script == "elastic-array"
+
+    @property
+    def has_own_etcd(self) -> bool:
+        """Whether the job's first node starts its etcd: it cannot be left, or joined from outside of the allocation."""
+        return not self.is_array and self.at_first is None
+
+    def kinds(self) -> list[str]:
+        """Return the kinds of fault that can befall such jobs."""
+        return [kind.name for kind in KINDS.values() if kind.slurm and self._fits(kind)]
+
+    def problems(self, num_nodes: int) -> Iterator[str]:
+        """Yield what does not go together."""
+        if self.at_first is not None and self.at_first >= num_nodes:
+            yield f"slurm.at_first is {self.at_first}, but there are {num_nodes} nodes: leave it out"
+        if self.jobs > 1 and not self.has_own_etcd:
+            yield "slurm.jobs: 2 is for jobs of one allocation: leave out script and at_first"
+
+    def _fits(self, kind: Kind) -> bool:
+        if self.jobs > 1:
+            return kind.aim in ("job", "worker") and kind.name != "preempt_job"
+        if kind.name == "start_node":
+            return not self.has_own_etcd
+        if kind.name in _OF_AN_ELEMENT:
+            return self.is_array
+        if kind.aim == "job":
+            return self.has_own_etcd
+        return kind.name != "kill_node" or self.is_array or self.has_own_etcd
