@@ -107,7 +107,7 @@ def lets_the_unfit_in() -> None:
 
 def reads_certificates_once() -> None:
     """A process knows etcd by the certificates that it began with, for as long as it lives."""
-    vars(connection)["_read_certificates"] = lru_cache(connection._read_certificates)
+    vars(connection)["_read_from_disk"] = lru_cache(connection._read_from_disk)
 
 
 BUGS: dict[str, Callable[[], None]] = {

@@ -79,8 +79,9 @@ def launch(
 ) -> int:
     """Start one node of a job (the same line on every node), with exit codes that a scheduler can act on.
 
-    --nodes MIN:MAX (default 1), --ranks N per node (its GPUs, else 1), --endpoint HOST:PORT of an etcd, --id JOB. What
-    is not given is read from PET_* variables (Kubernetes operators set them), else from Slurm's, else from SkyPilot's.
+    --nodes MIN:MAX (default 1), --ranks N per node (its GPUs, else 1), --endpoint HOST:PORT of an etcd (or @FILE, which
+    says so), --id JOB. What is not given is read from PET_* variables (Kubernetes operators set them), else from
+    Slurm's, else from SkyPilot's.
     Under Slurm and SkyPilot any number of the job's nodes trains: 1:N. Without an endpoint, launch starts an etcd for
     a job of one node, or on the first node that a scheduler names; several nodes elsewhere need one. --recovery live
     (survivors never stop) or restart. --max-restarts of workers (100; live: per cause and hour). --ttl-s: seconds after

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from elastic_train.health.finding import Finding, ok, warn
+from rendezvous.errors import OptionError
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.identity import split_endpoint
 
@@ -28,12 +29,20 @@ class Greeting:
 
 def examine_clock(options: EtcdOptions) -> Iterator[Finding]:
     """Compare the clock with that of the first member that answers; if none does, that is not this machine's fault."""
-    for endpoint in options.endpoints:
+    for endpoint in _addresses(options):
         answer = greeted(options, endpoint)
         if isinstance(answer, Greeting):
             yield judged(endpoint, answer)
             return
     yield ok("clock", f"not known: {options.where} do not tell the time")
+
+
+def _addresses(options: EtcdOptions) -> tuple[str, ...]:
+    """Return where members are; nothing while a file that is to say so does not."""
+    try:
+        return options.addresses()
+    except OptionError:
+        return ()
 
 
 def judged(endpoint: str, answer: Greeting | Exception) -> Finding:

@@ -1,8 +1,8 @@
 """A connection to etcd over pyetcd, with deadlines, retries and fail-over that pyetcd lacks.
 
 Every call has a deadline and is retried with jitter until then; a member of etcd that failed is skipped for a moment,
-not for five minutes, by the monotonic clock; an expired token is renewed, and so are certificates. What etcd's errors
-mean is in `answers`.
+not for five minutes, by the monotonic clock; an expired token is renewed, and so are certificates, and addresses that
+a file names. What etcd's errors mean is in `answers`.
 
 Invariant: a client is closed only when no call uses it. gRPC ends the *process* that uses a closed channel.
 """
@@ -24,6 +24,7 @@ import tenacity
 from pyetcd import exceptions as failures
 from pyetcd import utils
 
+from rendezvous.errors import OptionError
 from rendezvous.etcd.answers import (
     Meaning,
     code_of,
@@ -64,20 +65,28 @@ _CHANNEL = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    """What files say of the way to etcd: where it is, and the certificates of both sides; () without TLS."""
+
+    addresses: tuple[str, ...]
+    certificates: tuple[bytes, ...]
+
+
 @dataclass(slots=True)
 class _Lent:
-    """A client, the certificates that it was made with, and how many calls have it."""
+    """A client, what it was made from, and how many calls have it."""
 
     client: pyetcd.MultiEndpointEtcd3Client
-    certificates: tuple[bytes, ...]
+    made_from: _OnDisk
     num_calls: int = 0
 
 
 class Connection:
     """One pyetcd client to all endpoints, made when it is first needed.
 
-    Another takes its place when its token has expired, or when it fails and the certificates on disk are not the ones
-    that it was made with: gRPC would present the old ones for ever. Threads may share a connection.
+    Another takes its place when its token has expired, or when it fails and the files on disk are not what it was made
+    from: gRPC would present old certificates for ever, and look for etcd where it was. Threads may share a connection.
     """
 
     def __init__(self, options: EtcdOptions, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
@@ -130,7 +139,7 @@ class Connection:
             return answer
         except (grpc.RpcError, failures.Etcd3Exception) as error:
             TALLY.add_failure()
-            is_done_with = needs_new_client(error) or self._has_new_certificates(lent)
+            is_done_with = needs_new_client(error) or self._is_outdated(lent)
             raise
         finally:
             with self._lock:
@@ -156,22 +165,25 @@ class Connection:
 
     def _make(self) -> _Lent:
         try:
-            certificates = _read_certificates(self.options)
+            found = _read_from_disk(self.options)
         except OSError as error:  # the file is just being replaced
             self._last_words = f"{error.filename} cannot be read: {error.strerror}"
             raise failures.NoServerAvailableError(self._last_words) from None
+        except OptionError as error:  # or etcd is not there yet, and will say where it is
+            self._last_words = str(error)
+            raise failures.NoServerAvailableError(self._last_words) from None
         try:
-            client = _make_client(self.options, certificates, self._call_timeout_s)
+            client = _make_client(self.options, found, self._call_timeout_s)
         except grpc.RpcError as error:
             if not says_without_users(error):
                 raise
-            client = _make_client(replace(self.options, user=None, password=None), certificates, self._call_timeout_s)
-        return _Lent(client, certificates)
+            client = _make_client(replace(self.options, user=None, password=None), found, self._call_timeout_s)
+        return _Lent(client, found)
 
-    def _has_new_certificates(self, lent: _Lent) -> bool:
+    def _is_outdated(self, lent: _Lent) -> bool:
         try:
-            return _read_certificates(self.options) != lent.certificates
-        except OSError:
+            return _read_from_disk(self.options) != lent.made_from
+        except (OSError, OptionError):
             return False
 
     def _may_pass(self, error: BaseException) -> bool:
@@ -217,15 +229,17 @@ class _Endpoint(pyetcd.Endpoint):  # type: ignore[misc]
         return time.monotonic() - self._failed_at < float(self.time_retry)
 
 
-def _read_certificates(options: EtcdOptions) -> tuple[bytes, ...]:
-    """Return the authority's certificate, and the client's key and certificate if there are any; () without TLS."""
-    return tuple(Path(path).read_bytes() for path in (options.ca_cert, options.key, options.cert) if path is not None)
+def _read_from_disk(options: EtcdOptions) -> _OnDisk:
+    """Read where etcd is, the authority's certificate, and the client's key and certificate if there are any.
+
+    Raises OSError or OptionError.
+    """
+    files = [path for path in (options.ca_cert, options.key, options.cert) if path is not None]
+    return _OnDisk(options.addresses(), tuple(Path(path).read_bytes() for path in files))
 
 
-def _make_client(
-    options: EtcdOptions, certificates: tuple[bytes, ...], call_timeout_s: float
-) -> pyetcd.MultiEndpointEtcd3Client:
-    credentials = grpc.ssl_channel_credentials(*certificates) if certificates else None
+def _make_client(options: EtcdOptions, found: _OnDisk, call_timeout_s: float) -> pyetcd.MultiEndpointEtcd3Client:
+    credentials = grpc.ssl_channel_credentials(*found.certificates) if found.certificates else None
     endpoints = [
         _Endpoint(
             *split_endpoint(endpoint),
@@ -234,7 +248,7 @@ def _make_client(
             time_retry=ENDPOINT_RETRY_S,
             opts=list(_CHANNEL.items()),
         )
-        for endpoint in options.endpoints
+        for endpoint in found.addresses
     ]
     try:
         client = pyetcd.MultiEndpointEtcd3Client(

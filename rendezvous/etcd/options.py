@@ -13,6 +13,9 @@ from pathlib import Path
 from rendezvous.errors import OptionError
 
 DEFAULT_PORT = 2379
+FILE = "@"
+"""How an endpoint begins that is a file, which says where etcd is now: one that a scheduler moves has no address for
+good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class EtcdOptions:
     """Everything a process needs to reach its job's etcd."""
 
     endpoints: tuple[str, ...]
+    """HOST:PORT of each member, or @ and the path of a file that says so."""
     ca_cert: str | None = None
     cert: str | None = None
     key: str | None = None
@@ -28,6 +32,8 @@ class EtcdOptions:
 
     def __post_init__(self) -> None:
         problems = [] if self.endpoints else ["no etcd endpoint given: write HOST:PORT[,HOST:PORT]"]
+        if len(self.endpoints) > 1 and any(part.startswith(FILE) for part in self.endpoints):
+            problems.append(f"a file of endpoints ({FILE}PATH) is given alone, and not {', '.join(self.endpoints)}")
         for name in ("ca_cert", "cert", "key"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -40,6 +46,22 @@ class EtcdOptions:
             problems.append("user and password belong together: give both, or neither")
         if problems:
             raise OptionError(*problems)
+
+    def addresses(self) -> tuple[str, ...]:
+        """Return HOST:PORT of each member: those given, or those that the file of endpoints names now.
+
+        Raises OptionError if that cannot be read, or names none.
+        """
+        if not self.endpoints[0].startswith(FILE):
+            return self.endpoints
+        path = self.endpoints[0].removeprefix(FILE)
+        try:
+            named = Path(path).read_text().replace(",", " ").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"{path}, which is to say where etcd is, cannot be read: {error}") from None
+        if not named or any(part.startswith(FILE) for part in named):
+            raise OptionError(f"{path} is to say where etcd is, as HOST:PORT[,HOST:PORT], and does not")
+        return tuple(_endpoint(part) for part in named)
 
     @property
     def where(self) -> str:
@@ -55,7 +77,7 @@ ETCD_KEYS = ("ca_cert", "cert", "key", "user", "password")
 
 
 def etcd_options(endpoint: str | Iterable[str], conf: Mapping[str, str] | None = None) -> EtcdOptions:
-    """Read `host:port[,host:port]` and the etcd keys of a rendezvous configuration."""
+    """Read `host:port[,host:port]`, or `@file`, and the etcd keys of a rendezvous configuration."""
     parts = [part.strip() for part in (endpoint.split(",") if isinstance(endpoint, str) else endpoint)]
     for part in parts:
         if part.startswith("https://") and "ca_cert" not in (conf or {}):
@@ -79,6 +101,8 @@ def _hint(key: str, names: list[str]) -> str:
 
 
 def _endpoint(text: str) -> str:
+    if text.startswith(FILE):
+        return FILE + str(Path(text.removeprefix(FILE)).absolute())
     bare = text.removeprefix("http://").removeprefix("https://").rstrip("/")
     host, colon, port = bare.rpartition(":")
     if not colon or bare.endswith("]"):

@@ -28,11 +28,19 @@ def own_address(given: str | None, options: EtcdOptions, max_nodes: int) -> str:
     """
     if given is not None:
         return _checked(given)
-    for host, port in [split_endpoint(options.endpoints[0]), *(ELSEWHERE if max_nodes > 1 else ())]:
+    for host, port in [*_etcds(options), *(ELSEWHERE if max_nodes > 1 else ())]:
         address = address_towards(host, port)
         if address is not None and not (max_nodes > 1 and is_loopback(address)):
             return address
     return _address_by_name() if max_nodes > 1 else "127.0.0.1"
+
+
+def _etcds(options: EtcdOptions) -> list[tuple[str, int]]:
+    """Return where etcd's first member is; nothing while a file that is to say so does not."""
+    try:
+        return [split_endpoint(options.addresses()[0])]
+    except OptionError:
+        return []
 
 
 def address_towards(host: str, port: int) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from elastic_train.health.clock import Greeting, greeted, judged
 from elastic_train.health.finding import Finding, fail, ok, warn
 from elastic_train.system.wording import counted, first_line, size
-from rendezvous.errors import ServerError, StoreError
+from rendezvous.errors import OptionError, ServerError, StoreError
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.etcd.server import find_binary
@@ -39,8 +39,13 @@ def examine_own_etcd() -> Iterator[Finding]:
 
 def examine_etcd(options: EtcdOptions, run_id: str, ttl_s: float) -> Iterator[Finding]:
     """Say whether etcd serves a job of that run id, whose leases are to last `ttl_s`."""
+    try:
+        addresses = options.addresses()
+    except OptionError as error:
+        yield fail("etcd", str(error), "etcd.sbatch writes it once etcd answers")
+        return
     answering = []
-    for endpoint in options.endpoints:
+    for endpoint in addresses:
         with contextlib.closing(Connection(replace(options, endpoints=(endpoint,)))) as one:
             try:
                 list_prefix(one, Keys(run_id).prefix + "doctor/", ANSWER_S)
