@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,9 @@ __all__ = ["etcd", "nothing_left", "undisturbed"]
 PATIENT = ("--hang-timeout-s", "200", "--ttl-s", "60", "--grace-s", "100")
 """A node that gets no processor for some seconds is neither lost nor hung: there are just the worlds of the test."""
 STEPS = 120
+FROM_TAG = "+tag"
+"""What tells the package of a tag from the one that is installed here, in what it writes."""
+SERIES = ".".join(version("elastic-train").split(".")[:2])
 
 
 def newer_release(folder: Path) -> Path:
@@ -47,15 +51,51 @@ def newer_release(folder: Path) -> Path:
     text, last = recipe.read_text(), "    ema: EmaConfig | None = None\n"
     assert text.count(last) == 1
     recipe.write_text(text.replace(last, f"    warm_restarts: int = 0\n{last}"))
-    described = folder / "elastic_train-0.1.99.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.4\nName: elastic-train\nVersion: 0.1.99\n")
+    describe(folder, f"{SERIES}.99")
     return folder
 
 
+def last_release(folder: Path) -> Path:
+    """Return the package as the last tag of its series has it, with the tasks of today, which are a user's.
+
+    Where nothing is tagged yet, the commit before this one stands for a release, by a tag in a clone.
+    """
+    clone, sources = folder / "clone", folder / "sources"
+    if git(ROOT, "rev-parse", "HEAD") is None:
+        pytest.skip("no history here: a release is looked for among git's tags")
+    assert git(ROOT, "clone", "--quiet", "--no-checkout", str(ROOT), str(clone)) is not None
+    tag = git(clone, "describe", "--tags", "--abbrev=0", f"--match=v{SERIES}.*")
+    if tag is None:
+        before = git(clone, "rev-parse", "--verify", "--quiet", "HEAD~1") or "HEAD"  # a clone may have one commit alone
+        tag = f"v{SERIES}.0"
+        assert git(clone, "tag", tag, before) is not None
+        assert git(clone, "describe", "--tags", "--abbrev=0", f"--match=v{SERIES}.*", tag) == tag
+    sources.mkdir()
+    packed = folder / "release.tar"
+    assert git(clone, "archive", f"--output={packed}", tag, "elastic_train", "rendezvous", "deploy") is not None
+    subprocess.run(["tar", "-x", "-f", str(packed), "-C", str(sources)], check=True)
+    for name in ("chaos", "tests"):
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "deploy"))
+    describe(sources, tag.removeprefix("v") + FROM_TAG)
+    return sources
+
+
+def git(folder: Path, *words: str) -> str | None:
+    """Return what git says; None if it fails."""
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+    return None if done.returncode else done.stdout.strip()
+
+
+def describe(sources: Path, version: str) -> None:
+    """Let the sources be those of a version."""
+    described = sources / f"elastic_train-{version}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.4\nName: elastic-train\nVersion: {version}\n")
+
+
 @contextmanager
-def upgraded_node(folder: Path, sources: Path, etcd: EtcdServer, config: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a node of the newer release, which leaves within the context."""
+def node_of(folder: Path, sources: Path, etcd: EtcdServer, config: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a node of another release, which leaves within the context."""
     node = [
         "launch",
         config,
@@ -70,7 +110,7 @@ def upgraded_node(folder: Path, sources: Path, etcd: EtcdServer, config: str) ->
         folder.name,
     ]
     command = [sys.executable, "-m", "elastic_train.cli.main", *node]
-    with (folder / "newer.log").open("wb") as log:
+    with (folder / f"{sources.name}.log").open("ab") as log:
         environ = environ_of(PYTHONPATH=str(sources))
         process = subprocess.Popen(command, cwd=sources, env=environ, stdout=log, stderr=log)
     try:
@@ -88,7 +128,7 @@ def test_a_live_job_is_upgraded_and_taken_back_without_a_lost_step(
     config = write_config(tmp_path, rows, STEPS, lane_ms=500.0, until=done)
     old = launch_alone(tmp_path, etcd, config, "old", *PATIENT)
     term, _ = until_whole(run, 1)
-    with upgraded_node(tmp_path, sources, etcd, config) as new:
+    with node_of(tmp_path, sources, etcd, config) as new:
         term, _ = until_whole(run, 2, above=term)
         old.send_signal(signal.SIGUSR1)
         term, _ = until_whole(run, 1, above=term)
@@ -107,4 +147,31 @@ def test_a_live_job_is_upgraded_and_taken_back_without_a_lost_step(
     sizes = {line["term"]: line["world"] for line in history(run) if line["op"] == "form"}
     assert [size for _, size in sorted(sizes.items())] == [1, 2, 1, 2, 1]
     records = [json.loads(path.read_text()) for path in sorted((run / "commits").iterdir())]
-    assert {record["versions"]["elastic-train"] for record in records} <= {"0.1.99", "0.1.0"}
+    assert {record["versions"]["elastic-train"] for record in records} <= {f"{SERIES}.99", version("elastic-train")}
+
+
+def test_a_run_of_the_last_release_goes_on_with_this_one(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
+) -> None:
+    """Begun by the last tag, it is left and resumed by this source, which then takes a node of the tag in, as in an
+    upgrade node by node. No step is lost, and the hash is that of a run of this source alone."""
+    sources, done, run = last_release(tmp_path), tmp_path / "done", tmp_path / "run"
+    config = write_config(tmp_path, rows, STEPS, lane_ms=500.0, until=done)
+    with node_of(tmp_path, sources, etcd, config) as old:
+        term, _ = until_whole(run, 1)
+        old.send_signal(signal.SIGUSR1)
+        assert old.wait(400) == 75, (tmp_path / "sources.log").read_text()
+    left = json.loads(max((run / "commits").iterdir()).read_text())
+    assert left["versions"]["elastic-train"].endswith(FROM_TAG), "the tag's package has written it"
+    job = launch_alone(tmp_path, etcd, config, "node", *PATIENT)
+    term, _ = until_whole(run, 1, above=term)
+    with node_of(tmp_path, sources, etcd, config) as old:
+        term, _ = until_whole(run, 2, above=term)
+        old.send_signal(signal.SIGUSR1)
+        assert old.wait(400) == 75, (tmp_path / "sources.log").read_text()
+    until_whole(run, 1, above=term)
+    done.touch()
+    evidence, _ = finish(job, tmp_path)
+    assert weights(evidence) == undisturbed(STEPS)
+    applied = {(line["step"], line["term"]) for line in history(run) if line["op"] == "step"}
+    assert sorted(step for step, _ in applied) == list(range(1, STEPS + 1)), "each step once, in one world"
