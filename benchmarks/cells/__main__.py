@@ -37,11 +37,14 @@ with the weights of one cell (goal: true).
 
 `cp2_kept_ratio`: bytes that a lane's forward pass keeps for its backward pass on a rank that computes half of each
 row, over those of a rank that computes whole rows (goal: at most 0.6).
+
+`sp2_kept_ratio`: bytes that a lane's forward pass keeps of all blocks on one of two tensor ranks that share out tokens,
+over those of a rank that holds the whole model (goal: at most 0.52); `tp2_kept_ratio` where they do not share them out.
 """
 
 from __future__ import annotations
 
-from benchmarks.cells import context, experts, hashes, pipeline, simulated, tensor
+from benchmarks.cells import context, experts, hashes, pipeline, sequence, simulated, tensor
 from benchmarks.cells.live import recovery
 from benchmarks.figures import measure_chosen
 
@@ -58,6 +61,7 @@ def main() -> None:
     in_time = {**hours, "goodput": simulated.goodput}
     one_hash = {"one_hash.pp2": hashes.of_stages, "one_hash.ep2": hashes.of_experts}
     one_hash |= {"one_hash.cp2": hashes.of_context, "cp2_kept_ratio": context.kept_ratio}
+    one_hash |= dict.fromkeys(("sp2_kept_ratio", "tp2_kept_ratio"), sequence.kept_ratio)
     measure_chosen("benchmarks.cells", __doc__, {**beside, **staged, **lost, **spread, **in_time, **one_hash})
 
 

@@ -18,6 +18,9 @@ class ParallelConfig(Section):
     tensor: PositiveInt = 1
     """How many ranks, workers of one node, hold the model together and compute each lane together (tensor parallelism):
     a cell. The task has to say how its model is cut. A state is lost when all cells have lost the same part of it."""
+    sequence: bool = False
+    """Whether tensor ranks go on with some tokens of every row each between the layers that are cut (sequence
+    parallelism), so that all that a block keeps for its backward pass is divided by `tensor`."""
     pipeline: PositiveInt = 1
     """How many stages a model runs in, each on another worker of a node (pipeline parallelism); they are a cell, too.
     The task has to say what the stages are. No number of stages shows in the bits."""
@@ -70,6 +73,15 @@ class ParallelConfig(Section):
                 f"offload: all keeps weights in host memory until a pass needs them, and with shards: {self.shards} "
                 "all of them are on the GPU all the time: set shards to parameters (with as many copies as ranks, each "
                 "holds everything), or offload to optimizer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shares_out_tokens_between_ranks(self) -> ParallelConfig:
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence: true shares out tokens between the ranks that hold a block together, and tensor is 1: set "
+                "tensor to 2 or more, or sequence to false"
             )
         return self
 

@@ -53,7 +53,9 @@ def read_config(config: Config) -> Read:
     # Whether this machine can compile or has a device to spare is not what is asked: the plan may be for another.
     here = {
         "compile": False,
-        "parallel": parallel.model_copy(update={"offload": "none", **dict.fromkeys(parallel.degrees, 1)}),
+        "parallel": parallel.model_copy(
+            update={"offload": "none", "sequence": False, **dict.fromkeys(parallel.degrees, 1)}
+        ),
     }
     plan = make_plan(config.model_copy(update=here))
     batches = _first_batches(plan)
@@ -64,6 +66,7 @@ def read_config(config: Config) -> Read:
         recompute=parallel.recompute,
         offload=parallel.offload,
         tensor=parallel.tensor,
+        sequence=parallel.sequence,
         pipeline=parallel.pipeline,
         expert=parallel.expert,
         context=parallel.context,

@@ -18,7 +18,14 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.models.adapters import attach, check_base, frozen_groups, leave_base_out
-from elastic_train.tasks.models.decoder import TENSOR_PLAN, Decoder, DecoderShape, drawn_weights, stages_of
+from elastic_train.tasks.models.decoder import (
+    SEQUENCE_PLAN,
+    TENSOR_PLAN,
+    Decoder,
+    DecoderShape,
+    drawn_weights,
+    stages_of,
+)
 from elastic_train.tasks.models.experts import RouterLosses
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed, stand_ins
 from elastic_train.tasks.models.folders import save_folder
@@ -26,7 +33,7 @@ from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, 
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.models.tensor_plans import check_no_adapters, tensor_plan_of
 from elastic_train.tasks.rows.token_parts import bias_of, part_of
-from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns
+from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns, why_not_in_parts
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids, check_tokenizer
 from elastic_train.tasks.task import (
@@ -35,6 +42,7 @@ from elastic_train.tasks.task import (
     LaneLoss,
     ParameterGroup,
     Sampling,
+    SequencePlan,
     StagePlan,
     TensorPlan,
     Tokenizer,
@@ -182,6 +190,16 @@ class CausalLM:
                     "either"
                 )
         return TENSOR_PLAN
+
+    def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
+        if not isinstance(model, Decoder):
+            raise ConfigError(
+                "parallel.sequence: true shares out tokens of the package's own decoder (task.params.model), not of "
+                "models of transformers: set it to false, or use parallel.recompute to keep less of each row"
+            )
+        if wrong := why_not_in_parts(degree, self.max_tokens, has_fixed_width=self._fixed_width):
+            raise ConfigError(f"parallel.sequence: true shares out rows between {degree} ranks: {wrong}")
+        return SEQUENCE_PLAN
 
     def stage_plan(self, model: nn.Module, num_stages: int) -> StagePlan:
         if not isinstance(model, Decoder):

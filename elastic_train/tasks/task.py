@@ -200,6 +200,28 @@ class Splitting(Protocol):
         """
 
 
+SequenceUse = Literal["split", "tokens", "dropout", "join"]
+SequencePlan = Mapping[str, SequenceUse]
+"""Which modules of a model run on some tokens of each row where tensor ranks share these out between the layers that
+are cut; names as in a `TensorPlan`. Tensors are (rows, tokens, size).
+
+`split`: with each rank's tokens of what it returns, that rank goes on. `tokens`: a module that runs on each rank's
+tokens, and whose parameters all have; their gradients are added. `dropout`: one without parameters that does, and draws
+for all tokens. `join`: one that gets all tokens again. Column layers get all tokens, too; row layers return some."""
+
+
+@runtime_checkable
+class SequenceSplitting(Protocol):
+    """A task whose model tensor ranks can run on some tokens each between the layers that are cut
+    (`parallel.sequence`)."""
+
+    def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
+        """Say how so many ranks share out the tokens of rows; every row must have a multiple of that.
+
+        Must depend on nothing but the task's parameters and the model. Raises ConfigError if it cannot be done.
+        """
+
+
 StagePlan = Sequence[Sequence[str]]
 """The modules of a model that each stage of a pipeline runs, by name, in the order in which they run.
 

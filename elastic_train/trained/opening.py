@@ -24,7 +24,7 @@ _TRAINED: Mapping[str, Any] = {"weights": "trained", "early_stopping": None}
 _ALONE: Mapping[str, Any] = {
     "device": "auto",
     "compile": False,
-    "parallel": {"shards": "none", "tensor": 1, "recompute": "none"},
+    "parallel": {"shards": "none", "tensor": 1, "sequence": False, "recompute": "none"},
     "checkpoint": {"keep_best": None},
     "optimizer": {"name": "sgd", "options": {}, "schedule": "constant", "ema": None},
 }

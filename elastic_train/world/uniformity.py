@@ -198,7 +198,7 @@ def check_can_be_sharded(group: Group, plan: Plan, differing: Sequence[str]) -> 
     mine, parallel = [line for line in differing if line.startswith(f"rank {group.rank} ")], plan.config.parallel
     if not mine or not (parallel.has_shares or parallel.cell.size > 1):
         return
-    off = {**dict.fromkeys(parallel.degrees, 1), "shards": "none", "offload": "none"}
+    off = {**dict.fromkeys(parallel.degrees, 1), "sequence": False, "shards": "none", "offload": "none"}
     key = next(key for key in off if getattr(parallel, key) != off[key])
     raise ConfigError(
         f"parallel.{key}: {getattr(parallel, key)} needs ranks that compute alike, since several update each share of "

@@ -9,27 +9,39 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.models.experts import Experts
-from elastic_train.tasks.task import Sequencing, Splitting, StagePlan, Staging, Task, TensorPlan
+from elastic_train.tasks.task import (
+    SequencePlan,
+    SequenceSplitting,
+    Sequencing,
+    Splitting,
+    StagePlan,
+    Staging,
+    Task,
+    TensorPlan,
+)
 
+Use = TypeVar("Use")
 DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
 """Which dimension is cut of a linear layer's weight, (outputs, inputs): its transpose is what has columns and rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
-    """What becomes of modules that are cut, by full names, the modules of each piece of a pipeline, and the modules
-    whose experts are spread over ranks; empty if there are none.
+    """What becomes of modules that are cut, and of those that run on some tokens each, by full names; the modules of
+    each piece of a pipeline, and those whose experts are spread over ranks; empty if there are none.
 
     Of pieces, in the order in which they run, each stage has `num_chunks`: of N stages every N-th.
     """
 
     tensor: TensorPlan = field(default_factory=dict)
+    sequence: SequencePlan = field(default_factory=dict)
     pieces: StagePlan = ()
     num_chunks: int = 1
     experts: tuple[str, ...] = ()
@@ -46,6 +58,11 @@ def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:
         wrong.append(
             f"parallel.tensor: {parallel.tensor} needs a task that says how its model is cut, and {kind} does "
             "not (`tensor_plan`): set it to 1, or use parallel.shards to hold less on each rank"
+        )
+    if parallel.sequence and not isinstance(task, SequenceSplitting):
+        wrong.append(
+            f"parallel.sequence: true needs a task that says which modules run on some tokens each, and {kind} does "
+            "not (`sequence_plan`): set it to false"
         )
     if parallel.pipeline > 1 and not isinstance(task, Staging):
         wrong.append(
@@ -74,17 +91,27 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
         task.check_parts(model, parallel.context)
         return None
     tensor: TensorPlan = {}
+    sequence: SequencePlan = {}
     pieces: StagePlan = ()
     if parallel.tensor > 1:
         assert isinstance(task, Splitting), "it was checked"
-        tensor = _named(task.tensor_plan(model, parallel.tensor), model, parallel.tensor)
+        tensor = _named(task.tensor_plan(model, parallel.tensor), model)
+        for name, use in tensor.items():
+            if use in DIMENSIONS:
+                _check_linear(name, model.get_submodule(name), use, parallel.tensor)
+    if parallel.sequence:
+        assert isinstance(task, SequenceSplitting), "it was checked"
+        sequence = _named(task.sequence_plan(model, parallel.tensor), model)
+        for name, kind in sequence.items():
+            if kind == "dropout" and not isinstance(model.get_submodule(name), nn.Dropout):
+                raise ConfigError(f"the task's sequence_plan has '{name}' as a dropout, which it is not")
     if parallel.pipeline > 1:
         assert isinstance(task, Staging), "it was checked"
         pieces = tuple(tuple(piece) for piece in task.stage_plan(model, parallel.num_pieces))
         if wrong := list(_mistakes(pieces, model, parallel.num_pieces)):
             raise ConfigError(*wrong)
     experts = _experts_of(task, model, parallel.expert) if parallel.expert > 1 else ()
-    return CellPlan(tensor, pieces, parallel.num_chunks, experts)
+    return CellPlan(tensor, sequence, pieces, parallel.num_chunks, experts)
 
 
 def _experts_of(task: Task, model: nn.Module, degree: int) -> tuple[str, ...]:
@@ -104,14 +131,10 @@ def _experts_of(task: Task, model: nn.Module, degree: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _named(patterns: TensorPlan, model: nn.Module, degree: int) -> TensorPlan:
+def _named(patterns: Mapping[str, Use], model: nn.Module) -> Mapping[str, Use]:
     """Return a task's plan with full names."""
     modules = dict(model.named_modules())
-    plan = {name: use for pattern, use in patterns.items() for name in modules if _is_like(name, pattern)}
-    for name, use in plan.items():
-        if use in DIMENSIONS:
-            _check_linear(name, modules[name], use, degree)
-    return plan
+    return {name: use for pattern, use in patterns.items() for name in modules if _is_like(name, pattern)}
 
 
 def _is_like(name: str, pattern: str) -> bool:

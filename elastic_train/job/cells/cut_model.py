@@ -10,28 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.job.cells.cell_plan import DIMENSIONS, CellPlan
+from elastic_train.job.cells.layer_hooks import Hook, hooks_of
 from elastic_train.parallel.cells.expert_links import ExpertLinks
-from elastic_train.parallel.cells.links import CellLinks, shared, summed
+from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.experts import Experts
-from elastic_train.tasks.task import TensorUse
 
 Span = tuple[int, int]
-
-
-class Hook(Protocol):
-    """Something that is done where a module or a parameter is used."""
-
-    def remove(self) -> None:
-        """Do it no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +134,7 @@ class CutModel:
         for one in self._spread:
             one.links = self.experts
         if not self._hooks:
-            self._hooks = [hook for name, use in self.plan.tensor.items() for hook in self._hooks_of(name, use)]
-            self._hooks += self._hooks_of_columns()
+            self._hooks = list(hooks_of(self.model, self.plan, self.links))
 
     def become_whole(self) -> None:
         """Make every parameter whole again, and exchange no more; all places of the cell call it."""
@@ -189,59 +179,3 @@ class CutModel:
         is_cut_both_ways = mesh.cell.stage > 1 and size > 1
         links = cell.part(f"stage-{stage}", range(stage * size, (stage + 1) * size)) if is_cut_both_ways else cell
         self.links.bind(links)
-
-    def _hooks_of(self, name: str, use: TensorUse) -> list[Hook]:
-        module, links = self.model.get_submodule(name), self.links
-        if use == "partial":
-            return [one.register_hook(links.sum) for one in module.parameters() if one.requires_grad]  # type: ignore[no-untyped-call]
-        if use == "row":
-            assert isinstance(module, nn.Linear), "the plan was checked"
-            return [_RowLayer(module, links)]
-        return []
-
-    def _hooks_of_columns(self) -> list[Hook]:
-        """Return those of column layers, which share their inputs, those of one module together."""
-        beside: dict[str, list[nn.Module]] = {}
-        for name, use in self.plan.tensor.items():
-            if use == "column":
-                beside.setdefault(name.rpartition(".")[0], []).append(self.model.get_submodule(name))
-        return [
-            layer.register_forward_pre_hook(share)
-            for layers in beside.values()
-            for share in [_SharedOnce(self.links, len(layers))]
-            for layer in layers
-        ]
-
-
-class _SharedOnce:
-    """The input of so many layers: where one tensor goes to all of them, the sum of its gradients is exchanged once."""
-
-    def __init__(self, links: CellLinks, num_layers: int) -> None:
-        self._links, self._num_layers = links, num_layers
-        self._last: tuple[Tensor, Tensor] | None = None
-        self._num_left = 0
-
-    def __call__(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        given = arguments[0]
-        if self._last is None or self._last[0] is not given:
-            self._last, self._num_left = (given, shared(given, self._links)), self._num_layers
-        found, self._num_left = self._last[1], self._num_left - 1
-        if not self._num_left:
-            self._last = None  # holds no activation any longer
-        return (found, *arguments[1:])
-
-
-class _RowLayer:
-    """A linear layer whose places' products are added before its bias is, until it is removed."""
-
-    def __init__(self, layer: nn.Linear, links: CellLinks) -> None:
-        self._layer, self._links = layer, links
-        layer.forward = self._forward  # type: ignore[method-assign, assignment]
-
-    def _forward(self, given: Tensor) -> Tensor:
-        layer = self._layer
-        total = summed(linear(given, layer.weight), self._links)
-        return total if layer.bias is None else total + layer.bias
-
-    def remove(self) -> None:
-        del self._layer.forward

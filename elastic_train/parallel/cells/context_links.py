@@ -16,7 +16,7 @@ from torch.autograd import Function
 from elastic_train.core.lanes import lane_additions
 from elastic_train.parallel.group import Group
 
-_TOKENS = -2
+TOKENS = -2
 
 
 def gathered(tensor: Tensor, group: Group) -> Tensor:
@@ -28,16 +28,21 @@ class _Gathered(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return torch.cat(group.all_gather(tensor.detach().contiguous()).unbind(0), _TOKENS)
+        return gather(tensor.detach(), group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sum_of_own(gradients[0], ctx.group), None
+        return sum_of_own(gradients[0], ctx.group), None
 
 
-def _sum_of_own(gradient: Tensor, group: Group) -> Tensor:
-    """Give each place the gradient of what it has given, and return the sum of those that all have of this one's."""
-    parts = [part.contiguous() for part in gradient.chunk(group.size, _TOKENS)]
+def gather(tensor: Tensor, group: Group) -> Tensor:
+    """Return all places' tensors, of equal shapes, one after the other along their tokens."""
+    return torch.cat(group.all_gather(tensor.contiguous()).unbind(0), TOKENS)
+
+
+def sum_of_own(tensor: Tensor, group: Group) -> Tensor:
+    """Give each place what this one has of its tokens, and return the sum of what all have of this one's."""
+    parts = [part.contiguous() for part in tensor.chunk(group.size, TOKENS)]
     mine = group.rank
     found = [part if place == mine else torch.empty_like(part) for place, part in enumerate(parts)]
     arriving, leaving = group.begin_exchange(

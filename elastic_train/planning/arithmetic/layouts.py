@@ -44,6 +44,7 @@ class Layout:
     recompute: str = "none"
     offload: Offload = "none"
     tensor: int = 1
+    sequence: bool = False
     pipeline: int = 1
     expert: int = 1
     context: int = 1
@@ -72,6 +73,7 @@ class Layout:
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         degrees = [("tp", self.tensor), ("pp", self.pipeline), ("ep", self.expert), ("cp", self.context)]
+        degrees.insert(1, ("sp", self.tensor if self.sequence else 1))
         degrees += [("vpp", self.interleave)] if self.pipeline > 1 else []
         return ", ".join(words + [f"{short} {degree}" for short, degree in degrees if degree > 1])
 

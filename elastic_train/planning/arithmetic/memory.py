@@ -13,6 +13,9 @@ from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_eleme
 from elastic_train.planning.arithmetic.model import ModelFacts, Unit
 from elastic_train.planning.arithmetic.seating import Seated, seat_of
 
+UNCUT_OUTPUTS = 6
+"""How many tensors of its output's size a block keeps that tensor ranks do not share out: of two norms the input, what
+is left of it before weights, and what they return (`python -m benchmarks.cells --only tp2_kept_ratio`)."""
 ROOMS_BYTES = 2 * (32 << 20)
 """Two blocks of what is offloaded are on the device at a time (decision 0150)."""
 
@@ -83,14 +86,24 @@ def activations(model: ModelFacts, layout: Layout, batch: Batch) -> float:
     ahead = (layout.pipeline - 1) / layout.interleave if layout.interleave > 1 else 0.0
     # One forward, one backward: the first stage is so far ahead; with chunks (Narayanan et al. 2021) a little further.
     under_way = min(layout.pipeline + ahead, batch.num_lanes)
-    share, split = 1 / layout.pipeline, layout.tensor * layout.context  # ranks with experts have a lane each
-    kept = sum(_kept(unit, layout) for unit in model.blocks) * share * under_way + model.rest.saved_bytes
-    again = max((unit.saved_bytes for unit in model.blocks), default=0.0) if layout.recompute == "units" else 0.0
-    return (kept + again + model.transient_bytes) / split
+    kept = sum(_kept(unit, layout) for unit in model.blocks) / layout.pipeline * under_way
+    again = max((_whole(unit, layout) for unit in model.blocks), default=0.0) if layout.recompute == "units" else 0.0
+    rest = (model.rest.saved_bytes + model.transient_bytes) / layout.tensor
+    return (kept + again + rest) / layout.context  # ranks with experts have a lane each
 
 
 def _kept(unit: Unit, layout: Layout) -> float:
-    return min(unit.saved_bytes, unit.output_bytes) if layout.recompute == "units" else unit.saved_bytes
+    """Return what a rank of a tensor group keeps of a block: with recomputation its input alone."""
+    if layout.recompute != "units":
+        return _whole(unit, layout)
+    return min(unit.saved_bytes, unit.output_bytes) / (layout.tensor if layout.sequence else 1)
+
+
+def _whole(unit: Unit, layout: Layout) -> float:
+    """Return what a rank keeps of a block without recomputation: of what goes in and out of what is cut, all tokens,
+    or its own."""
+    uncut = min(unit.saved_bytes, UNCUT_OUTPUTS * unit.output_bytes)
+    return (unit.saved_bytes - uncut) / layout.tensor + uncut / (layout.tensor if layout.sequence else 1)
 
 
 def _weights(model: ModelFacts, layout: Layout, seated: Seated, elements: float) -> float:

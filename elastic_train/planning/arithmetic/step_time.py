@@ -145,6 +145,7 @@ def _tensor_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
     seconds = 0.0
     link = cluster.inside if layout.tensor * layout.expert * layout.context <= cluster.per_node else cluster.between
     everywhere = [(layout.tensor, 2 * passes, 2.0), (layout.context, passes, 2.0)]
+    everywhere += [(layout.tensor, 2, 1.0)] if layout.sequence else []  # inputs of column layers, once more
     with_experts = [(layout.expert, 2 * passes, 1.0)]
     for unit in model.blocks:
         for degree, count, factor in everywhere + (with_experts if unit.experts else []):

@@ -29,6 +29,14 @@ TENSOR_PLAN: Mapping[str, Literal["column", "row"]] = {
     "blocks.*.mlp.down": "row",
 }
 """How ranks share a block: some heads of its attention each, and a part of its MLP's width."""
+SEQUENCE_PLAN: Mapping[str, Literal["split", "tokens", "dropout", "join"]] = {
+    "dropout": "split",
+    "blocks.*.norm_attention": "tokens",
+    "blocks.*.norm_mlp": "tokens",
+    "blocks.*.dropout": "dropout",
+    "norm": "join",
+}
+"""How they share out tokens beside that: from the embedding to the last norm, but for attention and MLPs."""
 
 
 @dataclass(frozen=True, slots=True)

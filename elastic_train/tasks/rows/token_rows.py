@@ -101,6 +101,18 @@ class TokenColumns:
         return None if is_prefix else np.where(is_real, 0, PADDING)
 
 
+def why_not_in_parts(count: int, max_tokens: int, *, has_fixed_width: bool) -> str:
+    """Say why the widths of micro-batches are not all multiples of a number; nothing if they are."""
+    if max_tokens % count:
+        return f"task.params.max_tokens, {max_tokens}, is not a multiple of {count}: change either"
+    if _WIDTH_MULTIPLE % count and not has_fixed_width:
+        return (
+            f"they are padded to a multiple of {_WIDTH_MULTIPLE}, which {count} does not divide: set "
+            "task.params.fixed_width to true"
+        )
+    return ""
+
+
 def _positions(documents: Ids) -> Ids:
     """Return how many tokens of its document come before each token."""
     places = np.arange(documents.shape[1])

@@ -105,6 +105,22 @@ def test_chunks_of_a_stage_make_the_bubble_smaller_and_cost_links_and_memory() -
     assert "pp 4 x vpp 2 does not divide" in work_out(job(), Layout(pipeline=4, interleave=2)).problems[0]
 
 
+@pytest.mark.parametrize("recompute", ["none", "units"])
+def test_shared_out_tokens_take_a_part_of_all_that_a_block_keeps(recompute: str) -> None:
+    """Without it the inputs of norms and of what is cut are whole on every rank (Korthikanti et al. 2022, table 2)."""
+    layout = Layout(tensor=4, recompute=recompute)
+    whole, shared = (work_out(job(), one) for one in (layout, replace(layout, sequence=True)))
+    assert whole.memory and shared.memory and whole.step and shared.step
+    uncut = sum((1 if recompute == "units" else 6) * unit.output_bytes for unit in SMALL.blocks)
+    uncut += 6 * SMALL.blocks[0].output_bytes if recompute == "units" else 0.0
+    assert whole.memory.activations - shared.memory.activations == pytest.approx(uncut * 3 / 4)
+    assert whole.memory.states == shared.memory.states
+    assert shared.step.tensor_s > whole.step.tensor_s, "inputs of column layers are gathered once more"
+    assert shared.layout.name.startswith(
+        f"shards none{', recompute units' if recompute == 'units' else ''}, tp 4, sp 4"
+    )
+
+
 def test_an_unknown_figure_is_an_error_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'memory'"):
         best([], "memry")

@@ -91,6 +91,11 @@ def test_ranks_of_cells_that_die_cost_no_applied_step(tmp_path: Path, rows: Path
     assert_nothing_is_lost(tmp_path, rows, etcd, {"tensor": 2}, places, alone={"tensor": 2})
 
 
+def test_ranks_that_share_out_tokens_and_die_cost_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    parallel = {"tensor": 2, "sequence": True}
+    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, ("forward", "backward", "applied"), alone=parallel)
+
+
 def test_a_third_cell_has_what_two_have_lost(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """At the hand-over two ranks die, which may have held the same part."""
     assert_nothing_is_lost(tmp_path, rows, etcd, {"tensor": 2}, ["hand-over"], alone={"tensor": 2}, num_cells=3)

@@ -1,0 +1,127 @@
+"""What is done around the modules of a model that tensor ranks hold together, until it is removed.
+
+Column layers share their input, row layers' outputs are added (Shoeybi et al. 2019). Where ranks go on with some tokens
+each, column layers get all tokens' input, and the sum of row layers' outputs is made of each rank's tokens
+(Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from elastic_train.job.cells.cell_plan import CellPlan
+from elastic_train.parallel.cells.links import CellLinks, shared, summed
+from elastic_train.parallel.cells.sequence_links import GatheredInput, all_tokens, own_dropout, own_tokens, scattered
+
+
+class Hook(Protocol):
+    """Something that is done where a module or a parameter is used."""
+
+    def remove(self) -> None:
+        """Do it no longer."""
+
+
+def hooks_of(model: nn.Module, plan: CellPlan, links: CellLinks) -> Iterator[Hook]:
+    """Begin what a plan has done around modules, and yield it."""
+    columns: dict[str, list[nn.Linear]] = {}
+    for name, use in plan.tensor.items():
+        module = model.get_submodule(name)
+        if use == "partial":
+            yield from _sums_of_gradients(module, links)
+            continue
+        assert isinstance(module, nn.Linear), "the plan was checked"
+        if use == "row":
+            yield _Replaced(module, partial(_add_up, module, links, scattered if plan.sequence else summed))
+        else:
+            columns.setdefault(name.rpartition(".")[0], []).append(module)
+    for layers in columns.values():
+        yield from _gathering(layers, links) if plan.sequence else _sharing(layers, links)
+    for name, kind in plan.sequence.items():
+        module = model.get_submodule(name)
+        if kind == "tokens":
+            yield from _sums_of_gradients(module, links)
+        elif kind == "split":
+            yield module.register_forward_hook(lambda _, __, made: own_tokens(made, links))
+        elif kind == "join":
+            yield module.register_forward_pre_hook(lambda _, given: (all_tokens(given[0], links), *given[1:]))
+        else:
+            assert isinstance(module, nn.Dropout), "the plan was checked"
+            yield _Replaced(module, partial(_drop, module, links))
+
+
+def _sums_of_gradients(module: nn.Module, links: CellLinks) -> Iterator[Hook]:
+    for one in module.parameters():
+        if one.requires_grad:
+            yield one.register_hook(links.sum)  # type: ignore[no-untyped-call]
+
+
+def _sharing(layers: Sequence[nn.Linear], links: CellLinks) -> Iterator[Hook]:
+    share = _SharedOnce(links, len(layers))
+    return (layer.register_forward_pre_hook(share) for layer in layers)
+
+
+def _gathering(layers: Sequence[nn.Linear], links: CellLinks) -> Iterator[Hook]:
+    once = _GatheredOnce(links, len(layers))
+    return (_Replaced(layer, partial(once, layer)) for layer in layers)
+
+
+class _SharedOnce:
+    """The input of so many layers: where one tensor goes to all of them, the sum of its gradients is exchanged once."""
+
+    def __init__(self, links: CellLinks, num_layers: int) -> None:
+        self._links, self._num_layers = links, num_layers
+        self._last: tuple[Tensor, Tensor] | None = None
+        self._num_left = 0
+
+    def __call__(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given = arguments[0]
+        if self._last is None or self._last[0] is not given:
+            self._last, self._num_left = (given, shared(given, self._links)), self._num_layers
+        found, self._num_left = self._last[1], self._num_left - 1
+        if not self._num_left:
+            self._last = None  # holds no activation any longer
+        return (found, *arguments[1:])
+
+
+class _GatheredOnce:
+    """The same of layers that get all ranks' tokens: these are gathered once, and once more in the backward pass."""
+
+    def __init__(self, links: CellLinks, num_layers: int) -> None:
+        self._links, self._num_layers = links, num_layers
+        self._last: GatheredInput | None = None
+        self._num_left = 0
+
+    def __call__(self, layer: nn.Linear, given: Tensor) -> Tensor:
+        if self._last is None or not self._last.is_of(given):
+            self._last, self._num_left = GatheredInput(given, self._links), self._num_layers
+        made, self._num_left = self._last.linear(layer.weight, layer.bias), self._num_left - 1
+        if not self._num_left:
+            self._last.forget()
+            self._last = None
+        return made
+
+
+class _Replaced:
+    """A module that computes something else."""
+
+    def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+        self._module = module
+        module.forward = forward
+
+    def remove(self) -> None:
+        del self._module.forward
+
+
+def _add_up(layer: nn.Linear, links: CellLinks, add: Callable[[Tensor, CellLinks], Tensor], given: Tensor) -> Tensor:
+    """Add up places' products before the bias."""
+    total = add(linear(given, layer.weight), links)
+    return total if layer.bias is None else total + layer.bias
+
+
+def _drop(layer: nn.Dropout, links: CellLinks, given: Tensor) -> Tensor:
+    return own_dropout(given, layer.p, links) if layer.training and layer.p else given

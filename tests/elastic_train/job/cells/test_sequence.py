@@ -1,0 +1,164 @@
+"""Tensor ranks that share out tokens compute what those do that do not, and keep less of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.core.mesh import Mesh
+from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.units.recompute import recompute_blocks
+from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.task import SequencePlan, TensorPlan
+from elastic_train.tasks.witness import Witness
+from tests.conftest import run_ranks
+from tests.elastic_train.job.cells.test_cut_model import assert_like
+
+SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=8, kv_heads=4, hidden=12, dropout=0.2)
+SIZES = {"dim": 16, "heads": 8, "kv_heads": 4, "hidden": 12}
+TASK = CausalLM(model=SIZES, max_tokens=16)
+
+
+def make_model() -> Decoder:
+    torch.manual_seed(3)
+    return Decoder(SHAPE).double()
+
+
+def cut_of(model: nn.Module, group: Group, *, sequence: bool) -> CutModel:
+    parallel = ParallelConfig(tensor=group.size, sequence=sequence)
+    plan = cell_plan_of(TASK, model, parallel)
+    assert plan is not None
+    cut = CutModel(model, plan, parallel.cell, CellLinks())
+    cut.bind(Mesh(group.rank, group.size, parallel.cell), group)
+    cut.take_place(group.rank)
+    return cut
+
+
+def run_once(model: nn.Module, width: int = 8) -> Tensor:
+    """Run forward and backward on the same tokens, with the same dropout; return the output."""
+    torch.manual_seed(5)
+    made: Tensor = model(torch.randint(3, 11, (3, width)))
+    made.square().sum().backward()
+    torch.randint(9, (1,))
+    return made.detach()
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Return how much memory a forward pass keeps, besides the model's own."""
+    own, kept = {one.untyped_storage().data_ptr() for one in model.parameters()}, dict[int, int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # a graph that keeps its own outputs would outlive this
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        made = model(torch.zeros(3, 16, dtype=torch.int64))
+        total = sum(kept.values())
+    assert made.requires_grad
+    return total
+
+
+def of_rank(rank: int, size: int, folder: str) -> None:
+    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+    whole, plain, model = make_model(), make_model(), make_model()
+    expected = run_once(whole)
+    cut_of(plain, group, sequence=False)
+    cut = cut_of(model, group, sequence=True)
+    without, found, state = run_once(plain), run_once(model), torch.get_rng_state()
+    assert torch.equal(found, without), "all that is computed token by token has the bits of before"
+    assert_like(found, expected, 1e-11)
+    assert torch.equal(group.all_gather(state), state.expand(size, -1)), "all ranks draw as much"
+    gradients = {name: one.grad for name, one in model.named_parameters()}
+    for name, one in whole.named_parameters():
+        mine, other = gradients[name], plain.get_parameter(name).grad
+        assert mine is not None and other is not None and one.grad is not None
+        assert torch.equal(mine, other) or "norm_" in name, "of norms' gradients parts are added"
+        assert_like(mine, cut.cuts[name].part_of(one.grad, rank) if name in cut.cuts else one.grad, 1e-11)
+    shared = torch.cat([one.reshape(-1) for name, one in gradients.items() if one is not None and name not in cut.cuts])
+    assert torch.equal(group.all_gather(shared), shared.expand(size, -1)), "what all hold gets the same bits on all"
+
+    kept_whole, kept = kept_bytes(plain.eval()), kept_bytes(model.eval())
+    assert kept < (0.75 if size == 2 else 0.6) * kept_whole
+    model.train().zero_grad()
+    recompute_blocks(model, "units")
+    assert torch.equal(run_once(model), found)
+    for name, one in model.named_parameters():
+        assert torch.equal(one.grad, gradients[name])  # type: ignore[arg-type]
+    cut.become_whole()
+    model.zero_grad()
+    assert torch.equal(run_once(model, 7), run_once(make_model(), 7)), "whole again, it computes by itself"
+    uneven = make_model()
+    cut_of(uneven, group, sequence=True)
+    with pytest.raises(ConfigError, match=r"rows of 7 tokens cannot be shared out evenly between . ranks: pad them"):
+        run_once(uneven, 7)
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_with_some_tokens_compute_what_those_with_all_do(tmp_path: Path, size: int) -> None:
+    """Outputs and gradients, in float64, with dropout and recomputation, and no more than a part of what is kept."""
+    run_ranks(of_rank, size, str(tmp_path))
+
+
+class Sharing(Witness):
+    """A task with plans of its own."""
+
+    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
+        return {"0": "column", "1": "row"}
+
+    def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
+        return {"1": "dropout"}
+
+
+class Cutting(Witness):
+    """A task that says how matrices are cut, and nothing of tokens."""
+
+    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
+        return {"0": "column", "1": "row"}
+
+
+@pytest.mark.parametrize(
+    ("task", "degree", "message"),
+    [
+        (Cutting(), 2, r"parallel.sequence: true needs a task that says which modules run on some tokens each, .*Cutt"),
+        (Sharing(), 2, "the task's sequence_plan has '1' as a dropout, which it is not"),
+        (CausalLM(model=SIZES, max_tokens=14), 4, r"max_tokens, 14, is not a multiple of 4: change either"),
+        (
+            CausalLM(model={**SIZES, "heads": 3, "kv_heads": 3, "dim": 18}, max_tokens=24),
+            3,
+            "padded to a multiple of 8, which 3 does not divide: set task.params.fixed_width to true",
+        ),
+    ],
+)
+def test_what_cannot_share_out_tokens_is_refused(task: Any, degree: int, message: str) -> None:
+    shape = {**SIZES, "heads": 3, "kv_heads": 3, "dim": 18} if degree == 3 else SIZES
+    decoder: nn.Module = Decoder(DecoderShape(vocabulary=11, **shape))
+    model = decoder if isinstance(task, CausalLM) else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=message):
+        cell_plan_of(task, model, ParallelConfig(tensor=degree, sequence=True))
+
+
+def test_rows_of_one_width_may_be_shared_out_between_any_number_of_ranks() -> None:
+    sizes = {**SIZES, "heads": 3, "kv_heads": 3, "dim": 18}
+    task = CausalLM(model=sizes, max_tokens=24, fixed_width=True)
+    plan = cell_plan_of(task, Decoder(DecoderShape(vocabulary=11, **sizes)), ParallelConfig(tensor=3, sequence=True))
+    assert plan is not None and plan.sequence["blocks.1.norm_mlp"] == "tokens"
+
+
+def test_tokens_are_shared_out_between_tensor_ranks_alone() -> None:
+    with pytest.raises(ValueError, match=r"tensor is 1: set tensor to 2 or more, or sequence to false"):
+        ParallelConfig(sequence=True)
