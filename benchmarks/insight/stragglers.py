@@ -18,6 +18,7 @@ from elastic_train.insight.events import Event, Kind
 from elastic_train.insight.phases import RankFacts
 
 CASES, STEPS = 100, 150
+MOST_HELD, MOST_HELD_STEPS, HELD_S = 0.03, 8, (0.001, 0.01)
 OF_RANKS: tuple[Kind, ...] = ("slow_compute", "slow_data", "slow_link")
 
 
@@ -33,6 +34,8 @@ class Case:
     rank: int
     factor: float
     begins: int
+    held: float
+    """At which part of its steps a rank's peers begin to hold back what they acknowledge, for a few steps."""
 
 
 def drawn(seed: int) -> Case:
@@ -49,17 +52,30 @@ def drawn(seed: int) -> Case:
         draws.randrange(num_ranks),
         draws.uniform(1.5, 4.0),
         draws.randint(30, 90),
+        draws.uniform(0.0, MOST_HELD),
     )
 
 
 def rows(case: Case, seed: int) -> Iterator[list[RankFacts]]:
     """Yield the rows of every step."""
     draws = random.Random(f"rows/{seed}")
+    held = [_held(case, random.Random(f"held/{seed}/{rank}")) for rank in range(case.num_ranks)]
     for step in range(STEPS):
         slow = case.rank if case.kind is not None and step >= case.begins else None
         one = [_of(case, rank == slow, draws) for rank in range(case.num_ranks)]
+        one = [
+            facts._replace(round_trip_s=facts.round_trip_s + next(late)) for facts, late in zip(one, held, strict=True)
+        ]
         last_s = max(facts.data_s + facts.compute_s for facts in one)
         yield [facts._replace(wait_s=last_s - facts.data_s - facts.compute_s) for facts in one]
+
+
+def _held(case: Case, draws: random.Random) -> Iterator[float]:
+    """Yield by how many seconds a rank's shortest round trip is longer, step by step: a busy peer answers late."""
+    while True:
+        if draws.random() < case.held:
+            yield from [draws.uniform(*HELD_S)] * draws.randint(1, MOST_HELD_STEPS)
+        yield 0.0
 
 
 def _of(case: Case, is_slow: bool, draws: random.Random) -> RankFacts:

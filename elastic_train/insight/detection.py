@@ -29,7 +29,8 @@ WORST = 2
 SLOW_RATIO, SLOW_SHARE = 1.3, 0.1
 """A rank is slow at so many times the others' median, if that is also so much of a step more."""
 LINK_RATIO, LINK_LEAST_S, LINK_SHARE = 3.0, 0.002, 0.15
-"""A link is slow at so many times the others' round trip, so many seconds more, if so much of a step is exchange."""
+"""A link is slow at so many times the others' round trip, so many seconds more, if so much of a step is exchange. Of a
+window the shortest round trip counts: what a busy peer holds back lengthens some in a row, a slow link all of them."""
 STEPS_RATIO, BASELINE_LOOKS = 1.4, 6
 """Steps are slow at so many times the best quarter of earlier looks, of which there must be so many."""
 DATA_SHARE, SAVE_SHARE, SAVE_WINDOW = 0.2, 0.1, 50
@@ -163,7 +164,7 @@ def _slow_ranks(
                 yield (kind, rank), value, usual, " s"  # type: ignore[misc]
     exchange_s = float(np.median(window[:, :, _WAIT] + window[:, :, _EXCHANGE]))
     if window.shape[1] > 2 and exchange_s > LINK_SHARE * step_s:
-        for rank, value, usual in _beside_others(np.median(window[:, :, _TRIP], axis=0)):
+        for rank, value, usual in _beside_others(window[:, :, _TRIP].min(axis=0)):
             if usual > 0 and value > LINK_RATIO * usual and value - usual > LINK_LEAST_S:
                 yield ("slow_link", rank), 1e3 * value, 1e3 * usual, " ms"
 

@@ -94,6 +94,29 @@ def test_a_link_of_two_ranks_is_nobodys() -> None:
     assert kinds(slow, ranks=2) == [("slow_steps", None)]
 
 
+def test_a_slow_link_is_named_whatever_busy_peers_hold_back() -> None:
+    """Acknowledgements that busy peers hold back lengthen every second round trip of the others, and some in a row."""
+
+    def slow(step: int, rank: int) -> RankFacts:
+        if rank == 2:
+            return QUIET._replace(round_trip_s=0.012 if step > 60 else QUIET.round_trip_s)
+        is_held = step % 2 == rank % 2 or step % 10 < 3
+        return QUIET._replace(round_trip_s=0.008 if is_held else QUIET.round_trip_s)
+
+    (event,) = watched(slow)
+    assert (event.kind, event.rank) == ("slow_link", 2)
+    assert 60 < event.step <= 60 + LATENCY and 61 <= event.since <= 65
+
+
+def test_a_link_that_is_quick_now_and_then_is_not_slow() -> None:
+    """One round trip in ten as short as the others' is one that no slow link has."""
+
+    def held(step: int, rank: int) -> RankFacts:
+        return QUIET._replace(round_trip_s=0.02) if rank == 2 and step % 10 else QUIET
+
+    assert kinds(held) == []
+
+
 @pytest.mark.parametrize(("phase", "kind"), [("data_s", "data_wait"), ("save_s", "save_stall")])
 def test_what_all_ranks_wait_for_is_said_of_none(phase: str, kind: str) -> None:
     assert kinds(lambda step, rank: QUIET._replace(**{phase: 0.4})) == [(kind, None)]
