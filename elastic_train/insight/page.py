@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from elastic_train.insight.events import MEANINGS
+from elastic_train.insight.gpus import Gpus
 from elastic_train.insight.phases import PHASES, RankFacts
 from rendezvous.etcd.tally import TALLY, Tally
 
@@ -108,6 +109,7 @@ class Page:
     def __init__(self, facts: Facts, run: str, node: str) -> None:
         self.facts, self._labels = facts, (run, node)
         self._server: Server | None = None
+        self._gpus: Gpus | None = None
         self.port: int | None = None
 
     def open(self, host: str, port: int) -> None:
@@ -121,6 +123,7 @@ class Page:
                 port,
             )
             return
+        self._gpus = Gpus()
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -157,6 +160,11 @@ class Page:
             for key, value in values.items():
                 counter.add_metric((*self._labels, *([key] if label else [])), float(value))
             yield counter
+        for figure, seen in self._gpus.read() if self._gpus is not None else ():
+            family = GaugeMetricFamily(figure.name, figure.meaning, labels=["run", "node", "gpu", "UUID", "modelName"])
+            for gpu, reading in seen:
+                family.add_metric((*self._labels, *gpu.labels), reading)
+            yield family
 
 
 def _gauges(facts: Facts) -> Sequence[tuple[str, str, float | None]]:
