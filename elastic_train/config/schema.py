@@ -45,8 +45,11 @@ class RunConfig(Section):
     """Have one lane in so many computed by another replica, too, which finds devices that compute wrongly: both must
     have the same gradient, bit for bit. A step with one that differs is repeated. null for none, at no cost."""
     health_check: bool = True
-    """Have each worker examine its machine before it joins a live job: matrix products, memory, disk and clock, within
-    ten seconds. One that computes or keeps wrong bits is named, and not let in: its node ends with exit code 71."""
+    """Have each worker examine its machine before it joins a live job: matrix products, memory, disk, clock and links,
+    within ten seconds. One that computes or keeps wrong bits is named, and not let in: its node ends with code 71."""
+    min_link_mb_per_s: PositiveFloat | None = 0.1
+    """Megabytes a second, each way, that the best of a node's links to some nodes that train must have, or the node is
+    not let in. The default is for links that are of no use at all; null to only tell what they have."""
     history_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Size limit of one process's history of one term in bytes: the older half is deleted when it is reached."""
     history_terms: PositiveInt | None = 100

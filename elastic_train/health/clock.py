@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from elastic_train.health.finding import Finding, ok, warn
+from rendezvous.agent.identity import split_endpoint
 from rendezvous.errors import OptionError
 from rendezvous.etcd.options import EtcdOptions
-from rendezvous.identity import split_endpoint
 
 ANSWER_S = 3.0
 SKEW_S = 5.0

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from elastic_train.errors import UnfitError
 from elastic_train.health.clock import examine_clock
 from elastic_train.health.finding import Finding, Planned, examine_all
 from elastic_train.health.folders import examine_folders
+from elastic_train.health.links import examine_links
 from elastic_train.health.mates import tell_mates
 from elastic_train.health.memory import examine_memory, room
 from elastic_train.health.products import examine_products, own_cores
@@ -57,6 +59,8 @@ def _unfit(findings: Sequence[Finding]) -> str:
     for finding in findings:
         if finding.level == "warn":
             log.warning("health check: %s: %s; %s", finding.check, finding.found, finding.remedy)
+        elif finding.check == "link" and finding.level == "ok":
+            sys.stderr.write(f"health check: link: {finding.found}\n")
     return tell_mates("; ".join(f"{one.found} ({one.remedy})" for one in findings if one.level == "fail"))
 
 
@@ -91,4 +95,6 @@ def _planned(config: Config, device: torch.device, launched: LiveContext) -> Ite
         folders = partial(examine_folders, [place for place in places if place is not None])
         yield "disk", Planned(folders, "is the storage away? docs/storage.md", DISK_S, late="warn")
         clock = partial(examine_clock, etcd_options(launched.endpoints, launched.options))
+        links = partial(examine_links, launched, config.run.min_link_mb_per_s)
+        yield "link", Planned(links, "do the nodes that train answer?", LIMIT_S, late="warn")
         yield "clock", Planned(clock, "etcd did not say what time it is", CLOCK_S, late="warn")

@@ -36,7 +36,7 @@ from rendezvous.membership.records import Job
 
 OWN = frozenset(
     {
-        *("run.dir", "run.name", "run.forensic", "run.health_check"),
+        *("run.dir", "run.name", "run.forensic", "run.health_check", "run.min_link_mb_per_s"),
         *("run.history_bytes", "run.history_terms"),
         *("data.train", "data.mixture", "data.validation", "data.num_workers", "data.cache_dir", "data.cache_bytes"),
         *(

@@ -24,6 +24,7 @@ import tenacity
 from pyetcd import exceptions as failures
 from pyetcd import utils
 
+from rendezvous.agent.identity import split_endpoint
 from rendezvous.errors import OptionError
 from rendezvous.etcd.answers import (
     Meaning,
@@ -37,7 +38,6 @@ from rendezvous.etcd.answers import (
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.etcd.tally import TALLY
-from rendezvous.identity import split_endpoint
 from rendezvous.membership.store import Entry, Snapshot
 
 T = TypeVar("T")

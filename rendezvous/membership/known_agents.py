@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Literal
 
-from rendezvous.identity import Answer, ask, refuses
+from rendezvous.agent.identity import Answer, ask, refuses
 from rendezvous.membership.records import Member, View
 
 Standing = Literal["here", "gone", "away"]

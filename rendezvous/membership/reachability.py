@@ -20,8 +20,8 @@ from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
+from rendezvous.agent.identity import ASK_TIMEOUT_S
 from rendezvous.errors import StoreError
-from rendezvous.identity import ASK_TIMEOUT_S
 from rendezvous.membership import decisions
 from rendezvous.membership.dead_agents import believed
 from rendezvous.membership.decisions import count_nodes

@@ -7,9 +7,9 @@ import ipaddress
 import socket
 import struct
 
+from rendezvous.agent.identity import split_endpoint
 from rendezvous.errors import OptionError
 from rendezvous.etcd.options import EtcdOptions
-from rendezvous.identity import split_endpoint
 from rendezvous.process_table import boot_id
 
 ELSEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))

@@ -11,11 +11,11 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
+from rendezvous.agent.identity import IdentityPort
 from rendezvous.context import LIVE_VARIABLE, LiveContext
 from rendezvous.errors import StoreError
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.store import EtcdStore, check_permission
-from rendezvous.identity import IdentityPort
 from rendezvous.live_member import member_prefix
 from rendezvous.membership.records import Keys
 from rendezvous.torchelastic.addresses import machine_name, own_address

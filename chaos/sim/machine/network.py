@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from chaos.sim.machine.kernel import Kernel, Process
-from rendezvous.identity import Answer
+from rendezvous.agent.identity import Answer
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class Net:
             self._waits = None
 
     def refuses(self, endpoint: str, timeout_s: float) -> bool:
-        """Do what `rendezvous.identity.refuses` does: say whether a port refuses a connection."""
+        """Do what `rendezvous.agent.identity.refuses` does: say whether a port refuses a connection."""
         address, _, port = endpoint.rpartition(":")
         try:
             self.connect(address, int(port))
@@ -113,7 +113,7 @@ class Net:
         return False
 
     def ask(self, endpoint: str, node: str, timeout_s: float) -> Answer:
-        """Do what `rendezvous.identity.ask` does: ask who listens at an address."""
+        """Do what `rendezvous.agent.identity.ask` does: ask who listens at an address."""
         address, _, port = endpoint.rpartition(":")
         try:
             self.connect(address, int(port))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rendezvous.identity import Answer
+from rendezvous.agent.identity import Answer
 from rendezvous.membership import known_agents
 from rendezvous.membership.dead_agents import DeadAgentProbe, believed
 from rendezvous.membership.known_agents import KnownAgents

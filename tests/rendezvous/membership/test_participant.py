@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rendezvous import MemoryStore, TooFewNodesError
+from rendezvous.agent.identity import Answer
 from rendezvous.errors import LimitsDifferError
-from rendezvous.identity import Answer
 from rendezvous.membership import known_agents, participant
 from rendezvous.membership.dead_agents import is_looking
 from rendezvous.membership.decisions import Policy, Seal

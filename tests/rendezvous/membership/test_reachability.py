@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rendezvous import MemoryStore
-from rendezvous.identity import Answer
+from rendezvous.agent.identity import Answer
 from rendezvous.membership import reachability as reach
 from rendezvous.membership.decisions import Policy
 from rendezvous.membership.known_agents import Ask

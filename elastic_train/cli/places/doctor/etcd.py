@@ -11,12 +11,12 @@ from dataclasses import replace
 from elastic_train.health.clock import Greeting, greeted, judged
 from elastic_train.health.finding import Finding, fail, ok, warn
 from elastic_train.system.wording import counted, first_line, size
+from rendezvous.agent.identity import split_endpoint
 from rendezvous.errors import OptionError, ServerError, StoreError
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.etcd.server import find_binary
 from rendezvous.etcd.store import EtcdStore, check_permission
-from rendezvous.identity import split_endpoint
 from rendezvous.membership.records import Keys
 from rendezvous.torchelastic.addresses import is_loopback
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from elastic_train.health.finding import Finding, fail, ok, warn
 from elastic_train.system.wording import counted
-from rendezvous.identity import IdentityPort, ask
+from rendezvous.agent.identity import IdentityPort, ask
 from rendezvous.membership.records import Keys
 from rendezvous.membership.store import Put, Snapshot, Store
 from rendezvous.torchelastic.addresses import interface_of, is_loopback, machine_name

@@ -2,7 +2,8 @@
 
 One line each way, `elastic? NONCE` and `elastic! NODE NONCE`. An address that leads elsewhere (another machine has it,
 too; the port was given to another process) answers with another node or not at all; one whose machine refuses says
-nothing about the node, which may be alive somewhere else.
+nothing about the node, which may be alive somewhere else. There the agent also lets others measure the link
+(`link_speed`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import secrets
 import socket
 import threading
 from typing import Literal
+
+from rendezvous.agent.link_speed import MEASURE, LinkServer
 
 ASK_TIMEOUT_S = 1.0
 SERVE_TIMEOUT_S = 0.5
@@ -67,7 +70,7 @@ class IdentityPort:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
         self.endpoint = f"{address}:{self._listener.getsockname()[1]}"
-        self._node = node
+        self._node, self._links = node, LinkServer()
         threading.Thread(target=self._serve, name="identity", daemon=True).start()
 
     def close(self) -> None:
@@ -84,11 +87,16 @@ class IdentityPort:
                 continue
             except OSError:
                 return
-            with contextlib.suppress(OSError, ValueError), connection:
+            with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
+                stack.enter_context(connection)
                 connection.settimeout(SERVE_TIMEOUT_S)
                 question, nonce = _read_line(connection).decode().split()
+                answer = f"{_ANSWER} {self._node} {nonce}"
                 if question == _QUESTION:
-                    connection.sendall(f"{_ANSWER} {self._node} {nonce}\n".encode())
+                    connection.sendall(f"{answer}\n".encode())
+                elif question == MEASURE:
+                    stack.pop_all()  # the connection stays open
+                    self._links.serve(connection, answer)
 
 
 def _read_line(connection: socket.socket) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rendezvous.identity import IdentityPort, ask, refuses
+from rendezvous.agent.identity import IdentityPort, ask, refuses
 from tests.conftest import PATIENCE_S
 
 
