@@ -20,11 +20,12 @@ from rendezvous.etcd.compaction import Compaction
 from rendezvous.etcd.options import etcd_options
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.meeting_point import Meeting
-from rendezvous.membership.decisions import Policy, count_nodes, mates_of
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.reachability import Reachability
 from rendezvous.membership.records import Closed, Job, World
+from rendezvous.membership.rules.admission import Policy, count_nodes
+from rendezvous.membership.rules.standing import mates_of
 
 GROW_QUIET_S = 0.5
 """A world grows once no member has come or gone for this long, so that workers of one node are admitted together."""

@@ -15,9 +15,9 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
-from rendezvous.membership.decisions import Seal
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import World
+from rendezvous.membership.rules.decisions import Seal
 from rendezvous.waiting import Bystander, GivenUp
 
 CALL_TIMEOUT_S = 60

@@ -23,9 +23,9 @@ from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.group import Group
 from elastic_train.tracking.history import History
 from elastic_train.training import open_session
-from rendezvous.membership import cells, decisions
-from rendezvous.membership.cells import Arrangement
 from rendezvous.membership.records import Member, World
+from rendezvous.membership.rules import admission, cells
+from rendezvous.membership.rules.cells import Arrangement
 
 
 class BuggyLanguage(PacedLanguage):
@@ -77,7 +77,7 @@ def neighbours_part() -> None:
             state.shards.cut.place = mesh.place
         take_place(plan, state, mesh, cell, column)
 
-    vars(decisions)["arrange"] = arrange_crossed
+    vars(admission)["arrange"] = arrange_crossed
     vars(open_session)["take_place"] = keep_part
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import uuid
 
 from rendezvous.errors import FencedError, StoreUnavailableError
-from rendezvous.membership.decisions import Change
 from rendezvous.membership.records import (
     Head,
     Keys,
@@ -20,6 +19,7 @@ from rendezvous.membership.records import (
     read_view,
     refuse_newer,
 )
+from rendezvous.membership.rules.changes import Change
 from rendezvous.membership.store import ABSENT, Put, Snapshot, Store
 
 MAX_TRIES = 100

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rendezvous.errors import StoreRefusedError
-from rendezvous.membership import decisions
-from rendezvous.membership.decisions import Change
 from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.records import Keys, Member, View
+from rendezvous.membership.rules import changes
+from rendezvous.membership.rules.changes import Change
 from rendezvous.membership.store import (
     ABSENT,
     Lease,
@@ -95,8 +95,8 @@ class OwnRecord:
 
     def _rewriting(self, snapshot: Snapshot, wanted: Member) -> Change:
         if wanted.id == self.id:
-            return decisions.update(snapshot, self._keys, wanted)
-        return decisions.rename(snapshot, self._keys, self.id, wanted)
+            return changes.update(snapshot, self._keys, wanted)
+        return changes.rename(snapshot, self._keys, self.id, wanted)
 
     def swap(self, change: Change, lease: Lease | None) -> bool:
         """Try a transaction, its keys under a lease or under none, and have its result in the view before returning."""
@@ -135,6 +135,6 @@ class OwnRecord:
             role=place.role,
         )
         key = self._keys.member(self.id)
-        change = decisions.update(Snapshot(0, {}), self._keys, member)
+        change = changes.update(Snapshot(0, {}), self._keys, member)
         assert change.guards == {key: ABSENT}
         self.swap(change, self.lease)

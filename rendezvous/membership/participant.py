@@ -21,19 +21,7 @@ from rendezvous.errors import (
     StoreUnavailableError,
     TooFewNodesError,
 )
-from rendezvous.membership import decisions
 from rendezvous.membership.dead_agents import LOOK_S, DeadAgentProbe, is_looking
-from rendezvous.membership.decisions import (
-    Change,
-    Decision,
-    Enter,
-    Expelled,
-    Finished,
-    Policy,
-    Refused,
-    Seal,
-    Wait,
-)
 from rendezvous.membership.known_agents import Ask, KnownAgents
 from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.own_record import MOST_TRIES, PAUSE_S, OwnRecord, Place
@@ -47,6 +35,10 @@ from rendezvous.membership.records import (
     View,
     World,
 )
+from rendezvous.membership.rules import admission, changes, decisions, standing
+from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.rules.changes import Change
+from rendezvous.membership.rules.decisions import Decision, Enter, Expelled, Finished, Refused, Seal, Wait
 from rendezvous.membership.store import Put, Snapshot, Store
 from rendezvous.outage_log import OutageLog, WaitingLog
 
@@ -131,7 +123,7 @@ class Participant:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                if self._own.is_gone or not self._own.update(decisions.leaving_world, is_renamed=as_last):
+                if self._own.is_gone or not self._own.update(changes.leaving_world, is_renamed=as_last):
                     self._own.register()
             except StoreUnavailableError as error:
                 if is_stopped():
@@ -184,7 +176,7 @@ class Participant:
     def _check_limits(self, is_stopped: Callable[[], bool]) -> None:
         """Refuse to register beside members with other limits, unless they are dead and their leases about to end."""
         deadline = time.monotonic() + self.ttl_s + LEASE_MARGIN_S
-        while (why := decisions.disagreement((now := self._latest.now()).view, self.policy.nodes)) is not None:
+        while (why := admission.disagreement((now := self._latest.now()).view, self.policy.nodes)) is not None:
             if is_stopped():
                 raise StoppedWaiting("asked to leave before it had registered")
             if time.monotonic() > deadline:
@@ -193,11 +185,11 @@ class Participant:
 
     def num_waiting(self) -> int:
         """How many changes require a new round; 0 while the world stands."""
-        return 0 if self.world is None else decisions.num_waiting(self.view, self.id, self.world, self.policy)
+        return 0 if self.world is None else standing.num_waiting(self.view, self.id, self.world, self.policy)
 
     def is_broken(self) -> bool:
         """Whether the world that this member is in can take no further step."""
-        return self.world is not None and decisions.is_broken(self.view, self.id, self.world)
+        return self.world is not None and standing.is_broken(self.view, self.id, self.world)
 
     @property
     def is_leading(self) -> bool:
@@ -211,7 +203,7 @@ class Participant:
     def report_missed(self, nodes: frozenset[str]) -> None:
         """Publish which nodes this member cannot reach, and leave its world if one of them is in it."""
         world = self.world
-        mates = decisions.mates_of(self.view, world) if world is not None else ()
+        mates = standing.mates_of(self.view, world) if world is not None else ()
         leaves = world is not None and any(mate.node_id in nodes for mate in mates)
 
         def reported(member: Member, view: View) -> Member:
@@ -223,7 +215,7 @@ class Participant:
 
     def bury(self, member_id: str) -> bool:
         """Remove a member that is known to be dead; False if it has changed meanwhile, or etcd does not answer."""
-        return self._try(decisions.bury(self._latest.now().snapshot, self.keys, member_id))
+        return self._try(changes.bury(self._latest.now().snapshot, self.keys, member_id))
 
     def wants_to_grow(self, quiet_s: float) -> bool:
         """Whether members wait to be admitted whose agents this one has met, and none has come or gone for `quiet_s`.
@@ -232,10 +224,10 @@ class Participant:
         """
         if self._latest.now().same_for_s < quiet_s or self.num_waiting() == 0 or self.world is None:
             return False
-        return all(self.agents.has_met(member) for member in decisions.joining(self.view, self.world, self.policy))
+        return all(self.agents.has_met(member) for member in standing.joining(self.view, self.world, self.policy))
 
     def is_only_growing(self) -> bool:
-        return self.world is not None and decisions.is_only_growing(self.view, self.world)
+        return self.world is not None and standing.is_only_growing(self.view, self.world)
 
     def is_to_blame(self) -> bool:
         """Report that this node's workers failed, and return whether the restart is charged to this node.
@@ -247,12 +239,12 @@ class Participant:
         deadline = time.monotonic() + self.ttl_s + 2.0
         while time.monotonic() < deadline:
             now = self._latest.now()
-            verdict = decisions.blame(now.view, self.id, world)
+            verdict = standing.blame(now.view, self.id, world)
             reported = now.view.failure is not None and now.view.failure.term >= world.term
             if verdict != "wait":
                 return verdict == "pay"
             if not reported:
-                self._try(decisions.report_failure(now.snapshot, self.keys, Failure(world.term, self.id)))
+                self._try(changes.report_failure(now.snapshot, self.keys, Failure(world.term, self.id)))
             self._latest.wait(now.snapshot, 0.2)
         return True
 
@@ -268,7 +260,7 @@ class Participant:
         self._say_done(world.term, deadline)
         while True:
             now = self._latest.now()
-            verdict = decisions.ending(now.view, self.id, world)
+            verdict = standing.ending(now.view, self.id, world)
             if verdict == "close":
                 self.close(world.term)
             if verdict != "wait":
@@ -293,7 +285,7 @@ class Participant:
 
     def close(self, term: int, for_s: float = CLOSED_S) -> None:
         """Mark the job as done for `for_s`: members that join by then leave, and later the run id may be used again."""
-        change = decisions.close(self._latest.now().snapshot, self.keys, Closed(term, time.time(), self.job))
+        change = changes.close(self._latest.now().snapshot, self.keys, Closed(term, time.time(), self.job))
         try:
             lease = self._store.lease(for_s, renew=False)
             self._own.swap(change, lease)
@@ -306,7 +298,7 @@ class Participant:
         Returns at once; an etcd that does not take the request is a warning.
         """
         assert self.world is not None, "ranks are a world's"
-        node = decisions.node_to_spare(self.view, self.world, rank, self.policy.min_nodes)
+        node = standing.node_to_spare(self.view, self.world, rank, self.policy.min_nodes)
         if node is not None:
             threading.Thread(target=self._request, args=(node,), name=f"request {node}", daemon=True).start()
         return node
@@ -334,7 +326,7 @@ class Participant:
         """Let those who still work know that this member is not lost, if its workers have finished."""
         snapshot = self._latest.now().snapshot
         for _ in range(MOST_TRIES):
-            change = decisions.leave_finished(snapshot, self.keys, self.id)
+            change = changes.leave_finished(snapshot, self.keys, self.id)
             if change is None or self._own.swap(change, None):
                 return
             snapshot = self._store.get(self.keys.prefix)
@@ -373,13 +365,13 @@ class Participant:
             self._step_back(snapshot)
             return
         world = World(decision.term, decision.seats, decision.cause, address, port, time.time())
-        if not self._try(decisions.seal(snapshot, self.keys, world)):
+        if not self._try(changes.seal(snapshot, self.keys, world)):
             self._latest.wait(snapshot, 0.2)
 
     def _step_back(self, snapshot: Snapshot) -> None:
         """Be the last of the members, and leave the others a moment; the only one leads all the same."""
         try:
-            self._own.update(decisions.leaving_world, is_renamed=True)
+            self._own.update(changes.leaving_world, is_renamed=True)
         except StoreUnavailableError as error:
             self._outage.waits(error)
         self._latest.wait(snapshot, STEP_BACK_S)
@@ -387,7 +379,7 @@ class Participant:
     def _bury(self, snapshot: Snapshot) -> bool:
         """Remove the late members whose agent is gone; return whether any was."""
         gone = self._dead_agents.gone(self.view)
-        return any([self._try(decisions.bury(snapshot, self.keys, dead.id)) for dead in gone])  # noqa: C419 - all of them
+        return any([self._try(changes.bury(snapshot, self.keys, dead.id)) for dead in gone])  # noqa: C419 - all of them
 
     def _try(self, change: Change) -> bool:
         """Like `OwnRecord.swap`, but False if etcd does not answer: the caller tries again later."""
@@ -433,7 +425,7 @@ class Participant:
         return self.id == min(mates, default=self.id)
 
     def _waiting(self, left_s: float) -> str:
-        ready = decisions.count_nodes(self.view.ready)
+        ready = admission.count_nodes(self.view.ready)
         return (
             f"{ready} of at least {self.policy.min_nodes} nodes are there, under {self.keys.prefix}: waiting for the "
             f"others, giving up in {left_s:.0f} s"
@@ -441,7 +433,7 @@ class Participant:
 
     def _too_few(self, waited_s: float) -> str:
         view = self.view
-        ready, alive = decisions.count_nodes(view.ready), decisions.count_nodes(view.members)
+        ready, alive = admission.count_nodes(view.ready), admission.count_nodes(view.members)
         return (
             f"{ready} of at least {self.policy.min_nodes} nodes were ready within {waited_s:.0f} s "
             f"({alive} alive, run id in {self.keys.prefix}, last term {view.term}). {self._cells_too_few()}"

@@ -22,12 +22,12 @@ from functools import lru_cache
 
 from rendezvous.agent.identity import ASK_TIMEOUT_S
 from rendezvous.errors import StoreError
-from rendezvous.membership import decisions
 from rendezvous.membership.dead_agents import believed
-from rendezvous.membership.decisions import count_nodes
 from rendezvous.membership.known_agents import Standing, by_node
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Member, View
+from rendezvous.membership.rules import standing
+from rendezvous.membership.rules.admission import count_nodes
 
 AGAIN_S = 1.0
 """How long after the first look nodes that were away are asked again."""
@@ -128,7 +128,7 @@ class Reachability:
         world = self._participant.world
         if world is None or self._participant.id not in _first_ones(view):
             return []
-        joining = decisions.joining(view, world, self._participant.policy)
+        joining = standing.joining(view, world, self._participant.policy)
         return [member for member in joining if not self._agents.has_met(member)]
 
     def _unmet_mates(self, view: View) -> list[Member]:

@@ -20,10 +20,10 @@ from chaos.services.etcd_admin import CORRUPT, NOSPACE, clear_alarms, raise_alar
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.errors import StoppedWaiting, StoreBlockedError, StoreDeniedError, StoreUnavailableError
 from rendezvous.etcd.store import check_permission
-from rendezvous.membership.decisions import Policy
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Keys, World
+from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.store import Put
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.rendezvous_sides import eventually

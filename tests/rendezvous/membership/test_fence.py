@@ -18,8 +18,8 @@ from rendezvous import (
     open_fence,
 )
 from rendezvous.context import VARIABLE
-from rendezvous.membership.decisions import close
 from rendezvous.membership.records import Closed, Keys, Seat, World, encode, read_view
+from rendezvous.membership.rules.changes import close
 from rendezvous.membership.store import Put
 
 if TYPE_CHECKING:

@@ -15,14 +15,6 @@ from itertools import pairwise
 import pytest
 
 from rendezvous.errors import FencedError
-from rendezvous.membership import decisions
-from rendezvous.membership.decisions import (
-    Change,
-    Decision,
-    Enter,
-    Policy,
-    Seal,
-)
 from rendezvous.membership.fence import raise_head
 from rendezvous.membership.records import (
     Keys,
@@ -31,6 +23,10 @@ from rendezvous.membership.records import (
     World,
     read_view,
 )
+from rendezvous.membership.rules import changes, decisions, standing
+from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.rules.changes import Change
+from rendezvous.membership.rules.decisions import Decision, Enter, Seal
 from rendezvous.membership.store import Entry, Snapshot
 
 pytestmark = pytest.mark.slow
@@ -137,7 +133,7 @@ def _register(state: State, place: int, actor: Actor) -> Iterator[State]:
     if actor.lives == 2:
         return
     member = Member(f"{place}.{actor.lives + 1}", "host", "address", 1, after=state.view.term)
-    after = state.written(decisions.update(Snapshot(0, {}), KEYS, member))
+    after = state.written(changes.update(Snapshot(0, {}), KEYS, member))
     assert after is not None
     yield after.with_actor(place, Actor(member.id, actor.lives + 1))
 
@@ -149,7 +145,7 @@ def decision_of(revision: int, entries: Entries, me: str) -> Decision | Change:
     if not isinstance(decision, Seal):
         return decision
     world = World(decision.term, decision.seats, decision.cause, "address", 1, 0.0)
-    return decisions.seal(snapshot_of(revision, entries), KEYS, world)
+    return changes.seal(snapshot_of(revision, entries), KEYS, world)
 
 
 def _look(state: State, place: int, actor: Actor) -> Iterator[State]:
@@ -173,11 +169,11 @@ def _serve(state: State, place: int, actor: Actor) -> Iterator[State]:
         assert view.term > actor.serving, "only a newer world fences"
     world = view.world
     assert world is not None
-    stands = world.term == actor.serving and decisions.num_waiting(view, actor.id, world, POLICY) == 0
+    stands = world.term == actor.serving and standing.num_waiting(view, actor.id, world, POLICY) == 0
     if mine is None:
         yield state.with_actor(place, Actor(lives=actor.lives))
     elif not stands:
-        leaving = decisions.update(state.snapshot, KEYS, decisions.leaving_world(mine, view))
+        leaving = changes.update(state.snapshot, KEYS, changes.leaving_world(mine, view))
         yield state.with_actor(place, replace(actor, serving=0, pending=leaving))
 
 

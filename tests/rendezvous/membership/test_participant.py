@@ -11,10 +11,11 @@ from rendezvous.agent.identity import Answer
 from rendezvous.errors import LimitsDifferError
 from rendezvous.membership import known_agents, participant
 from rendezvous.membership.dead_agents import is_looking
-from rendezvous.membership.decisions import Policy, Seal
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import World
+from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.rules.decisions import Seal
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.membership.participants import TTL_S, crash, enter, make_node, pair, store_world
 from tests.rendezvous.rendezvous_sides import eventually

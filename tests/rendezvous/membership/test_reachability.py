@@ -10,12 +10,12 @@ import pytest
 from rendezvous import MemoryStore
 from rendezvous.agent.identity import Answer
 from rendezvous.membership import reachability as reach
-from rendezvous.membership.decisions import Policy
 from rendezvous.membership.known_agents import Ask
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.reachability import Reachability
 from rendezvous.membership.records import World
+from rendezvous.membership.rules.admission import Policy
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.rendezvous_sides import eventually
 

@@ -14,9 +14,9 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.job.reseating import placing
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
-from rendezvous.membership import cells
-from rendezvous.membership.cells import Arrangement
 from rendezvous.membership.records import Member, World
+from rendezvous.membership.rules import cells
+from rendezvous.membership.rules.cells import Arrangement
 
 _ARRANGE, _TAKE_PLACE = cells.arrange, placing.take_place
 IN_CELLS = replace(SHAPE, nodes=2, ranks=3, cell=2, rows=(60, 60, 41), epochs=6, lane_s=0.15)
@@ -80,7 +80,7 @@ IN_CELLS_PLANTED = (
         "neighbours-part",
         "a place that is filled keeps the part of the place that its rank had before",
         lambda: {
-            "rendezvous.membership.decisions:arrange": arrange_crossed,
+            "rendezvous.membership.rules.admission:arrange": arrange_crossed,
             "elastic_train.training.open_session:take_place": keep_part,
         },
         ("deaths",),

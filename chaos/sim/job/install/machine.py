@@ -22,7 +22,6 @@ PRODUCT = (
     "rendezvous.torchelastic.live_handler",
     "rendezvous.meeting_point",
     "rendezvous.membership.fence",
-    "rendezvous.membership.decisions",
     "rendezvous.membership.records",
     "rendezvous.membership.reachability",
     "rendezvous.waiting",

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rendezvous import MemoryStore
-from rendezvous.membership import decisions
-from rendezvous.membership.cells import Arrangement, arrange
-from rendezvous.membership.decisions import Policy, Seal, Wait
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Member, Seat, View, World
+from rendezvous.membership.rules import decisions, standing
+from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.rules.cells import Arrangement, arrange
+from rendezvous.membership.rules.decisions import Seal, Wait
 from tests.conftest import PATIENCE_S
 
 CELLS = Policy(1, 4, 0.0, max_members=4, cell_size=2)
@@ -101,10 +102,10 @@ def test_a_member_without_a_cell_stands_by_until_a_worker_joins_it() -> None:
     assert decisions.decide(view, "a3", CELLS, 0.0) == Wait("room")
     one = world(2, "a0", "a1")
     smaller = View(10, tuple(left), one)
-    assert decisions.num_waiting(smaller, "a0", one, CELLS) == 0
+    assert standing.num_waiting(smaller, "a0", one, CELLS) == 0
     assert decisions.decide(smaller, "a3", CELLS, 0.0) == Wait("room")
     joined = View(11, (*left, worker("a4")), one)
-    assert decisions.num_waiting(joined, "a0", one, CELLS) == 2
+    assert standing.num_waiting(joined, "a0", one, CELLS) == 2
     assert decisions.decide(joined, "a4", CELLS, 0.0) == Wait("members")
 
 
@@ -120,7 +121,7 @@ def test_a_world_has_no_more_cells_than_it_can_use() -> None:
         1, tuple(Seat(name, 1) for name in ("a0", "a1", "b0", "b1")), "start"
     )
     full = world(1, "b0", "b1", "b2", "b3")
-    assert decisions.num_waiting(View(9, six.members, full), "b0", full, CELLS) == 0, "who trains is not replaced"
+    assert standing.num_waiting(View(9, six.members, full), "b0", full, CELLS) == 0, "who trains is not replaced"
 
 
 def test_a_spare_node_takes_the_place_of_one_that_makes_no_cell_any_more() -> None:

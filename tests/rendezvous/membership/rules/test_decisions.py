@@ -9,13 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rendezvous.membership import decisions
-from rendezvous.membership.decisions import (
-    Finished,
-    Policy,
-    Seal,
-    Wait,
-)
 from rendezvous.membership.memory_store import MemoryStore
 from rendezvous.membership.records import (
     Closed,
@@ -29,6 +22,9 @@ from rendezvous.membership.records import (
     encode,
     read_view,
 )
+from rendezvous.membership.rules import admission, changes, decisions, standing
+from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.rules.decisions import Finished, Seal, Wait
 from rendezvous.membership.store import Entry, Put, Snapshot
 
 KEYS = Keys("job")
@@ -75,7 +71,7 @@ def test_a_node_is_spared_only_if_the_fewest_stay(
     seen = view(
         *(replace(member(name), node=name) for name in members), of=world(3, *"abc"), leaving=frozenset(leaving)
     )
-    assert decisions.node_to_spare(seen, world(3, *"abc"), 1, min_nodes) == spared
+    assert standing.node_to_spare(seen, world(3, *"abc"), 1, min_nodes) == spared
 
 
 def test_a_new_job_waits_a_moment_for_more() -> None:
@@ -111,9 +107,9 @@ def test_members_beyond_the_maximum_wait() -> None:
     """A full world is not disturbed by one more node, which waits until there is room."""
     full = view(member("a"), member("b"), member("c"), of=world(3, "a", "b"))
     assert decisions.decide(full, "c", TWO, 9.0) == Wait("room")
-    assert decisions.num_waiting(full, "a", world(3, "a", "b"), TWO) == 0
+    assert standing.num_waiting(full, "a", world(3, "a", "b"), TWO) == 0
     freed = view(member("a"), member("c"), of=world(3, "a", "b"))
-    assert decisions.num_waiting(freed, "a", world(3, "a", "b"), TWO) == 2
+    assert standing.num_waiting(freed, "a", world(3, "a", "b"), TWO) == 2
 
 
 def test_terms_grow_above_the_head() -> None:
@@ -140,7 +136,7 @@ def test_a_finished_job_admits_nobody() -> None:
     assert decisions.decide(view(member("a"), closed=Closed(3, 0.0)), "a", TWO, 9.0) == Finished()
     three = Policy(1, 3)
     ending = view(member("a", done=3), member("b"), member("c"), of=world(3, "a", "b"))
-    assert decisions.num_waiting(ending, "b", world(3, "a", "b"), three) == 0
+    assert standing.num_waiting(ending, "b", world(3, "a", "b"), three) == 0
     done = view(member("a", done=3), member("b", done=3), member("c"), of=world(3, "a", "b"))
     assert decisions.decide(done, "c", three, 99.0) == Wait("members")
     died_before_closing = view(member("c"), of=world(3, "a", "b"))
@@ -150,27 +146,27 @@ def test_a_finished_job_admits_nobody() -> None:
 def test_the_last_to_finish_closes() -> None:
     """A finished member waits for the others, closes with the last, and leaves the job to one that restarts."""
     both = world(3, "a", "b")
-    assert decisions.ending(view(member("a", done=3), member("b"), of=both), "a", both) == "wait"
-    assert decisions.ending(view(member("a", done=3), member("b", done=3), of=both), "a", both) == "close"
-    assert decisions.ending(view(member("a", done=3), of=both), "a", both) == "close"
-    assert decisions.ending(view(member("a", done=3), member("b", after=3), of=both), "a", both) == "leave"
+    assert standing.ending(view(member("a", done=3), member("b"), of=both), "a", both) == "wait"
+    assert standing.ending(view(member("a", done=3), member("b", done=3), of=both), "a", both) == "close"
+    assert standing.ending(view(member("a", done=3), of=both), "a", both) == "close"
+    assert standing.ending(view(member("a", done=3), member("b", after=3), of=both), "a", both) == "leave"
 
 
 def test_who_has_finished_and_left_is_not_lost() -> None:
     """A world stands when a member leaves it after its workers have finished: nobody restarts, joins, or goes free."""
     both = replace(world(3, "a", "b"), left=("a",))
     alone = view(member("b"), member("c"), of=both, failure=Failure(3, "b"))
-    assert decisions.num_waiting(alone, "b", both, Policy(1, 3)) == 0
-    assert not decisions.is_broken(alone, "b", both)
-    assert decisions.blame(alone, "b", both) == "pay"
-    assert decisions.ending(alone, "b", both) == "close"
+    assert standing.num_waiting(alone, "b", both, Policy(1, 3)) == 0
+    assert not standing.is_broken(alone, "b", both)
+    assert standing.blame(alone, "b", both) == "pay"
+    assert standing.ending(alone, "b", both) == "close"
     dead = view(member("c"), of=both)
     assert isinstance(decisions.decide(dead, "c", Policy(1, 3), 99.0), Seal), "those who still worked died: again"
 
 
-def leaving(me: str, *members: Member, of: World) -> decisions.Change | None:
+def leaving(me: str, *members: Member, of: World) -> changes.Change | None:
     records = {KEYS.member(each.id): each for each in members} | {KEYS.world: of}
-    return decisions.leave_finished(
+    return changes.leave_finished(
         Snapshot(7, {key: Entry(encode(record), 5, 5) for key, record in records.items()}), KEYS, me
     )
 
@@ -179,7 +175,7 @@ def test_leaving_is_said_by_who_has_finished_before_others() -> None:
     """A member that is lost, leaves before its workers have finished, or is the last one, says nothing."""
     both = world(3, "a", "b")
     said = leaving("a", member("a", done=3), member("b"), of=both)
-    assert said == decisions.Change({KEYS.world: encode(replace(both, left=("a",)))}, {KEYS.world: 5})
+    assert said == changes.Change({KEYS.world: encode(replace(both, left=("a",)))}, {KEYS.world: 5})
     assert leaving("a", member("a"), member("b"), of=both) is None
     assert leaving("a", member("a", done=3), member("b", done=3), of=both) is None
     assert leaving("a", member("b"), of=both) is None
@@ -197,12 +193,12 @@ def test_blame() -> None:
     """Nobody pays for a lost node; for a failed worker the first to fail pays, once all have shown that they live."""
     both = world(3, "a", "b")
     failed = Failure(3, "a")
-    assert decisions.blame(view(member("a"), of=both, failure=failed), "a", both) == "free"
+    assert standing.blame(view(member("a"), of=both, failure=failed), "a", both) == "free"
     silent = view(member("a"), member("b", seen=2), of=both, failure=failed)
-    assert decisions.blame(silent, "a", both) == "wait"
-    assert decisions.blame(silent, "b", both) == "free"
+    assert standing.blame(silent, "a", both) == "wait"
+    assert standing.blame(silent, "b", both) == "free"
     alive = view(member("a"), member("b", seen=3), of=both, failure=failed)
-    assert decisions.blame(alive, "a", both) == "pay"
+    assert standing.blame(alive, "a", both) == "pay"
 
 
 def test_records_come_back_as_they_were() -> None:
@@ -237,17 +233,17 @@ def test_a_fresh_job_waits_for_all_workers_of_a_node() -> None:
 def test_a_world_is_broken_by_loss_and_not_by_joiners() -> None:
     """A member gone, a member that left, a newer world, or the own lease's end break a world; a joiner does not."""
     two = world(1, "a", "b")
-    assert not decisions.is_broken(view(member("a"), member("b"), member("c"), of=two), "a", two)
-    assert decisions.is_broken(view(member("a"), of=two), "a", two)
-    assert decisions.is_broken(view(member("a"), member("b", after=1), of=two), "a", two)
-    assert decisions.is_broken(view(member("a"), member("b"), of=world(2, "a", "b")), "a", two)
-    assert decisions.is_broken(view(member("b"), of=two), "a", two)
+    assert not standing.is_broken(view(member("a"), member("b"), member("c"), of=two), "a", two)
+    assert standing.is_broken(view(member("a"), of=two), "a", two)
+    assert standing.is_broken(view(member("a"), member("b", after=1), of=two), "a", two)
+    assert standing.is_broken(view(member("a"), member("b"), of=world(2, "a", "b")), "a", two)
+    assert standing.is_broken(view(member("b"), of=two), "a", two)
 
 
 def test_a_replaced_worker_of_a_full_world_has_room() -> None:
     """A worker of a node that is in the world is admitted although the world has all the nodes that it may have."""
     full = view(worker("a0", "a"), worker("b0", "b"), worker("a2", "a"), of=world(1, "a0", "b0"))
-    assert decisions.num_waiting(full, "a0", world(1, "a0", "b0"), TWO) == 1
+    assert standing.num_waiting(full, "a0", world(1, "a0", "b0"), TWO) == 1
     assert decisions.decide(full, "a2", TWO, 0.0) == Wait("members")
 
 
@@ -260,7 +256,7 @@ def test_members_beyond_the_most_stand_by() -> None:
     assert [seat.member for seat in decision.seats] == ["a", "b"]
     two = world(1, "a", "b")
     running = view(member("a"), member("b"), member("c"), of=two)
-    assert decisions.num_waiting(running, "a", two, policy) == 0
+    assert standing.num_waiting(running, "a", two, policy) == 0
     assert decisions.decide(running, "c", policy, 99.0) == Wait("room")
     again = decisions.decide(view(member("a", after=1), member("c"), of=two), "a", policy, 0.0)
     assert isinstance(again, Seal)
@@ -273,7 +269,7 @@ def test_members_out_of_reach_of_each_other_make_no_world(num_nodes: int, data: 
     names = [str(number) for number in range(num_nodes)]
     others = st.lists(st.sampled_from([*names, "gone"]), max_size=3)
     members = tuple(replace(member(name), missed=tuple(data.draw(others))) for name in names)
-    chosen = decisions.mutually_reachable(members)
+    chosen = admission.mutually_reachable(members)
     ids = {one.id for one in chosen}
     assert not any(other in ids - {one.id} for one in chosen for other in one.missed)
     hit = {other for one in members for other in one.missed if other != one.id}
@@ -286,7 +282,7 @@ def test_the_larger_part_of_a_split_network_continues(size: int, other_size: int
     names = [*(f"a{n}" for n in range(size)), *(f"b{n}" for n in range(other_size))]
     random.shuffle(names)
     members = [replace(member(name), missed=tuple(o for o in names if o[0] != name[0])) for name in names]
-    kept = {one.id[0] for one in decisions.mutually_reachable(tuple(members))}
+    kept = {one.id[0] for one in admission.mutually_reachable(tuple(members))}
     assert len(kept) == 1
     if size != other_size:
         assert kept == {"a" if size > other_size else "b"}
@@ -297,9 +293,9 @@ def test_an_unreachable_member_stands_by_until_the_network_heals() -> None:
     two = world(1, "a", "b")
     cut = replace(member("c"), missed=("a", "b"))
     running = view(member("a"), member("b"), cut, of=two)
-    assert decisions.num_waiting(running, "a", two, Policy(1, 3)) == 0
+    assert standing.num_waiting(running, "a", two, Policy(1, 3)) == 0
     assert decisions.decide(running, "c", Policy(1, 3), 99.0) == Wait("room")
-    assert decisions.num_waiting(view(member("a"), member("b"), member("c"), of=two), "a", two, Policy(1, 3)) == 1
+    assert standing.num_waiting(view(member("a"), member("b"), member("c"), of=two), "a", two, Policy(1, 3)) == 1
     first = view(replace(member("a", after=1), missed=("b", "c")), member("b", after=1), member("c"), of=two)
     decision = decisions.decide(first, "b", Policy(1, 3), 99.0)
     assert isinstance(decision, Seal)
@@ -327,8 +323,8 @@ def test_a_world_of_a_thousand_is_sealed_in_a_transaction_that_etcd_takes() -> N
     snapshot = store.get(keys.prefix)
     decision = decisions.decide(read_view(snapshot, keys), "m0", Policy(1, 1000), quiet_s=10.0)
     assert isinstance(decision, Seal) and len(decision.seats) == 1000
-    change = decisions.seal(snapshot, keys, World(decision.term, decision.seats, decision.cause, "address", 1, 0.0))
+    change = changes.seal(snapshot, keys, World(decision.term, decision.seats, decision.cause, "address", 1, 0.0))
     store.swap({keys.member("late"): Put(encode(Member("late", "host", "address", 1, after=0)))}, {})
     assert store.swap({key: Put(text or "") for key, text in change.writes.items()}, change.guards) is None
-    change = decisions.seal(store.get(keys.prefix), keys, World(1, decision.seats, decision.cause, "address", 1, 0.0))
+    change = changes.seal(store.get(keys.prefix), keys, World(1, decision.seats, decision.cause, "address", 1, 0.0))
     assert store.swap({key: Put(text or "") for key, text in change.writes.items()}, change.guards) is not None

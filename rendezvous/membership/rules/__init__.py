@@ -1,0 +1,1 @@
+"""Rules of membership: pure functions of a view, without I/O and without a clock."""

@@ -1,0 +1,105 @@
+"""Who may be in a world: members with the same limits, that reach one another, as many as there is room for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rendezvous.membership.records import Member, View, World
+from rendezvous.membership.rules.cells import arrange
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How many nodes and members a world may have, and how long a new job waits for one more."""
+
+    min_nodes: int
+    max_nodes: int
+    last_call_s: float = 2.0
+    max_members: int = 1 << 30
+    cell_size: int = 1
+    """How many members of one node make up a cell; a world is made of whole cells (`cells`)."""
+    last_holder_s: float = 30.0
+    """How long a world waits for a member that alone may hold a part of the state until its node has a cell again."""
+
+    @property
+    def nodes(self) -> str:
+        """The limits as --nnodes has them, on which all members must agree."""
+        return f"{self.min_nodes}:{self.max_nodes}"
+
+
+def disagreement(view: View, nodes: str, me: str = "") -> str | None:
+    """Say what is wrong with a member's limits, MIN:MAX, if those who were there before it have others.
+
+    Were each to go by its own, one would make room for a node, and the other would not, for ever.
+    """
+    agreed = "" if view.closed is not None else _agreed_limits(view)
+    if not nodes or not agreed or nodes == agreed or (view.members and view.members[0].id == me):
+        return None
+    return (
+        f"--nnodes (or --nodes) is {nodes} here, and {agreed} on the nodes that run already, such as that of member "
+        f"{view.members[0].id}: start this node with theirs, or all of them again with yours"
+    )
+
+
+def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -> tuple[Member, ...]:
+    """The members left when no two of them miss each other's nodes.
+
+    Of the nodes that cannot reach each other, the one with the most such others is dropped first, so the larger part of
+    a network that has split continues. If two have as many, the one that was not in the last world is dropped, because
+    the others have trained further; else the later one.
+    """
+    if not any(member.missed for member in members):
+        return members
+    conflicts: dict[str, set[str]] = {member.node_id: set() for member in members}
+    stood = {member.node_id for member in members if last is not None and last.rank_of(member.id) is not None}
+    for member in members:
+        for other in member.missed:
+            if other in conflicts and other != member.node_id:
+                conflicts[member.node_id].add(other)
+                conflicts[other].add(member.node_id)
+    while any(conflicts.values()):
+        worst = max(reversed(conflicts), key=lambda node: (len(conflicts[node]), node not in stood))
+        for other in conflicts.pop(worst):
+            conflicts[other].discard(worst)
+    return tuple(member for member in members if member.node_id in conflicts)
+
+
+def count_nodes(members: Iterable[Member]) -> int:
+    """Count the nodes that members belong to."""
+    return len({member.node_id for member in members})
+
+
+def agrees(view: View, member: Member) -> bool:
+    return not member.nodes or member.nodes == _agreed_limits(view)
+
+
+def admitted(members: tuple[Member, ...], policy: Policy, last: World | None) -> tuple[Member, ...]:
+    """The members of the first `max_nodes` nodes, in the order given, and of them the first `max_members`.
+
+    Where a cell has several, they are those of whole cells, in the order of their ranks. A node that makes none takes
+    no other's place, and those that trained last come first.
+    """
+    size = policy.cell_size
+    counts = Counter(member.node_id for member in members)
+    nodes = [node for node in counts if counts[node] >= size]
+    if size > 1 and len(nodes) > policy.max_nodes:
+        trained = {member.node_id for member in members if last is not None and last.rank_of(member.id) is not None}
+        nodes.sort(key=lambda node: node not in trained)
+    chosen = set(nodes[: policy.max_nodes])
+    found = tuple(member for member in members if member.node_id in chosen)
+    if size == 1:
+        return found[: policy.max_members]
+    return arrange(found, size, last, policy.max_members // size).members
+
+
+def of_whole_nodes(members: tuple[Member, ...]) -> tuple[Member, ...]:
+    """The members of nodes that have come with all of their members."""
+    counts = Counter(member.node_id for member in members)
+    return tuple(member for member in members if counts[member.node_id] >= member.node_members)
+
+
+def _agreed_limits(view: View) -> str:
+    """The limits of the member that registered first; members of a world agree, so there they are those of all."""
+    return next((member.nodes for member in view.mates or view.members), "")

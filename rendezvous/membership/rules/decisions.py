@@ -1,0 +1,170 @@
+"""Which members train together: pure decisions on a view of the store.
+
+A member is ready for a world of a term above its `after`. The leader, the ready member that registered first, seals a
+world as soon as every live member is ready: at once when it continues a job, after a short quiet time when nobody of
+the last world lives, so that nodes started together make one world. Members that have finished are not waited for.
+
+No I/O, no clock: the same code runs in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from rendezvous.membership.records import Cause, Member, Seat, View, World, refuse_newer
+from rendezvous.membership.rules.admission import (
+    Policy,
+    admitted,
+    agrees,
+    count_nodes,
+    disagreement,
+    mutually_reachable,
+    of_whole_nodes,
+)
+from rendezvous.membership.rules.cells import is_a_part_left_behind
+from rendezvous.membership.rules.standing import joining
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Train in this world."""
+
+    world: World
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Lead: host the store of the next world and write it."""
+
+    term: int
+    seats: tuple[Seat, ...]
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do until the view changes, or for `seconds` if given."""
+
+    why: Literal["members", "nodes", "last call", "leader", "room", "holder"]
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expelled:
+    """This member's lease has ended: register again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """This member was started with other limits than those who were there before: leave."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The job is done: leave."""
+
+
+Decision = Enter | Seal | Wait | Expelled | Refused | Finished
+
+
+def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
+    """Say what a member that is ready does next; `quiet_s` is how long the ready members have been the same.
+
+    Raises NewerVersionError.
+    """
+    refuse_newer(view.newer)
+    if view.closed is not None:
+        return Finished()
+    mine = view.member(me)
+    if mine is None:
+        return Expelled()
+    if (why := disagreement(view, mine.nodes, mine.id)) is not None:
+        return Refused(why)
+    if view.world is not None and view.world.rank_of(me) is not None and mine.after < view.term:
+        return Enter(view.world)
+    if view.is_ending:
+        return Wait("members")
+    if len(view.ready) < len(view.staying):
+        return Wait("room" if _has_no_room(view, me, policy) else "members")
+    ready = _candidates(view)
+    num_nodes = ready.num_nodes
+    if num_nodes < policy.min_nodes:
+        return Wait("nodes")
+    if me not in ready.ids:
+        return Wait("room")
+    chosen = _chosen(view, policy)
+    if not chosen:
+        return Wait("nodes")
+    if chosen[0].id != me:
+        return Wait("room" if policy.cell_size > 1 and all(member.id != me for member in chosen) else "leader")
+    if num_nodes < policy.max_nodes and _is_fresh(view) and quiet_s < policy.last_call_s:
+        return Wait("last call", policy.last_call_s - quiet_s)
+    if quiet_s < policy.last_holder_s and _loses_a_part(chosen, ready.members, policy, view):
+        return Wait("holder", policy.last_holder_s - quiet_s)
+    return _seal(view, chosen)
+
+
+def _loses_a_part(chosen: Sequence[Member], ready: Sequence[Member], policy: Policy, view: View) -> bool:
+    return policy.cell_size > 1 and is_a_part_left_behind(chosen, ready, policy.cell_size, view.world)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The members that a world could be made of, were there room for all."""
+
+    members: tuple[Member, ...]
+    ids: frozenset[str]
+    num_nodes: int
+
+
+@lru_cache(8)
+def _candidates(view: View) -> _Candidates:
+    ready = of_whole_nodes(view.ready) if _is_fresh(view) else view.ready
+    members = mutually_reachable(tuple(member for member in ready if agrees(view, member)), view.world)
+    return _Candidates(members, frozenset(member.id for member in members), count_nodes(members))
+
+
+@lru_cache(8)
+def _chosen(view: View, policy: Policy) -> tuple[Member, ...]:
+    """The members of the next world, were it sealed now."""
+    return admitted(_candidates(view).members, policy, view.world)
+
+
+def _seal(view: View, chosen: tuple[Member, ...]) -> Seal:
+    head_term = 0 if view.head is None else view.head.term
+    term = max(view.term, head_term, *(member.after for member in chosen)) + 1
+    seats = tuple(Seat(member.id, member.num_workers, member.role) for member in chosen)
+    return Seal(term, seats, _cause(view, chosen))
+
+
+def _cause(view: View, chosen: tuple[Member, ...]) -> Cause:
+    if view.world is None or _is_fresh(view):
+        return "start"
+    before = {seat.member for seat in view.world.seats}
+    now = {member.id for member in chosen}
+    if before - now:
+        return "lost"
+    return "joined" if now - before else "restart"
+
+
+def _is_fresh(view: View) -> bool:
+    """Nobody of the last world lives: a job starts, or starts again."""
+    return not view.mates
+
+
+def _has_no_room(view: View, me: str, policy: Policy) -> bool:
+    """The world is full or out of reach, and stands without this member."""
+    world, mine = view.world, view.member(me)
+    if world is None or mine is None or world.rank_of(me) is not None:
+        return False
+    if view.is_split and me not in {member.id for member in mutually_reachable((*view.mates, mine), world)}:
+        return True
+    if policy.cell_size > 1 and mine not in joining(view, world, policy):
+        return True
+    is_node_left_out = mine.node_id not in view.nodes and len(view.nodes) >= policy.max_nodes
+    return is_node_left_out or len(view.mates) >= policy.max_members
