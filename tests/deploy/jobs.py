@@ -13,6 +13,9 @@ from tests.elastic_train.training.live.test_live import JOB, history, write_conf
 SCRIPTS = ROOT / "deploy" / "slurm"
 PATIENCE_S = 500.0
 """For whatever has to come: nodes have their imports to do first, and a machine may do much else."""
+STEPS, LANE_MS = 160, 600.0
+"""Of a job that waits for faults: what is left of its steps once they are over is computed, so few long ones cost less
+than many short ones."""
 COMMIT_EVERY = int(str(dict(JOB["checkpoint"])["every_steps"]))  # type: ignore[call-overload]
 
 

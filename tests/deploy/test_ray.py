@@ -31,7 +31,7 @@ from tests.processes import parent_of
 
 pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("ray")]
 __all__ = ["undisturbed"]
-STEPS = 300
+STEPS = 120
 PATIENT = {
     "RAY_gcs_server_port_wait_time_s": "240",
     "RAY_gcs_server_request_timeout_seconds": "240",
@@ -119,7 +119,7 @@ def test_actors_and_machines_are_lost_and_the_job_goes_on(
 ) -> None:
     """An actor is killed and replaced, a machine goes and another comes, the driver leaves, ElasticTrainer resumes."""
     done, run = tmp_path / "done", tmp_path / "run"
-    config = write_patient_config(tmp_path, rows, STEPS, lane_ms=200.0, until=done)
+    config = write_patient_config(tmp_path, rows, STEPS, lane_ms=500.0, until=done)
     second = cluster.add_node(**machine(1))
     job = driver(config, "1:3")
     term, ranks = until_whole(run, 3)

@@ -11,7 +11,9 @@ from chaos.services.slurm.cluster import SlurmCluster
 from chaos.services.slurm.machines import eventually
 from elastic_train.cli.places.submit.slurm import LEAVE_S, SlurmJob, render
 from tests.deploy.jobs import (
+    LANE_MS,
     PATIENCE_S,
+    STEPS,
     steps_done_twice,
     submit_train,
     until_world,
@@ -28,7 +30,7 @@ def test_what_submit_renders_leaves_before_its_time_limit_and_goes_on(
 ) -> None:
     """Two minutes before its end it is asked to leave (75), and is requeued: no step is lost, and it is COMPLETED."""
     done = tmp_path / "done"
-    config, run = write_patient_config(tmp_path, rows, 400, lane_ms=250.0, until=done), tmp_path / "run"
+    config, run = write_patient_config(tmp_path, rows, STEPS, LANE_MS, done), tmp_path / "run"
     script = tmp_path / "job.sbatch"
     script.write_text(render(SlurmJob(Path(config), ("--batch.micro-batch", "8"), "2", time="50")))
     job = slurm.submit("-D", str(tmp_path), "-o", str(tmp_path / "log"), str(script), **path)
@@ -42,7 +44,7 @@ def test_what_submit_renders_leaves_before_its_time_limit_and_goes_on(
     until_world(run, 2, above=term)
     done.touch()
     slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
-    assert json.loads((run / "result.json").read_text())["step"] == 400
+    assert json.loads((run / "result.json").read_text())["step"] == STEPS
     assert steps_done_twice(run) == []
 
 

@@ -18,8 +18,10 @@ from chaos.services.slurm.machines import eventually
 from rendezvous.etcd.server import find_binary
 from tests.conftest import ROOT
 from tests.deploy.jobs import (
+    LANE_MS,
     PATIENCE_S,
     SCRIPTS,
+    STEPS,
     first_step_s,
     newest_term,
     steps_done_twice,
@@ -53,7 +55,7 @@ def test_the_first_node_takes_the_jobs_etcd_along_and_the_others_requeue_the_job
 ) -> None:
     """Its batch script ran there: the other node finds that it is lost, and all begins again at the last commit."""
     done = tmp_path / "done"
-    config, run = write_patient_config(tmp_path, rows, 400, lane_ms=250.0, until=done), tmp_path / "run"
+    config, run = write_patient_config(tmp_path, rows, STEPS, LANE_MS, done), tmp_path / "run"
     job = submit_train(slurm, tmp_path, config, {**path, "LOOK_S": LOOK_S}, "--nodes=2", grace_s=10)
     term = until_world(run, 2)
     eventually(lambda: any(line["op"] == "commit" for line in history(run)), "a commit", PATIENCE_S)
@@ -70,7 +72,7 @@ def test_the_first_node_takes_the_jobs_etcd_along_and_the_others_requeue_the_job
     assert min(begun_at) >= committed
     done.touch()
     slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
-    assert json.loads((run / "result.json").read_text())["step"] == 400
+    assert json.loads((run / "result.json").read_text())["step"] == STEPS
 
 
 def test_a_job_beside_an_etcd_of_three_loses_no_step_with_the_first_node_of_both(
@@ -78,22 +80,22 @@ def test_a_job_beside_an_etcd_of_three_loses_no_step_with_the_first_node_of_both
 ) -> None:
     """Both batch scripts ran there. Two members are a majority; once it is back, the job is requeued onto all nodes."""
     done = tmp_path / "done"
-    config, run = write_patient_config(tmp_path, rows, 400, lane_ms=250.0, until=done), tmp_path / "run"
+    config, run = write_patient_config(tmp_path, rows, STEPS, LANE_MS, done), tmp_path / "run"
     where = start_etcd(slurm, tmp_path, path, "--nodes=3")
     assert where == "n1:2379,n2:2379,n3:2379"
     variables = {**path, "ETCD": where, "LOOK_S": LOOK_S}
-    job = submit_train(slurm, tmp_path, config, variables, "--nodes=3", "--oversubscribe")
-    term = until_world(run, 3)
+    job = submit_train(slurm, tmp_path, config, variables, "--nodes=2", "-w", "n1,n2", "--oversubscribe")
+    term = until_world(run, 2)
     slurm.machines.power_off("n1")
-    term = until_world(run, 2, above=term)
-    eventually(lambda: slurm.job(job)["NumNodes"] == "2" or slurm.state(job) == "PENDING", "Slurm notices", PATIENCE_S)
+    term = until_world(run, 1, above=term)
+    eventually(lambda: slurm.job(job)["NumNodes"] == "1" or slurm.state(job) == "PENDING", "Slurm notices", PATIENCE_S)
     slurm.boot("n1")
-    until_world(run, 3, above=term)
+    until_world(run, 2, above=term)
     assert slurm.job(job)["Restarts"] == "1"
     assert steps_done_twice(run) == []
     done.touch()
     slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
-    assert json.loads((run / "result.json").read_text())["step"] == 400
+    assert json.loads((run / "result.json").read_text())["step"] == STEPS
     assert steps_done_twice(run) == []
 
 
@@ -106,7 +108,7 @@ def test_a_job_goes_on_while_its_etcd_moves_to_other_nodes(
     if why := why_no_slurm():
         pytest.skip(why)
     done, endpoints = tmp_path / "done", tmp_path / "etcd.endpoints"
-    config, run = write_patient_config(tmp_path, rows, 400, lane_ms=500.0, until=done), tmp_path / "run"
+    config, run = write_patient_config(tmp_path, rows, STEPS, LANE_MS, done), tmp_path / "run"
     shared = [tmp_path_factory.getbasetemp(), ROOT, Path(sys.prefix)]
 
     def committed() -> int:
@@ -133,7 +135,7 @@ def test_a_job_goes_on_while_its_etcd_moves_to_other_nodes(
         until_world(run, 2, above=term)
         done.touch()
         slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
-    assert json.loads((run / "result.json").read_text())["step"] == 400
+    assert json.loads((run / "result.json").read_text())["step"] == STEPS
     assert steps_done_twice(run) == []
 
 
@@ -146,7 +148,7 @@ def test_an_array_trains_on_without_a_node_that_lost_its_power(
 ) -> None:
     """elastic-array.sbatch on an etcd of etcd.sbatch. (That the node's job joins again is a scenario's.)"""
     done = tmp_path / "done"
-    config, run = write_patient_config(tmp_path, rows, 400, lane_ms=250.0, until=done), tmp_path / "run"
+    config, run = write_patient_config(tmp_path, rows, 200, lane_ms=250.0, until=done), tmp_path / "run"
     shared = {"RUN": tmp_path.name, "ETCD": start_etcd(slurm, tmp_path, path, "-w", "n1"), **path}
     out = ("-D", str(tmp_path), "-o", str(tmp_path / "log-%A_%a"))
     array = slurm.submit(*out, "--array=0-1", str(SCRIPTS / "elastic-array.sbatch"), config, **shared)
