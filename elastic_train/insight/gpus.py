@@ -102,12 +102,17 @@ def _open() -> tuple[Any, list[Gpu]]:
         return None, []
     try:
         pynvml.nvmlInit()
-        return pynvml, [_gpu_at(pynvml, number) for number in range(pynvml.nvmlDeviceGetCount())]
+        found = [_gpu_at(pynvml, number) for number in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as error:
         log.info("the page has no figures of GPUs: %s", error)
         return pynvml, []
+    return pynvml, [gpu for gpu in found if gpu is not None]
 
 
-def _gpu_at(nvml: Any, number: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(number)
-    return Gpu((str(number), nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)), handle)
+def _gpu_at(nvml: Any, number: int) -> Gpu | None:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(number)
+        return Gpu((str(number), nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)), handle)
+    except nvml.NVMLError as error:
+        log.warning("the page has no figures of GPU %d of this node: %s", number, error)
+        return None

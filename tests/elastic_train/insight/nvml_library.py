@@ -23,6 +23,9 @@ class Device:
     num_errors: int | None = 0
     """None where it keeps no count of errors."""
     is_lost: bool = False
+    """Whether it has fallen off the bus since it was found."""
+    is_away: bool = False
+    """Whether it had before that."""
 
 
 @dataclass
@@ -57,6 +60,8 @@ class NvmlLibrary:
         return SUCCESS
 
     def _handle(self, number: int, place: int) -> int:
+        if self.devices[number].is_away:
+            return GPU_IS_LOST
         ctypes.c_void_p.from_address(place).value = number + 1
         return SUCCESS
 

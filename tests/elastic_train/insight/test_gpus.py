@@ -50,11 +50,11 @@ def test_each_gpu_has_its_figures_in_the_exporters_units(monkeypatch: pytest.Mon
 
 
 def test_what_a_gpu_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One has no count of errors, and another has fallen off the bus: the page has the rest."""
-    driver(monkeypatch, Device(num_errors=None), Device(is_lost=True))
+    """One has no count of errors, and others have fallen off the bus: the page has the rest."""
+    driver(monkeypatch, Device(is_away=True), Device(num_errors=None), Device(is_lost=True))
     found = gpus_on_page()
-    assert len(found) == 7 and {gpu for _, gpu in found} == {"0"}
-    assert ("ECC_DBE_VOL_TOTAL", "0") not in found
+    assert len(found) == 7 and {gpu for _, gpu in found} == {"1"}
+    assert ("ECC_DBE_VOL_TOTAL", "1") not in found
 
 
 @pytest.mark.parametrize("lacks", ["package", "driver"])
