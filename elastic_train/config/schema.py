@@ -46,7 +46,8 @@ class RunConfig(Section):
     have the same gradient, bit for bit. A step with one that differs is repeated. null for none, at no cost."""
     health_check: bool = True
     """Have each worker examine its machine before it joins a live job: matrix products, memory, disk, clock and links,
-    within ten seconds. One that computes or keeps wrong bits is named, and not let in: its node ends with code 71."""
+    within ten seconds; a link that seems slow is looked at for longer. One that computes or keeps wrong bits is named,
+    and not let in: its node ends with code 71."""
     min_link_mb_per_s: PositiveFloat | None = 0.1
     """Megabytes a second, each way, that the best of a node's links to some nodes that train must have, or the node is
     not let in. The default is for links that are of no use at all; null to only tell what they have."""

@@ -27,7 +27,7 @@ from rendezvous.membership.store import Store
 
 ENOUGH, MOST = 2, 3
 """So many nodes are measured with, and so many if what was found is not well, several times."""
-ETCD_S = 2.0
+ETCD_S = 10.0
 MEASURING_S = 3.0
 """What keeps a node out is what it finds for so long; a machine that stalls does not stall always."""
 TURNS, BUSY_S = 3, 0.1

@@ -30,8 +30,8 @@ from rendezvous.context import LiveContext, live_context
 from rendezvous.etcd.options import etcd_options
 from rendezvous.waiting import GivenUp, begin
 
-LIMIT_S, DISK_S, CLOCK_S = 10.0, 3.0, 1.0
-"""How long products and memory, the disk, and the clock are waited for."""
+LIMIT_S, LINK_S, DISK_S, CLOCK_S = 10.0, 30.0, 3.0, 1.0
+"""How long products and memory, links, the disk, and the clock are waited for."""
 PRODUCTS_S, FILLING_S = 0.1, 0.3
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -96,5 +96,5 @@ def _planned(config: Config, device: torch.device, launched: LiveContext) -> Ite
         yield "disk", Planned(folders, "is the storage away? docs/storage.md", DISK_S, late="warn")
         clock = partial(examine_clock, etcd_options(launched.endpoints, launched.options))
         links = partial(examine_links, launched, config.run.min_link_mb_per_s)
-        yield "link", Planned(links, "do the nodes that train answer?", LIMIT_S, late="warn")
+        yield "link", Planned(links, "do the nodes that train answer?", LINK_S, late="warn")
         yield "clock", Planned(clock, "etcd did not say what time it is", CLOCK_S, late="warn")

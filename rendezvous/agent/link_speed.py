@@ -24,14 +24,15 @@ ANSWER_S = 2.0
 """How long is waited for the next bytes."""
 SERVE_S = 8.0
 """How long an agent measures with one node at most."""
-FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 13, 1 << 23, 4
+FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 11, 1 << 23, 4
+"""The first are so few that a link over which nothing could be trained still brings them in time."""
 SHORT_S, SHORT_TRIPS, TRIES = 0.1, 3, 3
 """What took less time, or fewer round trips, is followed by more: a moment's stall would be much of it, and a
 connection begins slowly. What took longer is tried so often."""
 WAY_S, ANSWERS_S = 1.0, 0.3
 """After so long neither way is tried again, nor an answer awaited once more."""
 _NUM_ANSWERS = 8
-_MOST_LINE = 128
+_MOST_LINE = 512
 
 
 class LinkSpeed(NamedTuple):

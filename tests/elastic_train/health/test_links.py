@@ -12,6 +12,7 @@ from rendezvous.agent.link_speed import LinkSpeed
 from rendezvous.membership.memory_store import MemoryStore
 from rendezvous.membership.records import Keys, Member, Seat, World, encode
 from rendezvous.membership.store import Put
+from tests.conftest import PATIENCE_S
 
 KEYS = Keys("job")
 
@@ -63,8 +64,9 @@ def test_as_many_nodes_are_asked_as_are_enough_where_all_is_well() -> None:
     assert len(measured(NODES[:1], 0.1, asked)) == 1 and asked.nodes == ["a", "b", "a"]
 
 
-def test_a_stall_keeps_nobody_out_and_is_not_told_of() -> None:
+def test_a_stall_keeps_nobody_out_and_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several looks at a link the best counts."""
+    monkeypatch.setattr("elastic_train.health.links.MEASURING_S", PATIENCE_S)
     asked = Asked(a=[link("a", 0.01, 900), link("a", 900, 0.01), link("a", 700, 700)])
     [found] = measured(NODES[:1], 0.1, asked)
     assert (found.speed.takes, found.speed.gives) == (9e8, 9e8) and asked.nodes == ["a", "a"]
@@ -72,6 +74,7 @@ def test_a_stall_keeps_nobody_out_and_is_not_told_of() -> None:
 
 def test_a_link_that_is_slower_than_others_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_train.health.links.BUSY_S", 0.0)
+    monkeypatch.setattr("elastic_train.health.links.MEASURING_S", PATIENCE_S)
     asked = Asked(a=[link("a", 5, 5)], b=[link("b", 900, 900)], c=[None])
     found = measured(NODES, 0.1, asked)
     assert [one.host for one in found] == ["host-a", "host-b"] and asked.nodes == ["a", "b", "c"] * 3

@@ -17,9 +17,11 @@ from rendezvous.agent.identity import IdentityPort, ask, split_endpoint
 from rendezvous.agent.link_speed import MEASURE, LinkSpeed, measure_link
 from tests.conftest import PATIENCE_S
 
-_AGENT = """
+_AGENT = f"""
 import sys
+from rendezvous.agent import link_speed
 from rendezvous.agent.identity import IdentityPort
+link_speed.SERVE_S = {PATIENCE_S}
 print(IdentityPort("127.0.0.1", "node-a").endpoint, flush=True)
 sys.stdin.read()
 """
@@ -37,7 +39,10 @@ def agent() -> Iterator[str]:
 
 
 @pytest.fixture
-def port() -> Iterator[IdentityPort]:
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[IdentityPort]:
+    """An agent's port in this process, which waits as long as a busy machine may take."""
+    monkeypatch.setattr(link_speed, "ANSWER_S", PATIENCE_S)
+    monkeypatch.setattr(link_speed, "SERVE_S", PATIENCE_S)
     port = IdentityPort("127.0.0.1", "node-a")
     yield port
     port.close()
@@ -77,6 +82,18 @@ def measured(endpoint: tuple[str, int]) -> LinkSpeed:
     return speed
 
 
+def until_it_measures(endpoint: str) -> socket.socket:
+    """Return a connection on which the agent waits for what is to be measured; it closes others while it is busy."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        stranger = socket.create_connection(split_endpoint(endpoint), timeout=PATIENCE_S)
+        stranger.sendall(f"{MEASURE} abc\n".encode())
+        if stranger.recv(100):
+            return stranger
+        stranger.close()
+    raise AssertionError("the agent does not measure")
+
+
 def test_a_link_that_nothing_slows_is_far_above_the_default_limit(agent: str) -> None:
     """However busy this machine is; the agent is another process, as in a job."""
     speed = measured(split_endpoint(agent))
@@ -97,6 +114,13 @@ def test_a_slow_link_is_seen_in_its_direction(agent: str) -> None:
     assert third.others_take == round(max(first.takes, second.takes))
 
 
+def test_a_link_over_which_no_step_would_end_is_measured(agent: str) -> None:
+    """It is no node that does not answer."""
+    with slow_link(agent, to=3000, back=3000) as endpoint:
+        speed = measured(endpoint)
+    assert 0 < speed.takes <= 3000 and 0 < speed.gives <= 3000
+
+
 def test_an_agent_measures_with_one_node_at_a_time_and_answers_all_others(port: IdentityPort) -> None:
     with socket.create_connection(split_endpoint(port.endpoint), timeout=PATIENCE_S) as first:
         first.sendall(f"{MEASURE} abc\n".encode())
@@ -108,9 +132,7 @@ def test_an_agent_measures_with_one_node_at_a_time_and_answers_all_others(port: 
 
 def test_what_stops_or_asks_for_nonsense_does_not_keep_an_agent(port: IdentityPort) -> None:
     for said in (b"< many\n", b"= 1\n", b"> 5\nab"):
-        with socket.create_connection(split_endpoint(port.endpoint), timeout=PATIENCE_S) as stranger:
-            stranger.sendall(f"{MEASURE} abc\n".encode())
-            stranger.recv(100)
+        with contextlib.closing(until_it_measures(port.endpoint)) as stranger:
             stranger.sendall(said)
     assert measured(split_endpoint(port.endpoint)).takes > 0
 
