@@ -207,7 +207,8 @@ are cut; names as in a `TensorPlan`. Tensors are (rows, tokens, size).
 
 `split`: with each rank's tokens of what it returns, that rank goes on. `tokens`: a module that runs on each rank's
 tokens, and whose parameters all have; their gradients are added. `dropout`: one without parameters that does, and draws
-for all tokens. `join`: one that gets all tokens again. Column layers get all tokens, too; row layers return some."""
+for all tokens. `join`: one that gets all tokens again. Column layers get all tokens, too; row layers return some, and
+gradients of their biases are added."""
 
 
 @runtime_checkable

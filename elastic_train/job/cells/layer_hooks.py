@@ -7,7 +7,7 @@ each, column layers get all tokens' input, and the sum of row layers' outputs is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -32,11 +32,13 @@ def hooks_of(model: nn.Module, plan: CellPlan, links: CellLinks) -> Iterator[Hoo
     for name, use in plan.tensor.items():
         module = model.get_submodule(name)
         if use == "partial":
-            yield from _sums_of_gradients(module, links)
+            yield from _sums_of_gradients(module.parameters(), links)
             continue
         assert isinstance(module, nn.Linear), "the plan was checked"
         if use == "row":
             yield _Replaced(module, partial(_add_up, module, links, scattered if plan.sequence else summed))
+            if plan.sequence and module.bias is not None:  # each rank adds it to its own tokens
+                yield from _sums_of_gradients([module.bias], links)
         else:
             columns.setdefault(name.rpartition(".")[0], []).append(module)
     for layers in columns.values():
@@ -44,7 +46,7 @@ def hooks_of(model: nn.Module, plan: CellPlan, links: CellLinks) -> Iterator[Hoo
     for name, kind in plan.sequence.items():
         module = model.get_submodule(name)
         if kind == "tokens":
-            yield from _sums_of_gradients(module, links)
+            yield from _sums_of_gradients(module.parameters(), links)
         elif kind == "split":
             yield module.register_forward_hook(lambda _, __, made: own_tokens(made, links))
         elif kind == "join":
@@ -54,8 +56,8 @@ def hooks_of(model: nn.Module, plan: CellPlan, links: CellLinks) -> Iterator[Hoo
             yield _Replaced(module, partial(_drop, module, links))
 
 
-def _sums_of_gradients(module: nn.Module, links: CellLinks) -> Iterator[Hook]:
-    for one in module.parameters():
+def _sums_of_gradients(parameters: Iterable[nn.Parameter], links: CellLinks) -> Iterator[Hook]:
+    for one in parameters:
         if one.requires_grad:
             yield one.register_hook(links.sum)  # type: ignore[no-untyped-call]
 

@@ -20,7 +20,7 @@ from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape
-from elastic_train.tasks.task import SequencePlan, TensorPlan
+from elastic_train.tasks.task import SequencePlan, Task, TensorPlan
 from elastic_train.tasks.witness import Witness
 from tests.conftest import run_ranks
 from tests.elastic_train.job.cells.test_cut_model import assert_like
@@ -30,14 +30,30 @@ SIZES = {"dim": 16, "heads": 8, "kv_heads": 4, "hidden": 12}
 TASK = CausalLM(model=SIZES, max_tokens=16)
 
 
+class Biased(Witness):
+    """A task whose layers that are cut have biases, which the decoder's have not."""
+
+    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
+        return {"1": "column", "3": "row"}
+
+    def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
+        return {"0": "split", "4": "tokens", "5": "join"}
+
+
+def make_biased() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = nn.Linear(6, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 2)
+    return nn.Sequential(*layers).double()
+
+
 def make_model() -> Decoder:
     torch.manual_seed(3)
     return Decoder(SHAPE).double()
 
 
-def cut_of(model: nn.Module, group: Group, *, sequence: bool) -> CutModel:
+def cut_of(model: nn.Module, group: Group, task: Task = TASK, *, sequence: bool) -> CutModel:
     parallel = ParallelConfig(tensor=group.size, sequence=sequence)
-    plan = cell_plan_of(TASK, model, parallel)
+    plan = cell_plan_of(task, model, parallel)
     assert plan is not None
     cut = CutModel(model, plan, parallel.cell, CellLinks())
     cut.bind(Mesh(group.rank, group.size, parallel.cell), group)
@@ -112,6 +128,39 @@ def of_rank(rank: int, size: int, folder: str) -> None:
 def test_ranks_with_some_tokens_compute_what_those_with_all_do(tmp_path: Path, size: int) -> None:
     """Outputs and gradients, in float64, with dropout and recomputation, and no more than a part of what is kept."""
     run_ranks(of_rank, size, str(tmp_path))
+
+
+def of_biased_rank(rank: int, size: int, folder: str) -> None:
+    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+    whole, plain, model, frozen = (make_biased() for _ in range(4))
+    for name, one in frozen.named_parameters():
+        one.requires_grad_(name.endswith("bias"))
+    cut_of(plain, group, Biased(), sequence=False)
+    cut = cut_of(model, group, Biased(), sequence=True)
+    cut_of(frozen, group, Biased(), sequence=True)
+    given = torch.randn(3, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    expected, without, found, _ = made = [one(given) for one in (whole, plain, model, frozen)]
+    assert torch.equal(found, without)
+    assert_like(found, expected, 1e-11)
+    for output in made:
+        output.square().sum().backward()
+    for name, one in whole.named_parameters():
+        mine, other, alone = (tested.get_parameter(name).grad for tested in (model, plain, frozen))
+        assert one.grad is not None and mine is not None and other is not None
+        assert torch.equal(mine, other) or name in ("3.bias", "4.weight", "4.bias"), "parts of these are added"
+        assert_like(mine, cut.cuts[name].part_of(one.grad, rank) if name in cut.cuts else one.grad, 1e-11)
+        if name not in cut.cuts:
+            assert torch.equal(group.all_gather(mine.reshape(-1)), mine.reshape(-1).expand(size, -1)), name
+        assert (alone is not None) == name.endswith("bias")
+        assert alone is None or torch.equal(alone, mine), "biases are trained where weights are not"
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_biases_of_layers_that_are_cut_have_one_gradient_on_all_ranks(tmp_path: Path, size: int) -> None:
+    """A row layer's is added to each rank's own tokens, a column layer's to all tokens of its outputs."""
+    run_ranks(of_biased_rank, size, str(tmp_path))
 
 
 class Sharing(Witness):
