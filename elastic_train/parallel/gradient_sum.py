@@ -191,6 +191,7 @@ class TreeSum(ABC):
         self._last = assigned[replicas.rank][-1] if assigned[replicas.rank] else None
         self._scratch = Scratch()
         self._beside: Beside | None = None
+        self._own_turns: Turns | None = None
         self._aside = Aside(replicas)
         self._merged: list[list[Tensor]] = []
         self._mine: dict[Part, list[Tensor]] = {}
@@ -198,13 +199,15 @@ class TreeSum(ABC):
     def exchange_beside(self, placed: Sequence[Placed], bucket_bytes: float | None, turns: Turns | None = None) -> None:
         """Exchange buckets of about so many bytes beside the backward pass of the last lane; not at all for None.
 
-        Sums whose exchanges would meet share `turns`. On a GPU nothing is exchanged so: it would need streams, and
-        NCCL's order of calls another group.
+        Sums whose exchanges would meet share `turns`, which are closed with none of them. On a GPU nothing is exchanged
+        so: it would need streams, and NCCL's order of calls another group.
         """
         is_on_device = any(flat.is_cuda or self._replicas.is_on_device(flat) for flat in self._flats)
         if bucket_bytes is not None and self._replicas.size > 1 and not is_on_device:
             buckets = cut_buckets(placed, self._flats, bucket_bytes)
-            self._beside = Beside(buckets, turns or Turns(self._replicas), self._finish_bucket)
+            if turns is None:
+                turns = self._own_turns = Turns(self._replicas)
+            self._beside = Beside(buckets, turns, self._finish_bucket)
 
     def begin(self, lanes: range) -> None:
         if self._beside is not None:
@@ -244,7 +247,8 @@ class TreeSum(ABC):
     def close(self) -> None:
         if self._beside is not None:
             self._beside.close()
-            self._beside.turns.close()
+        if self._own_turns is not None:
+            self._own_turns.close()
 
     @abstractmethod
     def reduce(self, number: int, lo: int, hi: int, mine: Mapping[Part, list[Tensor]], ranks: PointToPoint) -> None:

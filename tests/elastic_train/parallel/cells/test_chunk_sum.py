@@ -16,7 +16,7 @@ from elastic_train.core.schedules import Pipeline, passes_of
 from elastic_train.parallel.cells.chunk_sum import ChunkSum, by_chunk
 from elastic_train.parallel.gradient_sum import make_gradient_sum
 from elastic_train.parallel.group import Group
-from tests.conftest import run_ranks
+from tests.conftest import PATIENCE_S, run_ranks
 
 LANES = 7
 
@@ -62,6 +62,9 @@ def in_chunks(group: Group, bucket_bytes: float | None) -> list[list[float]]:
                     add(chunks[one.chunk], lanes[one.number])
     total.serve()
     total.finish(3.0)
+    for one in total.chunks:
+        one.close()
+        assert total._turns._thread.begin(lambda: "still there").result(PATIENCE_S) == "still there"
     total.close()
     return gradients_of(chunks)
 
