@@ -71,6 +71,7 @@ def read_config(config: Config) -> Read:
         expert=parallel.expert,
         context=parallel.context,
         interleave=parallel.num_chunks,
+        schedule="gpipe" if parallel.schedule == "gpipe" else "1f1b",
         bucket_mb=parallel.bucket_mb,
         wire=parallel.wire,
     )

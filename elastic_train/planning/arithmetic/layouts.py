@@ -33,7 +33,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How state and work are spread; `interleave` is how many chunks of the model a pipeline's stage has.
+    """How state and work are spread; `interleave` is how many chunks of the model a pipeline's stage has, and
+    `schedule` the order in which stages of one chunk compute lanes.
 
     `overlaps` says whether gradients are exchanged beside the backward pass also where the trainer does not do that
     yet: None for what it does.
@@ -49,6 +50,7 @@ class Layout:
     expert: int = 1
     context: int = 1
     interleave: int = 1
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
     bucket_mb: float | None = 2.0
     wire: str = "exact"
     overlaps: bool | None = None
@@ -75,7 +77,9 @@ class Layout:
         degrees = [("tp", self.tensor), ("pp", self.pipeline), ("ep", self.expert), ("cp", self.context)]
         degrees.insert(1, ("sp", self.tensor if self.sequence else 1))
         degrees += [("vpp", self.interleave)] if self.pipeline > 1 else []
-        return ", ".join(words + [f"{short} {degree}" for short, degree in degrees if degree > 1])
+        words += [f"{short} {degree}" for short, degree in degrees if degree > 1]
+        words += ["gpipe"] if self.pipeline > 1 and self.interleave == 1 and self.schedule == "gpipe" else []
+        return ", ".join(words)
 
     def replicas(self, world: int) -> int:
         return world // self.cell

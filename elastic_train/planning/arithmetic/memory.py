@@ -6,8 +6,10 @@ activations; with recomputation a block's input, and one block's activations whi
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
+from elastic_train.core.schedules import Kind, Pipeline, passes_of, peak_lanes
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_share
 from elastic_train.planning.arithmetic.model import ModelFacts, Unit
@@ -68,7 +70,7 @@ def memory_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster)
         optimizer=state,
         sums=_sums(model, layout, seated, trained),
         exchange=_exchange(model, layout, seated, trained, cluster),
-        activations=activations(model, layout, batch),
+        activations=activations(model, layout, batch, cluster),
         buffers=model.buffer_bytes + model.input_bytes,
         staging=staged if cluster.device.is_cpu else 0.0,
         host_bytes=host,
@@ -81,15 +83,32 @@ def rooms_bytes(model: ModelFacts, layout: Layout, seated: Seated) -> float:
     return min(held, ROOMS_BYTES)
 
 
-def activations(model: ModelFacts, layout: Layout, batch: Batch) -> float:
-    """Return the bytes of the passes that a stage of the pipeline has under way at most."""
-    ahead = (layout.pipeline - 1) / layout.interleave if layout.interleave > 1 else 0.0
-    # One forward, one backward: the first stage is so far ahead; with chunks (Narayanan et al. 2021) a little further.
-    under_way = min(layout.pipeline + ahead, batch.num_lanes)
-    kept = sum(_kept(unit, layout) for unit in model.blocks) / layout.pipeline * under_way
+def activations(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -> float:
+    """Return the bytes of the passes that the first stage of a pipeline has under way at most."""
+    blocks = sum(_kept(unit, layout) for unit in model.blocks) / layout.pipeline
+    kept = blocks * _under_way(layout, batch, cluster)
     again = max((_whole(unit, layout) for unit in model.blocks), default=0.0) if layout.recompute == "units" else 0.0
     rest = (model.rest.saved_bytes + model.transient_bytes) / layout.tensor
     return (kept + again + rest) / layout.context  # ranks with experts have a lane each
+
+
+def _under_way(layout: Layout, batch: Batch, cluster: Cluster) -> float:
+    """Return how many lanes' activations the first stage keeps at most, in whichever cell keeps most of them.
+
+    That is not always one with most lanes: chunks keep least where lanes are a multiple of the stages.
+    """
+    if layout.pipeline == 1:
+        return 1.0
+    kind: Kind = "interleaved" if layout.interleave > 1 else layout.schedule
+    lanes, replicas = batch.num_lanes, layout.replicas(cluster.size)
+    counts = lanes // replicas, -(-lanes // replicas)
+    most = max(_peak(Pipeline(kind, layout.pipeline, count, layout.interleave)) for count in counts)
+    return most / layout.interleave  # a pass is of one chunk
+
+
+@functools.lru_cache(256)
+def _peak(pipeline: Pipeline) -> int:
+    return peak_lanes(passes_of(pipeline, 0))
 
 
 def _kept(unit: Unit, layout: Layout) -> float:

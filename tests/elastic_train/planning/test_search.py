@@ -7,10 +7,13 @@ from itertools import pairwise
 
 import pytest
 
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.schedules import Kind, Pipeline, timetable
 from elastic_train.errors import ConfigError
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.goodput import Reliability
 from elastic_train.planning.arithmetic.layouts import Batch, Layout
+from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.model import Sizes
 from elastic_train.planning.page import render
 from elastic_train.planning.report import make_report
@@ -103,6 +106,50 @@ def test_chunks_of_a_stage_make_the_bubble_smaller_and_cost_links_and_memory() -
     assert chunks.memory.states == plain.memory.states
     assert chunks.layout.name == "shards none, pp 4, vpp 3"
     assert "pp 4 x vpp 2 does not divide" in work_out(job(), Layout(pipeline=4, interleave=2)).problems[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "lanes", "cells", "expected"),
+    [
+        (Layout(pipeline=4), 7, 1, 4.0),
+        (Layout(pipeline=4), 3, 1, 3.0),
+        (Layout(pipeline=4, schedule="gpipe"), 7, 1, 7.0),
+        (Layout(pipeline=4, schedule="gpipe"), 15, 2, 8.0),
+        (Layout(pipeline=4, interleave=2), 7, 1, 7.0),
+        (Layout(pipeline=4, interleave=2), 8, 1, 5.5),
+        (Layout(pipeline=4, interleave=2), 15, 2, 7.0),  # one of the cells has seven
+        (Layout(pipeline=4, interleave=2), 17, 2, 6.0),
+        (Layout(pipeline=8, interleave=4), 15, 1, 15.0),
+        (Layout(pipeline=8, interleave=4), 16, 1, 9.75),
+    ],
+)
+def test_a_stage_keeps_the_lanes_that_its_schedule_has_under_way(
+    layout: Layout, lanes: int, cells: int, expected: float
+) -> None:
+    """As many as in the timetable that training goes by, for each cell's number of lanes."""
+    model = Transformer(32, 768, 12, 32_000, 1024).facts(4, OWN)
+    cluster = parse_cluster(f"{layout.pipeline * cells}xH100")
+    one, found = (memory_of(model, which, Batch(lanes, 4), cluster) for which in (Layout(), layout))
+    kept = sum(unit.saved_bytes for unit in model.blocks)
+    rest = one.activations - kept
+    assert found.activations == pytest.approx(kept / layout.pipeline * expected + rest)
+    assert expected == max(alive(layout, len(owned_lanes(cell, cells, lanes))) for cell in range(cells))
+
+
+def alive(layout: Layout, lanes: int) -> float:
+    """Return of how many lanes the first stage keeps all that its chunks make, by the timetable, at most."""
+    kind: Kind = "interleaved" if layout.interleave > 1 else layout.schedule
+    kept, most = set[tuple[int, int]](), 0
+    for tick in timetable(Pipeline(kind, layout.pipeline, lanes, layout.interleave)):
+        if (one := tick[0]) is not None:
+            most = max(most, len(kept | {(one.number, one.chunk)}))
+            kept ^= {(one.number, one.chunk)}
+    return most / layout.interleave
+
+
+def test_the_order_of_passes_is_in_a_layouts_name_where_it_is_another() -> None:
+    assert Layout(pipeline=4, schedule="gpipe").name == "shards none, pp 4, gpipe"
+    assert Layout(schedule="gpipe").name == "shards none"
 
 
 @pytest.mark.parametrize("recompute", ["none", "units"])
