@@ -9,12 +9,14 @@ Invariant: a client is closed only when no call uses it. gRPC ends the *process*
 
 from __future__ import annotations
 
+import errno
 import math
 import random
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,6 +41,7 @@ from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.etcd.tally import TALLY
 from rendezvous.membership.store import Entry, Snapshot
+from rendezvous.waiting import Call, GivenUp, begin
 
 T = TypeVar("T")
 
@@ -49,6 +52,8 @@ DENIED_S = (2.0, 6.0)
 """How long a login that failed is not tried again: a check of a password costs etcd a tenth of a second, and all
 workers of a job may log in at once."""
 LOGIN_TIMEOUT_S = 10.0
+DISK_S = 2.0
+"""How long what is on disk is waited for."""
 
 _CHANNEL = {
     # etcd drops clients that ping more often than every 5 s; without pings, a black-holed connection looks idle.
@@ -94,6 +99,7 @@ class Connection:
         self._call_timeout_s = call_timeout_s
         self._lock = threading.Lock()
         self._current: _Lent | None = None
+        self._reading: Call[_OnDisk] | None = None
         self._last_words = "no answer"
         self._denied: Exception | None = None
         self._denied_until = -math.inf
@@ -165,8 +171,8 @@ class Connection:
 
     def _make(self) -> _Lent:
         try:
-            found = _read_from_disk(self.options)
-        except OSError as error:  # the file is just being replaced
+            found = self._read_from_disk()
+        except OSError as error:  # the file is just being replaced, or its storage hangs
             self._last_words = f"{error.filename} cannot be read: {error.strerror}"
             raise failures.NoServerAvailableError(self._last_words) from None
         except OptionError as error:  # or etcd is not there yet, and will say where it is
@@ -182,9 +188,22 @@ class Connection:
 
     def _is_outdated(self, lent: _Lent) -> bool:
         try:
-            return _read_from_disk(self.options) != lent.made_from
+            return self._read_from_disk() != lent.made_from
         except (OSError, OptionError):
             return False
+
+    def _read_from_disk(self) -> _OnDisk:
+        """Read what is on disk, on another thread, since its storage may hang; a read that hangs is not begun again."""
+        reading = self._reading or begin("etcd's files", partial(_read_from_disk, self.options))
+        self._reading = reading
+        try:
+            found = reading.result(DISK_S)
+        except GivenUp:
+            raise TimeoutError(errno.ETIMEDOUT, "its storage does not answer", self.options.where.lstrip("@")) from None
+        finally:
+            if reading.ended.is_set():
+                self._reading = None
+        return found
 
     def _may_pass(self, error: BaseException) -> bool:
         if code_of(error) is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from chaos.errors import ScenarioError
+from chaos.errors import RunError, ScenarioError
 from chaos.judge.evidence.run_files import Line, whole
 from chaos.real.slurm.submission import Submission
 from chaos.scenario.kinds import KINDS
@@ -76,7 +76,10 @@ def host_of(job: JobOnSlurm, fault: Due) -> str:
 
 
 def _kill_worker(job: JobOnSlurm, fault: Due) -> None:
-    for pid, _ in _processes(job):
+    found = _processes(job)
+    if not found:
+        raise RunError(f"{fault.kind}: no process of the newest world is on {host_of(job, fault)}")
+    for pid, _ in found:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -88,6 +91,8 @@ def _power_off(job: JobOnSlurm, fault: Due) -> Undo | None:
 
 def _cancel(job: JobOnSlurm, fault: Due) -> Undo | None:
     host = host_of(job, fault)
+    if job.submission.on(host) is None:
+        raise RunError(f"{fault.kind}: no job of it runs on {host}")
     job.submission.cancel(host)
     return None if fault.for_s is None else lambda: job.submission.add(host)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.errors import OptionError, StoreRefusedError, StoreUnavailableError
+from rendezvous.etcd import connection
 from rendezvous.membership.store import Put
 from rendezvous.torchelastic.addresses import own_address
 from tests.conftest import PATIENCE_S
@@ -45,12 +48,13 @@ def test_a_node_has_an_address_before_anybody_knows_where_etcd_is(tmp_path: Path
 def test_a_store_finds_an_etcd_that_has_moved(tmp_path: Path) -> None:
     """Which is another one, without the data of the first: leases have ended there, and a watch shows what it has."""
     path = tmp_path / "endpoints"
-    store = EtcdStore(etcd_options(f"@{path}"), give_up_after_s=0.3)
+    options = etcd_options(f"@{path}")
+    store, hasty = EtcdStore(options, give_up_after_s=PATIENCE_S), EtcdStore(options, give_up_after_s=0.3)
     with pytest.raises(StoreUnavailableError, match="cannot be read"):
-        store.get("/a")
+        hasty.get("/a")
     with EtcdServer() as first:
         path.write_text(first.endpoint)
-        lease = store.lease(3)
+        lease = store.lease(20)
         for number in range(5):
             written = store.swap({"/a": Put(f"{number}", lease)}, {})
         assert written is not None
@@ -58,22 +62,40 @@ def test_a_store_finds_an_etcd_that_has_moved(tmp_path: Path) -> None:
         assert watch.wait(written - 1, PATIENCE_S) is not None
     with EtcdServer() as second:
         with pytest.raises(StoreUnavailableError):
-            store.get("/a")
+            hasty.get("/a")
         path.write_text(second.endpoint)
-        found = None
-
-        def answers() -> bool:
-            nonlocal found
-            with contextlib.suppress(StoreUnavailableError):
-                found = store.get("/a")
-            return found is not None
-
-        eventually(answers, "the etcd that is there now")
-        assert found is not None and found.entries == {} and found.life == 1
+        found = store.get("/a")
+        assert found.entries == {} and found.life == 1
         with pytest.raises(StoreRefusedError):
             store.swap({"/a": Put("of an old lease", lease)}, {})
         eventually(lambda: lease.is_lost, "the end of a lease that nobody knows any more")
         store.swap({"/a": Put("new", store.lease(60))}, {})
         eventually(lambda: [e.value for e in watch.snapshot.entries.values()] == ["new"], "what the watch shows")
-        watch.close()
-        store.close()
+        for each in (watch, store, hasty):
+            each.close()
+
+
+@pytest.mark.slow
+def test_storage_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What says where etcd is lies on storage that nodes share: calls fail as if etcd was away, and go on after it."""
+    monkeypatch.setattr(connection, "DISK_S", 0.1)
+    path = tmp_path / "endpoints"
+    os.mkfifo(path)  # a reader waits for a writer
+    options = etcd_options(f"@{path}")
+    store, hasty = EtcdStore(options, give_up_after_s=PATIENCE_S), EtcdStore(options, give_up_after_s=0.3)
+    with pytest.raises(StoreUnavailableError, match=f"{path} cannot be read: its storage does not answer"):
+        hasty.get("/a")
+    with EtcdServer() as server, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.get, "/a")
+        path.rename(tmp_path / "hanging")
+        path.write_text(server.endpoint)
+
+        def has_ended() -> bool:
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.close(os.open(tmp_path / "hanging", os.O_WRONLY | os.O_NONBLOCK))
+            return waiting.done()
+
+        eventually(has_ended, "an answer after the storage's")
+        assert waiting.result().entries == {}
+        for each in (store, hasty):
+            each.close()
