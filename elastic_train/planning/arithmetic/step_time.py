@@ -156,12 +156,15 @@ def _tensor_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
 
 
 def _pipeline_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
-    """Return what a lane's passes wait for what comes from the stage before, each of them once for every piece."""
+    """Return what a lane's passes wait for what comes from the stage before, each of them once for every piece.
+
+    Each rank of a tensor group sends all of its block's output, or its own tokens of it.
+    """
     if layout.pipeline == 1:
         return 0.0
     link = cluster.inside if layout.cell <= cluster.per_node else cluster.between
     bytes_per_s = link.bytes_per_s if link is cluster.inside else cluster.between_bytes_per_s
-    output = max(unit.output_bytes for unit in model.blocks) / layout.tensor
+    output = max(unit.output_bytes for unit in model.blocks) / (layout.tensor if layout.sequence else 1)
     return 2 * layout.interleave * (link.alpha_s + output / bytes_per_s)
 
 

@@ -90,7 +90,10 @@ MEGATRON = [
 def test_megatron_reaches_what_was_published(
     shape: tuple[int, int, int], tensor: int, pipeline: int, devices: int, batch: int, published: float
 ) -> None:
-    """The paper counts what is computed again, and does not say how many sequences a micro-batch has: here one."""
+    """The paper counts what is computed again, and does not say how many sequences a micro-batch has: here one.
+
+    Its tensor ranks send a part of an output each to the next stage (section 4.1), and ours all of it.
+    """
     cluster = replace(parse_cluster("8xA100"), nodes=devices // 8)
     layout = Layout(tensor=tensor, pipeline=pipeline, recompute="units", overlaps=True)
     facts = gpt(*shape).facts(1)
@@ -113,9 +116,9 @@ SELECTIVE = [
 def test_megatron_with_little_recomputation_reaches_what_was_published(
     shape: tuple[int, int, int], pipeline: int, devices: int, batch: int, published: float
 ) -> None:
-    """Three pieces of the model a stage (interleaved), but for 22B, which has one stage."""
+    """Three pieces of the model a stage (interleaved), but for 22B, which has one stage; ranks share out tokens."""
     cluster = replace(parse_cluster("8xA100"), nodes=devices // 8)
-    layout = Layout(tensor=8, pipeline=pipeline, interleave=3 if pipeline > 1 else 1, overlaps=True)
+    layout = Layout(tensor=8, sequence=True, pipeline=pipeline, interleave=3 if pipeline > 1 else 1, overlaps=True)
     micro = 4 if pipeline == 1 else 1
     facts, lanes = gpt(*shape).facts(micro), Batch(batch // micro, micro)
     step = step_time(facts, layout, lanes, cluster)
@@ -124,9 +127,12 @@ def test_megatron_with_little_recomputation_reaches_what_was_published(
 
 @pytest.mark.parametrize(("devices", "published"), [(8192, 43), (16384, 41)])
 def test_llama_3_reaches_what_was_published(devices: int, published: float) -> None:
-    """Grattafiori et al. 2024, table 4: TP 8, PP 16, 2,048 sequences of 8,192 tokens; each stage has many pieces."""
+    """Grattafiori et al. 2024, table 4: TP 8, PP 16, 2,048 sequences of 8,192 tokens; each stage has many pieces.
+
+    It does not say whether tensor ranks share out tokens between the layers that are cut: here they do.
+    """
     cluster = replace(parse_cluster("8xH100@RoCE-400"), nodes=devices // 8)
-    layout = Layout(shards="gradients", tensor=8, pipeline=16, interleave=8, overlaps=True)
+    layout = Layout(shards="gradients", tensor=8, sequence=True, pipeline=16, interleave=8, overlaps=True)
     facts, lanes = LLAMA_405B.facts(1), Batch(2048, 1)
     assert facts.elements == pytest.approx(405e9, rel=0.01)
     step = step_time(facts, layout, lanes, cluster)

@@ -136,6 +136,19 @@ def test_a_stage_keeps_the_lanes_that_its_schedule_has_under_way(
     assert expected == max(alive(layout, len(owned_lanes(cell, cells, lanes))) for cell in range(cells))
 
 
+def test_a_rank_sends_whole_outputs_to_the_next_stage_unless_it_has_some_tokens_alone() -> None:
+    """Every rank of a tensor group has the whole output of a block, and sends it to that of the next stage."""
+    facts, sent = job("8xH100", lanes=8), dict[bool, float]()
+    for is_shared in (False, True):
+        layout = Layout(tensor=4, pipeline=2, sequence=is_shared)
+        plain, chunks = (work_out(facts, replace(layout, interleave=number)).step for number in (1, 2))
+        assert plain and chunks
+        link = facts.cluster.inside  # with two chunks a lane comes to each stage once more, each way
+        sent[is_shared] = link.bytes_per_s * ((chunks.tensor_s - plain.tensor_s) / (8 * 2) - link.alpha_s)
+    output = SMALL.blocks[0].output_bytes
+    assert sent == {False: pytest.approx(output), True: pytest.approx(output / 4)}
+
+
 def alive(layout: Layout, lanes: int) -> float:
     """Return of how many lanes the first stage keeps all that its chunks make, by the timetable, at most."""
     kind: Kind = "interleaved" if layout.interleave > 1 else layout.schedule
