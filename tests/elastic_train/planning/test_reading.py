@@ -99,6 +99,19 @@ def test_a_configuration_is_read_with_its_model_data_and_layout(rows: Path, tmp_
     assert found.num_steps == -(-331 // 16)
 
 
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("1f1b", ("1f1b", 1)), ("gpipe", ("gpipe", 1)), ("interleaved", ("1f1b", 3))]
+)
+def test_a_schedule_is_read_also_for_stages_that_only_the_plan_has(
+    schedule: str, expected: tuple[str, int], pipeline: int, rows: Path, tmp_path: Path
+) -> None:
+    parallel = {"pipeline": pipeline, "schedule": schedule, "virtual_stages": 3}
+    layout = read(rows, tmp_path, parallel=parallel).layout
+    assert (layout.schedule, layout.interleave) == expected
+    assert layout.pipeline == pipeline
+
+
 @pytest.mark.parametrize(("name", "state"), [("adamw", 8), ("sgd", 0), ("muon", 4)])
 def test_what_an_optimizer_keeps_is_tried(name: str, state: float, rows: Path, tmp_path: Path) -> None:
     assert read(rows, tmp_path, optimizer={"name": name}).facts.sizes.state == state
