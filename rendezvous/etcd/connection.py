@@ -38,7 +38,7 @@ from rendezvous.etcd.answers import (
     says_without_users,
 )
 from rendezvous.etcd.data_loss import DataLossDetector
-from rendezvous.etcd.options import EtcdOptions
+from rendezvous.etcd.options import FILE, EtcdOptions
 from rendezvous.etcd.tally import TALLY
 from rendezvous.membership.store import Entry, Snapshot
 from rendezvous.waiting import Call, GivenUp, begin
@@ -194,12 +194,16 @@ class Connection:
 
     def _read_from_disk(self) -> _OnDisk:
         """Read what is on disk, on another thread, since its storage may hang; a read that hangs is not begun again."""
+        if not self.options.is_on_disk:
+            return _read_from_disk(self.options)
         reading = self._reading or begin("etcd's files", partial(_read_from_disk, self.options))
         self._reading = reading
         try:
             found = reading.result(DISK_S)
         except GivenUp:
-            raise TimeoutError(errno.ETIMEDOUT, "its storage does not answer", self.options.where.lstrip("@")) from None
+            raise TimeoutError(
+                errno.ETIMEDOUT, "its storage does not answer", self.options.where.removeprefix(FILE)
+            ) from None
         finally:
             if reading.ended.is_set():
                 self._reading = None

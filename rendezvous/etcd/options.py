@@ -64,6 +64,11 @@ class EtcdOptions:
         return tuple(_endpoint(part) for part in named)
 
     @property
+    def is_on_disk(self) -> bool:
+        """Whether files say where etcd is, or hold certificates."""
+        return self.endpoints[0].startswith(FILE) or self.ca_cert is not None
+
+    @property
     def where(self) -> str:
         """The endpoints, as messages name them."""
         return ", ".join(self.endpoints)
