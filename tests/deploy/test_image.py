@@ -79,6 +79,7 @@ def test_it_is_healthy_while_it_trains_and_leaves_when_it_is_stopped(images: Ima
         "run", "--detach", "--name", "node", *images.rights, *options, *port, IMAGE, "train", "/runs/config.yaml"
     )
     eventually(lambda: images.podman("healthcheck", "run", "node", may_fail=True).returncode == 0, "it is healthy", 400)
+    eventually(lambda: '"op": "step"' in "".join(map(Path.read_text, (runs / "run/history").iterdir())), "a step", 400)
     images.podman("kill", "--signal", "TERM", "node")
     assert images.podman("wait", "node").stdout.strip() == "75", images.podman("logs", "node").stderr
     assert list((runs / "run" / "commits").glob("*.json"))
