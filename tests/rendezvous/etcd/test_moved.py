@@ -69,8 +69,10 @@ def test_a_store_finds_an_etcd_that_has_moved(tmp_path: Path) -> None:
         with pytest.raises(StoreRefusedError):
             store.swap({"/a": Put("of an old lease", lease)}, {})
         eventually(lambda: lease.is_lost, "the end of a lease that nobody knows any more")
-        store.swap({"/a": Put("new", store.lease(60))}, {})
+        lasting = store.lease(60)
+        store.swap({"/a": Put("new", lasting)}, {})
         eventually(lambda: [e.value for e in watch.snapshot.entries.values()] == ["new"], "what the watch shows")
+        lasting.abandon()
         for each in (watch, store, hasty):
             each.close()
 
