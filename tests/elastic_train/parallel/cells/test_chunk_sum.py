@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from elastic_train.core.lanes import contiguous
 from elastic_train.core.schedules import Pipeline, passes_of
 from elastic_train.parallel.cells.chunk_sum import ChunkSum, by_chunk
-from elastic_train.parallel.gradient_sum import make_gradient_sum
+from elastic_train.parallel.gradient_sum import GradientSum, make_gradient_sum
 from elastic_train.parallel.group import Group
 from tests.conftest import PATIENCE_S, run_ranks
 
@@ -34,17 +35,22 @@ def gradients_of(chunks: list[nn.Module]) -> list[list[float]]:
     return [one.grad.flatten().tolist() for chunk in chunks for one in chunk.parameters() if one.grad is not None]
 
 
-def whole() -> list[list[float]]:
-    """Run each lane through all chunks before the next one, on one rank."""
-    chunks = make_chunks()
-    parameters = [one for chunk in chunks for one in chunk.parameters()]
-    total = make_gradient_sum("canonical", parameters, Group(0, 1, None, 60), LANES)
+def run_whole(total: GradientSum, chunks: Sequence[nn.Module]) -> None:
+    """Run each lane through all chunks before the next one."""
     total.begin(range(LANES))
     for lane in range(LANES):
         with total.lane(lane):
             for chunk in chunks:
                 add(chunk, lane)
     total.finish(3.0)
+
+
+def whole() -> list[list[float]]:
+    """Run each lane through all chunks before the next one, on one rank."""
+    chunks = make_chunks()
+    parameters = [one for chunk in chunks for one in chunk.parameters()]
+    total = make_gradient_sum("canonical", parameters, Group(0, 1, None, 60), LANES)
+    run_whole(total, chunks)
     return gradients_of(chunks)
 
 
@@ -96,11 +102,6 @@ def test_exchanges_of_chunks_beside_their_last_lanes_do_not_meet(tmp_path: Path,
 def test_a_lane_that_runs_whole_is_in_all_chunks() -> None:
     chunks = make_chunks()
     total = ChunkSum([list(chunk.parameters()) for chunk in chunks], Group(0, 1, None, 60), LANES, None)
-    total.begin(range(LANES))
-    for lane in range(LANES):
-        with total.lane(lane):
-            for chunk in chunks:
-                add(chunk, lane)
-    total.finish(3.0)
+    run_whole(total, chunks)
     total.close()
     assert gradients_of(chunks) == whole()
