@@ -31,6 +31,7 @@ from elastic_train.tasks.models.folder_weights import open_folder, runs_as_liste
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
+from elastic_train.tasks.models.stage_plans import Parts, check_runs_in_parts, parts_of, run_parts
 from elastic_train.tasks.models.tensor_plans import check_no_adapters, tensor_plan_of
 from elastic_train.tasks.rows.token_parts import bias_of, part_of
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns, why_not_in_parts
@@ -105,6 +106,7 @@ class CausalLM:
         DecoderShape(**{**self._sizes, "vocabulary": self._sizes["vocabulary"] or 1})  # refuses what does not fit
         self.source, self.lora = None if hf is None else Source.of(hf), lora
         check_base(self.source, lora)
+        self._parts: Parts | None = None
         self.max_tokens, self.z_loss = max_tokens, z_loss
         self.balance_loss, self.router_z_loss = balance_loss, router_z_loss
         self._tokens, self._fixed_width = tokens, fixed_width
@@ -176,7 +178,7 @@ class CausalLM:
 
     def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
         if not isinstance(model, Decoder):
-            check_no_adapters(self.lora, degree)
+            check_no_adapters(self.lora, f"parallel.tensor: {degree}")
             return tensor_plan_of(model, degree)
         if model.shape.experts:
             raise ConfigError(
@@ -203,10 +205,12 @@ class CausalLM:
 
     def stage_plan(self, model: nn.Module, num_stages: int) -> StagePlan:
         if not isinstance(model, Decoder):
-            raise ConfigError(
-                f"parallel.pipeline: {num_stages} runs the package's own decoder (task.params.model) in stages, not "
-                "models of transformers: set it to 1, or use parallel.shards to hold less on each rank"
-            )
+            check_no_adapters(self.lora, "parallel.pipeline")
+            parts = parts_of(model, num_stages)
+            if self._parts is None:  # it takes two passes of the whole model, once
+                check_runs_in_parts(model, parts)
+            self._parts = parts
+            return parts.dealt(num_stages)
         try:
             return stages_of(model.shape, model.parts, num_stages)
         except ValueError as error:
@@ -217,9 +221,13 @@ class CausalLM:
     def run_stage(
         self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
     ) -> Tensor | LaneLoss:
-        assert isinstance(model, Decoder), "the plan has said so"
-        out = model.run(modules, batch["tokens"], batch.get("positions"), _mask_of(batch), given)
-        return self._loss_of(out, batch, is_training=model.training) if modules[-1] == model.parts[-1] else out
+        if isinstance(model, Decoder):
+            out, last = model.run(modules, batch["tokens"], batch.get("positions"), _mask_of(batch), given), "head"
+        else:
+            assert self._parts is not None, "the plan has found them"
+            out = run_parts(model, self._parts, modules, given, lambda: self._logits(model, batch, None))
+            last = self._parts.last
+        return self._loss_of(out, batch, is_training=model.training) if modules[-1] == last else out
 
     def check_parts(self, model: nn.Module, num_parts: int) -> None:
         if not isinstance(model, Decoder):

@@ -131,7 +131,7 @@ class SequenceClassifier:
         return frozen_groups(model)
 
     def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        check_no_adapters(self.lora, degree)
+        check_no_adapters(self.lora, f"parallel.tensor: {degree}")
         return tensor_plan_of(model, degree)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:

@@ -230,10 +230,7 @@ class Decoder(nn.Module):
 
 
 def stages_of(shape: DecoderShape, parts: Sequence[str], num_stages: int) -> list[Sequence[str]]:
-    """Deal the parts to stages of about as many blocks each, the last ones of more where it does not come out even.
-
-    Embedding and head stay with the blocks beside them. Raises ValueError, with every reason, if it cannot be done.
-    """
+    """Deal the parts to stages (`deal`); raises ValueError, with every reason, if it cannot be done."""
     wrong = []
     if num_stages > shape.depth:
         wrong.append(f"depth {shape.depth} is less than {num_stages} stages, each of which has a block at least")
@@ -243,7 +240,15 @@ def stages_of(shape: DecoderShape, parts: Sequence[str], num_stages: int) -> lis
         wrong.append("tied: true has one matrix in the first stage and in the last: set it to false")
     if wrong:
         raise ValueError(*wrong)
-    ends = [1 + stage * shape.depth // num_stages for stage in range(num_stages + 1)]
+    return deal(parts, 1, shape.depth, num_stages)
+
+
+def deal(parts: Sequence[str], num_before: int, num_blocks: int, num_stages: int) -> list[Sequence[str]]:
+    """Deal a model's parts, of which so many come before its blocks, to stages of about as many blocks each.
+
+    Where it does not come out even, the last ones have more. What is no block stays with the block beside it.
+    """
+    ends = [num_before + stage * num_blocks // num_stages for stage in range(num_stages + 1)]
     ends[0], ends[-1] = 0, len(parts)
     return [parts[lo:hi] for lo, hi in pairwise(ends)]
 

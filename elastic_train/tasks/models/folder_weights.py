@@ -87,7 +87,7 @@ def open_folder(source: Source, kind: Kind) -> tuple[PreTrainedModel, FolderWeig
         return None
     places, drawn = dict[str, tuple[Path, str]](), list[str]()
     for name, aliases in _aliases(model).items():
-        found = [named[alias] for alias in aliases if alias in named]
+        found = [named[alias] for alias in (*aliases, source.copied_from(model, name)) if alias in named]
         if len(found) > 1:  # tied here, and not in the folder
             return None
         if found and _shape_of(*found[0]) == model.get_parameter(name).shape:

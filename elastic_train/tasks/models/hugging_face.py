@@ -111,10 +111,13 @@ class Source:
         options["ignore_mismatched_sizes"] = True  # to name them here
         model: PreTrainedModel
         model, found = self._checked(lambda: auto.from_pretrained(path, **options))
+        copies = {name: other for name in found["missing_keys"] if (other := self.copied_from(model, name))}
+        for name, other in copies.items():
+            model.get_parameter(name).data.copy_(model.get_parameter(other))
         lacks = sorted(
             name
             for name in (*found["missing_keys"], *(wrong[0] for wrong in found["mismatched_keys"]))
-            if not kind.draws_head or not is_drawn(model, name)
+            if name not in copies and (not kind.draws_head or not is_drawn(model, name))
         )
         if lacks:
             raise ConfigError(
@@ -123,6 +126,12 @@ class Source:
                 "config that fits its weights"
             )
         return model
+
+    def copied_from(self, model: PreTrainedModel, name: str) -> str | None:
+        """Return the weight of which one that the folder lacks is a copy: it was tied, and `config` unties it."""
+        ties = model._tied_weights_keys
+        is_untied = self.config.get("tie_word_embeddings") is False
+        return ties.get(name) if is_untied and isinstance(ties, dict) else None
 
     def from_config(self, kind: Kind) -> PreTrainedModel:
         """Build the model of a configuration, whose weights are drawn."""

@@ -51,11 +51,11 @@ def tensor_plan_of(model: nn.Module, degree: int) -> TensorPlan:
     return {f"{prefix}{name}": _USES[style] for name, style in styles.items() if style in _USES}
 
 
-def check_no_adapters(lora: Mapping[str, Any] | None, degree: int) -> None:
-    """Refuse adapters, of which no plan says how they are cut."""
+def check_no_adapters(lora: Mapping[str, Any] | None, key: str) -> None:
+    """Refuse adapters, of which no plan says how ranks share them."""
     if lora is not None:
         raise ConfigError(
-            f"parallel.tensor: {degree} does not go together with task.params.lora: set it to 1; adapters and their "
+            f"{key} does not go together with task.params.lora: set it to 1; adapters and their "
             "optimizer take little memory, and parallel.shards spreads the weights"
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,22 @@ WIDTHS = (7, 4, 7, 0, 5, 4)
 """Of the lanes' rows; the fourth lane has no samples."""
 
 
-def make_model() -> Decoder:
+@dataclass(frozen=True)
+class Subject:
+    """What is run in stages: its whole model, and its weights where they come one by one."""
+
+    task: CausalLM
+    build: Callable[[], nn.Module]
+    weights: Callable[[], Iterable[tuple[str, Tensor]] | None] = lambda: None
+
+
+def decoder() -> Subject:
+    return Subject(TASK, lambda: Decoder(SHAPE), lambda: drawn_weights(SHAPE))
+
+
+def begun(subject: Subject) -> nn.Module:
     torch.manual_seed(3)
-    return Decoder(SHAPE)
+    return subject.build().train()
 
 
 def batch_of(number: int) -> Batch:
@@ -45,13 +59,13 @@ def batch_of(number: int) -> Batch:
     return {"tokens": tokens, "places": places, "targets": tokens.flatten()[1:]}
 
 
-def losses_of_whole(model: nn.Module) -> list[float]:
+def losses_of_whole(task: CausalLM, model: nn.Module) -> list[float]:
     """Add the gradients of all lanes, each of which begins the generator anew."""
     losses = []
     for number, width in enumerate(WIDTHS):
         if width:
             torch.manual_seed(number)
-            loss = TASK.loss(model, batch_of(number)).total
+            loss = task.loss(model, batch_of(number)).total
             loss.backward()
             losses.append(float(loss.detach()))
     return losses
@@ -82,27 +96,26 @@ class Lanes:
     def waited(self) -> None: ...
 
 
-def of_rank(rank: int, size: int, folder: str, kind: str) -> None:
-    whole = make_model()
-    losses = losses_of_whole(whole)
+def of_rank(rank: int, size: int, folder: str, kind: str, make: Callable[[], Subject] = decoder) -> None:
+    subject = make()
+    whole = begun(subject)
+    losses = losses_of_whole(subject.task, whole)
     parallel = ParallelConfig.model_validate({"pipeline": size, "schedule": kind})
-    with torch.device("meta"):
-        model: nn.Module = Decoder(SHAPE)
-    plan = cell_plan_of(TASK, model, parallel)
+    model = begun(subject)
+    plan = cell_plan_of(subject.task, model, parallel)
     assert plan is not None
-    model = make_model()
     links, group = CellLinks(), Group(rank, size, FileStore(f"{folder}/store-{size}-{kind}", size), 60)
     cut = CutModel(model, plan, parallel.cell, links)
     mesh = Mesh(rank, size, parallel.cell)
     cut.bind(mesh, group)
     torch.manual_seed(3)
-    cut.take_place(rank, drawn_weights(SHAPE))
+    cut.take_place(rank, subject.weights())
     own = {name for name, one in model.named_parameters() if one.numel()}
     pieces = plan.pieces[rank :: plan.num_stages]
     assert len(pieces) == plan.num_chunks == (2 if kind == "interleaved" else 1)
     named = tuple(f"{name}." for piece in pieces for name in piece)
     assert own == {name for name, _ in model.named_parameters() if name.startswith(named)}
-    stage = stage_of(TASK, model, plan, parallel.schedule, mesh, group)
+    stage = stage_of(subject.task, model, plan, parallel.schedule, mesh, group)
     lanes = Lanes(stage)
     most = run_schedule(stage.actions(len(WIDTHS)), stage.links, lanes)
     stage.links.finish()

@@ -1,0 +1,212 @@
+"""How a model of transformers runs in stages: by the plan for pipelines that it brings, and its own forward pass.
+
+The plan names what runs before the model's layers, the layers, and what runs after. A stage goes through the model's
+own forward pass from the start, so positions, rotations and masks are those of the whole model on every stage; its
+first layer takes what the stage before has made in place of what it is given, and the pass ends where a layer begins
+that is not the stage's. What is left out is never called, so its weights may be anywhere.
+
+Whether a model can be run so is tried, layer by layer, before it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_train.errors import ConfigError
+from elastic_train.system.wording import first_line
+from elastic_train.tasks.models.decoder import deal
+from elastic_train.tasks.models.folder_weights import stand_ins
+
+_GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h", "transformer.ln_f", "lm_head")
+_PLANS: Mapping[str, Sequence[str]] = {"gpt2": _GPT2, "gpt_bigcode": _GPT2}
+"""Of kinds of models that bring none."""
+_INSTEAD = "set parallel.pipeline to 1, or use parallel.shards to hold less on each rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The names of a model's modules that have weights, in the order in which they run: its layers, and all else."""
+
+    before: tuple[str, ...]
+    layers: tuple[str, ...]
+    after: tuple[str, ...]
+
+    @property
+    def last(self) -> str:
+        return (*self.layers, *self.after)[-1]
+
+    def dealt(self, num_stages: int) -> list[Sequence[str]]:
+        parts = (*self.before, *self.layers, *self.after)
+        return deal(parts, len(self.before), len(self.layers), num_stages)
+
+
+def parts_of(model: nn.Module, num_stages: int) -> Parts:
+    """Return the parts of a model of transformers that is to run in so many stages.
+
+    Raises ConfigError, with every reason, if it has no plan, fewer layers, or a matrix in two stages.
+    """
+    kind, where = type(model).__name__, f"parallel.pipeline, in {num_stages} stages"
+    parts = _planned(model)
+    if parts is None:
+        raise ConfigError(
+            f"{where}: models of transformers need a plan (base_model_pp_plan), and {kind} has none: {_INSTEAD}"
+        )
+    wrong = []
+    if num_stages > len(parts.layers):
+        wrong.append(
+            f"{where}: {kind} has {len(parts.layers)} layers, and each stage has one at least: set parallel.pipeline, "
+            "or virtual_stages, lower"
+        )
+    if not _ids(model, (*parts.before,)).isdisjoint(_ids(model, parts.after)):
+        wrong.append(
+            f"{where}: {kind} has one matrix in the first stage and in the last: set "
+            "task.params.hf.config.tie_word_embeddings to false, and the last stage begins with a copy"
+        )
+    known = _ids(model, (*parts.before, *parts.layers, *parts.after))
+    if left_out := [name for name, one in model.named_parameters() if id(one) not in known]:
+        wrong.append(f"{where}: the plan of {kind} leaves out '{left_out[0]}': {_INSTEAD}")
+    if wrong:
+        raise ConfigError(*wrong)
+    return parts
+
+
+def check_runs_in_parts(model: nn.Module, parts: Parts) -> None:
+    """Run the model as a whole, and in stages of a layer each that have no weights but their own; ConfigError unless
+    both make the same bits.
+
+    A model without weights is tried with stand-ins.
+    """
+    weights, where = _weights_of(model), f"parallel.pipeline: {type(model).__name__} does not run in stages"
+    nothing = {name: torch.empty(0, dtype=one.dtype) for name, one in weights.items()}
+    names = {id(one): name for name, one in model.named_parameters()}
+
+    def run(held: Mapping[str, Tensor]) -> Tensor:
+        inputs = {"input_ids": torch.tensor([[0, 1]]), "use_cache": False}
+        return torch.func.functional_call(model, dict(held), (), inputs).logits  # type: ignore[no-any-return]
+
+    made: Tensor | None = None
+    with _evaluating(model), torch.no_grad():
+        whole = run(weights)
+        for modules in parts.dealt(len(parts.layers)):
+            held = {**nothing, **{names[key]: weights[names[key]] for key in _ids(model, modules)}}
+            try:
+                made = run_parts(model, parts, modules, made, partial(run, held))
+            except (RuntimeError, IndexError, TypeError, AttributeError, ValueError) as error:
+                raise ConfigError(f"{where}: {modules[0]}: {first_line(error)}: {_INSTEAD}") from error
+    if made is None or not made.equal(whole):
+        raise ConfigError(f"{where}: its layers, one by one, make something else than all of them: {_INSTEAD}")
+
+
+def _weights_of(model: nn.Module) -> Mapping[str, Tensor]:
+    named = dict(model.named_parameters())
+    has_memory = all(not one.is_meta and one.untyped_storage().nbytes() >= one.nbytes for one in named.values())
+    return named if has_memory else stand_ins(model)
+
+
+class _Ended(Exception):  # noqa: N818 - it is none
+    """Ends a forward pass with what the layers of a stage have made."""
+
+    def __init__(self, made: Tensor) -> None:
+        self.made = made
+
+
+def run_parts(
+    model: nn.Module, parts: Parts, modules: Sequence[str], given: Tensor | None, run: Callable[[], Tensor]
+) -> Tensor:
+    """Return what neighbouring parts make of what those before them have given, None to the first.
+
+    `run` is a pass of the whole model, whose result is that of the last.
+    """
+    own = [place for place, name in enumerate(parts.layers) if name in modules]
+    forwards = dict[str, Callable[..., Any]]()
+    if given is not None:
+        forwards |= {name: _absent(model.get_submodule(name)) for name in parts.before}
+        forwards |= dict.fromkeys(parts.layers[: own[0]], _passed)
+        first = parts.layers[own[0]]
+        forwards[first] = _beginning(model.get_submodule(first).forward, given, torch.get_rng_state())
+    if own[-1] + 1 < len(parts.layers):
+        forwards[parts.layers[own[-1] + 1]] = _end
+    try:
+        with _forwards(model, forwards):
+            return run()
+    except _Ended as found:
+        return found.made
+
+
+def _beginning(forward: Callable[..., Any], given: Tensor, state: Tensor) -> Callable[..., Any]:
+    """Return the forward pass of a layer that takes what is given, with torch's generator in a state: what comes before
+    layers may have drawn from it."""
+
+    def begin(hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
+        torch.set_rng_state(state)
+        return forward(given, *arguments, **named)
+
+    return begin
+
+
+def _passed(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden_states
+
+
+def _end(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    raise _Ended(hidden_states)
+
+
+def _absent(module: nn.Module) -> Callable[..., Tensor]:
+    """Return the forward pass of a module before layers that is on another stage: something of the right form."""
+    if not isinstance(module, nn.Embedding):
+        return _passed
+    return lambda ids, *_, **__: module.weight.new_zeros((*ids.shape, module.embedding_dim))
+
+
+@contextlib.contextmanager
+def _forwards(model: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules other forward passes."""
+    modules = [(model.get_submodule(name), forward) for name, forward in forwards.items()]
+    before = [vars(module).get("forward") for module, _ in modules]
+    try:
+        for module, forward in modules:
+            module.forward = forward
+        yield
+    finally:
+        for (module, _), own in zip(modules, before, strict=True):
+            if own is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = own
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _planned(model: nn.Module) -> Parts | None:
+    """Return the parts that the model's plan names, or ours for its kind."""
+    inner: Any = model
+    base, plan = f"{inner.base_model_prefix}.", inner._pp_plan or _PLANS.get(inner.config.model_type, ())
+    modules = dict(model.named_modules())
+    names = [name for name in sorted(plan, key=lambda name: not name.startswith(base)) if name in modules]
+    lists = [place for place, name in enumerate(names) if isinstance(modules[name], nn.ModuleList)]
+    if len(lists) != 1:
+        return None
+    [place] = lists
+    layers = tuple(f"{names[place]}.{number}" for number in range(len(modules[names[place]])))
+    return Parts(tuple(names[:place]), layers, tuple(names[place + 1 :]))
+
+
+def _ids(model: nn.Module, names: Iterable[str]) -> set[int]:
+    """Return the identities of the parameters of modules."""
+    return {id(one) for name in names for one in model.get_submodule(name).parameters()}

@@ -1,0 +1,126 @@
+"""Models of transformers in stages, in whole runs: the hash and the exported folder of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_train.cli.main import main
+from elastic_train.trained.exporting import export_folder
+from elastic_train.trained.opening import open_trained
+from tests.conftest import standby_with, start
+from tests.elastic_train.tasks.language_rows import GPT2, LLAMA
+from tests.elastic_train.training.jobs import average_of, config, result, succeed
+from tests.elastic_train.training.whole_runs.test_cells import newest_weights
+from tests.elastic_train.training.whole_runs.test_pipeline import LANGUAGE, files_of, stages
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]  # one process imports transformers
+
+UNTIED = {"tie_word_embeddings": False}
+SIZES = {"vocab_size": 64, "num_hidden_layers": 4, "attention_dropout": 0.1}
+QWEN3 = {**LLAMA, **SIZES, **UNTIED, "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers() -> Any:
+    """Have trainers forked from a process that has imported transformers."""
+    found = pytest.importorskip("transformers")
+    standby_with("tests.preload_transformers")
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder_of_gpt2(tmp_path_factory: pytest.TempPathFactory, transformers: Any) -> Path:
+    """A folder whose output layer is its embedding, as most of this kind are."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(3)
+    made = transformers.AutoConfig.for_model(**{**GPT2, "vocab_size": 64, "n_layer": 3})
+    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(folder)
+    return folder
+
+
+def job(folder: Path, rows: Path, hf: dict[str, Any]) -> str:
+    params = {"hf": hf, "max_tokens": 16}
+    return config(folder, rows, LANGUAGE, task={"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params})
+
+
+@pytest.fixture(scope="module")
+def of_gpt2(tmp_path_factory: pytest.TempPathFactory, few_rows: Path, folder_of_gpt2: Path) -> Path:
+    """A run of one process on that folder, untied."""
+    folder = tmp_path_factory.mktemp("one")
+    succeed(start([job(folder, few_rows, {"path": str(folder_of_gpt2), "config": UNTIED})]))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "how"),
+    [
+        (2, stages(2)),
+        (4, [*stages(2, kind="gpipe"), "--parallel.bucket_mb", "0.001"]),
+        (3, [*stages(3), "--parallel.recompute", "units"]),
+    ],
+)
+def test_stages_of_a_folders_model_have_the_bits_of_one_process(
+    tmp_path: Path, few_rows: Path, folder_of_gpt2: Path, of_gpt2: Path, num_ranks: int, how: list[str]
+) -> None:
+    """With dropout before and in the layers, and an output layer that begins as a copy of the embedding."""
+    run = job(tmp_path, few_rows, {"path": str(folder_of_gpt2), "config": UNTIED})
+    succeed(start([run, *how], num_ranks=num_ranks))
+    for what in ("weights_sha256", "metrics", "num_samples"):
+        assert result(tmp_path)[what] == result(of_gpt2)[what]
+    assert average_of(tmp_path) == average_of(of_gpt2)
+
+
+def test_commits_of_stages_go_on_at_other_degrees_and_export_to_the_same_folder(
+    tmp_path: Path, few_rows: Path, folder_of_gpt2: Path, of_gpt2: Path, transformers: Any
+) -> None:
+    """Each stage writes its own tensors; torch's own reader, one process and transformers find whole ones."""
+    run = job(tmp_path, few_rows, {"path": str(folder_of_gpt2), "config": UNTIED})
+    for until, num_stages, num_ranks in [(2, 2, 2), (3, 1, 1), (5, 3, 3)]:
+        succeed(start([run, *stages(num_stages), "--max_steps", str(until)], num_ranks=num_ranks))
+        if until == 2:
+            first, last = ("transformer.wpe", "transformer.h.0.ln_1"), ("transformer.h.1.ln_1", "lm_head")
+            for number, names in enumerate((first, last)):
+                assert {files_of(tmp_path, f"model.{name}.weight") for name in names} == {f"__{number}_0.distcp"}
+    newest_weights(tmp_path)
+    succeed(start([run, *stages(2)], num_ranks=4))
+    assert result(tmp_path)["weights_sha256"] == result(of_gpt2)["weights_sha256"]
+    weights = newest_weights(tmp_path)
+    exported = []
+    for name, folder in (("mine", tmp_path), ("theirs", of_gpt2)):
+        export_folder(open_trained(str(folder / "run")), tmp_path / name, is_merged=False)
+        exported.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert exported[0] == exported[1]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mine").state_dict()
+    assert loaded.keys() == weights.keys() and all(loaded[name].equal(tensor) for name, tensor in weights.items())
+
+
+def test_chunks_and_tensor_ranks_of_drawn_weights(tmp_path: Path, few_rows: Path) -> None:
+    """A pipeline and its schedule are in no bit: neither beside one process, nor beside tensor ranks alone."""
+    found = {}
+    for name, changes, num_ranks, how in (
+        ("one", {}, None, []),
+        ("chunks", {}, 2, stages(2, kind="interleaved")),
+        ("tensor", {"attention_dropout": 0.0}, 2, ["--parallel.tensor", "2"]),
+        ("both", {"attention_dropout": 0.0}, 4, ["--parallel.tensor", "2", *stages(2)]),
+    ):
+        folder = tmp_path / name
+        run = job(folder, few_rows, {"config": {**QWEN3, **changes}})
+        succeed(start([run, *how, "--max_steps", "4"], num_ranks=num_ranks))
+        found[name] = result(folder)["weights_sha256"], result(folder)["metrics"], average_of(folder)
+    assert found["chunks"] == found["one"] and found["both"] == found["tensor"]
+
+
+def test_validate_says_what_keeps_a_model_of_transformers_from_stages(
+    tmp_path: Path, few_rows: Path, folder_of_gpt2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it at once, and what to do."""
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", job(tmp_path, few_rows, {"path": str(folder_of_gpt2)}), *stages(4)])
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert ended.value.code == 2
+    assert "GPT2LMHeadModel has 3 layers, and each stage has one at least: set parallel.pipeline, or" in said
+    assert "has one matrix in the first stage and in the last: set task.params.hf.config.tie_word_embeddings" in said
