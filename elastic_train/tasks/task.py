@@ -164,7 +164,8 @@ class Deferring(Protocol):
     def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter by its first name, on the CPU, with the bits that `build_model` gives it.
 
-        What is drawn comes from torch's generator, which is where it is for `build_model`.
+        It may be of another type: what a rank holds of it is converted. What is drawn comes from torch's generator,
+        which is where it is for `build_model`.
         """
 
 

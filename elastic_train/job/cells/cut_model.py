@@ -127,7 +127,7 @@ class CutModel:
                 if name in self.cuts and id(parameters[name]) not in done:
                     done.add(id(parameters[name]))
                     parameters[name].grad = None
-                    parameters[name].data = self.cuts[name].part_of(tensor, place)
+                    parameters[name].data = self.cuts[name].part_of(tensor, place).to(parameters[name].dtype)
                 elif weights is not None and name not in self.cuts:
                     self.model.state_dict()[name].copy_(tensor)
         self.place = place

@@ -1,8 +1,9 @@
 """A folder's model before it has weights: these come from the folder's safetensors, one by one, as they are needed.
 
-A tensor is a view of its file's pages, so that of what a rank does not keep nothing is read. transformers itself says
-which parameter a file's tensor is. Whatever is not one tensor for one parameter (some are joined or split as they are
-loaded; other kinds of file) is not opened here: such a model is built whole, and has the bits that it always had.
+A tensor is a view of its file's pages, and of the file's type, so that of what a rank does not keep nothing is read.
+transformers itself says which parameter a file's tensor is. Whatever is not one tensor for one parameter (some are
+joined or split as they are loaded; other kinds of file) is not opened here: such a model is built whole, and has the
+bits that it always had.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class FolderWeights:
     drawn: Sequence[str]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter with the bits that `Source.build` gives it; what is drawn moves torch's generator."""
-        for name, tensor in _read(self.places):
-            yield name, tensor.to(self.source.dtype)
+        """Yield every parameter with the bits that `Source.build` gives it, if a copy is of that one's type; what is
+        drawn moves torch's generator."""
+        yield from _read(self.places)
         if self.drawn:
             yield from self._draw()
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.sharded.first_weights import without_memory
+from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.models.folder_weights import open_folder
 from elastic_train.tasks.models.hugging_face import Kind
 from tests.conftest import run_ranks, standby_with
 from tests.elastic_train.job.cells.test_stages import Subject, of_rank
@@ -40,3 +49,48 @@ def test_stages_of_transformers_compute_the_bits_of_the_whole(tmp_path: Path, si
     """Losses and gradients, of lanes of several shapes."""
     standby_with("tests.preload_transformers")
     run_ranks(of_rank_with_transformers, size, str(tmp_path), kind)
+
+
+def pages_of_folders() -> int:
+    """Return how many bytes of weights' files this process has mapped."""
+    found, is_weights = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and ":" not in words[0]:
+            is_weights = words[-1].endswith(".safetensors")
+        elif is_weights and words[0] == "Rss:":
+            found += 1024 * int(words[1])
+    return found
+
+
+def test_a_stage_reads_its_own_weights_of_a_folder(tmp_path: Path) -> None:
+    """Also where they are of another type than those that are trained."""
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 3}
+    config = transformers.AutoConfig.for_model(**{**LLAMA, **sizes, "tie_word_embeddings": False})
+    torch.manual_seed(3)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    task, parallel = CausalLM(hf={"path": str(tmp_path)}), ParallelConfig(pipeline=3)
+    assert task.source is not None
+    kind = Kind("AutoModelForCausalLM", task.source.load_config())
+    whole = task.source.build(kind)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    for place in range(3):
+        opened = open_folder(task.source, kind)
+        assert opened is not None
+        model = without_memory(opened[0], torch.device("cpu"))
+        plan = cell_plan_of(task, model, parallel)
+        assert plan is not None
+        most = 0
+
+        def counted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            nonlocal most
+            for one in weights:
+                yield one
+                most = max(most, pages_of_folders())
+
+        CutModel(model, plan, parallel.cell, CellLinks()).take_place(place, counted(opened[1]))
+        own = {name: one for name, one in model.named_parameters() if one.numel()}
+        assert all(one.equal(whole.get_parameter(name)) for name, one in own.items())
+        assert most < 0.7 * size, "a third is its own, and a page brings some around it"

@@ -92,6 +92,26 @@ def test_weights_that_come_one_by_one_have_the_bits_of_the_whole_model(
     assert all(buffers[name].equal(buffer) for name, buffer in whole.named_buffers())
 
 
+@pytest.mark.parametrize("config", [GPT2, {**LLAMA, "tie_word_embeddings": True}], ids=["gpt2", "llama"])
+def test_an_output_layer_that_is_untied_begins_as_a_copy_of_the_embedding(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """Only if that is asked for: a folder that just lacks the layer is not whole."""
+    folder = saved(tmp_path / "model", LM, config)
+    source = Source(folder, {"tie_word_embeddings": False})
+    kind = Kind(LM, source.load_config())
+    whole = source.build(kind)
+    head, embedding = whole.get_output_embeddings().weight, whole.get_input_embeddings().weight
+    assert head is not embedding and cast(Tensor, head).equal(cast(Tensor, embedding))
+    _, weights = opened(source, kind)
+    assert weights.keys() == dict(whole.named_parameters()).keys()
+    assert all(weights[name].equal(one) for name, one in whole.named_parameters())
+    lacking = Source(folder)
+    assert open_folder(lacking, kind) is None
+    with pytest.raises(ConfigError, match=r"lacks 1 of the weights .* first 'lm_head.weight'"):
+        lacking.build(kind)
+
+
 class OwnBytes(DeviceBytes):  # type: ignore[no-untyped-call]
     """Leaves files' pages out: what of them is not read is in no memory."""
 

@@ -34,8 +34,10 @@ MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "t
 def write_config(
     folder: Path, rows: Path, steps: int, parallel: Mapping[str, object], sizes: Mapping[str, object] = MODEL
 ) -> str:
-    """Write a job of a language model; where it is endless, each lane takes a while longer."""
-    params = {"model": sizes, "max_tokens": 16, "lane_ms": 40.0 if steps == ENDLESS else 0.0}
+    """Write a job of a language model, of transformers if `sizes` say so; where it is endless, each lane takes a while
+    longer."""
+    model = {"hf": {"config": sizes}} if "model_type" in sizes else {"model": sizes}
+    params = {**model, "max_tokens": 16, "lane_ms": 40.0 if steps == ENDLESS else 0.0}
     tree = {
         **JOB,
         "run": {"dir": str(folder / "run"), "seed": 5},

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from rendezvous import EtcdServer
+from tests.conftest import standby_with
+from tests.elastic_train.tasks.language_rows import LLAMA
 from tests.elastic_train.training.live.test_cells import MODEL, assert_nothing_is_lost
 from tests.elastic_train.training.live.test_live import etcd, nothing_left
 
@@ -29,6 +31,16 @@ def test_stages_that_die_cost_no_applied_step(
     """In whichever pass of its schedule; the bits are those of one process, which holds the whole model."""
     parallel, sizes = {"pipeline": 2, "schedule": kind}, {**MODEL, "depth": 4 if kind == "interleaved" else 2}
     assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={"pipeline": 1}, sizes=sizes)
+
+
+@pytest.mark.xdist_group("transformers")  # one process imports it
+def test_stages_of_transformers_that_die_cost_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """A newcomer has none of the weights until its peer in the other cell gives it those of its stage."""
+    pytest.importorskip("transformers")
+    standby_with("tests.preload_transformers")
+    sizes = {**LLAMA, "vocab_size": 64, "tie_word_embeddings": False, "attention_dropout": 0.1}
+    places = ["forward", "backward 7", "applied"]
+    assert_nothing_is_lost(tmp_path, rows, etcd, {"pipeline": 2}, places, alone={"pipeline": 1}, sizes=sizes)
 
 
 def test_a_third_cell_has_the_stage_that_two_have_lost(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
