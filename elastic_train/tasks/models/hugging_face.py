@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
@@ -170,8 +171,10 @@ def check_positions(model: PreTrainedModel, max_tokens: int) -> None:
 def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = None) -> None:
     """Refuse a model whose prediction for a token depends on the tokens after it: it would learn to copy them.
 
-    `weights` are taken in place of its own, if it has none.
+    `weights` are taken in place of its own, if it has none. Of one on fakes, which have no values, nothing is known.
     """
+    if any(isinstance(one, FakeTensor) for one in model.parameters()):
+        return
     was_training = model.training
     model.eval()
     with torch.no_grad():

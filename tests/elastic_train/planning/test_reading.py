@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elastic_train.config.sources import load_config
+from elastic_train.planning import reading
+from elastic_train.planning.arithmetic.catalogue import parse_cluster
+from elastic_train.planning.arithmetic.layouts import place_elements
 from elastic_train.planning.reading import Read, read_config
+from elastic_train.planning.search import Job, work_out
 from elastic_train.planning.tracing import REST, Trace
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.text_classifier import TextClassifier
+from tests.elastic_train.tasks.language_rows import LLAMA
 
 SHAPE = DecoderShape(vocabulary=512, dim=64, depth=3, heads=4, kv_heads=2, hidden=128)
 ROWS, TOKENS = 2, 48
@@ -110,6 +117,26 @@ def test_a_schedule_is_read_also_for_stages_that_only_the_plan_has(
     layout = read(rows, tmp_path, parallel=parallel).layout
     assert (layout.schedule, layout.interleave) == expected
     assert layout.pipeline == pipeline
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.xdist_group("transformers")  # one process imports it
+@pytest.mark.slow
+def test_a_model_of_transformers_is_read_without_memory_and_its_layers_are_dealt_to_stages(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MOST_REAL_BYTES", 0)  # nor would it be run for real
+    params = {"hf": {"config": {**LLAMA, "vocab_size": 64, "tie_word_embeddings": False}}, "max_tokens": 16}
+    task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}
+    found = read(rows, tmp_path, task=task, data={"train": str(rows / "train"), "too_long": "truncate"})
+    facts = found.facts
+    assert [unit.name for unit in facts.blocks] == ["model.layers.0", "model.layers.1"]
+    one, two = (place_elements(facts, replace(found.layout, pipeline=num), trained=True) for num in (1, 2))
+    assert two == facts.blocks[0].elements + facts.rest.elements / 2 and one == 2 * two
+    job = Job(facts, found.batch, parse_cluster("2xH100"), found.num_steps)
+    outcome = work_out(job, replace(found.layout, pipeline=2))
+    assert outcome.memory is not None and outcome.step is not None and not outcome.problems
+    assert outcome.memory.parts["weights"] == 4 * two and outcome.layout.runs_today
 
 
 @pytest.mark.parametrize(("name", "state"), [("adamw", 8), ("sgd", 0), ("muon", 4)])
