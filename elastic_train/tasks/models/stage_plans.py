@@ -64,7 +64,7 @@ def parts_of(model: nn.Module, num_stages: int) -> Parts:
             f"{where}: {kind} has {len(parts.layers)} layers, and each stage has one at least: set parallel.pipeline, "
             "or virtual_stages, lower"
         )
-    if not _ids(model, (*parts.before,)).isdisjoint(_ids(model, parts.after)):
+    if not _ids(model, parts.before).isdisjoint(_ids(model, parts.after)):
         wrong.append(
             f"{where}: {kind} has one matrix in the first stage and in the last: set "
             "task.params.hf.config.tie_word_embeddings to false, and the last stage begins with a copy"
@@ -78,8 +78,8 @@ def parts_of(model: nn.Module, num_stages: int) -> Parts:
 
 
 def check_runs_in_parts(model: nn.Module, parts: Parts) -> None:
-    """Run the model as a whole, and in stages of a layer each that have no weights but their own; ConfigError unless
-    both make the same bits.
+    """Run the model as it is trained, as a whole, and in stages of a layer each that have no weights but their own;
+    ConfigError unless both make the same bits.
 
     A model without weights is tried with stand-ins.
     """
@@ -92,8 +92,10 @@ def check_runs_in_parts(model: nn.Module, parts: Parts) -> None:
         return torch.func.functional_call(model, dict(held), (), inputs).logits  # type: ignore[no-any-return]
 
     made: Tensor | None = None
-    with _evaluating(model), torch.no_grad():
+    with _training(model), torch.no_grad():
+        torch.manual_seed(0)
         whole = run(weights)
+        torch.manual_seed(0)
         for modules in parts.dealt(len(parts.layers)):
             held = {**nothing, **{names[key]: weights[names[key]] for key in _ids(model, modules)}}
             try:
@@ -184,11 +186,13 @@ def _forwards(model: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> I
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _training(model: nn.Module) -> Iterator[None]:
+    """Run a model as it is trained, and leave torch's generator as it is."""
     was_training = model.training
-    model.eval()
+    model.train()
     try:
-        yield
+        with torch.random.fork_rng([]):
+            yield
     finally:
         model.train(was_training)
 

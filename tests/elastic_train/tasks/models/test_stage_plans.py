@@ -101,8 +101,9 @@ def test_what_cannot_run_in_stages_is_refused(changes: dict[str, Any], num_stage
 
 
 def test_a_model_whose_layers_need_more_than_a_stage_has_is_refused() -> None:
-    """A layer that reads a weight of another, one that draws on what was embedded, and a weight that no part has."""
-    model: Any = built({"model_type": "llama", **UNTIED})
+    """A layer that reads a weight of another, one that adds what was embedded, in training alone, and a weight that no
+    part has."""
+    model: Any = built({"model_type": "llama", **UNTIED}).eval()
     parts = parts_of(model, 3)
     layers = model.model.layers
     hook = layers[2].register_forward_hook(lambda *_: _[2] * layers[0].mlp.up_proj.weight[0, 0])
@@ -112,12 +113,13 @@ def test_a_model_whose_layers_need_more_than_a_stage_has_is_refused() -> None:
     embedded: list[Tensor] = []
     hooks = [
         model.model.embed_tokens.register_forward_hook(lambda *_: embedded.append(_[2])),
-        layers[2].register_forward_hook(lambda *_: _[2] + embedded[-1]),
+        layers[2].register_forward_hook(lambda *_: _[2] + model.training * embedded[-1]),
     ]
     with pytest.raises(ConfigError, match="does not run in stages: its layers, one by one, make something else than"):
         check_runs_in_parts(model, parts)
     for one in hooks:
         one.remove()
+    check_runs_in_parts(model, parts)
     model.model.extra = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"the plan of LlamaForCausalLM leaves out 'model.extra.weight'"):
         parts_of(model, 3)
