@@ -32,7 +32,7 @@ from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.models.stage_plans import Parts, check_runs_in_parts, parts_of, run_parts
-from elastic_train.tasks.models.tensor_plans import check_no_adapters, tensor_plan_of
+from elastic_train.tasks.models.tensor_plans import check_no_adapters, sequence_plan_of, tensor_plan_of
 from elastic_train.tasks.rows.token_parts import bias_of, part_of
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns, why_not_in_parts
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
@@ -194,14 +194,9 @@ class CausalLM:
         return TENSOR_PLAN
 
     def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
-        if not isinstance(model, Decoder):
-            raise ConfigError(
-                "parallel.sequence: true shares out tokens of the package's own decoder (task.params.model), not of "
-                "models of transformers: set it to false, or use parallel.recompute to keep less of each row"
-            )
         if wrong := why_not_in_parts(degree, self.max_tokens, has_fixed_width=self._fixed_width):
             raise ConfigError(f"parallel.sequence: true shares out rows between {degree} ranks: {wrong}")
-        return SEQUENCE_PLAN
+        return SEQUENCE_PLAN if isinstance(model, Decoder) else sequence_plan_of(model, degree)
 
     def stage_plan(self, model: nn.Module, num_stages: int) -> StagePlan:
         if not isinstance(model, Decoder):

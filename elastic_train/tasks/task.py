@@ -201,15 +201,16 @@ class Splitting(Protocol):
         """
 
 
-SequenceUse = Literal["split", "tokens", "dropout", "join"]
+SequenceUse = Literal["split", "enter", "tokens", "dropout", "gather", "join"]
 SequencePlan = Mapping[str, SequenceUse]
 """Which modules of a model run on some tokens of each row where tensor ranks share these out between the layers that
 are cut; names as in a `TensorPlan`. Tensors are (rows, tokens, size).
 
-`split`: with each rank's tokens of what it returns, that rank goes on. `tokens`: a module that runs on each rank's
-tokens, and whose parameters all have; their gradients are added. `dropout`: one without parameters that does, and draws
-for all tokens. `join`: one that gets all tokens again. Column layers get all tokens, too; row layers return some, and
-gradients of their biases are added."""
+`split`: with each rank's tokens of what it returns, that rank goes on. `enter`: a module that runs on each rank's
+tokens of its first argument. `gather`: one with column layers that gets all tokens of it. `tokens`: a module that runs
+on each rank's tokens, and whose parameters all have; their gradients are added. `dropout`: one without parameters that
+does, and draws for all tokens. `join`: one that gets all tokens again. Column layers get all tokens, too; row layers
+return some, and gradients of their biases are added."""
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -41,17 +41,23 @@ def hooks_of(model: nn.Module, plan: CellPlan, links: CellLinks) -> Iterator[Hoo
                 yield from _sums_of_gradients([module.bias], links)
         else:
             columns.setdefault(name.rpartition(".")[0], []).append(module)
-    for layers in columns.values():
-        yield from _gathering(layers, links) if plan.sequence else _sharing(layers, links)
+    for parent, layers in columns.items():
+        if plan.sequence:
+            whole = model.get_submodule(parent) if plan.sequence.get(parent) == "gather" else None
+            yield from _gathering(layers, whole, links)
+        else:
+            yield from _sharing(layers, links)
     for name, kind in plan.sequence.items():
         module = model.get_submodule(name)
         if kind == "tokens":
             yield from _sums_of_gradients(module.parameters(), links)
         elif kind == "split":
             yield module.register_forward_hook(lambda _, __, made: own_tokens(made, links))
+        elif kind == "enter":
+            yield _changing_first(module, partial(own_tokens, links=links))
         elif kind == "join":
             yield module.register_forward_pre_hook(lambda _, given: (all_tokens(given[0], links), *given[1:]))
-        else:
+        elif kind == "dropout":
             assert isinstance(module, nn.Dropout), "the plan was checked"
             yield _Replaced(module, partial(_drop, module, links))
 
@@ -67,9 +73,26 @@ def _sharing(layers: Sequence[nn.Linear], links: CellLinks) -> Iterator[Hook]:
     return (layer.register_forward_pre_hook(share) for layer in layers)
 
 
-def _gathering(layers: Sequence[nn.Linear], links: CellLinks) -> Iterator[Hook]:
+def _gathering(layers: Sequence[nn.Linear], whole: nn.Module | None, links: CellLinks) -> Iterator[Hook]:
+    """Give all tokens to layers, and to the module that they are in where that asks for their number."""
     once = _GatheredOnce(links, len(layers))
-    return (_Replaced(layer, partial(once, layer)) for layer in layers)
+    if whole is not None:
+        yield _changing_first(whole, once.begin)
+    for layer in layers:
+        yield _Replaced(layer, partial(once, layer))
+
+
+def _changing_first(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Hook:
+    """Give a module something else for its first argument, by place or by the name that transformers has for it."""
+
+    def before(
+        _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if arguments:
+            return (change(arguments[0]), *arguments[1:]), named
+        return (), {**named, "hidden_states": change(named["hidden_states"])}
+
+    return module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 class _SharedOnce:
@@ -98,9 +121,15 @@ class _GatheredOnce:
         self._last: GatheredInput | None = None
         self._num_left = 0
 
+    def begin(self, given: Tensor) -> Tensor:
+        """Return all tokens of an input that the layers will be given."""
+        self._last, self._num_left = GatheredInput(given, self._links), self._num_layers
+        return self._last.whole
+
     def __call__(self, layer: nn.Linear, given: Tensor) -> Tensor:
         if self._last is None or not self._last.is_of(given):
-            self._last, self._num_left = GatheredInput(given, self._links), self._num_layers
+            self.begin(given)
+        assert self._last is not None
         made, self._num_left = self._last.linear(layer.weight, layer.bias), self._num_left - 1
         if not self._num_left:
             self._last.forget()

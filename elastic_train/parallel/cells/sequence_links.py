@@ -54,22 +54,22 @@ class GatheredInput:
 
     def __init__(self, own: Tensor, links: CellLinks) -> None:
         self._own, self._group = own, links.group
-        self._whole = gathered(own, links.group)
+        self.whole = gathered(own, links.group)
         self._again: Tensor | None = None
         self._num_left = 0
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a layer; it keeps this rank's tokens of its input alone."""
         self._num_left += weight.requires_grad
-        return _Linear.apply(self._whole, self._own.detach(), weight, bias, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _Linear.apply(self.whole, self._own.detach(), weight, bias, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def is_of(self, own: Tensor) -> bool:
-        """Say whether this is what has been gathered of a rank's tokens."""
-        return self._own is own
+    def is_of(self, given: Tensor) -> bool:
+        """Say whether this is what has been gathered of a rank's tokens, or is given as all of them."""
+        return given is self._own or given is self.whole
 
     def forget(self) -> None:
         """Keep nothing of the input: all layers have had it."""
-        del self._own, self._whole
+        del self._own, self.whole
 
     def again(self, own: Tensor) -> Tensor:
         """Return the whole input once more, given this rank's tokens; as often as layers need it."""

@@ -53,7 +53,7 @@ def parts_of(model: nn.Module, num_stages: int) -> Parts:
     Raises ConfigError, with every reason, if it has no plan, fewer layers, or a matrix in two stages.
     """
     kind, where = type(model).__name__, f"parallel.pipeline, in {num_stages} stages"
-    parts = _planned(model)
+    parts = planned(model)
     if parts is None:
         raise ConfigError(
             f"{where}: models of transformers need a plan (base_model_pp_plan), and {kind} has none: {_INSTEAD}"
@@ -197,7 +197,7 @@ def _training(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _planned(model: nn.Module) -> Parts | None:
+def planned(model: nn.Module) -> Parts | None:
     """Return the parts that the model's plan names, or ours for its kind."""
     inner: Any = model
     base, plan = f"{inner.base_model_prefix}.", inner._pp_plan or _PLANS.get(inner.config.model_type, ())

@@ -1,4 +1,4 @@
-"""How ranks share a model of transformers: by the plan for tensor parallelism that it brings.
+"""How ranks share a model of transformers, and the tokens of its rows: by the plans that it brings.
 
 Column and row layers are cut as the plan says, and norms of single heads get their gradients from all ranks. What the
 plan gathers at once, and embeddings, stay whole, as in the package's own decoder: the results are the same.
@@ -6,13 +6,14 @@ plan gathers at once, and embeddings, stay whole, as in the package's own decode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from elastic_train.errors import ConfigError
-from elastic_train.tasks.task import TensorPlan, TensorUse
+from elastic_train.tasks.models.stage_plans import planned
+from elastic_train.tasks.task import SequencePlan, SequenceUse, TensorPlan, TensorUse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -24,8 +25,11 @@ _USES: Mapping[str, TensorUse] = {
 }
 _WHOLE = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise", "replicate")
 _INSTEAD = "set it to 1, or use parallel.shards to hold less on each rank"
+_ALL_TOKENS = "set it to false, or use parallel.recompute to keep less of each row"
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob")
+_DROPOUT_MODULES = ("embd_pdrop", "resid_pdrop")
+"""What comes before the layers, or is a module of each."""
 
 
 def tensor_plan_of(model: nn.Module, degree: int) -> TensorPlan:
@@ -49,6 +53,60 @@ def tensor_plan_of(model: nn.Module, degree: int) -> TensorPlan:
             )
     _check_attention(inner.config.get_text_config(), degree)
     return {f"{prefix}{name}": _USES[style] for name, style in styles.items() if style in _USES}
+
+
+def sequence_plan_of(model: nn.Module, degree: int) -> SequencePlan:
+    """Return how so many tensor ranks share out a model's tokens; ConfigError if they cannot.
+
+    Masks and positions are made of all tokens before the first layer, so tokens are split where that begins. Attention
+    asks what it is given for its number of tokens, so what has column layers in it gets all of them.
+    """
+    kind, parts, cut = type(model).__name__, planned(model), tensor_plan_of(model, degree)
+    if parts is None:
+        raise ConfigError(
+            f"parallel.sequence: true needs models of transformers that name their layers (base_model_pp_plan), and "
+            f"{kind} does not: {_ALL_TOKENS}"
+        )
+    _check_no_dropouts(model)
+    uses: dict[str, SequenceUse] = {parts.layers[0]: "enter", parts.after[0]: "join"}
+    inside = f"{parts.layers[0].rpartition('.')[0]}.*."
+    cut = {name.removeprefix(inside): use for name, use in cut.items() if name.startswith(inside)}
+    for layer in parts.layers:
+        for name, use in _uses_in(model.get_submodule(layer), cut):
+            if use is None:
+                raise ConfigError(
+                    f"parallel.sequence: true: '{layer}.{name}' of {kind} is not cut, and cannot run on some tokens: "
+                    f"{_ALL_TOKENS}"
+                )
+            uses[f"{inside}{name}"] = use
+    return uses
+
+
+def _uses_in(layer: nn.Module, cut: Mapping[str, TensorUse]) -> Iterator[tuple[str, SequenceUse | None]]:
+    """Yield what becomes of the modules of a layer, None for one that needs all tokens; what is cut is named as in it.
+
+    One that has parameters and no modules is a norm.
+    """
+    for name, child in layer.named_children():
+        columns = [one for one, use in cut.items() if use == "column" and one.startswith(f"{name}.")]
+        if columns:
+            for parent in dict.fromkeys(one.rpartition(".")[0] for one in columns):
+                yield parent, "gather"
+        elif isinstance(child, nn.Dropout):
+            yield name, "dropout"
+        elif any(True for _ in child.parameters()):
+            yield name, None if any(True for _ in child.children()) else "tokens"
+
+
+def _check_no_dropouts(model: nn.Module) -> None:
+    """Refuse dropout within what is cut, which would leave out the same of each rank's tokens."""
+    config: Any = model.config
+    for name, share in config.get_text_config().to_dict().items():
+        if "drop" in name and name not in _DROPOUT_MODULES and isinstance(share, float) and share:
+            raise ConfigError(
+                f"parallel.sequence: true shares out tokens, and task.params.hf.config.{name} is {share}: all ranks "
+                "would leave out the same of theirs; set it to 0, or parallel.sequence to false"
+            )
 
 
 def check_no_adapters(lora: Mapping[str, Any] | None, key: str) -> None:

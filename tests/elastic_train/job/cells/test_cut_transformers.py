@@ -22,6 +22,7 @@ from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.sequence_classifier import SequenceClassifier
 from tests.conftest import run_ranks, standby_with
 from tests.elastic_train.job.cells.test_cut_model import compare, run_once
+from tests.elastic_train.job.cells.test_sequence import compare_tokens
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS
 
 pytestmark = WITH_TRANSFORMERS
@@ -75,6 +76,36 @@ def test_parts_of_models_of_transformers_compute_what_the_whole_does(tmp_path: P
     run_ranks(of_rank_with_transformers, size, str(tmp_path))
 
 
+WITH_SOME_TOKENS = tuple(kind for kind in FAMILIES if kind != "olmo2")
+
+
+def with_dropout(kind: str) -> nn.Module:
+    """The same with dropout where that is a module of layers."""
+    model = model_of_transformers(kind)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+    return model
+
+
+def of_rank_with_some_tokens(rank: int, size: int, folder: str) -> None:
+    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+    for kind in WITH_SOME_TOKENS:
+        task = CausalLM(hf={"config": {"model_type": kind, **SIZES}}, max_tokens=16)
+        share = (0.8 if size == 2 else 0.6) if kind == "llama" else 1.0  # others have wide heads beside the rest
+        compare_tokens(partial(with_dropout, kind), task, group, share=share, tolerance=1e-4)
+    group.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_with_some_tokens_of_models_of_transformers_compute_what_those_with_all_do(
+    tmp_path: Path, size: int
+) -> None:
+    """Outputs have the bits of tensor ranks alone, as have all gradients but those of norms and row layers' biases."""
+    standby_with("tests.preload_transformers")
+    run_ranks(of_rank_with_some_tokens, size, str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("changes", "degree", "message"),
     [
@@ -102,6 +133,26 @@ def test_what_cannot_be_cut_of_transformers_is_refused(changes: dict[str, Any], 
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     with pytest.raises(ConfigError, match=message):
         cell_plan_of(CausalLM(hf={"config": config}), model, ParallelConfig(tensor=degree))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "olmo2"}, "'model.layers.0.self_attn' of Olmo2ForCausalLM is not cut, and cannot run on some"),
+        ({"model_type": "starcoder2", "residual_dropout": 0.1}, "hf.config.residual_dropout is 0.1: .*; set it to 0"),
+        ({"model_type": "gpt2"}, "2 cuts models of transformers that bring a plan .*, and GPT2LMHeadModel has none"),
+    ],
+)
+def test_models_of_transformers_whose_tokens_cannot_be_shared_out_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {**SIZES, **changes}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    with pytest.raises(ConfigError, match=message):
+        cell_plan_of(CausalLM(hf={"config": config}), model, ParallelConfig(tensor=2, sequence=True))
 
 
 def test_a_model_that_has_one_of_transformers_is_cut_there() -> None:

@@ -99,19 +99,29 @@ def test_commits_of_stages_go_on_at_other_degrees_and_export_to_the_same_folder(
 
 
 def test_chunks_and_tensor_ranks_of_drawn_weights(tmp_path: Path, few_rows: Path) -> None:
-    """A pipeline and its schedule are in no bit: neither beside one process, nor beside tensor ranks alone."""
+    """A pipeline and its schedule are in no bit: neither beside one process, nor beside tensor ranks alone, with all
+    tokens or some; nor is the number of cells."""
     found = {}
+    no_dropout, tensor = {"attention_dropout": 0.0}, ["--parallel.tensor", "2"]
+    tokens = [*tensor, "--parallel.sequence", "true"]
     for name, changes, num_ranks, how in (
         ("one", {}, None, []),
         ("chunks", {}, 2, stages(2, kind="interleaved")),
-        ("tensor", {"attention_dropout": 0.0}, 2, ["--parallel.tensor", "2"]),
-        ("both", {"attention_dropout": 0.0}, 4, ["--parallel.tensor", "2", *stages(2)]),
+        ("tensor", no_dropout, 2, tensor),
+        ("tensor in stages", no_dropout, 4, [*tensor, *stages(2)]),
+        ("tokens", no_dropout, 2, tokens),
+        ("tokens in stages", no_dropout, 4, [*tokens, *stages(2), "--parallel.recompute", "units"]),
+        ("tokens in two cells", no_dropout, 4, tokens),
     ):
         folder = tmp_path / name
         run = job(folder, few_rows, {"config": {**QWEN3, **changes}})
         succeed(start([run, *how, "--max_steps", "4"], num_ranks=num_ranks))
         found[name] = result(folder)["weights_sha256"], result(folder)["metrics"], average_of(folder)
-    assert found["chunks"] == found["one"] and found["both"] == found["tensor"]
+    assert found["chunks"] == found["one"] and found["tensor in stages"] == found["tensor"]
+    assert found["tokens in stages"] == found["tokens in two cells"] == found["tokens"]
+    weights = [newest_weights(tmp_path / name) for name in ("tensor", "tokens")]
+    for name, one in weights[0].items():
+        torch.testing.assert_close(weights[1][name], one, rtol=0, atol=2e-5)
 
 
 def test_validate_says_what_keeps_a_model_of_transformers_from_stages(
