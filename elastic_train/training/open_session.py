@@ -78,6 +78,7 @@ def _open_in(process: Process, world: World) -> Session:
     tracker = start_tracker(process, world, head)
     cadence, clock = open_cadence(process, world, head), StepClock(world.group)
     buffers = open_buffers(plan, world, state, kind, assigned)
+    stage = _open_stage(plan, world, state)
     session = Session(
         plan=plan,
         world=world,
@@ -94,8 +95,8 @@ def _open_in(process: Process, world: World) -> Session:
         tracker=tracker,
         holes=_holes(process, world, stuck),
         reduction=kind,
-        auditor=_open_auditor(plan, world, state, kind, buffers, assigned),
-        stage=_open_stage(plan, world, state),
+        auditor=_open_auditor(plan, world, state, kind, buffers, assigned, stage),
+        stage=stage,
         context=_open_context(plan, world),
         clock=clock,
         page=process.page,
@@ -139,7 +140,13 @@ def _open_context(plan: Plan, world: World) -> Context | None:
 
 
 def _open_auditor(
-    plan: Plan, world: World, state: AppliedState, kind: Reduction, buffers: BufferMean, assigned: Assignment
+    plan: Plan,
+    world: World,
+    state: AppliedState,
+    kind: Reduction,
+    buffers: BufferMean,
+    assigned: Assignment,
+    stage: Stage | None,
 ) -> Auditor | None:
     """Return what has lanes computed twice; None where none is to be, or ranks may round differently."""
     every = plan.config.run.audit_lanes
@@ -148,7 +155,7 @@ def _open_auditor(
     return (
         None
         if every is None or kind == "fast"
-        else Auditor(every, plan, state, buffers, assigned, world.group, world.mesh, world.cell)
+        else Auditor(every, plan, state, buffers, assigned, world.group, world.mesh, world.cell, stage)
     )
 
 

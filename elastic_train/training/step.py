@@ -192,9 +192,11 @@ class _StagePasses:
 
     def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
         reach("backward")
-        with self._sums[one.chunk].lane(self._lanes[one.number].lane):
+        lane = self._lanes[one.number].lane
+        with self._sums[one.chunk].lane(lane):
             if made is not None and made.requires_grad:
-                torch.autograd.backward(made, gradient)
+                with _audited(self._session, lane):
+                    torch.autograd.backward(made, gradient)
         self._session.clock.mark("backward")
 
     def waited(self) -> None:

@@ -24,6 +24,8 @@ from elastic_train.core.lanes import Assignment, lane_seed
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.auditing.choice import Audit, audits_of, others
+from elastic_train.job.auditing.staged_lane import sums_of_stage
+from elastic_train.job.cells.stage import Stage, key_of
 from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
@@ -51,7 +53,8 @@ class WrongGradient:
 class Auditor:
     """A rank's part in the audits of one world, in which one lane of `every` is computed twice.
 
-    `group` has all ranks, `cell` those of this one's cell, None where every rank is a replica.
+    `group` has all ranks, `cell` those of this one's cell, None where every rank is a replica; `stage` is this one's
+    in it, None where a cell does not run in stages.
     """
 
     def __init__(
@@ -64,13 +67,14 @@ class Auditor:
         group: Group,
         mesh: Mesh,
         cell: Group | None,
+        stage: Stage | None,
     ) -> None:
         self._every, self._plan, self._state = every, plan, state
         self._buffers, self._assigned = buffers, assigned
-        self._group, self._mesh, self._cell = group, mesh, cell
+        self._group, self._mesh, self._cell, self._stage = group, mesh, cell, stage
         self._parameters = [one for one in state.model.parameters() if one.requires_grad]
         self._audits: Sequence[Audit] = ()
-        self._seen: dict[int, int] = {}
+        self._seen: dict[int, list[int]] = {}
 
     def begin(self) -> None:
         """Choose the next step's lanes."""
@@ -78,25 +82,28 @@ class Auditor:
 
     @contextlib.contextmanager
     def watching(self, lane: int) -> Iterator[None]:
-        """Look at the gradient that the backward pass inside gives, if the lane is one of those."""
+        """Look at the gradient that the backward pass inside gives, if the lane is one of those.
+
+        Each chunk of a stage has a pass of its own.
+        """
         if all(audit.lane != lane for audit in self._audits):
             yield
             return
-        sums = [0] * len(self._parameters)
+        sums = self._seen.setdefault(lane, [0] * len(self._parameters))
         hooks = [one.register_hook(_noting(sums, number)) for number, one in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-        self._seen[lane] = _joined(sums)
 
     def compare(self, holes: Sequence[Hole]) -> list[WrongGradient]:
         """Compute again what other owners have computed, and return what differs, alike on all ranks."""
         if not self._audits:
             return []
         mesh, num = self._mesh, len(self._audits)
-        seen = [self._seen.get(audit.lane, _NOTHING) for audit in self._audits]
+        sums = [self._seen.get(audit.lane) for audit in self._audits]
+        seen = [_NOTHING if one is None else _joined(one) for one in sums]
         again = [self._compute(one.lane, holes) if one.auditor == mesh.owner else _NOTHING for one in self._audits]
         rows = self._group.all_gather(torch.tensor([*seen, *again])).tolist()
         found = list[WrongGradient]()
@@ -133,6 +140,8 @@ class Auditor:
         devices = [plan.device] if plan.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._buffers.untouched():
             seed_generators(lane_seed(plan.config.run.seed, state.step, lane))
+            if self._stage is not None:
+                return _joined(sums_of_stage(self._stage, plan, state, key_of(batch), tensors, self._parameters))
             with plan.autocast():
                 loss = plan.task.loss(state.model, tensors)
             gradients = torch.autograd.grad(state.scaler.scale(loss.total), self._parameters, allow_unused=True)

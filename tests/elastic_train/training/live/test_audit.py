@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from chaos.judge.evidence.run_files import Evidence
 from chaos.tasks.orders import done_by, give
 from rendezvous import EtcdServer
-from tests.elastic_train.training.jobs import history
+from tests.conftest import start
+from tests.elastic_train.training.jobs import history, result, succeed
+from tests.elastic_train.training.live.test_cells import MODEL
+from tests.elastic_train.training.live.test_cells import write_config as write_cells
 from tests.elastic_train.training.live.test_live import (
     etcd,
     eventually,
@@ -28,23 +32,39 @@ __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
 STEPS, FIRST = 60, 10
 
 
-def test_a_rank_that_computes_wrongly_is_named(
-    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
-) -> None:
-    """The step is repeated, with lane and samples in the event; other steps have none."""
-    path, points = Path(write_config(tmp_path, rows, STEPS, lane_ms=20.0)), tmp_path / "points"
+def assert_named(folder: Path, etcd: EtcdServer, config: str, num_ranks: int, num_right: int) -> Evidence:
+    """Have a rank compute one gradient wrongly: it is named, with lane and samples, and the step is repeated."""
+    path, points = Path(config), folder / "points"
     tree = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**tree, "run": {**tree["run"], "audit_lanes": 1}}))
+    tree["run"]["audit_lanes"], tree["task"]["params"]["lane_ms"] = 1, 20.0
+    path.write_text(yaml.safe_dump(tree))
     points.mkdir()
-    job = launch(tmp_path, etcd, str(path), ranks=3, nnodes="1:1", ELASTIC_FAILPOINTS=str(points))
-    eventually(lambda: any(int(str(line["step"])) >= FIRST for line in history(tmp_path, "step")), f"step {FIRST}")
+    job = launch(folder, etcd, str(path), ranks=num_ranks, nnodes="1:1", ELASTIC_FAILPOINTS=str(points))
+    eventually(lambda: any(int(str(line["step"])) >= FIRST for line in history(folder, "step")), f"step {FIRST}")
     assert give(points, "flip_gradient")
-    run, log = finish(job, tmp_path)
-    assert weights(run) == undisturbed(STEPS)
+    run, log = finish(job, folder)
     [pid] = re.findall(r"process (\d+) flipped a bit of the gradient", str(done_by(points, "flip_gradient")))
     [event] = [line for line in run.of("event") if line["kind"] == "wrong_gradient"]
     ranks = {line["pid"]: line["rank"] for line in run.of("form")}
     assert event["of_rank"] == ranks[int(pid)], log
-    assert (event["value"], event["usual"]) == (1, 4)
+    assert (event["value"], event["usual"]) == (1, num_right)
     assert event["lane"] in range(4) and len(event["samples"]) == 6
     assert not run.of("rollback")
+    return run
+
+
+def test_a_rank_that_computes_wrongly_is_named(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
+) -> None:
+    """By the auditor's computation, and one more of all ranks; other steps have no event."""
+    config = write_config(tmp_path, rows, STEPS)
+    assert weights(assert_named(tmp_path, etcd, config, num_ranks=3, num_right=4)) == undisturbed(STEPS)
+
+
+def test_a_stage_that_computes_wrongly_is_named(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """In one of its chunks; each place of two cells is compared, in the audit and once more."""
+    sizes, parallel = {**MODEL, "depth": 4}, {"pipeline": 2, "schedule": "interleaved"}
+    config = write_cells(tmp_path, rows, STEPS, parallel, sizes)
+    run = assert_named(tmp_path, etcd, config, num_ranks=4, num_right=7)
+    succeed(start([write_cells(tmp_path / "alone", rows, STEPS, {}, sizes)]))
+    assert weights(run) == result(tmp_path / "alone")["weights_sha256"]

@@ -11,7 +11,7 @@ from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.cli.main import main
 from tests.conftest import start
-from tests.elastic_train.training.jobs import average_of, config, result, succeed
+from tests.elastic_train.training.jobs import average_of, config, history, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import newest_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]  # one run to compare with
@@ -43,11 +43,11 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Pat
     ("num_ranks", "how"),
     [
         (2, stages(2)),
-        (4, [*stages(2, kind="gpipe"), "--parallel.bucket_mb", "0.001"]),
+        (4, [*stages(2, kind="gpipe"), "--parallel.bucket_mb", "0.001", "--run.audit_lanes", "1"]),
         (4, stages(4)),
         (6, [*stages(3), "--parallel.recompute", "units"]),
         (2, [*stages(2, kind="interleaved"), "--parallel.recompute", "units"]),
-        (4, [*stages(2, kind="interleaved"), "--parallel.bucket_mb", "0.001"]),
+        (4, [*stages(2, kind="interleaved"), "--parallel.bucket_mb", "0.001", "--run.audit_lanes", "2"]),
     ],
 )
 def test_stages_have_the_bits_of_one_process(
@@ -58,6 +58,7 @@ def test_stages_have_the_bits_of_one_process(
     for what in ("weights_sha256", "metrics", "num_samples"):
         assert result(tmp_path)[what] == result(one_process)[what]
     assert average_of(tmp_path) == average_of(one_process)
+    assert not [line for line in history(tmp_path, "event") if line["kind"] == "wrong_gradient"], "cells compute alike"
 
 
 def test_stages_of_tensor_ranks_have_the_bits_of_one_stage(tmp_path: Path, few_rows: Path) -> None:
