@@ -107,6 +107,7 @@ class CausalLM:
         self.source, self.lora = None if hf is None else Source.of(hf), lora
         check_base(self.source, lora)
         self._parts: Parts | None = None
+        self._runs_as_listed: bool | None = None
         self.max_tokens, self.z_loss = max_tokens, z_loss
         self.balance_loss, self.router_z_loss = balance_loss, router_z_loss
         self._tokens, self._fixed_width = tokens, fixed_width
@@ -166,9 +167,11 @@ class CausalLM:
         if opened is None:
             return None
         model, self._first_weights = opened
-        check_positions(model, self.max_tokens)
-        check_causal(model, stand_ins(model))
-        return model if runs_as_listed(model, input_ids=torch.tensor([[0, 1]])) else None
+        if self._runs_as_listed is None:  # it takes two passes of the whole model, once
+            check_positions(model, self.max_tokens)
+            check_causal(model, stand_ins(model))
+            self._runs_as_listed = runs_as_listed(model, input_ids=torch.tensor([[0, 1]]))
+        return model if self._runs_as_listed else None
 
     def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
         return drawn_weights(self._shape) if self.source is None else iter(self._first_weights)

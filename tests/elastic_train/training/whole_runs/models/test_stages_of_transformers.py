@@ -99,14 +99,14 @@ def test_commits_of_stages_go_on_at_other_degrees_and_export_to_the_same_folder(
 
 
 def test_chunks_and_tensor_ranks_of_drawn_weights(tmp_path: Path, few_rows: Path) -> None:
-    """A pipeline and its schedule are in no bit: neither beside one process, nor beside tensor ranks alone, with all
-    tokens or some; nor is the number of cells."""
-    found = {}
+    """A pipeline and its schedule are in no bit: neither beside one process, in bf16, nor beside tensor ranks alone,
+    with all tokens or some; nor is the number of cells."""
+    found, bf16 = {}, ["--precision", "bf16"]
     no_dropout, tensor = {"attention_dropout": 0.0}, ["--parallel.tensor", "2"]
     tokens = [*tensor, "--parallel.sequence", "true"]
     for name, changes, num_ranks, how in (
-        ("one", {}, None, []),
-        ("chunks", {}, 2, stages(2, kind="interleaved")),
+        ("one", {}, None, bf16),
+        ("chunks", {}, 2, [*bf16, *stages(2, kind="interleaved")]),
         ("tensor", no_dropout, 2, tensor),
         ("tensor in stages", no_dropout, 4, [*tensor, *stages(2)]),
         ("tokens", no_dropout, 2, tokens),
