@@ -78,7 +78,7 @@ gpu: setup
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	{ echo "gpu: torch finds no GPU on this machine: nothing was tested, and nothing has passed"; exit 1; }
 	@echo "gpu: jobs, faults and NCCL on this machine's devices"
-	@ELASTIC_TRAIN_GPU_TESTS=cuda $(PYTEST) tests/gpu
+	@ELASTIC_TRAIN_GPU_TESTS=cuda $(PYTEST) $(ON_EVERY_CORE) tests/gpu
 	@echo "gpu: speed, memory and saves beside a plain loop"
 	@$(RUN) -m benchmarks.gpu --write docs/benchmarks.md
 

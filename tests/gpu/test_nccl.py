@@ -20,7 +20,7 @@ from tests.conftest import run_ranks
 from tests.elastic_train.parallel.test_gradient_sum import LANES, train
 from tests.gpu.conftest import DEVICE
 
-pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="NCCL needs a GPU")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(DEVICE != "cuda", reason="NCCL needs a GPU")]
 
 
 def device_of_rank(rank: int) -> torch.device:

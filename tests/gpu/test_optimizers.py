@@ -11,6 +11,7 @@ from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.cuts import shows_no_cut
 from tests.gpu.test_training import hash_of
 
+pytestmark = pytest.mark.slow
 RECIPES: dict[str, dict[str, object]] = {
     "sgd": {"name": "sgd", "options": {"momentum": 0.9}},
     "muon": {"name": "muon"},

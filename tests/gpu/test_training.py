@@ -22,6 +22,7 @@ from tests.elastic_train.training.live.test_live import (
 )
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
+pytestmark = pytest.mark.slow
 STEPS = 30
 
 
