@@ -31,13 +31,15 @@ class _Later:
 
 
 class _Placeholder(ModuleType):
-    """Has every name."""
+    """Has every name but Python's own, by which others look at modules: that of its file, or of its folder."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, loader=None)
 
     def __getattr__(self, name: str) -> _Later:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return _Later(self.__name__, name)
 
 

@@ -67,3 +67,12 @@ def test_a_failed_import_leaves_no_placeholder() -> None:
     with pytest.raises(ImportError), _later("no_such_library"):
         importlib.import_module("no_such_other_library")
     assert "no_such_library" not in sys.modules
+
+
+def test_others_that_look_at_all_modules_find_nothing_odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchvision does, which torchmetrics imports where it is installed: each module is asked for its file."""
+    (tmp_path / "one_that_looks.py").write_text("import inspect, sys\nfound = inspect.getframeinfo(sys._getframe())\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with _later(NAME):
+        looked = importlib.import_module("one_that_looks")
+    assert looked.found.filename == str(tmp_path / "one_that_looks.py")
