@@ -68,8 +68,16 @@ class FakeWork:
     def is_completed(self) -> bool:
         return self._is_done or self._error is not None
 
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """Return what torch calls a WorkResult, which it knows once it has looked: 0 of what has not failed."""
+        result: torch.futures.Future[int] = torch.futures.Future()
+        if self.is_completed():
+            result.set_result(0 if self._error is None else 2)
+        return result
+
     def exception(self) -> BaseException | None:
-        return self._error
+        """NCCL's raises this, too, whatever it has to return."""
+        raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
 
 
 class FakeDevice:

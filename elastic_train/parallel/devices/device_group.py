@@ -27,6 +27,8 @@ from rendezvous.waiting import LOOK_EVERY_S, GivenUp, begin
 T = TypeVar("T")
 ABORT_S = 10.0
 """How long an abort may take, and the device to be free after it; what is wrong then would not be mended by waiting."""
+_SUCCESS, _FAILURES = 0, {1: "it took too long", 2: "a peer or the connection to it is gone"}
+"""What torch calls a WorkResult."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 
 
@@ -128,8 +130,8 @@ def _await(is_done: Callable[[], bool], works: Sequence[Any], is_broken: Callabl
     for pause_s in _pauses():
         if is_done():
             break
-        _check(works)
         if time.monotonic() >= look_at:
+            _check(works)
             if is_broken():
                 raise GivenUp
             if look_at > deadline:
@@ -140,9 +142,16 @@ def _await(is_done: Callable[[], bool], works: Sequence[Any], is_broken: Callabl
 
 
 def _check(works: Sequence[Any]) -> None:
+    """Raise RuntimeError if one has failed, by what torch's own thread has found when it last looked.
+
+    On NCCL neither `exception` nor `is_success` can be asked for that: the first raises TypeError, whatever it has to
+    return, and the other says that it is deprecated. `is_completed` is true of what has failed, too.
+    """
     for work in works:
-        if work.is_completed() and (error := work.exception()) is not None:
-            raise RuntimeError(str(error))
+        found = work.get_future_result()
+        if found.done() and found.value() != _SUCCESS:
+            what = _FAILURES.get(found.value(), "why is not known")
+            raise RuntimeError(f"an operation between devices has failed ({what})")
 
 
 def _pauses() -> Iterator[float]:
