@@ -31,9 +31,10 @@ from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.errors import WeightsDifferError
 from elastic_train.job.majority import name_others
 from elastic_train.job.optimizers.parameter_groups import regroup, set_rates
+from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_gradient_sum
 from elastic_train.parallel.group import Group
-from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
+from elastic_train.shards.norm import clip_factor, total_norm
 
 T = TypeVar("T")
 
@@ -218,7 +219,7 @@ class ReplicatedState:
         """They are."""
 
     def measure(self) -> Tensor:
-        squares = grain_squares(split_grains(self._gradients()))
+        squares = squares_of_tensors(self._gradients())
         return torch.tensor(total_norm(squares.numpy()), dtype=torch.float64)
 
     def norm_of(self, gathered: Tensor) -> Tensor:

@@ -61,13 +61,14 @@ def _narrowed(grains: Sequence[Tensor], width: int) -> Iterator[Float64s]:
     num_rows = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // width)
     scratch = torch.empty(min(num_rows, len(grains)), width, dtype=torch.float64, device=device)
     for lo in range(0, len(grains), num_rows):
-        some = grains[lo : lo + num_rows]
+        some = list(grains[lo : lo + num_rows])
         table, length = scratch[: len(some)], width
-        for row, grain in zip(table, some, strict=True):
+        rows = list(table.unbind())
+        for number, grain in enumerate(some):
             if grain.numel() < width:
-                row[grain.numel() :].zero_()
-                row = row[: grain.numel()]
-            row.copy_(grain)
+                rows[number][grain.numel() :].zero_()
+                rows[number] = rows[number][: grain.numel()]
+        torch._foreach_copy_(rows, some)
         table.mul_(table)
         while length > _NARROW:
             length //= 2

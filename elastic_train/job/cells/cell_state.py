@@ -37,10 +37,11 @@ from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.cells.chunk_sum import ChunkSum
 from elastic_train.parallel.cells.expert_sum import ExpertSum
+from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.shards.grains import GRAIN
-from elastic_train.shards.norm import grain_squares, split_grains, total_norm
+from elastic_train.shards.norm import total_norm
 
 Float64s = npt.NDArray[np.float64]
 T = TypeVar("T")
@@ -119,7 +120,7 @@ class CellState(ReplicatedState):
     def measure(self) -> Tensor:
         """Return the sums of squares of the grains of what this rank holds of the gradient, and zeros after them."""
         measured = torch.zeros(self.num_grains, dtype=torch.float64)
-        squares = grain_squares(split_grains(self._gradients()))
+        squares = squares_of_tensors(self._gradients())
         measured[: len(squares)] = squares
         return measured
 

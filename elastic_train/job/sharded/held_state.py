@@ -47,13 +47,14 @@ from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.shared_weights import grain_run
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state_shards import stillness_of
+from elastic_train.parallel.devices.squares import squares_of_grains
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.parallel.owned_sum import OwnedSum, Shares
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.holdings import Run, circle_of, held, runs_of
-from elastic_train.shards.norm import clip_factor, grain_squares
+from elastic_train.shards.norm import clip_factor
 from elastic_train.shards.owners import owned_by_some
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat
@@ -249,7 +250,7 @@ class HeldState:
         seating = self.seated
         squares = torch.zeros(max(1, *(grains.size for grains in seating.trained)), dtype=torch.float64)
         if self._views:
-            squares[: len(self._views)] = grain_squares(self._views)
+            squares[: len(self._views)] = squares_of_grains(self._views)
         return squares
 
     def norm_of(self, gathered: Tensor) -> Tensor:

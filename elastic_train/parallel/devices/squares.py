@@ -1,0 +1,123 @@
+"""The squares of grains wherever they are: on a GPU by one kernel, elsewhere by `shards.norm`, to the same bits.
+
+By operations of torch a GPU takes a launch for each grain and fifteen passes over memory: a tenth of a large model's
+step. Where Triton is missing or cannot compile, that is what remains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.shards.grains import GRAIN
+from elastic_train.shards.norm import grain_squares, split_grains
+
+log = logging.getLogger(__name__)
+_WIDTH = 256
+_BLOCK = 1 << 14
+"""Grains that are folded at once: 32 MiB of rows."""
+Fold = Callable[[Tensor, Tensor, torch.dtype], None]
+"""Folds grains, given by their addresses and lengths, to rows of squares, float64, shape (grains, _WIDTH)."""
+
+
+def squares_of_tensors(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the squares of each grain of whole tensors, float64, shape (grains,), on the CPU.
+
+    In the layout's order: tensor by tensor. All are on one device.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    fold = _fold_of(filled)
+    if fold is None:
+        return grain_squares(split_grains(filled))
+    return _squares(fold, [tensor.reshape(-1) for tensor in filled])
+
+
+def squares_of_grains(grains: Sequence[Tensor]) -> Tensor:
+    """Return the same of grains: vectors of at most GRAIN elements, all on one device."""
+    fold = _fold_of(grains)
+    return grain_squares(grains) if fold is None else _squares(fold, grains)
+
+
+def _fold_of(tensors: Sequence[Tensor]) -> Fold | None:
+    """Return what folds such tensors in one pass, if anything does."""
+    return cuda_fold() if tensors and tensors[0].is_cuda else None
+
+
+def _squares(fold: Fold, flats: Sequence[Tensor]) -> Tensor:
+    """Return the squares of the grains of vectors, in order; vectors of one type are folded together."""
+    lengths = np.array([flat.numel() for flat in flats], dtype=np.int64)
+    ends = np.cumsum(-(-lengths // GRAIN))
+    folded, numbers = list[Tensor](), list[Int64s]()
+    for dtype in dict.fromkeys(flat.dtype for flat in flats):
+        some = [number for number, flat in enumerate(flats) if flat.dtype == dtype]
+        whole = [flats[number].contiguous() for number in some]
+        places = torch.from_numpy(_places(whole)).to(whole[0].device)
+        folded += [_fold_block(fold, block, dtype) for block in torch.split(places, _BLOCK)]
+        numbers += [np.arange(ends[number - 1] if number else 0, ends[number]) for number in some]
+    sums = np.empty(int(ends[-1]))
+    sums[np.concatenate(numbers)] = torch.cat(folded).cpu().numpy()
+    return torch.from_numpy(sums)
+
+
+def _fold_block(fold: Fold, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the squares of some grains, float64, on their device."""
+    rows, width = torch.empty(len(places), _WIDTH, dtype=torch.float64, device=places.device), _WIDTH
+    fold(places, rows, dtype)
+    while width > 1:
+        width //= 2
+        rows[:, :width].add_(rows[:, width : 2 * width])
+    return rows[:, 0].clone()
+
+
+def _places(flats: Sequence[Tensor]) -> Int64s:
+    """Return the address and the length of each grain of vectors of one type, in order, shape (grains, 2)."""
+    lengths = np.array([flat.numel() for flat in flats], dtype=np.int64)
+    counts = -(-lengths // GRAIN)
+    before = np.concatenate([np.arange(count) for count in counts]) * GRAIN
+    starts = np.repeat(np.array([flat.data_ptr() for flat in flats], dtype=np.int64), counts)
+    left = np.repeat(lengths, counts) - before
+    return np.stack([starts + before * flats[0].element_size(), np.minimum(left, GRAIN)], axis=1)
+
+
+@functools.cache
+def cuda_fold() -> Fold | None:
+    """Return the kernel, tried once; None where Triton is not installed, or cannot compile (it needs a C compiler)."""
+    try:
+        fold = triton_fold()
+        _squares(fold, [torch.ones(3, device="cuda")])
+    except ImportError:
+        return None
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises
+        log.warning("gradients' norms take longer on this device than they need to: Triton cannot compile (%s)", error)
+        return None
+    return fold
+
+
+def triton_fold() -> Fold:
+    """Return the kernel; raises ImportError without Triton."""
+    import triton.language as tl
+
+    from elastic_train.parallel.devices.squares_kernel import fold_squares
+
+    types = {
+        torch.float32: tl.float32,
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+        torch.float64: tl.float64,
+    }
+
+    def fold(places: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
+        with torch.cuda.device(places.device) if places.is_cuda else contextlib.nullcontext():
+            # A square is exact in float64 but a float64's, which a fused multiplication and addition would round later.
+            fold_squares[(len(places),)](
+                places, rows, width=_WIDTH, dtype=types[dtype], num_warps=8, enable_fp_fusion=False
+            )
+
+    return fold

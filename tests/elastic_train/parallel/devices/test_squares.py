@@ -1,0 +1,65 @@
+"""What a kernel is given of a gradient, and where its squares go: with a kernel that reads memory by the address."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.parallel.devices import squares
+from elastic_train.parallel.devices.squares import squares_of_grains, squares_of_tensors
+from elastic_train.shards.grains import GRAIN
+from elastic_train.shards.norm import grain_squares, split_grains
+
+TYPES = (torch.float32, torch.bfloat16, torch.float64)
+WIDTH = 256
+
+
+def fold(places: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
+    """Fold the squares of each grain to a row, as the kernel does, from its address and its length alone."""
+    for row, (address, numel) in zip(rows, places.tolist(), strict=True):
+        memory = (ctypes.c_byte * (numel * dtype.itemsize)).from_address(address)
+        values = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8).copy()).view(dtype).double()
+        table = torch.zeros(GRAIN, dtype=torch.float64)
+        table[:numel] = values
+        table = (table * table).view(GRAIN // WIDTH, WIDTH)
+        while len(table) > 1:
+            table = table[: len(table) // 2] + table[len(table) // 2 :]
+        row.copy_(table[0])
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0, 1, 3, 255, 257, 30_000, GRAIN, GRAIN + 1, 2 * GRAIN]), st.sampled_from(TYPES)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 3),
+)
+def test_a_kernel_gets_each_grain_and_its_square_the_place_of_the_grain(
+    tensors: list[tuple[int, torch.dtype]], seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(numel, generator=draw, dtype=torch.float64).to(dtype) for numel, dtype in tensors]
+    filled = [tensor for tensor in drawn if tensor.numel()]
+    if not filled:
+        return
+    expected = torch.cat([grain_squares([grain]) for grain in split_grains(filled)])
+    assert torch.equal(squares._squares(fold, filled), expected)
+    assert torch.equal(squares_of_tensors(drawn), grain_squares(split_grains(drawn)))
+
+
+def test_many_grains_are_folded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(squares, "_BLOCK", 2)
+    grains = list(torch.randn(5, 1000, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(squares._squares(fold, grains), squares_of_grains(grains))
+    transposed = torch.randn(30, 40).t()
+    assert torch.equal(squares._squares(fold, [transposed.reshape(-1)]), squares_of_tensors([transposed]))
+
+
+def test_nothing_has_no_squares() -> None:
+    assert squares_of_tensors([torch.empty(0)]).tolist() == squares_of_grains([]).tolist() == []
