@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from elastic_train.checkpoint.format.layout import Leaves, Part
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.errors import StorageError
+from elastic_train.parallel.devices.host_memory import pinned
 from elastic_train.system.huge_pages import on_huge_pages
 
 _ALIGNMENT = 64
@@ -36,8 +38,8 @@ class Buffer:
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         try:
-            self._memory = on_huge_pages(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned))
-        except RuntimeError as error:
+            self._memory = pinned(num_bytes) if is_pinned else on_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
+        except (RuntimeError, MemoryError) as error:
             why = str(error).splitlines()[0]
             raise StorageError(f"cannot allocate {num_bytes} bytes of host memory to stage a save: {why}") from error
         self._part: Part | None = None
@@ -65,20 +67,32 @@ class Buffer:
 
 
 class Staging:
-    """A process's staging memory, over all of its worlds."""
+    """A process's staging memory, over all of its worlds; several threads may ask for it."""
 
     def __init__(self) -> None:
         self._buffer: Buffer | None = None
+        self._lock = threading.Lock()
 
     def buffer(self, num_bytes: int, *, is_pinned: bool) -> Buffer:
         """Return the buffer, replaced if it is too small; the last save must have ended, or be unable to publish.
 
         Raises StorageError if the host's memory is short.
         """
-        if self._buffer is None or not self._buffer.fits(num_bytes, is_pinned=is_pinned):
-            self._buffer = None  # freed before the new one is allocated
-            self._buffer = Buffer(num_bytes, is_pinned=is_pinned)
-        return self._buffer
+        with self._lock:
+            if self._buffer is None or not self._buffer.fits(num_bytes, is_pinned=is_pinned):
+                self._buffer = None  # freed before the new one is allocated
+                self._buffer = Buffer(num_bytes, is_pinned=is_pinned)
+            return self._buffer
+
+    def prepare(self, num_bytes: int) -> None:
+        """Make pinned memory beside what the process does next, so that no save waits for it; one that needs it says
+        what is wrong with it."""
+
+        def make() -> None:
+            with contextlib.suppress(StorageError):
+                self.buffer(num_bytes, is_pinned=True)
+
+        threading.Thread(target=make, name="staging memory", daemon=True).start()
 
 
 class Staged:
@@ -135,7 +149,7 @@ class Snapshot:
         self._event = torch.cuda.Event() if self._device is not None else None  # type: ignore[no-untyped-call]
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
-        self.num_bytes = sum(_aligned(slot.frame.size) for slot in part.slots)
+        self.num_bytes = staged_bytes(part)
 
     @property
     def is_on_device(self) -> bool:
@@ -147,11 +161,10 @@ class Snapshot:
         Raises StorageError if a tensor has changed since the boundary.
         """
         views = buffer.views_of(self.part)
-        with self._stream() as await_copy:
-            for lo, hi in self._runs():
+        with self._asking() as asked:
+            for lo, hi, await_run in asked(views):
                 check()
-                torch._foreach_copy_(views[lo:hi], self._tensors[lo:hi], non_blocking=True)
-                await_copy()
+                await_run()
                 self._check_unchanged(lo, hi)
                 advance(hi)
         self._tensors = []
@@ -182,18 +195,40 @@ class Snapshot:
             yield lo, len(self.part.slots)
 
     @contextlib.contextmanager
-    def _stream(self) -> Iterator[Callable[[], None]]:
-        """Copy on a separate stream, after all that was launched before the boundary; yield what waits for it."""
+    def _asking(self) -> Iterator[Callable[[Sequence[Tensor]], Iterable[tuple[int, int, Callable[[], object]]]]]:
+        """Yield what copies to views, run by run, and returns what waits for each: a device is asked for all at once.
+
+        Then it copies at its full rate, whatever else this process does. All is copied on a stream of its own, after
+        what was launched before the boundary, and at the end nothing is being copied any more.
+        """
         if self._event is None:
-            yield lambda: None
+            yield lambda views: ((lo, hi, partial(self._copy_run, views, lo, hi)) for lo, hi in self._runs())
             return
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_event(self._event)
-        try:
+
+        def ask(views: Sequence[Tensor]) -> list[tuple[int, int, Callable[[], object]]]:
+            asked: list[tuple[int, int, Callable[[], object]]] = []
             with torch.cuda.stream(stream):
-                yield stream.synchronize
+                for lo, hi in self._runs():
+                    self._copy_run(views, lo, hi)
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record(stream)
+                    asked.append((lo, hi, event.synchronize))
+            return asked
+
+        try:
+            yield ask
         finally:
             stream.synchronize()
+
+    def _copy_run(self, views: Sequence[Tensor], lo: int, hi: int) -> None:
+        torch._foreach_copy_(list(views[lo:hi]), self._tensors[lo:hi], non_blocking=True)
+
+
+def staged_bytes(part: Part) -> int:
+    """Return how many bytes of staging memory a part takes."""
+    return sum(_aligned(slot.frame.size) for slot in part.slots)
 
 
 def _at_boundary(tensor: Tensor, is_still: bool) -> Tensor:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from elastic_train.checkpoint import discover, read_state
-from elastic_train.checkpoint.saving.staging import Snapshot, Staged
+from elastic_train.checkpoint.saving import staging
+from elastic_train.checkpoint.saving.staging import Snapshot, Staged, Staging
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Sink
 from elastic_train.errors import StorageError
@@ -148,3 +149,32 @@ def test_a_change_while_the_beginning_is_written_fails_the_save(
     assert ended is not None and ended.commit is None and "'model.b' changed while it was read" in str(ended.error)
     assert store.num_files == 1
     assert discover(store).head is None and store.list("data/") == []
+
+
+def test_memory_that_is_being_made_is_waited_for_and_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that comes before it is there takes it, too; where there is none, it is the save that says so."""
+    is_asked, may_go, num_made = threading.Event(), threading.Event(), []
+
+    def pinned(num_bytes: int) -> torch.Tensor:
+        is_asked.set()
+        assert may_go.wait(DEADLINE_S)
+        num_made.append(num_bytes)
+        if num_bytes > 100:
+            raise MemoryError("no more pages")
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(staging, "pinned", pinned)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    memory, taken = Staging(), []
+    memory.prepare(100)
+    assert is_asked.wait(DEADLINE_S)
+    save = threading.Thread(target=lambda: taken.append(memory.buffer(80, is_pinned=True)), daemon=True)
+    save.start()
+    may_go.set()
+    save.join(DEADLINE_S)
+    assert num_made == [100] and taken == [memory.buffer(100, is_pinned=True)]
+    is_asked.clear()
+    memory.prepare(200)
+    assert is_asked.wait(DEADLINE_S)
+    with pytest.raises(StorageError, match="cannot allocate 200 bytes of host memory to stage a save: no more pages"):
+        memory.buffer(200, is_pinned=True)
