@@ -23,6 +23,7 @@ from elastic_train.parallel import exchange
 from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.training import commits, step
 from elastic_train.training.session import Session
+from elastic_train.training.step import Unread
 from elastic_train.training.step_sums import LaneSums
 from rendezvous.etcd import connection
 
@@ -58,7 +59,7 @@ def rank_seeded_dropout() -> None:
     """Random numbers of a forward pass are drawn from the rank, not from the lane."""
     run_lane, rank = step._run_lane, [0]
 
-    def run_on_rank(session: Session, batch: LaneBatch) -> LaneSums:
+    def run_on_rank(session: Session, batch: LaneBatch) -> LaneSums | Unread:
         rank[0] = session.world.group.rank
         return run_lane(session, batch)
 

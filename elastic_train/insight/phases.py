@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 Phase = Literal["data", "to_device", "forward", "backward", "wait", "exchange", "optimizer", "save", "rest"]
 PHASES: tuple[Phase, ...] = (
     *("data", "to_device", "forward", "backward", "wait", "exchange", "optimizer", "save", "rest"),
 )
+COMPUTED: tuple[Phase, ...] = ("to_device", "forward", "backward")
+"""What a device does of a lane."""
 SLOW_RATIO = 1.5
 """A rank that computes for so many times the median is named: what ranks do in a step is alike but for noise."""
 
@@ -64,11 +66,22 @@ class Exchanging(Protocol):
     def round_trip_s(self) -> float: ...
 
 
-class StepClock:
-    """Measures the phases of a rank's steps from mark to mark; `row` says what has passed since the last row."""
+class Computing(Protocol):
+    """What a clock asks of a device that does its work after the calls that ask for it (`DeviceTimes`)."""
 
-    def __init__(self, group: Exchanging | None = None) -> None:
-        self._group = group
+    def note(self, phase: str) -> None: ...
+    def take(self, phases: Collection[str]) -> dict[str, float]: ...
+
+
+class StepClock:
+    """Measures the phases of a rank's steps from mark to mark; `row` says what has passed since the last row.
+
+    With a device, what its lanes took together is what passed on the host until all were done, and the device says how
+    much of that was forward, and how much backward.
+    """
+
+    def __init__(self, group: Exchanging | None = None, device: Computing | None = None) -> None:
+        self._group, self._device = group, device
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._last_s = 0.0
         self.listener: Callable[[Phase, float], None] | None = None
@@ -87,6 +100,8 @@ class StepClock:
         seconds, self._last_s = now - self._last_s, now
         if self.listener is not None:
             self.listener(phase, seconds)
+        if self._device is not None:
+            self._device.note(phase)
         if (group := self._group) is not None and group.waited_s != self._waited_s:
             if phase not in ("wait", "save"):
                 waited_s = min(seconds, group.waited_s - self._waited_s)
@@ -96,13 +111,25 @@ class StepClock:
         self._spent[phase] += seconds
 
     def row(self) -> list[float | int]:
-        """Return what `RankFacts` says of the time since the last row, in its order, and begin anew."""
+        """Return what `RankFacts` says of the time since the last row, in its order, and begin anew.
+
+        A device must have done its lanes by now.
+        """
         self.mark("rest")
+        if self._device is not None:
+            self._divide(self._device.take(COMPUTED))
         _, beside_s, num_bytes = self._counters()
         hidden = [beside_s - self._beside_s, num_bytes - self._num_bytes]
         self._beside_s, self._num_bytes = beside_s, num_bytes
         spent, self._spent = self._spent, dict.fromkeys(PHASES, 0.0)
         return [*spent.values(), *hidden, self._group.round_trip_s() if self._group is not None else 0.0]
+
+    def _divide(self, by_device: Mapping[str, float]) -> None:
+        """Divide what the lanes took among its phases as a device has spent it."""
+        host_s, device_s = sum(self._spent[phase] for phase in COMPUTED), sum(by_device.values())
+        if device_s > 0:
+            for phase in COMPUTED:
+                self._spent[phase] = host_s * by_device[phase] / device_s
 
     def _counters(self) -> tuple[float, float, int]:
         group = self._group

@@ -23,6 +23,7 @@ from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
+from elastic_train.parallel.devices.device_times import device_times_of
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_sum
 from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import hazards
@@ -76,7 +77,7 @@ def _open_in(process: Process, world: World) -> Session:
     gradients = sum_of_gradients(state, kind, world.owners, plan.num_lanes)
     saves = open_saves(process, world, head)
     tracker = start_tracker(process, world, head)
-    cadence, clock = open_cadence(process, world, head), StepClock(world.group)
+    cadence, clock = open_cadence(process, world, head), StepClock(world.group, device_times_of(plan.device))
     buffers = open_buffers(plan, world, state, kind, assigned)
     stage = _open_stage(plan, world, state)
     session = Session(

@@ -7,8 +7,9 @@ which a rank runs its stage of each. Nothing of the applied state changes here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +48,14 @@ from elastic_train.training.step_sums import (
     StepSums,
     fold,
 )
+
+
+class Unread(NamedTuple):
+    """What one lane gave, as `LaneSums`, while its loss is still being computed by a device."""
+
+    loss: Tensor
+    weight: float
+    buffers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +132,18 @@ def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSum
         return {batch.lane: LaneSums() for batch in lanes}
     session.gradients.begin(session.lanes)
     session.buffers.begin(session.lanes)
-    results = {}
+    results: dict[int, LaneSums | Unread] = {}
     if session.stage is not None:
         results = _run_stage(session, session.stage, lanes)
     else:
         for batch in lanes:
             with session.gradients.lane(batch.lane), session.buffers.lane(batch.lane, is_empty=batch.tensors is None):
                 results[batch.lane] = _run_lane(session, batch)
+    read = _read(results)
+    session.clock.mark("backward")
     session.gradients.serve()
     session.buffers.restore()
-    return results if session.context is None else _add_parts(session, session.context, results)
+    return read if session.context is None else _add_parts(session, session.context, read)
 
 
 def _add_parts(session: Session, context: Context, results: dict[int, LaneSums]) -> dict[int, LaneSums]:
@@ -148,12 +159,28 @@ def _add_parts(session: Session, context: Context, results: dict[int, LaneSums])
     return {lane: replace(one, loss=added[lane][0], weight=added[lane][1]) for lane, one in results.items()}
 
 
+def _given(loss: Tensor, weight: float, buffers: int = 0) -> LaneSums | Unread:
+    """Return what a lane gave; where a device computes it, without waiting: the next lane is asked for meanwhile."""
+    loss = loss.detach()
+    return Unread(loss, weight, buffers) if loss.is_cuda else LaneSums(float(loss), weight, buffers)
+
+
+def _read(results: Mapping[int, LaneSums | Unread]) -> dict[int, LaneSums]:
+    """Return what lanes gave, once a device has computed it, and all that it was asked before."""
+    unread = [one.loss.double() for one in results.values() if isinstance(one, Unread)]
+    losses = iter(torch.stack(unread).tolist() if unread else ())
+    return {
+        lane: LaneSums(next(losses), one.weight, one.buffers) if isinstance(one, Unread) else one
+        for lane, one in results.items()
+    }
+
+
 def _is_readable(cell: Group, lanes: Sequence[LaneBatch]) -> bool:
     """Say whether all ranks of a cell have all samples of its lanes, alike on all of them."""
     return not bool(cell.all_gather(torch.tensor(int(any(batch.unreadable for batch in lanes)))).any())
 
 
-def _run_stage(session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums]:
+def _run_stage(session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums | Unread]:
     """Run this rank's stage of its replica's lanes; the last stage alone learns what they give."""
     passes = _StagePasses(session, stage, lanes)
     session.clock.mark("rest")
@@ -169,7 +196,7 @@ class _StagePasses:
     def __init__(self, session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> None:
         self._session, self._stage, self._lanes = session, stage, lanes
         self._keys, self._sums = [key_of(batch) for batch in lanes], by_chunk(session.gradients)
-        self.results = {batch.lane: LaneSums() for batch in lanes}
+        self.results: dict[int, LaneSums | Unread] = {batch.lane: LaneSums() for batch in lanes}
 
     def key(self, number: int) -> Hashable | None:
         return self._keys[number]
@@ -187,7 +214,7 @@ class _StagePasses:
         session.clock.mark("forward")
         if isinstance(made, Tensor):
             return made
-        self.results[batch.lane] = LaneSums(float(made.total.detach()), made.weight)
+        self.results[batch.lane] = _given(made.total, made.weight)
         return session.state.scaler.scale(made.total)
 
     def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
@@ -203,7 +230,7 @@ class _StagePasses:
         self._session.clock.mark("wait")
 
 
-def _run_lane(session: Session, batch: LaneBatch) -> LaneSums:
+def _run_lane(session: Session, batch: LaneBatch) -> LaneSums | Unread:
     """Add one lane's gradient. A lane without samples adds zero."""
     if batch.tensors is None:
         return LaneSums()
@@ -221,9 +248,9 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums:
     reach("backward")
     with _audited(session, batch.lane):
         torch.autograd.backward(session.state.scaler.scale(loss.total))
-    total = float(loss.total.detach())  # a device has computed it, and the gradients, by then
+    given = _given(loss.total, loss.weight, session.buffers.digest())
     clock.mark("backward")
-    return LaneSums(total, loss.weight, session.buffers.digest())
+    return given
 
 
 def _audited(session: Session, lane: int) -> contextlib.AbstractContextManager[None]:

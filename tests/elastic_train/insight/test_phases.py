@@ -70,6 +70,24 @@ def test_phases_add_up_to_the_time_between_rows(now: SimpleNamespace) -> None:
     assert facts_of(clock.row()) == facts(optimizer_s=0.75)
 
 
+def test_a_device_says_how_its_lanes_are_divided(now: SimpleNamespace) -> None:
+    """A host has soon asked for everything, and then waits: together forward and backward take as long as it waited."""
+    noted: list[str] = []
+    taken = [{"to_device": 0.5, "forward": 1.5, "backward": 2.0}, {"to_device": 0.0, "forward": 0.0, "backward": 0.0}]
+    device = SimpleNamespace(note=noted.append, take=lambda phases: {phase: taken[0][phase] for phase in phases})
+    clock = StepClock(device=device)
+    clock.start()
+    marks: list[tuple[Phase, float]] = [("data", 11.0), ("forward", 11.25), ("backward", 19.0)]
+    for phase, now.s in marks:
+        clock.mark(phase)
+    assert facts_of(clock.row()) == facts(data_s=1.0, to_device_s=1.0, forward_s=3.0, backward_s=4.0)
+    assert noted == ["data", "forward", "backward", "rest"]
+    del taken[0]
+    now.s = 20.0
+    clock.mark("backward")
+    assert facts_of(clock.row()) == facts(backward_s=1.0), "of a device that has computed nothing the host's time stays"
+
+
 def test_what_is_waited_for_peers_within_a_phase_is_exchange(now: SimpleNamespace) -> None:
     """A backward pass that waits for gradients is no slower than one that does not; what a save waits is its own."""
     group = SimpleNamespace(num_bytes=100, waited_s=5.0, beside_s=1.0, round_trip_s=lambda: 0.25)
