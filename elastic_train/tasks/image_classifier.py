@@ -21,9 +21,9 @@ from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.extras import needed_for
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.images.options import Augmentation, Normalisation
+from elastic_train.tasks.images.small_resnet import ResNetShape, SmallResNet
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
 from elastic_train.tasks.models.hugging_face import Kind, Source
-from elastic_train.tasks.models.small_resnet import ResNetShape, SmallResNet
 from elastic_train.tasks.rows.classes import check_columns, check_label, check_same_classes, count_classes, label_of
 from elastic_train.tasks.task import Batch, LaneLoss
 
