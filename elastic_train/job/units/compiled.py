@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Hashable, Iterator
 from importlib.metadata import version
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class CompiledBlocks:
 
     def _wrap(self, name: str, block: nn.Module) -> None:
         plain = block.forward
-        compiled = torch.compile(plain, dynamic=False, options=_OPTIONS)
+        compiled = torch.compile(_with_own_code(plain, name), dynamic=False, options=_OPTIONS)
 
         def forward(*arguments: Any, **named: Any) -> Any:
             return self._run(name, block, plain, compiled, arguments, named)
@@ -119,6 +120,21 @@ class CompiledBlocks:
                 "computed without compiled kernels, as all such are: give rows one length, or set compile to false",
                 ", ".join(map(str, call[1:])),
             )
+
+
+def _with_own_code(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a method whose code no other block's has.
+
+    What is compiled is kept with the code, and each call goes through all of it: with the same code for all, a block of
+    a deep model is found after it was compared with every other one, which keeps a GPU waiting for its host.
+    """
+    function = getattr(forward, "__func__", None)
+    if not isinstance(function, FunctionType):
+        return forward
+    code = function.__code__.replace(co_name=f"{function.__code__.co_name} of {name or 'the model'}")
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(own, forward.__self__)  # type: ignore[attr-defined]
 
 
 def _kind_of(arguments: Any) -> tuple[Hashable, ...]:

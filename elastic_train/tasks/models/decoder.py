@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from elastic_train.tasks.models.causal_attention import causal_attention, is_compiled_for
 from elastic_train.tasks.models.experts import MixtureOfExperts, RouterLosses
 
 _WIDTH_MULTIPLE = 64
@@ -113,9 +114,12 @@ class Attention(nn.Module):
         value = self._heads(self.v(x))
         if gather is not None:
             key, value = gather(torch.stack((key, value))).unbind(0)
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.is_grouped
-        )
+        if mask is None and is_compiled_for(query):
+            attended = causal_attention(query, key, value, is_grouped=self.is_grouped)
+        else:
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.is_grouped
+            )
         return self.o(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -80,6 +80,24 @@ def test_calls_of_the_first_micro_batch_alone_are_compiled(
     assert compiled_calls == [(3, 4)] * 2
 
 
+def test_what_is_compiled_of_a_block_is_kept_with_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps it with the code, and compares a call with all of it: of a deep model, with every other block's."""
+    given: list[Any] = []
+
+    def compile_(forward: Any, **_: Any) -> Any:
+        given.append(forward)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    model, inputs = Net().train(), torch.ones(3, 4)
+    expected = model(inputs)
+    with CompiledBlocks(model).learning():
+        assert torch.equal(model(inputs), expected)
+    codes = [forward.__code__ for forward in given]
+    assert len(set(codes)) == len(codes) == 2 and Block.forward.__code__ not in codes
+    assert [code.co_name for code in codes] == ["forward of blocks.0", "forward of blocks.1"]
+
+
 def test_what_is_compiled_tells_ranks_apart(compiled_calls: list[tuple[int, ...]]) -> None:
     """By shapes and by names, not by the numbers in a tensor."""
     described = []

@@ -1,0 +1,50 @@
+"""Compiled blocks on a device: one hash in every world, and attention that has the same bits every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from elastic_train.tasks.models.causal_attention import causal_attention
+from tests.gpu.conftest import DEVICE
+from tests.gpu.test_training import hash_of
+
+pytestmark = pytest.mark.slow
+
+
+def test_worlds_that_share_a_device_have_one_hash(tmp_path: Path, rows: Path, device: str) -> None:
+    task = {
+        "path": "elastic_train.tasks.causal_lm:CausalLM",
+        "params": {"max_tokens": 16, "model": {"dim": 32, "depth": 2, "heads": 2, "kv_heads": 1, "vocabulary": 64}},
+    }
+    data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
+    keys: dict[str, object] = {"task": task, "data": data, "compile": True, "precision": "bf16"}
+    found = {num: hash_of(tmp_path / str(num), rows, device, num, **keys) for num in (None, 2)}
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has no backward pass of it")
+@pytest.mark.parametrize("num_tokens", [64, 300, 512])
+def test_compiled_attention_is_causal_and_repeats_itself(num_tokens: int) -> None:
+    """Its gradients, too: what torch would take instead has others each time, or takes twice as long."""
+    draw = torch.Generator("cuda").manual_seed(1)
+    shapes = ((2, 4, num_tokens, 32), (2, 2, num_tokens, 32), (2, 2, num_tokens, 32))
+    given = [torch.randn(shape, device="cuda", generator=draw).bfloat16().requires_grad_() for shape in shapes]
+    back = torch.randn(shapes[0], device="cuda", generator=draw).bfloat16()
+
+    def outputs(attend: object) -> list[torch.Tensor]:
+        attended = attend(*given)  # type: ignore[operator]
+        return [attended, *torch.autograd.grad(attended, given, back)]
+
+    compiled = torch.compile(lambda *of: causal_attention(*of, is_grouped=True), dynamic=False)
+    first, plain = (
+        outputs(compiled),
+        outputs(lambda *of: F.scaled_dot_product_attention(*of, is_causal=True, enable_gqa=True)),
+    )
+    for mine, theirs in zip(first, plain, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0.03, rtol=0.03)
+    for _ in range(5):
+        assert all(torch.equal(*pair) for pair in zip(first, outputs(compiled), strict=True))
