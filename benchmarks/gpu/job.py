@@ -11,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import torch._dynamo.config
 import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
 from elastic_train.data.dataset.manifest import build_manifest
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.models.decoder import Block, Decoder, DecoderShape
 
 NUM_LANES, LR = 4, 3e-4
 GIB = 1 << 30
@@ -94,8 +95,13 @@ def write_job(folder: Path, size: Size, device: str, *, num_steps: int, **change
 class PlainLoop:
     """A loop in plain PyTorch: bf16 by autocast, gradients added up over the micro-batches, clipping, fused AdamW."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, compile: bool = False) -> None:
         self._model, self._device = model.to(device).train(), device
+        if compile:  # block by block, as the trainer does
+            torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 4096
+            for block in model.modules():
+                if isinstance(block, Block):
+                    block.compile(dynamic=False)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=device.type == "cuda")
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu.job import NUM_LANES, SIZES, PlainLoop, write_job
+from benchmarks.gpu.job import NUM_LANES, SIZES, PlainLoop, Size, write_job
 from elastic_train.config.sources import load_config
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import LaneBatch
@@ -24,7 +26,13 @@ from elastic_train.training.session import Session
 
 P = ParamSpec("P")
 T = TypeVar("T")
-WARM_TURNS, AFTER_SAVE = 2, 4
+WARM_TURNS, BETWEEN_SAVES = 4, 8
+MEMORY = Path("/dev/shm")
+Lanes = Sequence[LaneBatch]
+
+
+class Enough(BaseException):
+    """Ends a job whose last commit nobody needs."""
 
 
 def in_process(measure: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
@@ -33,96 +41,154 @@ def in_process(measure: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         return pool.submit(measure, *args, **named).result()
 
 
-class Watch:
-    """Notes when the trainer asks for a step, with the device at rest, and lets a plain loop take the same one."""
+def scratch(size: Size) -> str | None:
+    """Return a folder in memory if that has room for three commits, else None: disks say nothing of a trainer."""
+    needed = 3 * 12 * size.num_parameters
+    return str(MEMORY) if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > needed else None
 
-    def __init__(self, device: torch.device, plain: PlainLoop | None = None) -> None:
-        self._device, self._plain = device, plain
-        self.ours_s: list[float] = []
-        self.plain_s: list[float] = []
 
-    def train(self, config: str) -> None:
-        """Train a job to its end; no time is noted of its last step, which ends it."""
-        steps = Session.steps
-        with mock.patch.object(Session, "steps", lambda session: self._between(steps(session))):
+def train_while(config: str, between: Callable[[Session, Iterator[Lanes]], Iterator[Lanes]]) -> None:
+    """Train a job whose steps pass through a generator, until that raises Enough."""
+    steps = Session.steps
+    with mock.patch.object(Session, "steps", lambda session: between(session, steps(session))):
+        try:
             train(load_config(config))
+        except Enough:
+            return
+    raise AssertionError("the job has ended before what was to be measured of it")
 
-    def _between(self, steps: Iterator[Sequence[LaneBatch]]) -> Iterator[Sequence[LaneBatch]]:
+
+class Watch:
+    """Times a job's steps, with the device at rest, and after each the same step of other loops."""
+
+    def __init__(self, device: torch.device, loops: Mapping[str, Callable[[Lanes], None]], num_steps: int) -> None:
+        self._device, self._loops, self._num_steps = device, loops, num_steps
+        self.times: dict[str, list[float]] = {name: [] for name in ("ours", *loops)}
+
+    def between(self, session: Session, steps: Iterator[Lanes]) -> Iterator[Lanes]:
+        """Yield the steps of a job; the time of each goes on to the request for the next one."""
         began = self._now()
         for lanes in steps:
             yield lanes
-            self.ours_s.append(self._now() - began)
-            if self._plain is not None:
-                self.plain_s.append(self._time(self._plain, lanes))
+            self.times["ours"].append(self._now() - began)
+            for name, loop in self._loops.items():
+                began = self._now()
+                loop(lanes)
+                self.times[name].append(self._now() - began)
+            if len(self.times["ours"]) == self._num_steps + WARM_TURNS:
+                raise Enough
             began = self._now()
 
-    def _time(self, plain: PlainLoop, lanes: Sequence[LaneBatch]) -> float:
-        mode = torch.get_deterministic_debug_mode()
-        torch.set_deterministic_debug_mode("default")  # as in a loop that asks for nothing
-        began = self._now()
-        plain.step([lane.tensors for lane in lanes if lane.tensors is not None])
-        took_s = self._now() - began
-        torch.set_deterministic_debug_mode(mode)
-        return took_s
+    def medians(self) -> dict[str, float]:
+        """Return seconds a step, and of each loop the median of its time over the job's, step by step."""
+        timed = {name: times[WARM_TURNS:] for name, times in self.times.items()}
+        ratios = {
+            f"over {name}": statistics.median(theirs / mine for mine, theirs in zip(timed["ours"], times, strict=True))
+            for name, times in timed.items()
+            if name != "ours"
+        }
+        return {**{name: statistics.median(times) for name, times in timed.items()}, **ratios}
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return now_of(self._device)
 
 
-def step_times(name: str, device: str, num_steps: int, reduction: str = "canonical") -> dict[str, float]:
-    """Return medians: tokens a second, and the plain loop's time of a step over the trainer's, step by step."""
+def now_of(device: torch.device) -> float:
+    """Return the time at which a device has done all that it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def step_times(
+    name: str, device: str, num_steps: int, beside: str, *, compile: bool = False, reduction: str = "canonical"
+) -> dict[str, float]:
+    """Return what `Watch` does of a job and a loop: "plain", which asks for nothing, or "deterministic".
+
+    Not of both: what is compiled for one is looked at in calls of the other.
+    """
     size = SIZES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        config = write_job(Path(folder), size, device, num_steps=num_steps + WARM_TURNS, reduction=reduction)
+    with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
+        config = write_job(Path(folder), size, device, num_steps=10_000, reduction=reduction, compile=compile)
         plan = make_plan(load_config(config))
-        watch = Watch(plan.device, PlainLoop(plan.task.build_model(), plan.device))
-        watch.train(config)
-    ours, plain = watch.ours_s[WARM_TURNS:], watch.plain_s[WARM_TURNS:]
-    ratios = [theirs / mine for mine, theirs in zip(ours, plain, strict=True)]
-    tokens = NUM_LANES * size.num_tokens
-    return {"tokens_per_s": tokens / statistics.median(ours), "step_vs_plain": statistics.median(ratios)}
+        loop = PlainLoop(plan.task.build_model(), plan.device, compile=compile)
+
+        def plainly(lanes: Lanes) -> None:
+            mode = torch.get_deterministic_debug_mode()
+            torch.set_deterministic_debug_mode("default")
+            loop.step(batches_of(lanes))
+            torch.set_deterministic_debug_mode(mode)
+
+        loops = {"plain": plainly, "deterministic": lambda lanes: loop.step(batches_of(lanes))}
+        watch = Watch(plan.device, {beside: loops[beside]}, num_steps)
+        train_while(config, watch.between)
+    return watch.medians()
 
 
-def peak_of_ours(name: str, device: str) -> int:
-    """Return the most bytes of the device that the trainer has had, with lanes of one row."""
-    with tempfile.TemporaryDirectory() as folder:
-        train(load_config(write_job(Path(folder), SIZES[name], device, num_steps=4)))
-    return _peak(device)
+def batches_of(lanes: Lanes) -> list[Mapping[str, torch.Tensor]]:
+    """Return what a plain loop is given of a step."""
+    return [lane.tensors for lane in lanes if lane.tensors is not None]
 
 
-def peak_of_plain(name: str, device: str) -> int:
-    """Return the same of the plain loop."""
-    with tempfile.TemporaryDirectory() as folder:
+def plain_peak(name: str, device: str) -> int:
+    """Return the most bytes of the device that the plain loop has had, with lanes of one row."""
+    with tempfile.TemporaryDirectory(dir=scratch(SIZES[name])) as folder:
         plan = make_plan(load_config(write_job(Path(folder), SIZES[name], device, num_steps=4)))
         loop = PlainLoop(plan.task.build_model(), plan.device)
         for lanes in plan.feed.training(plan.order, range(NUM_LANES), Cursor(), 4):
-            loop.step([lane.tensors for lane in lanes if lane.tensors is not None])
-    return _peak(device)
+            loop.step(batches_of(lanes))
+    return peak_of(device)
 
 
-def _peak(device: str) -> int:
+def peak_of(device: str) -> int:
+    """Return the most bytes of the device that this process has had."""
     return torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
-def save_stall(name: str, device: str, num_saves: int) -> float:
-    """Return the milliseconds that training loses to a save in the background, for each GB of state.
+class Saving:
+    """Asks a job for saves, one after another, and times its steps while one is being written, and alone."""
 
-    What the steps from the save on take longer than the median of the others; it is over by the next save.
-    """
-    every = 4 * AFTER_SAVE
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = {"every_steps": every, "every_s": None, "keep_last": 1}
-        num_steps = every * (num_saves + 1)
-        config = write_job(Path(folder), SIZES[name], device, num_steps=num_steps, checkpoint=checkpoint)
-        watch = Watch(make_plan(load_config(config)).device)
-        watch.train(config)
-    times = watch.ours_s
-    alone = statistics.median(times[turn] for turn in range(WARM_TURNS, len(times)) if turn % every >= AFTER_SAVE + 1)
-    # The time noted of a step goes on to the request for the next one: a save begins at its end.
-    saves = [
-        sum(times[at - 1 : at - 1 + AFTER_SAVE]) - AFTER_SAVE * alone
-        for at in range(every, num_saves * every + 1, every)
-    ]
-    return 1e3 * statistics.median(saves) / (12e-9 * SIZES[name].num_parameters)
+    def __init__(self, device: torch.device, num_saves: int) -> None:
+        self._device, self._num_saves = device, num_saves
+        self.alone: list[float] = []
+        self.beside: list[list[float]] = []
+
+    def between(self, session: Session, steps: Iterator[Lanes]) -> Iterator[Lanes]:
+        """Yield the steps of a job; a save begins at the end of the step at which it is asked for."""
+        for turn in itertools.count(1):
+            is_asked = turn > WARM_TURNS and turn % BETWEEN_SAVES == 0 and len(self.beside) < self._num_saves
+            for kind in ("save", "alone") if is_asked else ("alone",):
+                if kind == "save":
+                    session.commits.is_asked = True
+                    self.beside.append([])
+                while True:
+                    began = now_of(self._device)
+                    yield next(steps)
+                    took_s = now_of(self._device) - began
+                    (self.beside[-1] if kind == "save" else self.alone).append(took_s)
+                    if kind == "alone" or not (session.commits.is_asked or session.commits.is_busy):
+                        break
+            if len(self.beside) == self._num_saves and turn % BETWEEN_SAVES == BETWEEN_SAVES - 1:
+                raise Enough
+
+    def stalls(self) -> list[float]:
+        """Return the seconds that each save has cost: what the steps beside it took longer than steps alone do."""
+        alone = statistics.median(self.alone[WARM_TURNS:])
+        return [sum(times) - alone * len(times) for times in self.beside]
+
+
+def saves(name: str, device: str, num_saves: int) -> dict[str, float]:
+    """Return the milliseconds that training loses to a save, for each GB of state, and the most memory in bytes."""
+    size = SIZES[name]
+    with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
+        checkpoint = {"every_steps": None, "every_s": None, "keep_last": 1}
+        config = write_job(Path(folder), size, device, num_steps=10_000, checkpoint=checkpoint)
+        saving = Saving(make_plan(load_config(config)).device, num_saves)
+        train_while(config, saving.between)
+    stalls = [1e3 * stall_s / (12e-9 * size.num_parameters) for stall_s in saving.stalls()]
+    return {
+        "first": stalls[0],
+        "median": statistics.median(stalls),
+        "steps beside": statistics.median(map(len, saving.beside)),
+        "peak": float(peak_of(device)),
+    }
