@@ -104,6 +104,12 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
             f"{replicas} replicas, but only {batch.num_lanes} lanes: make batch.micro_batch smaller, or global_batch "
             "larger"
         )
+    for short, degree, what in (("pp", layout.pipeline, "stages"), ("ep", layout.expert, "ranks with experts")):
+        if degree > batch.num_lanes:
+            wrong.append(
+                f"{short} {degree}: {degree} {what}, but only {batch.num_lanes} lanes: make batch.micro_batch smaller, "
+                "or global_batch larger"
+            )
     if layout.tensor > cluster.per_node:
         wrong.append(f"tp {layout.tensor} reaches beyond a node of {cluster.per_node} devices")
     if layout.context > cluster.per_node:

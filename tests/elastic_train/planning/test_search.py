@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from pydantic import ValidationError
 
+from elastic_train.config.schema import Config
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.schedules import Kind, Pipeline, timetable
 from elastic_train.errors import ConfigError
@@ -34,6 +37,8 @@ def job(on: str = "2x8xH100", lanes: int = 64) -> Job:
         (Layout(tensor=3), 64, "does not divide 16 devices"),
         (Layout(), 8, "only 8 lanes"),
         (Layout(tensor=16), 64, "beyond a node"),
+        (Layout(tensor=4, pipeline=4), 3, "pp 4: 4 stages, but only 3 lanes"),
+        (Layout(expert=8), 6, "ep 8: 8 ranks with experts, but only 6 lanes"),
         (Layout(pipeline=8), 64, "does not divide the model's 12 blocks"),
         (Layout(expert=2), 64, "has no experts"),
         (Layout(context=16), 64, "cp 16 reaches beyond a node"),
@@ -44,6 +49,17 @@ def test_what_rules_a_layout_out_is_said(layout: Layout, lanes: int, said: str) 
     outcome = work_out(job(lanes=lanes), layout)
     assert said in outcome.problems[0]
     assert not outcome.figures
+
+
+def test_a_layout_has_as_many_lanes_as_stages_exactly_where_training_takes_it() -> None:
+    """Of cells that have fewer lanes each than stages, the bubble is the price; a job that has fewer is refused."""
+    for lanes, says_no in ((4, False), (3, True)):
+        batch = {"global_batch": 4 * lanes, "micro_batch": 4}
+        tree = {"data": {"train": "rows"}, "batch": batch, "parallel": {"pipeline": 4}, "max_steps": 1}
+        with pytest.raises(ValidationError) if says_no else contextlib.nullcontext():
+            Config.model_validate(tree)
+        outcome = work_out(job("2x8xH100", lanes), Layout(pipeline=4, tensor=2))
+        assert bool(outcome.problems) == says_no
 
 
 def test_what_does_not_fit_names_what_takes_the_memory() -> None:
