@@ -25,6 +25,7 @@ from rendezvous.membership.participant import Participant
 from rendezvous.membership.reachability import Reachability
 from rendezvous.membership.records import Closed, Job, World
 from rendezvous.membership.rules.admission import Policy, count_nodes
+from rendezvous.membership.rules.cells import CellShape
 from rendezvous.membership.rules.standing import mates_of
 
 GROW_QUIET_S = 0.5
@@ -50,12 +51,12 @@ class LiveMember:
         max_members: int,
         job: Job = Job(),  # noqa: B008 - it is frozen
         *,
-        cell_size: int = 1,
+        cell: CellShape = CellShape(),  # noqa: B008 - it is frozen
         at_request: Callable[[], None] = lambda: None,
     ) -> None:
         """`max_members` is the most that a world can use: further ones wait, warmed up, until one is lost.
 
-        Each `cell_size` workers of a node make up a cell; a world has whole ones only.
+        `cell` says which workers make up a cell; a world has whole ones only.
 
         `at_request` is called, on a thread, if somebody asks this worker's node to leave by a key in etcd.
 
@@ -74,7 +75,7 @@ class LiveMember:
             node_members=local_size,
             agent=context.agent,
         )
-        policy = Policy(context.min_nodes, context.max_nodes, context.last_call_s, max_members, cell_size)
+        policy = Policy(context.min_nodes, context.max_nodes, context.last_call_s, max_members, cell)
         store = EtcdStore(options)
         try:
             self._participant = Participant(

@@ -25,7 +25,7 @@ from elastic_train.tracking.history import History
 from elastic_train.training import open_session
 from rendezvous.membership.records import Member, World
 from rendezvous.membership.rules import admission, cells
-from rendezvous.membership.rules.cells import Arrangement
+from rendezvous.membership.rules.cells import Arrangement, CellShape
 
 
 class BuggyLanguage(PacedLanguage):
@@ -61,9 +61,9 @@ def neighbours_part() -> None:
     arrange, take_place = cells.arrange, placing.take_place
 
     def arrange_crossed(
-        members: Sequence[Member], size: int, last: World | None, most: int | None = None
+        members: Sequence[Member], shape: CellShape, last: World | None, most: int | None = None
     ) -> Arrangement:
-        found = arrange(members, size, last, most)
+        found = arrange(members, shape, last, most)
         if last is None:
             return found
         stays = [all(last.rank_of(one.id) is not None for one in cell) for cell in found.cells]

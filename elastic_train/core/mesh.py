@@ -38,6 +38,11 @@ class Cell:
         return self.stage * self.shard * self.tensor * self.expert * self.context
 
     @property
+    def stage_size(self) -> int:
+        """The number of ranks of a stage: they exchange within every block, and so share a node; stages need not."""
+        return self.size // self.stage
+
+    @property
     def holds_parts(self) -> bool:
         """Whether a rank holds a part of the model; those that differ in their tokens alone hold all of it."""
         return self.size > self.context
@@ -54,7 +59,7 @@ class Cell:
     @property
     def speaker(self) -> int:
         """The place that knows what a lane has come to: the first of the last stage."""
-        return self.size - self.size // self.stage
+        return self.size - self.stage_size
 
 
 class Coordinates(NamedTuple):
@@ -124,15 +129,14 @@ class Mesh:
     @property
     def alike(self) -> list[list[int]]:
         """The ranks that compute the same modules, by stage: how long they take can be compared."""
-        per_stage = self.cell.size // self.cell.stage
         return [
-            [rank for rank in range(self.size) if rank % self.cell.size // per_stage == stage]
+            [rank for rank in range(self.size) if rank % self.cell.size // self.cell.stage_size == stage]
             for stage in range(self.cell.stage)
         ]
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank's coordinates; the context axis varies fastest, then that of experts: neighbours share a node."""
+        """This rank's coordinates; the context axis varies fastest, then that of experts; stages vary slowest."""
         rest, context = divmod(self.place, self.cell.context)
         rest, expert = divmod(rest, self.cell.expert)
         rest, tensor = divmod(rest, self.cell.tensor)

@@ -261,21 +261,29 @@ def check_world_size(config: Config, world_size: int) -> None:
 
 def check_can_be_in_cells(config: Config, device: torch.device) -> None:
     """Refuse cells where they were not tried, or on nodes that do not make whole ones."""
-    size, num_workers = config.parallel.cell.size, os.environ.get("LOCAL_WORLD_SIZE")
-    degrees = config.parallel.set_degrees
-    if size > 1 and device.type != "cpu":
+    cell, degrees = config.parallel.cell, config.parallel.set_degrees
+    if cell.size > 1 and device.type != "cpu":
         raise ConfigError(f"{degrees} was not tried on GPUs: set device to cpu, or it to 1")
-    if num_workers is None or int(num_workers) % size == 0:
+    if "LOCAL_WORLD_SIZE" not in os.environ:
         return
-    if live_context() is None:
+    num_workers, live = int(os.environ["LOCAL_WORLD_SIZE"]), live_context()
+    if live is None:
+        if num_workers % cell.stage_size:
+            raise ConfigError(
+                f"{degrees} needs workers of one node{' for each stage' if cell.stage > 1 else ''}, and this node has "
+                f"{num_workers}: start a multiple of {cell.stage_size} on each (--nproc-per-node, --ranks), or set it "
+                f"to a divisor of {num_workers}"
+            )
+    elif num_workers < cell.stage_size:  # others may make up cells, and who is left over is a spare
         raise ConfigError(
-            f"{degrees} needs workers of one node, and this node has {num_workers}: start a multiple "
-            f"of {size} on each (--nproc-per-node, --ranks), or set it to a divisor of {num_workers}"
+            f"{degrees} needs {cell.stage_size} workers of one node{' for each stage' if cell.stage > 1 else ''}, and "
+            f"this node has {num_workers}: start at least {cell.stage_size} (--nproc-per-node, --ranks); those beyond "
+            "a multiple of it are spares"
         )
-    if int(num_workers) < size:  # others may make up cells, and who is left over is a spare
+    elif live.max_nodes == 1 and num_workers < cell.size:
         raise ConfigError(
-            f"{degrees} needs {size} workers of one node, and this node has {num_workers}: start at "
-            f"least {size} (--nproc-per-node, --ranks); those beyond a multiple of it are spares"
+            f"{degrees} needs {cell.size} workers, and this node, the only one, has {num_workers}: start at least "
+            f"{cell.size} (--nproc-per-node, --ranks), or more nodes (--nnodes, --nodes)"
         )
 
 

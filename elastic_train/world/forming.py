@@ -31,6 +31,7 @@ from rendezvous.errors import StoreUnavailableError
 from rendezvous.live_member import LiveMember, LiveWorld
 from rendezvous.membership.participant import CLOSED_S
 from rendezvous.membership.records import Closed, Job
+from rendezvous.membership.rules.cells import CellShape
 from rendezvous.outage_log import OutageLog
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 5.0
@@ -136,7 +137,7 @@ class LiveWorlds:
         self._standstill, self._unformed = standstill, unformed
         self._has_trained = False
         self._config = config
-        self._cell_size = config.parallel.cell.size
+        self._cell = CellShape(config.parallel.cell.stage, config.parallel.cell.stage_size)
         self._max_members = config.parallel.cell.most_ranks(config.batch.num_lanes)
         self._timeout_s = config.peer_timeout_s
         self._device = device_of(device, config.parallel.transport)
@@ -231,7 +232,7 @@ class LiveWorlds:
         while True:
             try:
                 return LiveMember(
-                    self._context, self._max_members, self._job, cell_size=self._cell_size, at_request=_ask_to_leave
+                    self._context, self._max_members, self._job, cell=self._cell, at_request=_ask_to_leave
                 )
             except StoreUnavailableError as error:
                 if self._is_stopped():

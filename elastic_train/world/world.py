@@ -185,7 +185,8 @@ def form_cells(world: World, parallel: ParallelConfig) -> World:
     if world.group.size % shape.size:
         raise ConfigError(
             f"a world of {counted(world.group.size, 'rank')} is not of whole cells of {shape.size} "
-            f"({parallel.set_degrees}): start a multiple of {shape.size} workers on each node, or set it to 1"
+            f"({parallel.set_degrees}): start a multiple of {shape.size} workers"
+            f"{' on each node' if shape.stage == 1 else '; with --recovery live others wait as spares'}, or set it to 1"
         )
     mesh = Mesh(world.group.rank, world.group.size, shape)
     first = mesh.replica * shape.size

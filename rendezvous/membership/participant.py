@@ -298,7 +298,7 @@ class Participant:
         Returns at once; an etcd that does not take the request is a warning.
         """
         assert self.world is not None, "ranks are a world's"
-        node = standing.node_to_spare(self.view, self.world, rank, self.policy.min_nodes)
+        node = standing.node_to_spare(self.view, self.world, rank, self.policy)
         if node is not None:
             threading.Thread(target=self._request, args=(node,), name=f"request {node}", daemon=True).start()
         return node
@@ -441,5 +441,5 @@ class Participant:
         )
 
     def _cells_too_few(self) -> str:
-        size = self.policy.cell_size
-        return f"A world is made of whole cells, of {size} workers of one node each. " if size > 1 else ""
+        cell = self.policy.cell
+        return f"A world is made of whole cells, of {cell}. " if cell.size > 1 else ""

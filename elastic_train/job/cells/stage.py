@@ -83,7 +83,7 @@ class _Forward:
 
 def stage_of(task: Staging, model: nn.Module, plan: CellPlan, kind: Kind, mesh: Mesh, cell: Group) -> Stage:
     """Return the stage of a rank in its cell."""
-    number, stride = mesh.coordinates.stage, mesh.cell.size // mesh.cell.stage
+    number, stride = mesh.coordinates.stage, mesh.cell.stage_size
     goes_round = plan.num_chunks > 1
     before = (mesh.place - stride) % mesh.cell.size if number or goes_round else None
     after = (mesh.place + stride) % mesh.cell.size if number < plan.num_stages - 1 or goes_round else None

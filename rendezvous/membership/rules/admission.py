@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rendezvous.membership.records import Member, View, World
-from rendezvous.membership.rules.cells import arrange
+from rendezvous.membership.rules.cells import CellShape, arrange
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class Policy:
     max_nodes: int
     last_call_s: float = 2.0
     max_members: int = 1 << 30
-    cell_size: int = 1
-    """How many members of one node make up a cell; a world is made of whole cells (`cells`)."""
+    cell: CellShape = CellShape()  # noqa: RUF009 - frozen
+    """Which members make up a cell; a world is made of whole cells (`cells`)."""
     last_holder_s: float = 30.0
     """How long a world waits for a member that alone may hold a part of the state until its node has a cell again."""
 
@@ -78,12 +78,12 @@ def agrees(view: View, member: Member) -> bool:
 def admitted(members: tuple[Member, ...], policy: Policy, last: World | None) -> tuple[Member, ...]:
     """The members of the first `max_nodes` nodes, in the order given, and of them the first `max_members`.
 
-    Where a cell has several, they are those of whole cells, in the order of their ranks. A node that makes none takes
-    no other's place, and those that trained last come first.
+    Where a cell has several, they are those of whole cells, in the order of their ranks. A node that has too few for
+    one stage takes no other's place, and those that trained last come first.
     """
-    size = policy.cell_size
+    size = policy.cell.size
     counts = Counter(member.node_id for member in members)
-    nodes = [node for node in counts if counts[node] >= size]
+    nodes = [node for node in counts if counts[node] >= policy.cell.stage_size]
     if size > 1 and len(nodes) > policy.max_nodes:
         trained = {member.node_id for member in members if last is not None and last.rank_of(member.id) is not None}
         nodes.sort(key=lambda node: node not in trained)
@@ -91,7 +91,7 @@ def admitted(members: tuple[Member, ...], policy: Policy, last: World | None) ->
     found = tuple(member for member in members if member.node_id in chosen)
     if size == 1:
         return found[: policy.max_members]
-    return arrange(found, size, last, policy.max_members // size).members
+    return arrange(found, policy.cell, last, policy.max_members // size).members
 
 
 def of_whole_nodes(members: tuple[Member, ...]) -> tuple[Member, ...]:

@@ -1,19 +1,46 @@
-"""Which members make up the cells of a world: `size` of one node each, every one at a place that it keeps if it can.
+"""Which members make up the cells of a world, every one at a place that it keeps if it can.
+
+A cell has stages of some members each, a *group*. The members of a group are of one node; groups of a cell may be of
+different ones, and where a node has several, neighbouring stages go together. A cell of one stage is in one node.
 
 A member whose place changes has to be given another part of the state. So a member goes to the place that it had in
-the last world, in its old cell or in one that lost somebody there; newcomers fill what is then open; and only if there
-are too few of them does a member whose cell is given up go to another place. Who is left over is a spare: it waits, as
-one for whom there is no room.
+the last world, in its old group or in one that lost somebody there; newcomers fill what is then open; and only if there
+are too few of them does a member whose group is given up go to another place. Which groups a node has follows from that
+(`stages`). Who is left over is a spare: it waits, as one for whom there is no room.
 
-Invariant: cells are whole, all of one node, and disjoint; no arrangement of as many cells moves fewer members.
+Invariant: cells are whole and disjoint, and each group is of one node; no arrangement of as many cells moves fewer
+members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from rendezvous.membership.records import Member, World
+from rendezvous.membership.rules.stages import allot
+
+Group = tuple[Member, ...]
+"""The members of one stage of a cell, by place."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellShape:
+    """How many members make up a cell: so many stages, each of so many members of one node."""
+
+    num_stages: int = 1
+    stage_size: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.num_stages * self.stage_size
+
+    def __str__(self) -> str:
+        if self.num_stages == 1:
+            return f"{self.size} workers of one node each"
+        return f"{self.num_stages} stages each, and a stage of {self.stage_size} workers of one node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,54 +56,154 @@ class Arrangement:
         return tuple(member for cell in self.cells for member in cell)
 
 
-def arrange(members: Sequence[Member], size: int, last: World | None, most: int | None = None) -> Arrangement:
+def arrange(members: Sequence[Member], shape: CellShape, last: World | None, most: int | None = None) -> Arrangement:
     """Arrange members, in the order in which they have registered, in at most so many cells."""
     nodes: dict[str, list[Member]] = {}
     for member in members:
         nodes.setdefault(member.node_id, []).append(member)
-    cells = [cell for of_node in nodes.values() for cell in _cells_of(of_node, size, last)]
+    rooms = [len(of_node) // shape.stage_size for of_node in nodes.values()]
+    num_cells = sum(rooms) // shape.num_stages if most is None else min(most, sum(rooms) // shape.num_stages)
+    if num_cells == 0:
+        return Arrangement((), tuple(members))
+    seated = [_by_place(of_node, shape, last) for of_node in nodes.values()]
+    # A group that is a whole cell is taken or left for who is in it, so all are made.
+    num_each = sum(rooms) if shape.num_stages == 1 else num_cells
+    counts = allot(rooms, _keeps(seated, shape), shape.num_stages, num_each)
+    by_stage: list[list[Group]] = [[] for _ in range(shape.num_stages)]
+    for of_node, row in zip(seated, counts, strict=True):
+        for stage, group in _groups_of(of_node, row, shape):
+            by_stage[stage].append(group)
     order = {member.id: number for number, member in enumerate(members)}
-    # Those that trained last are let go last.
-    cells.sort(key=lambda cell: (-sum(_had(member, size, last) is not None for member in cell), order[cell[0].id]))
-    chosen = sorted(cells[:most], key=lambda cell: order[cell[0].id])
-    taken = {member.id for cell in chosen for member in cell}
-    return Arrangement(tuple(chosen), tuple(member for member in members if member.id not in taken))
+    places = {member.id: had[1] for member in members if (had := _had(member, shape, last)) is not None}
+    chosen = [
+        _chosen(groups, num_cells, stage * shape.stage_size, places, order) for stage, groups in enumerate(by_stage)
+    ]
+    cells = tuple(tuple(chain.from_iterable(groups)) for groups in _joined(chosen))
+    taken = {member.id for cell in cells for member in cell}
+    return Arrangement(cells, tuple(member for member in members if member.id not in taken))
 
 
-def is_a_part_left_behind(chosen: Sequence[Member], ready: Sequence[Member], size: int, last: World | None) -> bool:
-    """Say whether only members that are not chosen had some place in the last world: they alone may hold its part."""
-    seated = {member.id for member in chosen}
-    held = {had[1] for member in chosen if (had := _had(member, size, last)) is not None}
-    spare = {had[1] for member in ready if member.id not in seated and (had := _had(member, size, last)) is not None}
-    return not spare <= held
+def is_a_part_left_behind(
+    chosen: Sequence[Member], ready: Sequence[Member], shape: CellShape, last: World | None
+) -> bool:
+    """Say whether some place is kept by none of those who had it in the last world: they alone may hold its part."""
+    kept = {
+        number % shape.size
+        for number, member in enumerate(chosen)
+        if (had := _had(member, shape, last)) is not None and had[1] == number % shape.size
+    }
+    return not {had[1] for member in ready if (had := _had(member, shape, last)) is not None} <= kept
 
 
-def _had(member: Member, size: int, last: World | None) -> tuple[int, int] | None:
+def _had(member: Member, shape: CellShape, last: World | None) -> tuple[int, int] | None:
     """Return the cell and the place that a member had in the last world; None for a newcomer."""
     rank = None if last is None else last.rank_of(member.id)
-    return None if rank is None else divmod(rank, size)
+    return None if rank is None else divmod(rank, shape.size)
 
 
-def _cells_of(members: Sequence[Member], size: int, last: World | None) -> Iterator[tuple[Member, ...]]:
-    """Yield as many cells as the members of a node make."""
+@dataclass(frozen=True, slots=True)
+class _Seated:
+    """A node's members: by the cell and the place that they had, and those that had none."""
+
+    old: Mapping[int, Mapping[int, Member]]
+    newcomers: Sequence[Member]
+
+    def of_stage(self, stage: int, shape: CellShape) -> list[dict[int, Member]]:
+        """Return what is left of each group of a stage, by place; the largest first."""
+        places = range(stage * shape.stage_size, (stage + 1) * shape.stage_size)
+        groups = ({place: one for place, one in cell.items() if place in places} for cell in self.old.values())
+        return sorted((group for group in groups if group), key=lambda group: -len(group))
+
+
+def _by_place(members: Sequence[Member], shape: CellShape, last: World | None) -> _Seated:
     old: dict[int, dict[int, Member]] = {}
     newcomers: list[Member] = []
     for member in members:
-        if (had := _had(member, size, last)) is None:
+        if (had := _had(member, shape, last)) is None:
             newcomers.append(member)
         else:
             old.setdefault(had[0], {})[had[1]] = member
-    by_size = sorted(old.values(), key=lambda cell: -len(cell))
-    num_cells = len(members) // size
-    kept = [*by_size[:num_cells], *({} for _ in range(num_cells - len(by_size)))]
-    given_up = [(place, member) for cell in by_size[num_cells:] for place, member in cell.items()]
-    for cell in kept:
-        for place, member in given_up:
-            cell.setdefault(place, member)
-        given_up = [one for one in given_up if cell.get(one[0]) is not one[1]]
-    left = iter([*newcomers, *(member for _, member in given_up)])
-    for cell in kept:
-        for place in range(size):
-            if place not in cell:
-                cell[place] = next(left)
-        yield tuple(cell[place] for place in range(size))
+    return _Seated(old, newcomers)
+
+
+def _keeps(seated: Sequence[_Seated], shape: CellShape) -> list[list[list[int]]]:
+    """Return how many members would stay at their places in each node's first, second... group of each stage.
+
+    One that is alone in having had its place counts for more than all others: nobody else may hold its part.
+    """
+    counts = [Counter(place for cell in one.old.values() for place in cell) for one in seated]
+    nodes_with = Counter(place for count in counts for place in count)
+    alone = sum(count.total() for count in counts) + 1
+    return [
+        [
+            [
+                sum(count[place] > number for place in places)
+                + (number == 0) * alone * _sole(count, places, nodes_with)
+                for number in range(max(count[place] for place in places))
+            ]
+            for places in (
+                range(stage * shape.stage_size, (stage + 1) * shape.stage_size) for stage in range(shape.num_stages)
+            )
+        ]
+        for count in counts
+    ]
+
+
+def _sole(count: Counter[int], places: range, nodes_with: Counter[int]) -> int:
+    """Count the places of which no other node has anybody who had them."""
+    return sum(count[place] > 0 and nodes_with[place] == 1 for place in places)
+
+
+def _groups_of(seated: _Seated, counts: Sequence[int], shape: CellShape) -> Iterator[tuple[int, Group]]:
+    """Yield so many groups of each stage, made of a node's members, and their stages."""
+    given_up: list[tuple[int, Member]] = []
+    kept: list[tuple[int, dict[int, Member]]] = []
+    for stage, number in enumerate(counts):
+        old = seated.of_stage(stage, shape)
+        groups = [*old[:number], *({} for _ in range(number - len(old)))]
+        left = [(place, member) for group in old[number:] for place, member in group.items()]
+        for group in groups:
+            for place, member in left:
+                group.setdefault(place, member)
+            left = [one for one in left if group.get(one[0]) is not one[1]]
+        kept += [(stage, group) for group in groups]
+        given_up += left
+    others = iter([*seated.newcomers, *(member for _, member in given_up)])
+    for stage, group in kept:
+        first = stage * shape.stage_size
+        yield stage, tuple(group.get(place) or next(others) for place in range(first, first + shape.stage_size))
+
+
+def _chosen(
+    groups: Sequence[Group], most: int, first: int, had: Mapping[str, int], order: Mapping[str, int]
+) -> list[Group]:
+    """Return the groups of a stage, whose places are those from `first` on, that are in cells, by their first members.
+
+    Those that keep most places are let go last, and of these those that trained last.
+    """
+
+    def preferred(group: Group) -> tuple[int, int, int]:
+        places = [had.get(member.id, -1) for member in group]
+        num_kept = sum(place == first + number for number, place in enumerate(places))
+        return -num_kept, -sum(place >= 0 for place in places), order[group[0].id]
+
+    return sorted(sorted(groups, key=preferred)[:most], key=lambda group: order[group[0].id])
+
+
+def _joined(by_stage: Sequence[Sequence[Group]]) -> list[list[Group]]:
+    """Join groups of all stages to cells: each with one of the next stage in its node, as long as there are any."""
+    cells = [[group] for group in by_stage[0]]
+    for groups in by_stage[1:]:
+        near: dict[str, deque[Group]] = {}
+        for group in groups:
+            near.setdefault(group[0].node_id, deque()).append(group)
+        alone: list[list[Group]] = []
+        for cell in cells:
+            if found := near.get(cell[-1][0].node_id):
+                cell.append(found.popleft())
+            else:
+                alone.append(cell)
+        left = {group[0].id for of_node in near.values() for group in of_node}
+        for cell, group in zip(alone, (group for group in groups if group[0].id in left), strict=True):
+            cell.append(group)
+    return cells

@@ -101,7 +101,7 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
     if not chosen:
         return Wait("nodes")
     if chosen[0].id != me:
-        return Wait("room" if policy.cell_size > 1 and all(member.id != me for member in chosen) else "leader")
+        return Wait("room" if policy.cell.size > 1 and all(member.id != me for member in chosen) else "leader")
     if num_nodes < policy.max_nodes and _is_fresh(view) and quiet_s < policy.last_call_s:
         return Wait("last call", policy.last_call_s - quiet_s)
     if quiet_s < policy.last_holder_s and _loses_a_part(chosen, ready.members, policy, view):
@@ -110,7 +110,7 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
 
 
 def _loses_a_part(chosen: Sequence[Member], ready: Sequence[Member], policy: Policy, view: View) -> bool:
-    return policy.cell_size > 1 and is_a_part_left_behind(chosen, ready, policy.cell_size, view.world)
+    return policy.cell.size > 1 and is_a_part_left_behind(chosen, ready, policy.cell, view.world)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _has_no_room(view: View, me: str, policy: Policy) -> bool:
         return False
     if view.is_split and me not in {member.id for member in mutually_reachable((*view.mates, mine), world)}:
         return True
-    if policy.cell_size > 1 and mine not in joining(view, world, policy):
+    if policy.cell.size > 1 and mine not in joining(view, world, policy):
         return True
     is_node_left_out = mine.node_id not in view.nodes and len(view.nodes) >= policy.max_nodes
     return is_node_left_out or len(view.mates) >= policy.max_members

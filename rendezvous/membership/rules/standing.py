@@ -59,15 +59,17 @@ def mates_of(view: View, world: World) -> tuple[Member, ...]:
     return tuple(member for member in view.members if world.rank_of(member.id) is not None)
 
 
-def node_to_spare(view: View, world: World, rank: int, min_nodes: int) -> str | None:
-    """Return the node of a rank if at least so many others of its world stay; None if they do not, or it is gone.
+def node_to_spare(view: View, world: World, rank: int, policy: Policy) -> str | None:
+    """Return the node of a rank if enough others of its world stay, and make a cell; None if not, or it is gone.
 
     Nodes that are asked to leave already do not stay.
     """
     mates, leaver = mates_of(view, world), world.seats[rank].member
     node = next((mate.node_id for mate in mates if mate.id == leaver), None)
-    staying = {mate.node_id for mate in mates} - view.leaving - {node}
-    return node if len(staying) >= min_nodes else None
+    gone = {*view.leaving, node}
+    staying = {mate.node_id for mate in mates} - gone
+    others = tuple(member for member in view.members if member.node_id not in gone)
+    return node if len(staying) >= policy.min_nodes and admitted(others, policy, world) else None
 
 
 Blame = Literal["free", "pay", "wait"]

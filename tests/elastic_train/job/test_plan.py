@@ -141,6 +141,28 @@ def test_a_live_node_may_have_workers_beyond_its_cells(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_workers))
     with pytest.raises(ConfigError, match="start a multiple of 2 on each"):
         check_can_be_in_cells(config, torch.device("cpu"))
-    monkeypatch.setattr(plan_module, "live_context", object)
+    monkeypatch.setattr(plan_module, "live_context", lambda: SimpleNamespace(max_nodes=2))
     with nullcontext() if is_fit else pytest.raises(ConfigError, match="start at least 2"):
+        check_can_be_in_cells(config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "max_nodes", "message"),
+    [
+        (2, 2, ""),
+        (3, 1, "needs 4 workers, and this node, the only one, has 3: start at least 4"),
+        (1, 4, "needs 2 workers of one node for each stage, and this node has 1: start at least 2"),
+        (2, None, ""),
+        (3, None, "needs workers of one node for each stage, and this node has 3: start a multiple of 2"),
+    ],
+)
+def test_a_node_has_room_for_a_stage(
+    monkeypatch: pytest.MonkeyPatch, num_workers: int, max_nodes: int | None, message: str
+) -> None:
+    """Stages may be of different nodes, the tensor ranks of a stage may not."""
+    config = Config.model_validate({"data": {"train": "rows"}, "parallel": {"tensor": 2, "pipeline": 2}})
+    live = None if max_nodes is None else SimpleNamespace(max_nodes=max_nodes)
+    monkeypatch.setattr(plan_module, "live_context", lambda: live)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_workers))
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_can_be_in_cells(config, torch.device("cpu"))

@@ -16,7 +16,7 @@ from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from rendezvous.membership.records import Member, World
 from rendezvous.membership.rules import cells
-from rendezvous.membership.rules.cells import Arrangement
+from rendezvous.membership.rules.cells import Arrangement, CellShape
 
 _ARRANGE, _TAKE_PLACE = cells.arrange, placing.take_place
 IN_CELLS = replace(SHAPE, nodes=2, ranks=3, cell=2, rows=(60, 60, 41), epochs=6, lane_s=0.15)
@@ -27,9 +27,11 @@ def owner_before(self: Mesh) -> int:
     return min(self.replica, max(0, self.num_replicas - 2))
 
 
-def arrange_crossed(members: tuple[Member, ...], size: int, last: World | None, most: int | None = None) -> Arrangement:
+def arrange_crossed(
+    members: tuple[Member, ...], shape: CellShape, last: World | None, most: int | None = None
+) -> Arrangement:
     """Let the members of a cell change places where it lost one."""
-    found = _ARRANGE(members, size, last, most)
+    found = _ARRANGE(members, shape, last, most)
     if last is None:
         return found
     crossed = [cell if all(last.rank_of(one.id) is not None for one in cell) else cell[::-1] for cell in found.cells]

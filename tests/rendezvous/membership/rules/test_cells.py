@@ -15,11 +15,11 @@ from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Member, Seat, View, World
 from rendezvous.membership.rules import decisions, standing
 from rendezvous.membership.rules.admission import Policy
-from rendezvous.membership.rules.cells import Arrangement, arrange
+from rendezvous.membership.rules.cells import Arrangement, CellShape, arrange
 from rendezvous.membership.rules.decisions import Seal, Wait
 from tests.conftest import PATIENCE_S
 
-CELLS = Policy(1, 4, 0.0, max_members=4, cell_size=2)
+CELLS = Policy(1, 4, 0.0, max_members=4, cell=CellShape(1, 2))
 
 
 def worker(name: str, **fields: int) -> Member:
@@ -40,7 +40,7 @@ def changes(draw: st.DrawFn) -> tuple[int, list[Member], World | None]:
     """Draw a cell's size, a world of whole cells, and who is there after some have left and others have come."""
     size = draw(st.integers(1, 4))
     first = [worker(f"{draw(st.sampled_from('abc'))}{number}") for number in range(draw(st.integers(0, 14)))]
-    before = arrange(first, size, None).members
+    before = arrange(first, CellShape(1, size), None).members
     survivors = [member for member in first if draw(st.booleans())]
     newcomers = [worker(f"{draw(st.sampled_from('abc'))}n{number}") for number in range(draw(st.integers(0, 6)))]
     return size, [*survivors, *newcomers], world(1, *(member.id for member in before)) if before else None
@@ -50,7 +50,7 @@ def changes(draw: st.DrawFn) -> tuple[int, list[Member], World | None]:
 def test_cells_are_whole_of_one_node_and_as_many_as_can_be(change: tuple[int, list[Member], World | None]) -> None:
     """Every member is in one of them, or a spare; a node's spares do not make another one."""
     size, members, last = change
-    found = arrange(members, size, last)
+    found = arrange(members, CellShape(1, size), last)
     assert Counter([*found.members, *found.spares]) == Counter(members)
     assert all(len(cell) == size and len({member.node_id for member in cell}) == 1 for cell in found.cells)
     assert all(number < size for number in Counter(member.node_id for member in found.spares).values())
@@ -61,7 +61,7 @@ def test_cells_are_whole_of_one_node_and_as_many_as_can_be(change: tuple[int, li
 def test_no_arrangement_moves_fewer_members(change: tuple[int, list[Member], World | None]) -> None:
     """Of those that had a place as many keep it as a node's cells have such places; newcomers go before the others."""
     size, members, last = change
-    found, had = arrange(members, size, last), {}
+    found, had = arrange(members, CellShape(1, size), last), {}
     for member in members:
         rank = None if last is None else last.rank_of(member.id)
         if rank is not None:
@@ -82,15 +82,15 @@ def test_no_arrangement_moves_fewer_members(change: tuple[int, list[Member], Wor
 def test_an_arrangement_stands_until_somebody_comes_or_goes(change: tuple[int, list[Member], World | None]) -> None:
     """Seen again with the world that was made of it, it is the same, whoever waits beside it."""
     size, members, last = change
-    found = arrange(members, size, last)
+    found = arrange(members, CellShape(1, size), last)
     if found.cells:
-        assert arrange(members, size, world(2, *(member.id for member in found.members))) == found
+        assert arrange(members, CellShape(1, size), world(2, *(member.id for member in found.members))) == found
 
 
 def test_survivors_of_two_cells_make_one_and_keep_their_parts() -> None:
     """Each of two cells has lost another part: what is left is one whole replica."""
     left = [worker("a1"), worker("a2")]
-    assert places_in(arrange(left, 2, world(1, "a0", "a1", "a2", "a3"))) == {"a2": 0, "a1": 1}
+    assert places_in(arrange(left, CellShape(1, 2), world(1, "a0", "a1", "a2", "a3"))) == {"a2": 0, "a1": 1}
 
 
 def test_a_member_without_a_cell_stands_by_until_a_worker_joins_it() -> None:
@@ -126,7 +126,7 @@ def test_a_world_has_no_more_cells_than_it_can_use() -> None:
 
 def test_a_spare_node_takes_the_place_of_one_that_makes_no_cell_any_more() -> None:
     """And keeps it: a node that is whole again, whose members registered earlier, is the spare from then on."""
-    two_nodes, last = Policy(1, 2, 0.0, max_members=4, cell_size=2), world(1, "a0", "a1", "b0", "b1")
+    two_nodes, last = Policy(1, 2, 0.0, max_members=4, cell=CellShape(1, 2)), world(1, "a0", "a1", "b0", "b1")
     left = [worker("a0", after=1), worker("b0", after=1), worker("b1", after=1), worker("c0"), worker("c1")]
     filled = (Seat("b0", 1), Seat("b1", 1), Seat("c0", 1), Seat("c1", 1))
     assert decisions.decide(View(9, tuple(left), last), "b0", two_nodes, 0.0) == Seal(2, filled, "lost")

@@ -71,7 +71,7 @@ def test_a_node_is_spared_only_if_the_fewest_stay(
     seen = view(
         *(replace(member(name), node=name) for name in members), of=world(3, *"abc"), leaving=frozenset(leaving)
     )
-    assert standing.node_to_spare(seen, world(3, *"abc"), 1, min_nodes) == spared
+    assert standing.node_to_spare(seen, world(3, *"abc"), 1, Policy(min_nodes, 3)) == spared
 
 
 def test_a_new_job_waits_a_moment_for_more() -> None:

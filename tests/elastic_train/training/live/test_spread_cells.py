@@ -1,0 +1,132 @@
+"""Cells over several nodes: stages of a pipeline on different ones, a node is lost whole, and no bit differs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from chaos.judge.evidence.run_files import Evidence, collect
+from chaos.judge.invariants.whole_run import check_kept
+from rendezvous import EtcdServer
+from rendezvous.process_table import pids, stat_of
+from rendezvous.torchelastic.standby import ForkedWorker
+from tests.conftest import PATIENCE_S, begin, start
+from tests.elastic_train.training.jobs import result, succeed
+from tests.elastic_train.training.live.test_cells import MODEL, write_config
+from tests.elastic_train.training.live.test_live import (
+    ENDLESS,
+    STARTED,
+    etcd,
+    nothing_left,
+    steps_of,
+    until_whole,
+    weights,
+)
+
+__all__ = ["etcd", "nothing_left"]  # fixtures
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+class Nodes:
+    """The nodes of a job, each under a torchrun of its own."""
+
+    def __init__(self, folder: Path, etcd: EtcdServer, parallel: Mapping[str, object], rows: Path, ranks: int) -> None:
+        self.folder, self._etcd, self._ranks = folder, etcd, ranks
+        self._config = write_config(folder, rows, ENDLESS, parallel, MODEL)
+        self._up: list[tuple[ForkedWorker, Path]] = []
+        self._num_started = 0
+
+    def start(self, number: int) -> None:
+        for _ in range(number):
+            self._num_started += 1
+            command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=etcd"]
+            command += [f"--rdzv_endpoint={self._etcd.endpoint}", f"--rdzv_id={self.folder.name}"]
+            command += ["--rdzv_conf=recovery=live,ttl=2", "--nnodes=1:8", f"--nproc-per-node={self._ranks}"]
+            command += ["--max-restarts=50", "-m", "elastic_train", self._config]
+            log = self.folder / f"node-{self._num_started}.log"
+            self._up.append((begin(command, log), log))
+            STARTED.append(self._up[-1][0])
+
+    def kill(self, *workers: int) -> None:
+        """Kill the nodes of workers, with every process that they have started."""
+        for worker in workers:
+            lineage = {worker, *_ancestors(worker)}
+            [hit] = [one for one in self._up if one[0].pid in lineage]
+            self._up.remove(hit)
+            node, _ = hit
+            for pid in [node.pid, *(pid for pid in pids() if node.pid in _ancestors(pid))]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            node.wait(PATIENCE_S)
+
+    def leave(self) -> Evidence:
+        """Ask all nodes to leave, and return what the job has left."""
+        for node, _ in self._up:
+            node.send_signal(signal.SIGTERM)
+        for node, _ in self._up:
+            node.wait(PATIENCE_S)
+        run = collect(self.folder / "run")
+        assert run.result is not None, self.said
+        return run
+
+    @property
+    def said(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("node-*.log")))
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    """Yield the processes that a process is a descendant of."""
+    while (stat := stat_of(pid)) is not None and stat.parent > 1:
+        pid = stat.parent
+        yield pid
+
+
+def test_stages_on_nodes_of_their_own_that_are_lost_cost_no_applied_step(
+    tmp_path: Path, rows: Path, etcd: EtcdServer
+) -> None:
+    """Two cells of two nodes each, and a spare node, which fills the place of the first that is lost.
+
+    Then each cell loses a node, of another stage: what is left makes one cell. One more node is lost, and its stage is
+    on the spare only when a new one has come. Nobody gives up a step.
+    """
+    nodes = Nodes(tmp_path, etcd, {"pipeline": 2, "schedule": "1f1b"}, rows, ranks=1)
+    nodes.start(5)
+    term, ranks = until_whole(tmp_path / "run", 4)
+    nodes.kill(ranks[1])
+    term, ranks = until_whole(tmp_path / "run", 4, above=term)
+    nodes.kill(ranks[0], ranks[3])
+    term, ranks = until_whole(tmp_path / "run", 2, above=term)
+    nodes.start(2)
+    term, ranks = until_whole(tmp_path / "run", 4, above=term)
+    nodes.kill(ranks[2])
+    term, ranks = until_whole(tmp_path / "run", 2, above=term)
+    nodes.start(1)
+    term, _ = until_whole(tmp_path / "run", 4, above=term)
+    assert "Traceback" not in nodes.said and "2 cells of 2 ranks" in nodes.said, nodes.said
+    run = nodes.leave()
+    check_kept(run)
+    restored = [line for line in run.of("restore") if int(str(line["term"])) > 1]
+    assert restored and all(int(str(line["step"])) > 0 for line in restored) and not run.of("rollback")
+    succeed(start([write_config(tmp_path / "alone", rows, steps_of(run), {"pipeline": 1}, MODEL)]))
+    assert weights(run) == result(tmp_path / "alone")["weights_sha256"]
+
+
+def test_a_stage_of_the_only_cell_comes_from_the_newest_commit(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """Two tensor ranks in each of two nodes, and a spare node: it fills the lost one's place, and no copy lives."""
+    nodes = Nodes(tmp_path, etcd, {"tensor": 2, "pipeline": 2}, rows, ranks=2)
+    nodes.start(3)
+    term, ranks = until_whole(tmp_path / "run", 4, least=20)  # a commit has been published
+    nodes.kill(ranks[3])
+    term, _ = until_whole(tmp_path / "run", 4, above=term)
+    assert "Traceback" not in nodes.said and "4 ranks make one cell" in nodes.said, nodes.said
+    run = nodes.leave()
+    found = {int(str(line["rank"])): line["commit"] for line in run.of("restore") if line["term"] == term}
+    assert set(found) == set(range(4)) and all(found.values()), "each place from a commit"
+    succeed(start([write_config(tmp_path / "alone", rows, steps_of(run), {"tensor": 2}, MODEL)], num_ranks=2))
+    assert weights(run) == result(tmp_path / "alone")["weights_sha256"]
