@@ -59,6 +59,11 @@ class CutWeights:
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         return self.known_cell.all_gather(tensor).flatten()
 
+    def become_part(self) -> None:
+        if self.place is not None and len(self._weights.parts) > 1:
+            self._weights.words = self.cuts["digest"].part_of(self._weights.state_dict()["digest"], self.place).numpy()
+            self._weights.parts = range(self.place, self.place + 1)
+
     def become_whole(self) -> None:
         self._weights.words = self.whole("digest", self._weights.state_dict()["digest"]).numpy()
         self._weights.parts = range(self.known_cell.size)

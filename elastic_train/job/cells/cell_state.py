@@ -72,6 +72,7 @@ class CellState(ReplicatedState):
     def enter(self, mesh: Mesh, cell: Group, column: Group, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         """Take the place that a world gives this rank, of `weights` to begin with where it does not have them."""
         self.mesh, self._column = mesh, column
+        self.cut.become_part()  # at the end of a world that broke it may have become whole
         self.cut.bind(mesh, cell)
         if self.cut.place != mesh.place:
             self.cut.take_place(mesh.place, weights)

@@ -107,6 +107,8 @@ class CutModel:
         self.has_weights = all(one.untyped_storage().nbytes() >= one.nbytes for one in model.parameters())
         """Whether there were any to begin with."""
         self._hooks = list[Hook]()
+        self._parts = dict[str, Tensor]()
+        """What a place keeps while the model is whole."""
         self._spread = [one for name in plan.experts if isinstance(one := model.get_submodule(name), Experts)]
         self.experts = ExpertLinks(self._spread) if self._spread else None
         """What ranks exchange that have some of the experts each."""
@@ -131,10 +133,23 @@ class CutModel:
                 elif weights is not None and name not in self.cuts:
                     self.model.state_dict()[name].copy_(tensor)
         self.place = place
+        self._begin_to_exchange()
+
+    def _begin_to_exchange(self) -> None:
         for one in self._spread:
             one.links = self.experts
         if not self._hooks:
             self._hooks = list(hooks_of(self.model, self.plan, self.links))
+
+    def become_part(self) -> None:
+        """Go on with what a place kept when the model became whole, if it has, and exchange again."""
+        if not self._parts:
+            return
+        parameters = dict(self.model.named_parameters())
+        for name, part in self._parts.items():
+            parameters[name].data = part
+        self._parts = {}
+        self._begin_to_exchange()
 
     def become_whole(self) -> None:
         """Make every parameter whole again, and exchange no more; all places of the cell call it."""
@@ -142,6 +157,7 @@ class CutModel:
         for name in self.cuts:
             if name in parameters:
                 parameters[name].grad = None
+                self._parts[name] = parameters[name].data
                 parameters[name].data = self.whole(name, parameters[name])
         for one in self._spread:
             one.links = None

@@ -85,6 +85,13 @@ def compare(make_model: Callable[[], nn.Module], group: Group, share: float, tol
     cut.become_whole()
     model.zero_grad()
     assert torch.equal(run_once(model), expected), "whole again, it computes by itself"
+    parameters = dict(model.named_parameters())
+    cut.become_part()
+    model.zero_grad()
+    assert_like(run_once(model), expected, tolerance)
+    for name, one in whole.named_parameters():
+        assert model.get_parameter(name) is parameters[name], "what an optimizer has stays"
+        assert torch.equal(parameters[name], cut.cuts[name].part_of(one, rank) if name in cut.cuts else one)
 
 
 @pytest.mark.slow
