@@ -65,12 +65,12 @@ def _open_in(process: Process, world: World) -> Session:
     check_alike(world.group, plan, state.outline, state.shards.outlined())
     differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile)
     check_can_be_sharded(world.group, plan, differing)
-    world = form_cells(world, plan.config.parallel)
+    world, before = form_cells(world, plan.config.parallel), state.reached.intervals
     if isinstance(state.shards, ContextState):
         state.shards.enter(world.mesh, world.group)
     elif world.cell is not None:
         take_place(plan, state, world.mesh, world.cell, world.replicas)
-    head = restore(plan, world, state)
+    head = restore(plan, world, state, before)
     stuck = check_progress(world, plan)
     kind = _pick_reduction(plan, world, differing)
     assigned = state.shards.assigned(world.mesh.num_replicas, plan.num_lanes)

@@ -40,14 +40,14 @@ from elastic_train.world.handover import begin_alike, gather_places, hand_over, 
 from elastic_train.world.world import Source, World, banner_of
 
 
-def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | None:
+def restore(plan: Plan, world: World, state: AppliedState, before: Sequence[Interval] = ()) -> CommitRecord | None:
     """Bring every rank to the furthest applied step: a member's, or the newest valid commit's if that is further.
 
+    `before` is what this rank had applied as it came, for what it gives up: at a new place it has lost that already.
     Returns the commit that the next one continues, None at the beginning of a run.
     """
     started = time.perf_counter()
     reach("restore")
-    before = state.reached.intervals
     # Rank 0 asks once: nobody can publish any more but under this world's term.
     published = functools.cache(lambda: named(world.fence))
     found = _find(world, state, published)

@@ -84,6 +84,15 @@ def test_a_rank_that_was_frozen_does_not_undo_a_commit(tmp_path: Path, is_heard:
     assert frozen.reached.intervals == newest.intervals
 
 
+def test_a_rank_at_another_place_reports_what_it_had_applied(tmp_path: Path) -> None:
+    """Its new place began with nothing; that it gives up the steps of its old one is in the history all the same."""
+    job = Job(tmp_path)
+    first = job.commit(None, (1, 0, 5))
+    before, world = state_of((1, 0, 12)).reached.intervals, job.world()
+    assert restore(job.plan, world, state_of(), before) == first  # type: ignore[arg-type]
+    world.history.rollback.assert_called_once_with(from_step=12, to_step=5)  # type: ignore[attr-defined]
+
+
 def test_a_process_that_commits_alone_undoes_no_applied_steps(tmp_path: Path) -> None:
     """A process of an older world that is asked to leave commits its state; others keep what was applied."""
     job = Job(tmp_path)
