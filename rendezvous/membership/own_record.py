@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rendezvous.errors import StoreRefusedError
 from rendezvous.membership.latest_view import LatestView
-from rendezvous.membership.records import Keys, Member, View
+from rendezvous.membership.records import Keys, Member, View, World
 from rendezvous.membership.rules import changes
 from rendezvous.membership.rules.changes import Change
 from rendezvous.membership.store import (
@@ -56,6 +56,7 @@ class OwnRecord:
         """How long the lease lasts; etcd may grant more than was asked for."""
         self.lease: Lease | None = None
         self._store, self._keys, self._latest = store, keys, latest
+        self._rank, self._rank_in = -1, 0
         self._writing = threading.Lock()
 
     @property
@@ -81,7 +82,7 @@ class OwnRecord:
                 mine = now.view.member(self.id)
                 if mine is None:
                     return False
-                wanted = change(mine, now.view)
+                wanted = replace(change(mine, now.view), rank=self._rank, rank_in=self._rank_in)
                 if is_renamed:
                     wanted = replace(wanted, id=self._new_id())
                 try:
@@ -97,6 +98,12 @@ class OwnRecord:
         if wanted.id == self.id:
             return changes.update(snapshot, self._keys, wanted)
         return changes.rename(snapshot, self._keys, self.id, wanted)
+
+    def note_rank(self, world: World) -> None:
+        """Say from the next write on which rank this member had in a world, whatever etcd comes to know of that."""
+        rank = world.rank_of(self.id)
+        assert rank is not None, "asked by a member of it"
+        self._rank, self._rank_in = rank, world.term
 
     def swap(self, change: Change, lease: Lease | None) -> bool:
         """Try a transaction, its keys under a lease or under none, and have its result in the view before returning."""
@@ -133,6 +140,8 @@ class OwnRecord:
             missed=tuple(sorted(self.missed)),
             nodes=place.nodes,
             role=place.role,
+            rank=self._rank,
+            rank_in=self._rank_in,
         )
         key = self._keys.member(self.id)
         change = changes.update(Snapshot(0, {}), self._keys, member)

@@ -157,6 +157,8 @@ class Participant:
             decision, snapshot = self._decide()
             if isinstance(decision, Enter):
                 self.world = decision.world
+                if self.policy.cell.size > 1:
+                    self._own.note_rank(decision.world)
                 return decision.world
             if isinstance(decision, Refused):
                 raise LimitsDifferError(decision.why)

@@ -111,6 +111,10 @@ class Member:
     """How many nodes it takes a world to have, MIN:MAX, which all members must agree on; empty if it does not say."""
     role: str = ""
     """What its workers do (torchrun's --role); ranks are numbered within a role, too."""
+    rank: int = -1
+    """The rank that it had in the world of `rank_in`, where cells have several; below 0 if it has had none."""
+    rank_in: int = 0
+    """The term of the last world that it was in when this was written."""
 
     @property
     def node_id(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rendezvous.membership.records import Member, View, World
-from rendezvous.membership.rules.cells import CellShape, arrange
+from rendezvous.membership.rules.cells import CellShape, arrange, places_had
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ def admitted(members: tuple[Member, ...], policy: Policy, last: World | None) ->
     counts = Counter(member.node_id for member in members)
     nodes = [node for node in counts if counts[node] >= policy.cell.stage_size]
     if size > 1 and len(nodes) > policy.max_nodes:
-        trained = {member.node_id for member in members if last is not None and last.rank_of(member.id) is not None}
+        had = places_had(members, policy.cell, last)
+        trained = {member.node_id for member in members if member.id in had}
         nodes.sort(key=lambda node: node not in trained)
     chosen = set(nodes[: policy.max_nodes])
     found = tuple(member for member in members if member.node_id in chosen)

@@ -65,7 +65,8 @@ def arrange(members: Sequence[Member], shape: CellShape, last: World | None, mos
     num_cells = sum(rooms) // shape.num_stages if most is None else min(most, sum(rooms) // shape.num_stages)
     if num_cells == 0:
         return Arrangement((), tuple(members))
-    seated = [_by_place(of_node, shape, last) for of_node in nodes.values()]
+    had = places_had(members, shape, last)
+    seated = [_by_place(of_node, had) for of_node in nodes.values()]
     # A group that is a whole cell is taken or left for who is in it, so all are made.
     num_each = sum(rooms) if shape.num_stages == 1 else num_cells
     counts = allot(rooms, _keeps(seated, shape), shape.num_stages, num_each)
@@ -74,10 +75,7 @@ def arrange(members: Sequence[Member], shape: CellShape, last: World | None, mos
         for stage, group in _groups_of(of_node, row, shape):
             by_stage[stage].append(group)
     order = {member.id: number for number, member in enumerate(members)}
-    places = {member.id: had[1] for member in members if (had := _had(member, shape, last)) is not None}
-    chosen = [
-        _chosen(groups, num_cells, stage * shape.stage_size, places, order) for stage, groups in enumerate(by_stage)
-    ]
+    chosen = [_chosen(groups, num_cells, stage * shape.stage_size, had, order) for stage, groups in enumerate(by_stage)]
     cells = tuple(tuple(chain.from_iterable(groups)) for groups in _joined(chosen))
     taken = {member.id for cell in cells for member in cell}
     return Arrangement(cells, tuple(member for member in members if member.id not in taken))
@@ -87,18 +85,25 @@ def is_a_part_left_behind(
     chosen: Sequence[Member], ready: Sequence[Member], shape: CellShape, last: World | None
 ) -> bool:
     """Say whether some place is kept by none of those who had it in the last world: they alone may hold its part."""
-    kept = {
-        number % shape.size
-        for number, member in enumerate(chosen)
-        if (had := _had(member, shape, last)) is not None and had[1] == number % shape.size
-    }
-    return not {had[1] for member in ready if (had := _had(member, shape, last)) is not None} <= kept
+    had = {name: place for name, (_, place) in places_had(ready, shape, last).items()}
+    kept = {place for number, member in enumerate(chosen) if (place := had.get(member.id)) == number % shape.size}
+    return not set(had.values()) <= kept
 
 
-def _had(member: Member, shape: CellShape, last: World | None) -> tuple[int, int] | None:
-    """Return the cell and the place that a member had in the last world; None for a newcomer."""
-    rank = None if last is None else last.rank_of(member.id)
-    return None if rank is None else divmod(rank, shape.size)
+def places_had(members: Sequence[Member], shape: CellShape, last: World | None) -> dict[str, tuple[int, int]]:
+    """Return the cell and the place that members had in the last world, by their ids; newcomers had none.
+
+    A world that etcd does not know any more is known by its members, and they know by which rank it knew them.
+    """
+    newest = max([0 if last is None else last.term, *(member.rank_in for member in members)])
+    found = dict[str, tuple[int, int]]()
+    for member in members:
+        rank = last.rank_of(member.id) if last is not None and last.term == newest else None
+        if rank is None and member.rank >= 0 and member.rank_in == newest:
+            rank = member.rank
+        if rank is not None:
+            found[member.id] = divmod(rank, shape.size)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +120,14 @@ class _Seated:
         return sorted((group for group in groups if group), key=lambda group: -len(group))
 
 
-def _by_place(members: Sequence[Member], shape: CellShape, last: World | None) -> _Seated:
+def _by_place(members: Sequence[Member], had: Mapping[str, tuple[int, int]]) -> _Seated:
     old: dict[int, dict[int, Member]] = {}
     newcomers: list[Member] = []
     for member in members:
-        if (had := _had(member, shape, last)) is None:
+        cell, place = had.get(member.id, (-1, -1))
+        # One process may be there twice, until the lease of its older id ends.
+        if cell < 0 or old.setdefault(cell, {}).setdefault(place, member) is not member:
             newcomers.append(member)
-        else:
-            old.setdefault(had[0], {})[had[1]] = member
     return _Seated(old, newcomers)
 
 
@@ -175,7 +180,7 @@ def _groups_of(seated: _Seated, counts: Sequence[int], shape: CellShape) -> Iter
 
 
 def _chosen(
-    groups: Sequence[Group], most: int, first: int, had: Mapping[str, int], order: Mapping[str, int]
+    groups: Sequence[Group], most: int, first: int, had: Mapping[str, tuple[int, int]], order: Mapping[str, int]
 ) -> list[Group]:
     """Return the groups of a stage, whose places are those from `first` on, that are in cells, by their first members.
 
@@ -183,7 +188,7 @@ def _chosen(
     """
 
     def preferred(group: Group) -> tuple[int, int, int]:
-        places = [had.get(member.id, -1) for member in group]
+        places = [had.get(member.id, (-1, -1))[1] for member in group]
         num_kept = sum(place == first + number for number, place in enumerate(places))
         return -num_kept, -sum(place >= 0 for place in places), order[group[0].id]
 

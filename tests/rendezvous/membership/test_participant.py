@@ -15,6 +15,7 @@ from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import World
 from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.rules.cells import CellShape
 from rendezvous.membership.rules.decisions import Seal
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.membership.participants import TTL_S, crash, enter, make_node, pair, store_world
@@ -67,6 +68,30 @@ def test_a_leader_can_step_back(store: MemoryStore, pool: ThreadPoolExecutor) ->
     assert first.id != old_id and first._own.lease is lease and first.view.member(old_id) is None
     first.leave()
     assert store.get(first.keys.members).entries.keys() == {first.keys.member(second.id)}
+
+
+def test_a_member_of_a_cell_says_which_rank_it_had(store: MemoryStore) -> None:
+    """However often it has stepped back since, or has lost its lease, or etcd its world."""
+    policy = Policy(1, 2, 0.0, cell=CellShape(1, 2))
+    places = [Place("host", "127.0.0.1", 1, node="a", node_members=2) for _ in range(2)]
+    first, second = (Participant(store, "job", policy, place, ttl_s=TTL_S) for place in places)
+    first.join(PATIENCE_S)
+    second.join(PATIENCE_S)
+    world = first.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S)
+    assert world is not None and second.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S) == world
+    first.join(PATIENCE_S)
+    mine = first.view.member(first.id)
+    assert mine is not None and (mine.rank, mine.rank_in) == (0, world.term), "the world may be overwritten"
+    old_id = second.id
+    for _ in range(2):
+        second.join(PATIENCE_S, as_last=True)
+        mine = second.view.member(second.id)
+        assert mine is not None and mine.id != old_id and (mine.rank, mine.rank_in) == (1, world.term)
+    crash(store, second)
+    eventually(lambda: second._own.is_gone, "the lease is lost")
+    second.join(PATIENCE_S)
+    mine = second.view.member(second.id)
+    assert mine is not None and (mine.rank, mine.rank_in) == (1, world.term)
 
 
 def test_a_member_that_cannot_host_a_world_lets_another_lead(store: MemoryStore, pool: ThreadPoolExecutor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -91,6 +92,30 @@ def test_survivors_of_two_cells_make_one_and_keep_their_parts() -> None:
     """Each of two cells has lost another part: what is left is one whole replica."""
     left = [worker("a1"), worker("a2")]
     assert places_in(arrange(left, CellShape(1, 2), world(1, "a0", "a1", "a2", "a3"))) == {"a2": 0, "a1": 1}
+
+
+def test_members_that_have_other_ids_since_keep_their_parts() -> None:
+    """All have let others lead, since none could write: in whatever order, what each holds stays of use."""
+    again = [replace(worker(f"a{number + 4}"), rank=number, rank_in=1) for number in (3, 0, 2, 1)]
+    kept = {"a7": 1, "a4": 0, "a6": 0, "a5": 1}
+    assert places_in(arrange(again, CellShape(1, 2), world(1, "a0", "a1", "a2", "a3"))) == kept
+    assert places_in(arrange(again, CellShape(1, 2), None)) == kept, "etcd has lost the world"
+    mixed = [*again[:2], worker("a2"), worker("a1")]
+    assert places_in(arrange(mixed, CellShape(1, 2), world(1, "a0", "a1", "a2", "a3"))) == {
+        "a7": 1,
+        "a4": 0,
+        "a2": 0,
+        "a1": 1,
+    }
+
+
+def test_who_was_in_an_older_world_holds_what_is_of_no_use() -> None:
+    """It is as good as new; also one whose older id is still there until its lease ends."""
+    old = [replace(worker("a8"), rank=1, rank_in=1), worker("a0"), worker("a1")]
+    assert places_in(arrange(old, CellShape(1, 2), world(2, "a1", "a0"))) == {"a1": 0, "a0": 1}
+    twice = [worker("a0"), worker("a1"), replace(worker("a2"), rank=1, rank_in=1), worker("a3")]
+    found = arrange(twice, CellShape(1, 2), world(1, "a0", "a1"))
+    assert [[member.id for member in cell] for cell in found.cells] == [["a0", "a1"], ["a2", "a3"]]
 
 
 def test_a_member_without_a_cell_stands_by_until_a_worker_joins_it() -> None:

@@ -25,13 +25,23 @@ Change = tuple[CellShape, list[Member], World | None]
 
 @st.composite
 def changes(draw: st.DrawFn) -> Change:
-    """Draw a shape, a world of whole cells, and who is there after some members or nodes have left, and others come."""
+    """Draw a shape, a world of whole cells, and who is there after some members or nodes have left, and others come.
+
+    Some of those that stayed have another id since.
+    """
     shape = CellShape(draw(st.integers(1, 4)), draw(st.integers(1, 3)))
     nodes = "abcdef"[: draw(st.integers(1, 6))]
     first = [worker(f"{draw(st.sampled_from(nodes))}{number}") for number in range(draw(st.integers(0, 18)))]
     before = arrange(first, shape, None).members
     gone = draw(st.sets(st.sampled_from(nodes), max_size=2))
     survivors = [member for member in first if member.node not in gone and draw(st.integers(0, 5))]
+    ranks = {member.id: rank for rank, member in enumerate(before)}
+    survivors = [
+        replace(member, id=f"{member.id}x", rank=ranks.get(member.id, -1), rank_in=1)
+        if draw(st.integers(0, 9)) == 9 and before
+        else member
+        for member in survivors
+    ]
     newcomers = [worker(f"{draw(st.sampled_from('abcdefgh'))}n{number}") for number in range(draw(st.integers(0, 6)))]
     return shape, [*survivors, *newcomers], world(1, *(member.id for member in before)) if before else None
 
@@ -46,6 +56,7 @@ def groups_in(found: Arrangement, shape: CellShape) -> Iterator[tuple[int, tuple
 def had_by(members: Sequence[Member], shape: CellShape, last: World | None) -> dict[str, int]:
     """Return the places that members had."""
     ranks = {member.id: None if last is None else last.rank_of(member.id) for member in members}
+    ranks |= {member.id: member.rank for member in members if member.rank >= 0}
     return {name: rank % shape.size for name, rank in ranks.items() if rank is not None}
 
 
