@@ -39,6 +39,7 @@ def job(on: str = "2x8xH100", lanes: int = 64) -> Job:
         (Layout(tensor=16), 64, "beyond a node"),
         (Layout(tensor=4, pipeline=4), 3, "pp 4: 4 stages, but only 3 lanes"),
         (Layout(expert=8), 6, "ep 8: 8 ranks with experts, but only 6 lanes"),
+        (Layout(tensor=3), 48, "tp x cp = 3 leaves 2 of a node's 8 devices over"),
         (Layout(pipeline=8), 64, "does not divide the model's 12 blocks"),
         (Layout(expert=2), 64, "has no experts"),
         (Layout(context=16), 64, "cp 16 reaches beyond a node"),
@@ -46,9 +47,19 @@ def job(on: str = "2x8xH100", lanes: int = 64) -> Job:
     ],
 )
 def test_what_rules_a_layout_out_is_said(layout: Layout, lanes: int, said: str) -> None:
-    outcome = work_out(job(lanes=lanes), layout)
+    outcome = work_out(job(f"{3 if lanes == 48 else 2}x8xH100", lanes), layout)
     assert said in outcome.problems[0]
     assert not outcome.figures
+
+
+def test_stages_of_different_nodes_wait_for_the_links_between_these() -> None:
+    """The same cells of four stages, each in one node or on two; tensor ranks stay together."""
+    layout = Layout(tensor=2, pipeline=4)
+    inside, between = (work_out(job(on), layout) for on in ("2x8xH100", "4x4xH100"))
+    assert not inside.problems and not between.problems and layout.runs_today
+    assert inside.step is not None and between.step is not None
+    assert between.step.tensor_s > inside.step.tensor_s
+    assert between.step.bubble_s == inside.step.bubble_s
 
 
 def test_a_layout_has_as_many_lanes_as_stages_exactly_where_training_takes_it() -> None:
