@@ -150,6 +150,7 @@ def sim(
     step_s: float = 10.0,
     shards: bool = False,
     cells: bool = False,
+    stages: bool = False,
     processes: int | None = None,
     ledger: Path | None = None,
     json_: Json = False,
@@ -162,7 +163,8 @@ def sim(
     takes so many nodes (or 16..64: drawn from these) in place of the drawn ones. --hours makes each seed a job of so
     many virtual hours, with --faults-per-hour, whose steps take --step-s and whose leases half of that or as long.
     --shards lets every job train a real, tiny model in shards, else one in eight short ones does. --cells makes each a
-    job whose replicas are cells of several workers, on 4 to 16 nodes if --nodes does not say.
+    job whose replicas are cells of several workers, on 4 to 16 nodes if --nodes does not say, and --stages lets these
+    cells have stages, which may be of different nodes.
     Seeds are spread over --processes, one for each core if not given; the digest does not depend on that. --ledger FILE
     keeps a line for each seed, and runs only those that it does not hold. Exit code 0 only if no invariant is violated;
     else the first bad run is shrunk, kept below runs/sim, and printed with the command that runs it again.
@@ -192,8 +194,10 @@ def sim(
             raise ScenarioError(f"{name} {value:g}: give more than 0")
     if shards and cells:
         raise ScenarioError("--shards and --cells: a job holds its state in shards, or in cells; give one of them")
+    if stages and not cells:
+        raise ScenarioError("--stages: it is cells that have them; give --cells, too")
     of_nodes = None if nodes is None else long_runs.nodes_of(nodes)
-    draw = long_runs.Draw(of_nodes, hours, faults_per_hour, step_s, shards, cells)
+    draw = long_runs.Draw(of_nodes, hours, faults_per_hour, step_s, shards, cells, stages)
     if seed is not None:
         again = " ".join(["elastic-chaos sim", *([draw.options] if draw.options else []), f"--seed {seed}"])
         return command.run_one(draw.case(seed), json_, again)

@@ -1,8 +1,8 @@
 """The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
 
-The invariants are functions in eleven rooms: what was applied (`exactly_once`), what was published (`one_lineage`),
-what its last commit holds (`deliverable`), the run as a whole (`whole_run`), departures, and who was let in
-(`departures`), what was logged of it (`tracked_values`), what outlived it (`leftovers`), what its processes held
+The invariants are functions in eleven rooms: what was applied, and by which cells (`exactly_once`), what was published
+(`one_lineage`), what its last commit holds (`deliverable`), the run as a whole (`whole_run`), departures, and who was
+let in (`departures`), what was logged of it (`tracked_values`), what outlived it (`leftovers`), what its processes held
 (`bounded`), whether it gave up in time (`progress`), what one bad node cost the others (`no_harm`), and whether shards
 of the state were lost too soon (`rollbacks`). Here is the table of them; a planted bug is caught by the one named
 beside it in `chaos.planted.catalogue`. `chaos.judge.invariants.script_run` judges a run of a user's script.
@@ -29,7 +29,8 @@ from chaos.judge.invariants import (
     whole_run,
 )
 from chaos.judge.invariants import script_run as scripts
-from chaos.judge.invariants.exactly_once import agreement, compared, counts, samples
+from chaos.judge.invariants.exactly_once import agreement, cells, compared, counts, samples
+from chaos.judge.job_shape import cell_size
 
 INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "finished": whole_run.finished,
@@ -73,6 +74,8 @@ def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
     findings = [find(name, partial(check, run)) for name, check in INVARIANTS.items()]
     findings.append(find("sums", partial(samples.sums, run, reference)))
     findings.append(find("deliverable", partial(deliverable.deliverable, run, reference)))
+    if cell_size(run.config) > 1:
+        findings.append(find("cells", partial(cells.cells, run)))
     if rollbacks.is_sharded(run):
         findings.append(find("copies", partial(rollbacks.copies, run)))
     if bounded.is_put_to_the_test(run):

@@ -28,6 +28,12 @@ def cell_size(config: Mapping[str, object]) -> int:
     return math.prod(int(parallel.get(axis, 1)) for axis in _AXES) if isinstance(parallel, dict) else 1
 
 
+def stage_size(config: Mapping[str, object]) -> int:
+    """Return how many ranks of a replica are a stage of a pipeline, by a job's configuration."""
+    parallel = config.get("parallel")
+    return cell_size(config) // (int(parallel.get("pipeline", 1)) if isinstance(parallel, dict) else 1)
+
+
 def crew_size(config: Mapping[str, object]) -> int:
     """Return how many ranks compute a lane together: those of a cell, unless each has some of the experts."""
     parallel = config.get("parallel")

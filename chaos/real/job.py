@@ -71,7 +71,9 @@ class Job:
     land: Callable[[Job], None] | None = None
     """Brings a job to its end that would run for ever, once its faults are over, or Ctrl-C was pressed."""
     cell_size: int = 1
-    """How many ranks hold a replica together; those of a node that make no cell more are spares."""
+    """How many ranks hold a replica together; those that make no cell more are spares."""
+    stage_size: int | None = None
+    """How many of them have to be of one node; all if None."""
     come_within_s: float = PATIENCE_S
     followed: Followed = field(default_factory=Followed)
     lost: list[Node] = field(default_factory=list)
@@ -239,9 +241,15 @@ class Job:
             where = f"step {self.followed.step}, term {self.followed.term}"
             raise RunError(f"{waiting_for} did not come, and no step for {soak.heal_s:.0f} s ({where}); {self._logs()}")
 
+    @property
+    def full_size(self) -> int:
+        """How many ranks train where all nodes are well."""
+        stage_size = self.stage_size or self.cell_size
+        num_stages = self.scenario.nodes.count * (self.scenario.nodes.ranks // stage_size)
+        return num_stages * stage_size // self.cell_size * self.cell_size
+
     def _is_healed(self) -> bool:
-        size = self.scenario.nodes.count * (self.scenario.nodes.ranks // self.cell_size * self.cell_size)
-        is_whole = self.followed.world == size and all(node.is_up for node in self.nodes)
+        is_whole = self.followed.world == self.full_size and all(node.is_up for node in self.nodes)
         trains = self.followed.applied_at > self._disturbed_at + _SETTLED_S
         return not self._undos and is_whole and trains and self._points.are_over(self)
 

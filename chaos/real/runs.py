@@ -276,9 +276,8 @@ def _run(
     own = ["--run.dir", str(folder), "--run.name", around.run_id, *around.settings]
     nodes = launch(scenario, "", folder, [*_WHOLE, *changes, *own], around.run_id, around)
     look = _shown(progress, total_steps)
-    job = Job(
-        folder, nodes, scenario, (), seed, look, progress.event, replay, around, landing, config.parallel.cell.size
-    )
+    job = Job(folder, nodes, scenario, (), seed, look, progress.event, replay, around, landing)
+    job.cell_size, job.stage_size = config.parallel.cell.size, config.parallel.cell.stage_size
     job.faults = due(lambda: job.num_faults) if isinstance(due, Drawn) else due
     try:
         job.run()

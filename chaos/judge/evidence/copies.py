@@ -45,7 +45,8 @@ def losses_of(run: Evidence) -> dict[int, int]:
 
 
 @once
-def _node_of(run: Evidence) -> dict[object, object]:
+def node_of(run: Evidence) -> dict[object, object]:
+    """Return the node of each process that is known to be on one."""
     return {pid: line["node"] for line in run.of("node") for pid in line.get("pids") or ()}  # type: ignore[attr-defined]
 
 
@@ -58,7 +59,7 @@ def holders_gone(run: Evidence, term: int) -> tuple[int, int]:
     no more. One that wrote nothing counts as a node of its own, on either side: who died before its first line. Where
     all of them had been asked to leave and did, none counts: what they alone held they have committed.
     """
-    pids, nodes, seats = pids_of(run), _node_of(run), seats_of(run)
+    pids, nodes, seats = pids_of(run), node_of(run), seats_of(run)
     base = max((other for other in restored_at(run) if other < term), default=0)
     if (size := cell_size(run.config)) > 1:
         return _cells_without_a_place(run, base, term, size)

@@ -23,6 +23,7 @@ from chaos.judge.evidence.run_files import (
 )
 from chaos.judge.evidence.spells import spells_of
 from chaos.judge.findings import Unknown, Violated
+from chaos.judge.job_shape import cell_size, stage_size
 from chaos.scenario.kinds import (
     asks_all_to_leave,
     befalls_all,
@@ -110,8 +111,9 @@ def _check_changes(run: Evidence) -> None:
     """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
 
     A process that was hit, or started and ended by the undoing of a fault, may leave in the fault's spell, or once come
-    back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. Of two nodes that do
-    not reach each other, either may leave, or take the other's place. A process that was asked to leave ends a few
+    back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. With each
+    stage of a cell that is lost as many others may wait as its cell has. Of two nodes that do not reach each other,
+    either may leave, or take the other's place. A process that was asked to leave ends a few
     worlds until it has left; one that was hit before it had recorded any world may have been in one that no history
     has, or have been waited for, and ends one. A fault of etcd or of the storage hits all members of a world while it
     lasts, as does a twin, whose nodes may take their places; of etcd, each may lose its lease after it, and one after
@@ -137,7 +139,8 @@ def _check_changes(run: Evidence) -> None:
             excused |= pids[before]
         # A world may break before all have recorded it, or before any has.
         gone = sorted(pid for pid in pids[before] - pids[after] - excused if seen_in[pid] == before)
-        if gone:
+        most_idle = len((pids[before] & excused) - pids[after]) * (cell_size(run.config) - stage_size(run.config))
+        if len(gone) > most_idle:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
         if pids[before] != pids[after] or seats[before] != seats[after] or until >= began:
             continue

@@ -20,7 +20,7 @@ from chaos.judge.evidence.applied import (
     shape_of,
     steps_of,
 )
-from chaos.judge.evidence.copies import losses_of
+from chaos.judge.evidence.copies import is_begun_anew, losses_of
 from chaos.judge.evidence.recovery_cost import (
     Recovery,
     after_the_last_step,
@@ -129,7 +129,8 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
     # A world that broke before its state was agreed on has no restore, and applied nothing. Terms are in the order in
     # which etcd sealed them: who was frozen meanwhile writes of its world after a later one has been formed without it.
     for before, after in pairwise(sorted(term for term in formed_at(run) if term in restored)):
-        if after in losses_of(run):
+        between = [term for term in pids if before < term < after]
+        if after in losses_of(run) or any(is_begun_anew(run, term) for term in between):
             continue  # `copies` says whether it may have been
         for pid in pids[before] & pids[after]:
             step = max(settled_in(run).get(before, 0), reached_by(run).get((before, pid), 0))

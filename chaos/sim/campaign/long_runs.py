@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from chaos.errors import ScenarioError
 from chaos.sim.campaign.simulate import Case, case_of, in_shards
@@ -26,9 +27,9 @@ SLOWEST = 1.35
 DELAYS_S, FAR_S, FEW = (0.001, 0.003, 0.02), (0.02, 0.05), 128
 """How long a message takes; between more nodes than a few it is long, so that what a thousand write at once is heard of
 in some pieces and not in a thousand."""
-WORKERS, CELLS, NODES_OF_CELLS = 8, (2, 4, 8), (4, 16)
-"""A node of cells has so many workers in a long run, and a cell one of these numbers of them; in a short run there are
-so many nodes (from, to), if it is not said."""
+WORKERS, CELLS, MOST_STAGES, NODES_OF_CELLS = 8, (2, 4, 8), 4, (4, 16)
+"""A node of cells has so many workers in a long run, and a stage one of these numbers of them, and there are at most so
+many stages; in a short run there are so many nodes (from, to), if it is not said."""
 PIECE_S = 1e-4
 """How long a mirror takes for each node in what it has heard, between more than a few, if a step takes `STEP_S`; if it
 takes longer, longer, since the survivors of a world come together as slowly."""
@@ -46,12 +47,14 @@ class Draw:
     """Whether every job trains a real, tiny model in shards; else long runs have none."""
     in_cells: bool = False
     """Whether every job is of cells of several ranks."""
+    in_stages: bool = False
+    """Whether these are in stages, which may be of different nodes."""
 
     def case(self, seed: int) -> Case:
         """Return a seed's case."""
         if self.hours is None:
             num_nodes = None if self.nodes is None and not self.in_cells else self._draw_nodes(seed)
-            case = case_of(seed, num_nodes, has_cells=self.in_cells)
+            case = case_of(seed, num_nodes, has_cells=self.in_cells, has_stages=self.in_stages)
             return replace(case, shape=self._cut(seed, case.shape))
         shape = self._cut(seed, self._shape(seed))
         return Case(seed, shape, draw_at_rate(random.Random(f"{seed}/faults"), shape, self.faults_per_hour))
@@ -67,7 +70,7 @@ class Draw:
             options.append(f"--hours {self.hours:g} --faults-per-hour {self.faults_per_hour:g}")
         if self.hours is not None and self.step_s != STEP_S:
             options.append(f"--step-s {self.step_s:g}")
-        options += ["--shards"] * self.in_shards + ["--cells"] * self.in_cells
+        options += ["--shards"] * self.in_shards + ["--cells"] * self.in_cells + ["--stages"] * self.in_stages
         return " ".join(options)
 
     def _cut(self, seed: int, shape: Shape) -> Shape:
@@ -83,18 +86,21 @@ class Draw:
         assert self.hours is not None, "a long run has an end"
         draws = random.Random(f"{seed}/shape")
         num_nodes = 16 if self.nodes is None else self._draw_nodes(seed)
-        ranks, cell, lanes = 1, 1, 16 if self.nodes is None else self.nodes[1]
+        lanes = 16 if self.nodes is None else self.nodes[1]
+        cells = _Cells()
         if self.in_cells:
-            ranks, cell, lanes = _draw_cells(random.Random(f"{seed}/cells"), lanes)
-        num_replicas, num_members = num_nodes * (ranks // cell), num_nodes * ranks
+            most = min(MOST_STAGES, num_nodes // 2) if self.in_stages else 1
+            cells, lanes = _draw_cells(random.Random(f"{seed}/cells"), lanes, most)
+        num_replicas, num_members = cells.on(num_nodes), num_nodes * cells.ranks
         micro_batch = 2 if lanes <= MOST_ROWS // (2 * MOST_STEPS) else 1
         steps_per_epoch = max(2, min(MOST_STEPS, MOST_ROWS // (lanes * micro_batch)))
         num_rows = lanes * micro_batch * steps_per_epoch - lanes // 3  # the last step is short in some lanes
         num_steps, step_s = self.hours * 3600 / (self.step_s * SLOWEST), self.step_s
         shape = Shape(
             nodes=num_nodes,
-            ranks=ranks,
-            cell=cell,
+            ranks=cells.ranks,
+            cell=cells.stage_size * cells.stages,
+            stages=cells.stages,
             lanes=lanes,
             micro_batch=micro_batch,
             rows=tuple((number + 1) * num_rows // 8 - number * num_rows // 8 for number in range(8)),
@@ -112,11 +118,25 @@ class Draw:
         return replace(shape, min_nodes=draws.choice((1, max(1, num_nodes // 4))))
 
 
-def _draw_cells(draws: random.Random, num_nodes: int) -> tuple[int, int, int]:
-    """Return how many workers a node has, and a cell, and how many cells have lanes: in some jobs a few wait."""
-    cell = draws.choice(CELLS)
-    num_cells = num_nodes * (WORKERS // cell)
-    return WORKERS, cell, num_cells - draws.choice((0, num_cells // 16))
+class _Cells(NamedTuple):
+    """How many workers a node has, how many of one node are a stage, and how many stages a cell has."""
+
+    ranks: int = 1
+    stage_size: int = 1
+    stages: int = 1
+
+    def on(self, num_nodes: int) -> int:
+        """Return how many cells so many nodes make."""
+        return num_nodes * (self.ranks // self.stage_size) // self.stages
+
+
+def _draw_cells(draws: random.Random, num_nodes: int, most_stages: int) -> tuple[_Cells, int]:
+    """Return cells, and how many of them have lanes: in some jobs a few wait."""
+    found = _Cells(WORKERS, draws.choice(CELLS))
+    if most_stages > 1:
+        found = found._replace(stages=draws.randint(2, most_stages))
+    num_cells = found.on(num_nodes)
+    return found, max(found.stages, num_cells - draws.choice((0, num_cells // 16)))
 
 
 def nodes_of(text: str) -> tuple[int, int]:

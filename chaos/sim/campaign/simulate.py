@@ -57,9 +57,10 @@ ON_DEVICES = 1 / 2
 """In how many of these the vectors are on devices."""
 IN_SHARDS, MOST_COPIES = 1 / 8, 3
 """In how many runs a real, tiny model is trained whose state is in shards, and in how many copies at most."""
-CELLS, NEAR_S = (2, 2, 3, 4), 0.003
-"""How many workers make up a cell, where there are to be any; and how long messages take then, at most: a world of up
-to a hundred ranks meets a dozen times until its first step, each time for as long as the slowest message takes."""
+CELLS, STAGES, NEAR_S = (2, 2, 3, 4), (2, 2, 3, 4), 0.003
+"""How many workers make up a cell, where there are to be any, and how many stages, if these have some; and how long
+messages take then, at most: a world of up to a hundred ranks meets a dozen times until its first step, each time for as
+long as the slowest message takes."""
 AGENTS = 1 / 32
 """In how many live runs a node's agent freezes, and its workers do not."""
 UNFIT = 1 / 16
@@ -115,8 +116,8 @@ class Outcome:
         )
 
 
-def case_of(seed: int, num_nodes: int | None = None, *, has_cells: bool = False) -> Case:
-    """Draw a case from a seed; with cells, of as many nodes as are said."""
+def case_of(seed: int, num_nodes: int | None = None, *, has_cells: bool = False, has_stages: bool = False) -> Case:
+    """Draw a case from a seed; with cells, of as many nodes as are said, which may be in stages on several of them."""
     draws = random.Random(f"{seed}/case")
     shape = draws.choice(SHAPES)
     shape = replace(
@@ -128,11 +129,13 @@ def case_of(seed: int, num_nodes: int | None = None, *, has_cells: bool = False)
     if num_nodes is not None:
         shape = replace(shape, nodes=num_nodes, ranks=1, lanes=max(shape.lanes, num_nodes))
     if has_cells:
-        shape = in_cells(shape, random.Random(f"{seed}/cells"))
+        draws_of_cells = random.Random(f"{seed}/cells")
+        shape = (in_stages if has_stages else in_cells)(shape, draws_of_cells)
     is_storm = draws.random() < STORMS
     if is_storm:
         shape = replace(shape, epochs=3 * shape.epochs)
-    if random.Random(f"{seed}/recovery").random() < RESTARTS and shape.ranks % shape.cell == 0:
+    has_no_spares = shape.ranks % shape.cell == 0 and shape.num_replicas <= shape.lanes
+    if random.Random(f"{seed}/recovery").random() < RESTARTS and has_no_spares:
         shape = replace(shape, recovery="restart")
     faults = draw(random.Random(f"{seed}/faults"), shape, MOST_IN_STORM if is_storm else MOST)
     data = random.Random(f"{seed}/data")
@@ -182,9 +185,21 @@ def in_cells(shape: Shape, draws: random.Random) -> Shape:
     It has as many rows as its larger steps need to be as many.
     """
     cell = draws.choice(CELLS)
-    ranks = cell * draws.choice((1, 1, 2)) + draws.choice((0, 0, 1))
-    num_cells = shape.nodes * (ranks // cell)
-    lanes = max(2, draws.choice((num_cells, num_cells - 1, 2 * num_cells)))
+    return _of_cells(replace(shape, cell=cell), cell, draws)
+
+
+def in_stages(shape: Shape, draws: random.Random) -> Shape:
+    """Return the job of cells whose stages are of different nodes where none has room for all, but for two cells."""
+    stage_size = draws.choice((1, 1, 2, 3))
+    stages = max(1, min(draws.choice(STAGES), shape.nodes // 2))
+    return _of_cells(replace(shape, cell=stages * stage_size, stages=stages), stage_size, draws)
+
+
+def _of_cells(shape: Shape, least: int, draws: random.Random) -> Shape:
+    """Return the job of cells on nodes of at least so many workers."""
+    cell, ranks = shape.cell, least * draws.choice((1, 1, 2)) + draws.choice((0, 0, 1))
+    num_cells = shape.cells_of([ranks] * shape.nodes)
+    lanes = max(2, shape.stages, draws.choice((num_cells, num_cells - 1, 2 * num_cells)))
     num_rows = lanes * shape.micro_batch * draws.randint(4, 8) - lanes // 3
     rows = tuple((number + 1) * num_rows // 4 - number * num_rows // 4 for number in range(4))
     min_nodes, delay_s = min(shape.min_nodes, shape.nodes // 2), min(shape.delay_s, NEAR_S)
@@ -264,6 +279,7 @@ def _same_job(shape: Shape) -> Shape:
         vectors=shape.vectors,
         copies=min(1, shape.copies),
         cell=shape.cell,
+        stages=shape.stages,
         is_whole=True,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,7 +67,9 @@ class Shape:
     shards: Shards = "optimizer"
     """What of that state is in shards."""
     cell: int = 1
-    """How many workers of a node hold the modelled state together, each a part of it."""
+    """How many workers hold the modelled state together, each a part of it."""
+    stages: int = 1
+    """In how many stages these are; the workers of one are of one node, and stages may be of different ones."""
     is_whole: bool = False
     """Whether every rank holds all of the state all the same, as where nothing is sharded, or in parts."""
 
@@ -79,7 +81,11 @@ class Shape:
     @property
     def num_replicas(self) -> int:
         """How many there are if nothing is wrong: ranks, or cells."""
-        return self.max_nodes * (self.ranks // (1 if self.is_whole else self.cell))
+        return self.max_nodes * self.ranks if self.is_whole else self.cells_of([self.ranks] * self.max_nodes)
+
+    def cells_of(self, workers: Iterable[int]) -> int:
+        """Return how many cells nodes of so many workers make."""
+        return sum(number // (self.cell // self.stages) for number in workers) // self.stages
 
     @property
     def total_steps(self) -> int:
@@ -126,7 +132,7 @@ def make_plan(
         parallel = {"shards": shards, "copies": shape.copies, "bucket_mb": None}
         special = {"parallel": parallel, "optimizer": TINY_OPTIMIZER}
     elif shape.cell > 1 and not shape.is_whole:
-        special = {"parallel": {"tensor": shape.cell}}
+        special = {"parallel": {"tensor": shape.cell // shape.stages, "pipeline": shape.stages}}
     config = Config.model_validate(
         {
             "run": {"dir": "sim", "seed": 1},

@@ -21,7 +21,7 @@ from chaos.real.acts import ACTS
 from chaos.real.acts.effects import stopped
 from chaos.real.history_tail import Followed
 from chaos.real.job import Job
-from chaos.scenario.model import Point, Scenario, Soak
+from chaos.scenario.model import Nodes, Point, Scenario, Soak
 from chaos.scenario.schedule import Due
 from chaos.services.etcd_proxy import Proxies, Way
 from chaos.services.s3_server import S3
@@ -58,6 +58,20 @@ def job(folder: Path, num_steps: int, *faults: Due, timeout_s: float = 30, code:
     nodes = [Node(0, command, folder / "node-0.log", dict(os.environ))]
     scenario = Scenario(name="x", description="y", config="c", timeout_s=timeout_s)
     return Job(folder, nodes, scenario, list(faults), 1, hooks.get("look", lambda _: None), lambda _: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "cell", "stage", "expected"),
+    [(2, 3, 1, None, 6), (2, 3, 2, None, 4), (3, 2, 4, 2, 4), (5, 1, 2, 1, 4), (3, 3, 4, 2, 4)],
+)
+def test_all_are_well_once_as_many_train_as_make_whole_cells(
+    tmp_path: Path, nodes: int, ranks: int, cell: int, stage: int | None, expected: int
+) -> None:
+    """Cells of a node, and of stages that may be of different ones; who is left over is a spare."""
+    of_cells = job(tmp_path, 1)
+    of_cells.scenario = of_cells.scenario.model_copy(update={"nodes": Nodes(count=nodes, ranks=ranks)})
+    of_cells.cell_size, of_cells.stage_size = cell, stage
+    assert of_cells.full_size == expected
 
 
 def recorded(folder: Path) -> list[dict[str, object]]:

@@ -16,7 +16,7 @@ from chaos.sim.job.shape import Shape
 
 pytestmark = pytest.mark.slow
 
-DRAWN = Draw(in_cells=True)
+DRAWN, IN_STAGES = Draw(in_cells=True), Draw(in_cells=True, in_stages=True)
 TWO_CELLS = Shape(nodes=2, ranks=2, cell=2, lanes=6, rows=(60, 60, 41), epochs=3, commit_every=7, lane_s=0.15)
 
 
@@ -35,11 +35,33 @@ def test_jobs_of_cells_are_drawn_in_all_their_forms() -> None:
     assert {Draw((32, 32), 0.1, in_cells=True).case(seed).shape.cell for seed in range(20)} == {2, 4, 8}
 
 
+def test_jobs_of_stages_are_drawn_in_all_their_forms() -> None:
+    """Two to four stages of one to three workers; on nodes of their own, or two of them on one, with spare workers."""
+    shapes = [IN_STAGES.case(seed).shape for seed in range(200)]
+    sizes = [shape.cell // shape.stages for shape in shapes]
+    assert {shape.stages for shape in shapes} == {2, 3, 4} and set(sizes) == {1, 2, 3}
+    assert {shape.ranks // size for shape, size in zip(shapes, sizes, strict=True)} == {1, 2, 3}
+    assert {shape.ranks % size for shape, size in zip(shapes, sizes, strict=True)} == {0, 1}
+    assert all(shape.cells_of([shape.ranks] * (shape.nodes - 1)) >= 1 for shape in shapes)
+    assert sum(shape.ranks < shape.cell for shape in shapes) > 100, "most are of several nodes"
+    assert all(shape.ranks >= shape.cell for shape in shapes if shape.recovery == "restart")
+    assert IN_STAGES.options == "--cells --stages"
+    long = [Draw((32, 32), 0.1, in_cells=True, in_stages=True).case(seed).shape for seed in range(20)]
+    assert {shape.stages for shape in long} == {2, 3, 4} and {shape.cell // shape.stages for shape in long} == {2, 4, 8}
+
+
+@pytest.mark.parametrize("draw", [DRAWN, IN_STAGES], ids=["cells", "stages"])
 @pytest.mark.parametrize("seed", [2, 7])
-def test_a_job_of_cells_is_valid_and_the_same_when_it_is_repeated(seed: int) -> None:
-    outcome = simulate(DRAWN.case(seed))
+def test_a_job_of_cells_is_valid_and_the_same_when_it_is_repeated(seed: int, draw: Draw) -> None:
+    outcome = simulate(draw.case(seed))
     assert outcome.violations == () and sum(outcome.num_faults.values()) > 0
-    assert simulate(DRAWN.case(seed)).digest == outcome.digest
+    assert simulate(draw.case(seed)).digest == outcome.digest
+
+
+@pytest.mark.parametrize("seed", [40, 46, 51])
+def test_what_cells_over_several_nodes_have_brought_to_light_is_mended(seed: int) -> None:
+    """Forgotten places while nobody could write; a stage that was frozen; an end that had to be repeated."""
+    assert simulate(IN_STAGES.case(seed)).violations == ()
 
 
 def test_a_long_job_of_cells_is_valid() -> None:
@@ -80,6 +102,35 @@ def test_a_spare_node_takes_the_place_of_one_that_has_lost_a_worker() -> None:
     hosts = {term: {line["host"] for line in run.of("form") if line["term"] == term} for term, _ in _worlds(run)}
     first, second = hosts.values()
     assert len(first) == len(second) == 2 and first != second
+    _check_same_weights(shape, run)
+
+
+def test_a_lost_node_is_made_up_for_by_a_spare_one() -> None:
+    """Two cells of two nodes each, and a fifth: only who is new is given anything, by the same stage of the other cell.
+
+    If two are lost at once, of one cell each, what is left makes one.
+    """
+    shape = replace(TWO_CELLS, nodes=5, cell=4, stages=2, lane_s=0.4)
+    first = _run(shape, SimFault("kill_node", at_s=9.0, node=-1, for_s=100.0))
+    assert [size for _, size in _worlds(first)] == [8, 8]
+    taken = [line for line in first.of("restore") if line["given_by"] is not None]
+    assert len(taken) == 2 and all(whole(line, "rank") % 4 == whole(line, "given_by") % 4 for line in taken)
+    assert not first.of("rollback")
+    _check_same_weights(shape, first)
+
+    [hosts] = [{whole(line, "rank"): str(line["host"]) for line in first.of("form") if line["term"] == 1}]
+    lost = [int(hosts[rank].rpartition("-")[2]) for rank in (0, 6)]
+    both = _run(shape, *(SimFault("kill_node", at_s=9.0, node=node, for_s=100.0) for node in lost))
+    assert [size for _, size in _worlds(both)] == [8, 4] and not both.of("rollback")
+    _check_same_weights(shape, both)
+
+
+def test_a_job_outlives_a_storage_outage_in_which_a_rank_is_lost() -> None:
+    """Nobody can write, so members let one another lead, again and again, under other ids; each keeps its part."""
+    shape = replace(TWO_CELLS, lane_s=0.4)
+    faults = SimFault("storage_outage", at_s=8.0, for_s=40.0), SimFault("kill_worker", at_s=9.0, node=1, rank=1)
+    run = _run(shape, *faults)
+    assert not run.of("rollback")
     _check_same_weights(shape, run)
 
 

@@ -1,4 +1,4 @@
-"""Planted bugs of cells: a lane that two cells have, a part at another's place, a part that nobody misses."""
+"""Planted bugs of cells: a lane that two have, a part at another's place or that nobody misses, a stage that lacks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from rendezvous.membership.rules.cells import Arrangement, CellShape
 
 _ARRANGE, _TAKE_PLACE = cells.arrange, placing.take_place
 IN_CELLS = replace(SHAPE, nodes=2, ranks=3, cell=2, rows=(60, 60, 41), epochs=6, lane_s=0.15)
+IN_STAGES = replace(IN_CELLS, nodes=4, ranks=2, cell=4, stages=2)
+"""Two cells, each of whose stages is two workers of a node of its own."""
 
 
 def owner_before(self: Mesh) -> int:
@@ -48,6 +50,29 @@ def keep_part(plan: ModelledPlan, state: PlacedState, mesh: Mesh, cell: Group, c
 def furthest_of_any(places: list[Place], cell_size: int) -> Place:
     """Count a step as held if one rank holds its part of it."""
     return max(places)
+
+
+def arrange_without_a_stage(
+    members: tuple[Member, ...], shape: CellShape, last: World | None, most: int | None = None
+) -> Arrangement:
+    """Take a cell for whole that a fault has left without its last stage."""
+    found = _ARRANGE(members, shape, last, most)
+    if last is None or not found.spares:
+        return found
+    num_left = len(found.spares) // shape.stage_size * shape.stage_size
+    return replace(found, cells=(*found.cells, found.spares[:num_left]), spares=found.spares[num_left:])
+
+
+def arrange_across_nodes(
+    members: tuple[Member, ...], shape: CellShape, last: World | None, most: int | None = None
+) -> Arrangement:
+    """Let the first members of the last stage of two cells change places, whatever their nodes are."""
+    found, at = _ARRANGE(members, shape, last, most), shape.size - shape.stage_size
+    if len(found.cells) < 2:
+        return found
+    one, other = (list(cell) for cell in found.cells[:2])
+    one[at], other[at] = other[at], one[at]
+    return replace(found, cells=(tuple(one), tuple(other), *found.cells[2:]))
 
 
 def kills_in_cells(draws: random.Random) -> tuple[SimFault, ...]:
@@ -96,5 +121,21 @@ IN_CELLS_PLANTED = (
         ("agreement",),
         loses_a_place,
         replace(IN_CELLS, ranks=2),
+    ),
+    SimBug(
+        "stage-is-missing",
+        "a world is sealed with a cell that has lost its last stage",
+        lambda: {"rendezvous.membership.rules.admission:arrange": arrange_without_a_stage},
+        ("cells",),
+        kills_in_cells,
+        IN_STAGES,
+    ),
+    SimBug(
+        "stage-across-nodes",
+        "the ranks of a stage are of two nodes",
+        lambda: {"rendezvous.membership.rules.admission:arrange": arrange_across_nodes},
+        ("cells",),
+        kills_in_cells,
+        IN_STAGES,
     ),
 )

@@ -65,7 +65,11 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
     def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
         return sum((coverage_of_lane(batch.ids) for batch in lanes), CoverageSums())
 
-    yield from within("elastic_train.training.open_session", sum_of_gradients=gradient_sum)
+    yield from within(
+        "elastic_train.training.open_session",
+        sum_of_gradients=gradient_sum,
+        _open_stage=lambda *_: None,  # every rank of a cell works out its lanes as a whole
+    )
     decided, deciding = Known(), uniformity.deciding
     yield from within(
         "elastic_train.world.uniformity",

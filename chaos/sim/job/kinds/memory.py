@@ -19,7 +19,7 @@ def flip_memory(fleet: Fleet, fault: SimFault) -> list[Process]:
     """
     if fleet.shape.copies == 1 or (fleet.shape.copies and fleet.shape.shards == "parameters"):
         return []
-    if fleet.shape.cell > 1 and sum(len(node.live_workers()) // fleet.shape.cell for node in fleet.nodes) < 2:
+    if fleet.shape.cell > 1 and fleet.shape.cells_of(len(node.live_workers()) for node in fleet.nodes) < 2:
         return []
     everybody = fleet.all_workers()
     states = [fleet.worker_of(process).state for process in fleet.worker(fault)]

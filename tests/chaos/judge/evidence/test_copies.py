@@ -109,6 +109,10 @@ def test_a_world_without_any_commit_ends_as_a_whole() -> None:
     assert not is_begun_anew(evidence_of(a_world(1.0, 1, ALL, 0), [commit], ends), 2)
     assert not is_begun_anew(evidence_of(a_world(1.0, 1, [9, 10, 11, 12], 0), ends), 2)
     assert not is_begun_anew(evidence_of(a_world(1.0, 1, ALL, 0), ends, num_copies=None), 2)
+    again = a_world(3.0, 3, [10, 11, 12], 0)
+    check_kept(evidence_of(a_world(1.0, 1, ALL, 0), ends, again))
+    with pytest.raises(Violated, match=r"step 1 was applied in term 1, of which process 1[012] lives on"):
+        check_kept(evidence_of(a_world(1.0, 1, ALL, 0), again))
 
 
 def test_a_job_whose_state_is_whole_is_not_put_to_the_test() -> None:
