@@ -22,8 +22,8 @@ class ParallelConfig(Section):
     """Whether tensor ranks go on with some tokens of every row each between the layers that are cut (sequence
     parallelism), so that all that a block keeps for its backward pass is divided by `tensor`."""
     pipeline: PositiveInt = 1
-    """How many stages a model runs in, each on another worker of a node (pipeline parallelism); they are a cell, too.
-    The task has to say what the stages are. No number of stages shows in the bits."""
+    """How many stages a model runs in, each on other workers (pipeline parallelism): they are a cell, too, and may be
+    of different nodes. The task has to say what the stages are. No number of stages shows in the bits."""
     expert: PositiveInt = 1
     """Over how many workers of a node the experts of each block are spread (expert parallelism): a cell, each of whose
     ranks computes lanes of its own and sends tokens to their experts. No degree shows in the bits."""
