@@ -13,6 +13,8 @@ step_vs_plain           a plain loop's time of a step over the trainer's; the lo
                         that give other bits each time (goal: at least 0.97)
 step_vs_deterministic   the same, the loop in torch's deterministic mode: what the trainer costs beside the kernels
 fast_vs_plain           as step_vs_plain, with `reduction: fast`: any algorithm and any order of sums
+recompute_step          the time of a step with `parallel.recompute: units` over that without, and the most memory;
+                        `offload_…`: the same with `parallel.offload: optimizer`
 peak_memory_vs_plain    the most memory of the device over the plain loop's
 save_stall_ms_per_gb    what a save in the background costs the training beside it until it has ended, for each GB of
                         state: the median of several, and the first (goal: 50)
@@ -30,6 +32,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -37,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu.job import NUM_LANES, SIZES, size_for
-from benchmarks.gpu.measure import in_process, plain_peak, saves, step_times
+from benchmarks.gpu.measure import alone, in_process, plain_peak, saves, step_times
 
 GOALS = {"mfu": "≥ 0.45", "mfu_compiled": "≥ 0.45", "save_stall_ms_per_gb": "≤ 50"}
 GOALS |= {"step_vs_plain": "≥ 0.97", "step_vs_plain_compiled": "≥ 0.97"}
@@ -53,7 +56,7 @@ def peak_flops(name: str) -> float | None:
 
 def measure(size: str, device: str, *, is_quick: bool, console: Console) -> dict[str, object]:
     """Measure everything; print what is being measured."""
-    num_steps, num_saves = (8, 2) if is_quick else (24, 4)
+    num_steps, num_saves = (8, 2) if is_quick else (24, 3)
     name = torch.cuda.get_device_name() if device == "cuda" else "this machine's CPU"
     parameters, flops = SIZES[size].num_parameters, SIZES[size].flops_per_token
     found: dict[str, object] = {"device": name, "size": size, "parameters": parameters}
@@ -71,11 +74,17 @@ def measure(size: str, device: str, *, is_quick: bool, console: Console) -> dict
         found[f"tokens_per_s{end}"] = round(tokens_per_s)
         found[f"mfu{end}"] = None if peak is None else round(tokens_per_s * flops / peak, 3)
         found[f"step_vs_plain{end}"] = round(times["over plain"], 3)
-        times = in_process(step_times, size, device, num_steps, "deterministic", compile=is_compiled)
-        found[f"step_vs_deterministic{end}"] = round(times["over deterministic"], 3)
+    say("beside a loop in deterministic mode")
+    times = in_process(step_times, size, device, num_steps, "deterministic")
+    found["step_vs_deterministic"] = round(times["over deterministic"], 3)
     say("in any order of sums")
     times = in_process(step_times, size, device, num_steps, "plain", reduction="fast")
     found["fast_vs_plain"] = round(times["over plain"], 3)
+    say("with state in host memory, and with blocks computed again in the backward pass")
+    without = in_process(alone, size, device, num_steps)
+    keys = {"recompute": "units", **({"offload": "optimizer"} if device == "cuda" else {})}
+    for key, value in keys.items():
+        found |= beside(key, without, in_process(alone, size, device, num_steps, parallel={key: value}))
     say("memory and saves")
     ours, plain = in_process(saves, size, device, num_saves), in_process(plain_peak, size, device)
     found["peak_memory_vs_plain"] = round(ours["peak"] / plain, 3) if plain else None
@@ -85,6 +94,12 @@ def measure(size: str, device: str, *, is_quick: bool, console: Console) -> dict
     found["steps_beside_a_save"] = ours["steps beside"]
     say("done")
     return found
+
+
+def beside(key: str, without: Mapping[str, float], found: Mapping[str, float]) -> dict[str, object]:
+    """Return the time of a step and the most memory with a key over those without."""
+    step, peak = found["seconds"] / without["seconds"], found["peak"] / without["peak"] if without["peak"] else None
+    return {f"{key}_step": round(step, 3), f"{key}_peak_memory": None if peak is None else round(peak, 3)}
 
 
 def section(found: dict[str, object]) -> str:

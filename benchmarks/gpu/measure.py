@@ -125,6 +125,16 @@ def step_times(
     return watch.medians()
 
 
+def alone(name: str, device: str, num_steps: int, **changes: object) -> dict[str, float]:
+    """Return seconds a step, and the most bytes of the device, of a job with other keys and nothing beside it."""
+    size = SIZES[name]
+    with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
+        config = write_job(Path(folder), size, device, num_steps=10_000, **changes)
+        watch = Watch(make_plan(load_config(config)).device, {}, num_steps)
+        train_while(config, watch.between)
+    return {"seconds": watch.medians()["ours"], "peak": float(peak_of(device))}
+
+
 def batches_of(lanes: Lanes) -> list[Mapping[str, torch.Tensor]]:
     """Return what a plain loop is given of a step."""
     return [lane.tensors for lane in lanes if lane.tensors is not None]
