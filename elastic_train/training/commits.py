@@ -55,6 +55,7 @@ class Commits:
     """Whether the commit that is being saved is to be pinned, or the head if it comes to nothing."""
     is_asked: bool = False
     """Whether rank 0 is asked to have a commit made, whenever the next is due."""
+    has_prepared: bool = False
     last_stall_s: float = 0.0
     num_failed: int = 0
     num_failed_in_a_row: int = 0
@@ -117,6 +118,12 @@ class Commits:
     def collect(self) -> None:
         """Record a save that has ended, if one has; raise its error unless the storage caused it."""
         self._take(self.saves.collect())
+
+    def prepare(self) -> None:
+        """Have a GPU's staging memory made, once a world: after a step, before which many optimizers have no state."""
+        if self.plan.device.type == "cuda" and not self.has_prepared:
+            self.has_prepared = True
+            self.saves.prepare(self.state.shards.held())
 
     def pin_newest(self) -> None:
         """Keep the newest commit, or the one that is being saved, from being deleted; rank 0 alone does.

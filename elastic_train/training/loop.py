@@ -78,6 +78,7 @@ def train_steps(session: Session) -> Outcome:
             break
         clock.mark("rest")
         session.commits.collect()
+        session.commits.prepare()
         end = _end(session, computed.flags, sums)
         if end is None and _is_time_to_commit(session, sums):
             session.commits.begin(is_any_busy=bool(sums.any_flags & BUSY))

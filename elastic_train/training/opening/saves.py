@@ -57,7 +57,7 @@ def open_saves(process: Process, world: World, head: CommitRecord | None) -> Sav
     place = writers.index(world.group.rank) if world.group.rank in writers else None
     retention = process.plan.retention
     store = world.save_store
-    saves = Saves(
+    return Saves(
         store,
         CommitWriter(store, world.fence, world.term, head),
         world.term,
@@ -65,9 +65,6 @@ def open_saves(process: Process, world: World, head: CommitRecord | None) -> Sav
         process.save_memory,
         tidy=lambda commit: _prune(store, retention, commit),
     )
-    if process.plan.device.type == "cuda":
-        saves.prepare(process.state.shards.held())
-    return saves
 
 
 def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:

@@ -13,6 +13,7 @@ import torch
 from elastic_train.checkpoint import Retention, Store, discover, prune
 from elastic_train.checkpoint.commits.pins_and_holds import pinned
 from elastic_train.checkpoint.commits.reader import read_record
+from elastic_train.checkpoint.format.layout import leaves_by_path
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.checkpoint.saving.store_use import StoreUse
@@ -78,6 +79,7 @@ def opened_on(store: Store, *, etcd: AwayEtcd | None = None, **checkpoint: objec
         order=SimpleNamespace(block_row_groups=8, arrangement=None),
         num_lanes=8,
         micro_batch=8,
+        device=torch.device("cpu"),
     )
     world = SimpleNamespace(
         group=Group(0, 1, None, 1.0),
@@ -143,6 +145,23 @@ def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path
     assert ears.steps == [1, 3] and last["parent"] == first["digest"]
     head = discover(store).head
     assert head is not None and head.step == 3 and head.intervals == (Interval(1, 0, 3),)
+
+
+def test_memory_for_saves_is_made_for_a_state_as_it_is_after_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a world, and for a GPU's state; an optimizer that has not made a step yet may hold nothing."""
+    commits, _ = opened_on(LocalStore(tmp_path))
+    prepared: list[int] = []
+    monkeypatch.setattr(commits.saves, "prepare", lambda state: prepared.append(len(leaves_by_path(state))))
+    take_step(commits)
+    commits.prepare()
+    assert not prepared
+    commits.plan.device = torch.device("cuda")  # type: ignore[misc]
+    for _ in range(2):
+        commits.prepare()
+        take_step(commits)
+    assert prepared == [len(leaves_by_path(commits.state.shards.to_save()))]
 
 
 def test_a_due_commit_can_wait_for_the_one_in_flight(tmp_path: Path) -> None:

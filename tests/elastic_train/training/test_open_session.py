@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import nn
 
 from elastic_train.checkpoint import (
@@ -151,9 +150,7 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
         writes=True,
     )
     process = SimpleNamespace(
-        plan=SimpleNamespace(retention=Retention.of(last=1), config=None, device=torch.device("cpu")),
-        save_memory=SaveMemory(),
-        state=state,
+        plan=SimpleNamespace(retention=Retention.of(last=1), config=None), save_memory=SaveMemory(), state=state
     )
     monkeypatch.setattr(deadline, "ANSWER_S", 0.02)
     with pytest.raises(StorageError, match="no answer"):
