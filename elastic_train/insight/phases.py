@@ -113,7 +113,7 @@ class StepClock:
     def row(self) -> list[float | int]:
         """Return what `RankFacts` says of the time since the last row, in its order, and begin anew.
 
-        A device must have done its lanes by now.
+        What a device has not done by now counts in the next row.
         """
         self.mark("rest")
         if self._device is not None:

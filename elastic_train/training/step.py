@@ -167,7 +167,7 @@ def _given(loss: Tensor, weight: float, buffers: int = 0) -> LaneSums | Unread:
 
 def _read(results: Mapping[int, LaneSums | Unread]) -> dict[int, LaneSums]:
     """Return what lanes gave, once a device has computed it, and all that it was asked before."""
-    unread = [one.loss.double() for one in results.values() if isinstance(one, Unread)]
+    unread = [one.loss.double().reshape(()) for one in results.values() if isinstance(one, Unread)]
     losses = iter(torch.stack(unread).tolist() if unread else ())
     return {
         lane: LaneSums(next(losses), one.weight, one.buffers) if isinstance(one, Unread) else one

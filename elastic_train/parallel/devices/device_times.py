@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
-from itertools import pairwise
 
 import torch
 
@@ -13,7 +13,7 @@ class DeviceTimes:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
-        self._noted: list[tuple[str, torch.cuda.Event]] = []
+        self._noted: deque[tuple[str, torch.cuda.Event]] = deque()
 
     def note(self, phase: str) -> None:
         """Say that what the device has been asked for since the last moment is of a phase; returns at once."""
@@ -22,12 +22,16 @@ class DeviceTimes:
         self._noted.append((phase, event))
 
     def take(self, phases: Collection[str]) -> dict[str, float]:
-        """Return the seconds of some phases since the last time; the device must have done what they have asked for."""
+        """Return the seconds of some phases since the last time, as far as the device has come; it does not wait.
+
+        A step whose lanes have no samples reads nothing from the device, which may be busy with the last update.
+        """
         spent = dict.fromkeys(phases, 0.0)
-        for (_, before), (phase, now) in pairwise(self._noted):
+        while len(self._noted) > 1 and self._noted[1][1].query():  # type: ignore[no-untyped-call]
+            _, before = self._noted.popleft()
+            phase, now = self._noted[0]
             if phase in spent:
                 spent[phase] += 1e-3 * before.elapsed_time(now)
-        del self._noted[:-1]
         return spent
 
 

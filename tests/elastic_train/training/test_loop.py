@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -55,6 +56,25 @@ def test_ranks_of_a_cell_leave_a_step_out_together(monkeypatch: pytest.MonkeyPat
     batch = SimpleNamespace(lane=0, unreadable={}, tensors={})
     assert step.run_lanes(session, [batch]) == {0: LaneSums() if others_lack_it else LaneSums(1.0, 1.0)}  # type: ignore[list-item]
     assert ran.called == session.gradients.begin.called == (not others_lack_it)
+
+
+def test_losses_that_are_read_late_are_those_of_their_lanes() -> None:
+    """Whatever their type, and where a task's loss has a dimension of one element."""
+    unread = {
+        4: step.Unread(torch.tensor(1.5, dtype=torch.bfloat16), 2.0, 7),
+        5: LaneSums(),
+        6: step.Unread(torch.tensor([0.1]), 3.0, 0),
+        7: step.Unread(torch.tensor(-math.inf), 1.0, 0),
+    }
+    tenth = float(torch.tensor(0.1))
+    assert step._read(unread) == {
+        4: LaneSums(1.5, 2.0, 7),
+        5: LaneSums(),
+        6: LaneSums(tenth, 3.0, 0),
+        7: LaneSums(-math.inf, 1.0, 0),
+    }
+    assert math.isnan(step._read({1: step.Unread(torch.tensor(math.nan), 1.0, 0)})[1].loss)
+    assert step._read({}) == {}
 
 
 @pytest.mark.parametrize(
