@@ -98,8 +98,9 @@ class Saves:
         if self._role.place is None or self._role.place >= len(parts):
             return
         part = parts[self._role.place]
-        if any(slot.memory(leaves).is_cuda for slot in part.slots):
-            self._memory.staging.prepare(staged_bytes(part))
+        devices = (slot.memory(leaves).device for slot in part.slots)
+        if (device := next((one for one in devices if one.type == "cuda"), None)) is not None:
+            self._memory.staging.prepare(staged_bytes(part), device)
 
     def begin(
         self,

@@ -177,7 +177,7 @@ class SaveInFlight:
         if self._staging is None:
             self.staged.set()
             return snapshot.in_place()
-        return self._copying(self._staging.buffer(snapshot.num_bytes, is_pinned=snapshot.is_on_device))
+        return self._copying(self._staging.buffer(snapshot.num_bytes, snapshot.device))
 
     @contextlib.contextmanager
     def _copying(self, buffer: Buffer) -> Iterator[Staged]:

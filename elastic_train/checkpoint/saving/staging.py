@@ -36,9 +36,9 @@ _RUN_BYTES = 8 << 20
 class Buffer:
     """Host memory for one part's tensors, and the views of it that they are copied into, kept with it."""
 
-    def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
+    def __init__(self, num_bytes: int, device: torch.device | None) -> None:
         try:
-            self._memory = pinned(num_bytes) if is_pinned else on_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
+            self._memory = _paged(num_bytes) if device is None else pinned(num_bytes, device)
         except (RuntimeError, MemoryError) as error:
             why = str(error).splitlines()[0]
             raise StorageError(f"cannot allocate {num_bytes} bytes of host memory to stage a save: {why}") from error
@@ -46,8 +46,8 @@ class Buffer:
         self._views: list[Tensor] = []
         self._contents: list[memoryview] = []
 
-    def fits(self, num_bytes: int, *, is_pinned: bool) -> bool:
-        return self._memory.numel() >= num_bytes and self._memory.is_pinned() == is_pinned
+    def fits(self, num_bytes: int, device: torch.device | None) -> bool:
+        return self._memory.numel() >= num_bytes and self._memory.is_pinned() == (device is not None)
 
     def views_of(self, part: Part) -> list[Tensor]:
         """Return where every tensor of a part goes, typed and shaped."""
@@ -73,24 +73,24 @@ class Staging:
         self._buffer: Buffer | None = None
         self._lock = threading.Lock()
 
-    def buffer(self, num_bytes: int, *, is_pinned: bool) -> Buffer:
+    def buffer(self, num_bytes: int, device: torch.device | None) -> Buffer:
         """Return the buffer, replaced if it is too small; the last save must have ended, or be unable to publish.
 
-        Raises StorageError if the host's memory is short.
+        It is pinned for a device, if one is to copy to it. Raises StorageError if the host's memory is short.
         """
         with self._lock:
-            if self._buffer is None or not self._buffer.fits(num_bytes, is_pinned=is_pinned):
+            if self._buffer is None or not self._buffer.fits(num_bytes, device):
                 self._buffer = None  # freed before the new one is allocated
-                self._buffer = Buffer(num_bytes, is_pinned=is_pinned)
+                self._buffer = Buffer(num_bytes, device)
             return self._buffer
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int, device: torch.device) -> None:
         """Make pinned memory beside what the process does next, so that no save waits for it; one that needs it says
         what is wrong with it."""
 
         def make() -> None:
             with contextlib.suppress(StorageError):
-                self.buffer(num_bytes, is_pinned=True)
+                self.buffer(num_bytes, device)
 
         threading.Thread(target=make, name="staging memory", daemon=True).start()
 
@@ -145,15 +145,15 @@ class Snapshot:
         self.part = part
         self._tensors = [_at_boundary(slot.memory(leaves), is_still(slot.path)) for slot in part.slots]
         self._versions = [tensor._version for tensor in self._tensors]
-        self._device = next((tensor.device for tensor in self._tensors if tensor.is_cuda), None)
-        self._event = torch.cuda.Event() if self._device is not None else None  # type: ignore[no-untyped-call]
+        self.device = next((tensor.device for tensor in self._tensors if tensor.is_cuda), None)
+        self._event = torch.cuda.Event() if self.device is not None else None  # type: ignore[no-untyped-call]
         if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self._device))
+            self._event.record(torch.cuda.current_stream(self.device))
         self.num_bytes = staged_bytes(part)
 
     @property
     def is_on_device(self) -> bool:
-        return self._device is not None
+        return self.device is not None
 
     def copy(self, buffer: Buffer, check: Callable[[], None], advance: Callable[[int], None]) -> None:
         """Copy the tensors and drop them; `advance` is called with how many are copied, `check` may raise.
@@ -204,7 +204,7 @@ class Snapshot:
         if self._event is None:
             yield lambda views: ((lo, hi, partial(self._copy_run, views, lo, hi)) for lo, hi in self._runs())
             return
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_event(self._event)
 
         def ask(views: Sequence[Tensor]) -> list[tuple[int, int, Callable[[], object]]]:
@@ -229,6 +229,10 @@ class Snapshot:
 def staged_bytes(part: Part) -> int:
     """Return how many bytes of staging memory a part takes."""
     return sum(_aligned(slot.frame.size) for slot in part.slots)
+
+
+def _paged(num_bytes: int) -> Tensor:
+    return on_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
 
 
 def _at_boundary(tensor: Tensor, is_still: bool) -> Tensor:

@@ -102,7 +102,7 @@ class CudaMemory:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         try:
-            return pinned(numel * dtype.itemsize).view(dtype)
+            return pinned(numel * dtype.itemsize, self._device).view(dtype)
         except MemoryError as error:
             raise ConfigError(
                 f"parallel.offload: {error}: give the node more memory, raise its limit of locked memory (ulimit -l), "
@@ -149,8 +149,10 @@ def _event(stream: torch.cuda.Stream) -> Event:
     return event
 
 
-def pinned(num_bytes: int) -> Tensor:
+def pinned(num_bytes: int, device: torch.device) -> Tensor:
     """Return zeroed bytes of host memory that a device copies to and from by itself; MemoryError if there are none.
+
+    Any thread may call it: another device, which is where a new thread begins, is not used.
 
     Its pages are made by several threads before the driver is asked: as long as that makes them, by one thread, no
     other thread's kernels are launched. 12 GB take 1 s so, 4 s without, and 11 s as torch's own pinned memory, which
@@ -164,12 +166,14 @@ def pinned(num_bytes: int) -> Tensor:
         for _ in threads.map(lambda lo: memory[lo : lo + share].fill(0), range(0, num_bytes, share)):
             pass
     start = memory.ctypes.data
-    status = int(torch.cuda.cudart().cudaHostRegister(start, num_bytes, 0))  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        status = int(torch.cuda.cudart().cudaHostRegister(start, num_bytes, 0))  # type: ignore[no-untyped-call]
     if status:
         raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned (CUDA's error {status})")
-    weakref.finalize(memory, _unpin, start)
+    weakref.finalize(memory, _unpin, start, device).atexit = False  # a copy may be under way, and the driver ends it
     return torch.from_numpy(memory)
 
 
-def _unpin(start: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(start)  # type: ignore[no-untyped-call]
+def _unpin(start: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(start)  # type: ignore[no-untyped-call]

@@ -104,7 +104,7 @@ def test_a_change_before_the_copy_fails_the_save(tmp_path: Path) -> None:
     for is_still in (False, True):
         snapshot = Snapshot(part, leaves_by_path(state), lambda path: is_still)  # noqa: B023 - called at once
         state["model"]["w"].add_(1)  # type: ignore[index]
-        buffer = memory.buffer(snapshot.num_bytes, is_pinned=False)
+        buffer = memory.buffer(snapshot.num_bytes, None)
         if is_still:
             with pytest.raises(StorageError, match=r"'model\.w' changed while it was read"):
                 snapshot.copy(buffer, lambda: None, lambda num_there: None)

@@ -106,7 +106,7 @@ def test_a_piece_that_changes_before_it_is_copied_fails_the_save() -> None:
     part = plan_attempt(state, 3).parts[2]
     snapshot = Snapshot(part, leaves_by_path(state), all_still)
     state["optimizer"]["m"].held[50, 105][-1] = 7  # type: ignore[index]
-    buffer = SaveMemory().staging.buffer(snapshot.num_bytes, is_pinned=False)
+    buffer = SaveMemory().staging.buffer(snapshot.num_bytes, None)
     with pytest.raises(StorageError, match=r"'optimizer\.m' changed while it was read"):
         snapshot.copy(buffer, lambda: None, lambda num_there: None)
 

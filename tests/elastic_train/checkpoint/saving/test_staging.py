@@ -20,6 +20,7 @@ from tests.elastic_train.checkpoint.commit_samples import State, facts
 from tests.elastic_train.checkpoint.commits.test_commits import assert_equal_trees
 from tests.elastic_train.checkpoint.saving.test_background_saves import DEADLINE_S, all_still, open_saves
 
+DEVICE = torch.device("cuda", 1)
 CONTENTS = [memoryview(bytes([number])) for number in range(3)]
 
 
@@ -155,7 +156,8 @@ def test_memory_that_is_being_made_is_waited_for_and_made_once(monkeypatch: pyte
     """A save that comes before it is there takes it, too; where there is none, it is the save that says so."""
     is_asked, may_go, num_made = threading.Event(), threading.Event(), []
 
-    def pinned(num_bytes: int) -> torch.Tensor:
+    def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
+        assert device == DEVICE
         is_asked.set()
         assert may_go.wait(DEADLINE_S)
         num_made.append(num_bytes)
@@ -166,15 +168,15 @@ def test_memory_that_is_being_made_is_waited_for_and_made_once(monkeypatch: pyte
     monkeypatch.setattr(staging, "pinned", pinned)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     memory, taken = Staging(), []
-    memory.prepare(100)
+    memory.prepare(100, DEVICE)
     assert is_asked.wait(DEADLINE_S)
-    save = threading.Thread(target=lambda: taken.append(memory.buffer(80, is_pinned=True)), daemon=True)
+    save = threading.Thread(target=lambda: taken.append(memory.buffer(80, DEVICE)), daemon=True)
     save.start()
     may_go.set()
     save.join(DEADLINE_S)
-    assert num_made == [100] and taken == [memory.buffer(100, is_pinned=True)]
+    assert num_made == [100] and taken == [memory.buffer(100, DEVICE)]
     is_asked.clear()
-    memory.prepare(200)
+    memory.prepare(200, DEVICE)
     assert is_asked.wait(DEADLINE_S)
     with pytest.raises(StorageError, match="cannot allocate 200 bytes of host memory to stage a save: no more pages"):
-        memory.buffer(200, is_pinned=True)
+        memory.buffer(200, DEVICE)
