@@ -22,6 +22,24 @@ PostTo = Callable[[int, Sequence[Tensor]], None]
 """Sends tensors to a rank, which arrive together."""
 
 
+COMM_ERROR = 2
+"""What torch calls the result of an operation whose peer is gone, or the connection to it (`WorkResult`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of an operation: nothing yet, 0 of one that has not failed, or how it has."""
+
+    result: int | None
+
+    def done(self) -> bool:
+        return self.result is not None
+
+    def value(self) -> int:
+        assert self.result is not None, "nothing is known yet"
+        return self.result
+
+
 @dataclass(slots=True, eq=False)
 class Operation:
     """One operation; `take` gives what its outputs become, once all of that `is_here`."""
@@ -45,10 +63,11 @@ class Operation:
         """The device has one queue, which is in order."""
 
     def is_completed(self) -> bool:
-        return self.is_done or self.exception() is not None
+        return self.is_done or self.has_lost()
 
-    def exception(self) -> RuntimeError | None:
-        return RuntimeError("remote process exited") if not self.is_done and self.has_lost() else None
+    def get_future_result(self) -> Found:
+        """Return what torch's own thread has found of it, which is in time here."""
+        return Found(COMM_ERROR if not self.is_done and self.has_lost() else 0 if self.is_done else None)
 
 
 @dataclass(slots=True)
