@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
+from elastic_train.job.units import compiled
 from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile
 
 
@@ -80,8 +81,12 @@ def test_calls_of_the_first_micro_batch_alone_are_compiled(
     assert compiled_calls == [(3, 4)] * 2
 
 
-def test_what_is_compiled_of_a_block_is_kept_with_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch keeps it with the code, and compares a call with all of it: of a deep model, with every other block's."""
+@pytest.mark.parametrize("is_on_gpu", [True, False])
+def test_what_is_compiled_of_a_gpus_block_is_kept_with_its_own_code(
+    monkeypatch: pytest.MonkeyPatch, is_on_gpu: bool
+) -> None:
+    """Torch keeps it with the code, and compares a call with all of it: of a deep model, with every other block's. On
+    CPUs blocks that are alike have what is compiled in common, as long as they have their code in common."""
     given: list[Any] = []
 
     def compile_(forward: Any, **_: Any) -> Any:
@@ -89,11 +94,16 @@ def test_what_is_compiled_of_a_block_is_kept_with_its_own_code(monkeypatch: pyte
         return forward
 
     monkeypatch.setattr(torch, "compile", compile_)
+    if is_on_gpu:
+        monkeypatch.setattr(compiled, "_is_on_gpu", lambda block: True)
     model, inputs = Net().train(), torch.ones(3, 4)
     expected = model(inputs)
     with CompiledBlocks(model).learning():
         assert torch.equal(model(inputs), expected)
     codes = [forward.__code__ for forward in given]
+    if not is_on_gpu:
+        assert codes == [Block.forward.__code__] * 2
+        return
     assert len(set(codes)) == len(codes) == 2 and Block.forward.__code__ not in codes
     assert [code.co_name for code in codes] == ["forward of blocks.0", "forward of blocks.1"]
 
