@@ -12,11 +12,16 @@ from torch import Tensor
 
 _BLOCK = 128
 """Queries, and keys, of a block of the mask: what FlexAttention takes by default."""
+_LEAST_HEAD = 16
+"""FlexAttention refuses heads that are narrower."""
 
 
 def is_compiled_for(query: Tensor) -> bool:
-    """Say whether a block is being compiled for a GPU, to have the same bits every time."""
-    return torch.compiler.is_compiling() and query.is_cuda and torch.are_deterministic_algorithms_enabled()
+    """Say whether a block is being compiled for a GPU, to have the same bits every time, and its heads are wide enough
+    for that kernel."""
+    if not (torch.compiler.is_compiling() and query.is_cuda and query.shape[-1] >= _LEAST_HEAD):
+        return False
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, is_grouped: bool) -> Tensor:
