@@ -59,6 +59,8 @@ class _Passes:
     def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
         assert made is not None, "the lane has samples"
         given = self._given.pop(one.chunk, None)
+        if not made.requires_grad:  # a first stage of which nothing is trained
+            return
         inputs = [*self._parameters, *([] if given is None else [given])]
         found = torch.autograd.grad(made, inputs, gradient, allow_unused=True)
         for number in range(len(self._parameters)):

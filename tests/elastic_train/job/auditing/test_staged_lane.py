@@ -1,0 +1,38 @@
+"""One lane through stages, for an audit: the gradients of what is trained are looked at, and nothing is added."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from elastic_train.checkpoint.format.weights_digest import checksum
+from elastic_train.core.schedules import Pass
+from elastic_train.job.auditing.staged_lane import _Passes
+
+
+def passes_of(module: nn.Linear) -> _Passes:
+    stage = SimpleNamespace(run=lambda chunk, batch, given: module(batch["x"] if given is None else given))
+    plan, state = SimpleNamespace(autocast=contextlib.nullcontext), SimpleNamespace(scaler=None)
+    trained = [one for one in module.parameters() if one.requires_grad]
+    return _Passes(stage, plan, state, "key", {"x": torch.ones(2, 3)}, trained)  # type: ignore[arg-type]
+
+
+def test_a_stage_sums_up_its_gradients_and_gives_the_one_before_its_own() -> None:
+    module, given = nn.Linear(3, 2), torch.ones(2, 3, requires_grad=True)
+    passes = passes_of(module)
+    made = passes.forward(Pass("forward", 0), given)
+    passes.backward(Pass("backward", 0), made, torch.ones(2, 2))
+    expected: list[Tensor] = [torch.full((2, 3), 2.0), torch.full((2,), 2.0)]
+    assert passes.sums == [checksum(one) for one in expected]
+    assert given.grad is not None and torch.equal(given.grad, module.weight.detach().sum(0).expand(2, 3))
+    assert module.weight.grad is None and module.bias.grad is None
+
+
+def test_a_first_stage_of_which_nothing_is_trained_has_nothing_to_compare() -> None:
+    passes = passes_of(nn.Linear(3, 2).requires_grad_(False))
+    made = passes.forward(Pass("forward", 0), None)
+    passes.backward(Pass("backward", 0), made, torch.ones(2, 2))
+    assert passes.sums == []
