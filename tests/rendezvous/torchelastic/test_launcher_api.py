@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rendezvous import EtcdServer
-from rendezvous.process_table import children_of, is_alive
+from rendezvous.process_table import children_of, command_line_of, is_alive
 from rendezvous.torchelastic.entry_point import create_handler, make_agent
 from rendezvous.torchelastic.restart_agent import ElasticAgent
 from tests.rendezvous.rendezvous_sides import eventually
@@ -81,7 +81,7 @@ class Program:
     def workers(self) -> list[int]:
         """Return the processes that multiprocessing has spawned for its functions."""
         children = children_of(self.process.pid)
-        return [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in children if any("spawn_main" in word for word in command_line_of(pid))]
 
     def kill(self) -> None:
         self.process.kill()
