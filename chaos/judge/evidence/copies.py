@@ -57,7 +57,8 @@ def holders_gone(run: Evidence, term: int) -> tuple[int, int]:
 
     Members count from the last world that began to train on: whoever was in it, or in one since, and is in the term's
     no more. One that wrote nothing counts as a node of its own, on either side: who died before its first line. Where
-    all of them had been asked to leave and did, none counts: what they alone held they have committed.
+    all of them had been asked to leave and did, none counts: what they alone held they have committed. Before the first
+    step there is nothing to commit; the others begin again with new first weights.
     """
     pids, nodes, seats = pids_of(run), node_of(run), seats_of(run)
     base = max((other for other in restored_at(run) if other < term), default=0)
@@ -87,9 +88,9 @@ def _cells_without_a_place(run: Evidence, base: int, term: int, size: int) -> tu
 
 @once
 def _left(run: Evidence) -> set[object]:
-    """Return the processes that have left a world as they were asked to."""
+    """Return the processes that have left a world as they were asked to, once there was a step to commit."""
     pids = {(line["term"], line["rank"]): line["pid"] for line in run.of("form")}
-    return {pids.get((line["term"], line["rank"])) for line in run.of("leave")}
+    return {pids.get((line["term"], line["rank"])) for line in run.of("leave") if whole(line, "step")}
 
 
 def is_told_again(run: Evidence, term: int) -> bool:

@@ -166,11 +166,14 @@ def _due_at(run: Evidence, cost: Recovery) -> float:
     """Return when a fault's next world had to have applied its first step.
 
     A small world takes long over a step, and makes room for a node that comes back only after the step that announces
-    it: the second step, at the latest, that it applies when nothing is wrong any more.
+    it: the second step, at the latest, that it applies when nothing is wrong any more. One that has formed in time has
+    as long for its first step as any has for each of its steps.
     """
     over, came = spell_end(run, run.of("fault")[cost.place]), cost.at + cost.rto_s
     if came <= over:
         return over
+    if (formed := formed_at(run)[cost.term]) <= over:
+        return formed + patience_of(run)
     applied = (
         min(number(line, "t") for line in lines) for (term, _), lines in steps_of(run).items() if term < cost.term
     )

@@ -89,6 +89,15 @@ def test_whoever_leaves_when_asked_explains_no_loss() -> None:
         copies(evidence_of(first, left, after, num_copies=1))
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_whoever_leaves_before_the_first_step_takes_its_share_along(step: int) -> None:
+    """There is nothing to commit yet, so all others begin again."""
+    first = [line for line in a_world(1.0, 1, ALL, 0) if line["op"] != "step"]
+    left: list[Line] = [{"op": "leave", "t": 1.5, "term": 1, "rank": rank, "step": step} for rank in (0, 1)]
+    ends = [line for line in a_world(2.0, 2, [9, 10, 11, 12], 0) if line["op"] == "form"]
+    assert is_begun_anew(evidence_of(first, left, ends, num_copies=1), 2) == (step == 0)
+
+
 def test_who_holds_nothing_is_no_holder() -> None:
     """Where the ranks of one node alone can write, all copies are there."""
     lines = a_world(1.0, 1, ALL, 0)
