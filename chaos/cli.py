@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -48,6 +49,7 @@ from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due, schedule
 from chaos.scenario.soak import drawn_nodes, drawn_shards
 from chaos.script import run as scripts
+from elastic_train.cli.output import wrong_usage
 from elastic_train.config.sources import load as load_config
 from elastic_train.errors import ElasticTrainError, explain
 from elastic_train.system.extras import needed_for
@@ -57,6 +59,7 @@ app = App(
     name="elastic-chaos",
     suppress_keyboard_interrupt=False,
     help="Break a training job on purpose, then prove from its files that nothing was lost, repeated or changed.",
+    error_formatter=partial(wrong_usage, "elastic-chaos"),
 )
 console = Console(soft_wrap=True)
 Json = Annotated[bool, Parameter(name="--json")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from elastic_train.cli.output import Flag, Json, print_json, print_text
+from elastic_train.cli.output import Flag, Json, print_json, print_text, wrong_usage
 from elastic_train.config import schema as configuration
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError, ElasticTrainError, explain
@@ -19,6 +20,7 @@ from elastic_train.errors import ConfigError, ElasticTrainError, explain
 app = App(
     name="elastic-train",
     help="Elastic, fault-tolerant training: every sample counts once, and the weights do not depend on what broke.",
+    error_formatter=partial(wrong_usage, "elastic-train"),
 )
 # Imported by name on first use: `--help` need not wait for pyarrow and torch.
 app.command("elastic_train.cli.datasets:app", name="data")

@@ -6,12 +6,22 @@ import json
 import sys
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import CycloptsError, CycloptsPanel, Parameter, UnusedCliTokensError
 from rich.box import SIMPLE_HEAD
+from rich.panel import Panel
 from rich.table import Table
 
 Json = Annotated[bool, Parameter(name="--json", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
+
+
+def wrong_usage(program: str, error: CycloptsError) -> Panel:
+    """Return what to print for arguments that a program cannot take; with its name, an app's `error_formatter`."""
+    if not isinstance(error, UnusedCliTokensError):
+        return CycloptsPanel(error)
+    words, command = " ".join(error.unused_tokens or ()), " ".join([program, *(error.command_chain or ())])
+    reason = "it is one argument too many, or the option before it has no value"
+    return CycloptsPanel(f"Nothing takes '{words}': {reason}. See {command} --help")
 
 
 def print_text(text: str) -> int:

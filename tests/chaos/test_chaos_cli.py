@@ -38,6 +38,13 @@ def test_ls_shows_what_comes_with_the_package(capsys: pytest.CaptureFixture[str]
     assert names >= {"demo", "kill-a-rank", "kill-a-node", "shrink-and-regrow", "witness", "slurm-array"}
 
 
+def test_an_argument_too_many_is_named_with_the_command_that_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    """A number after a flag is one."""
+    assert leave(["sim", "--cells", "--stages", "3"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "Nothing takes '3'" in shown and "elastic-chaos sim --help" in shown
+
+
 def test_check_judges_an_old_run_again(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A good run exits with 0, a table, and the command that draws the same steps."""
     assert leave(["check", str(healthy)]) == 0

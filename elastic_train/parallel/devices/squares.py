@@ -25,6 +25,8 @@ _BLOCK = 1 << 14
 """Grains that are folded at once: 32 MiB of rows."""
 Fold = Callable[[Tensor, Tensor, torch.dtype], None]
 """Folds grains, given by their addresses and lengths, to rows of squares, float64, shape (grains, _WIDTH)."""
+_FOLDED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The types that the kernel reads."""
 
 
 def squares_of_tensors(tensors: Iterable[Tensor]) -> Tensor:
@@ -47,7 +49,8 @@ def squares_of_grains(grains: Sequence[Tensor]) -> Tensor:
 
 def _fold_of(tensors: Sequence[Tensor]) -> Fold | None:
     """Return what folds such tensors in one pass, if anything does."""
-    return cuda_fold() if tensors and tensors[0].is_cuda else None
+    is_known = all(tensor.dtype in _FOLDED for tensor in tensors)
+    return cuda_fold() if is_known and tensors and tensors[0].is_cuda else None
 
 
 def _squares(fold: Fold, flats: Sequence[Tensor]) -> Tensor:
@@ -106,12 +109,7 @@ def triton_fold() -> Fold:
 
     from elastic_train.parallel.devices.squares_kernel import fold_squares
 
-    types = {
-        torch.float32: tl.float32,
-        torch.bfloat16: tl.bfloat16,
-        torch.float16: tl.float16,
-        torch.float64: tl.float64,
-    }
+    types = dict(zip(_FOLDED, (tl.float32, tl.bfloat16, tl.float16, tl.float64), strict=True))
 
     def fold(places: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
         with torch.cuda.device(places.device) if places.is_cuda else contextlib.nullcontext():

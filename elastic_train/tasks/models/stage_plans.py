@@ -100,7 +100,7 @@ def check_runs_in_parts(model: nn.Module, parts: Parts) -> None:
             held = {**nothing, **{names[key]: weights[names[key]] for key in _ids(model, modules)}}
             try:
                 made = run_parts(model, parts, modules, made, partial(run, held))
-            except (RuntimeError, IndexError, TypeError, AttributeError, ValueError) as error:
+            except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
                 raise ConfigError(f"{where}: {modules[0]}: {first_line(error)}: {_INSTEAD}") from error
     if made is None or not made.equal(whole):
         raise ConfigError(f"{where}: its layers, one by one, make something else than all of them: {_INSTEAD}")
