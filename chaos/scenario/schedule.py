@@ -93,6 +93,9 @@ def _draw(rng: random.Random, within: tuple[float, float], total_steps: int, com
 
 
 def _middle(interval: int) -> range:
-    """Return the places in a commit interval that are well apart from both commits."""
+    """Return the places in a commit interval that are well apart from both commits.
+
+    A kill comes some moments after its step was seen: at the last place before a commit it may come after that.
+    """
     margin = max(1, interval // 3)
-    return range(margin, interval - margin + 1)
+    return range(margin, interval - margin)
