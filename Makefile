@@ -56,10 +56,11 @@ test-long: test
 test-deploy: setup
 	@$(MAKE) -s skypilot || echo "test-deploy: SkyPilot's parser could not be installed"
 	@echo "test-deploy: jobs as a cluster runs them, with Slurm's own programs on machines in namespaces"
-	@$(PYTEST) $(OVERLAPPING) -rs -m deploy tests/deploy
+	@$(PYTEST) $(OVERLAPPING) -rs -m "deploy or monitoring" tests/deploy tests/elastic_train/insight/test_prometheus.py
 
 # What takes no cluster, release or live job: manifests, schemas, the SkyPilot task.
 test-deploy-quick: setup
+	@$(MAKE) -s skypilot || echo "test-deploy-quick: SkyPilot's parser could not be installed"
 	@echo "test-deploy-quick: manifests by their APIs, tasks by their parsers"
 	@$(PYTEST) -rs -m deploy tests/deploy/test_kubernetes.py tests/deploy/test_skypilot.py
 

@@ -20,7 +20,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from elastic_train.cli.output import Json, cell, narrow_table, print_json, print_text
+from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
 from elastic_train.cli.places.control_plane import etcd_of
 from elastic_train.errors import ConfigError, TooFewNodesError, translated
 from elastic_train.launch.schedulers import found_in
@@ -86,6 +86,12 @@ def show(run_id: str, *, etcd: Etcd = None, json_: Json = False) -> int:
         return print_json({**asdict(row), "members": [asdict(node) for node in nodes]})
     Console().print(_drawn(row, nodes))
     return 0
+
+
+@app.command
+def top(run_id: str, *, etcd: Etcd = None, once: Flag = False, every: float = 2.0) -> int:
+    """Show the nodes of the job RUN_ID again every --every seconds, until it is done or Ctrl-C is pressed; or --once."""
+    return watch(run_id, etcd, is_once=once, every_s=every)
 
 
 def watch(run_id: str, etcd: str | None, *, is_once: bool, every_s: float) -> int:

@@ -56,6 +56,8 @@ def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
         frame = capsys.readouterr().out
         assert left.value.code == 0 and "a job: training, term" in frame
         assert all(node["node"] in frame for node in shown["members"])
+        code, again, _ = said(capsys, "top", "a job", *where, "--once")
+        assert code == 0 and "a job: training, term" in again
         first, second = (node["node"] for node in shown["members"])
 
         assert said(capsys, "leave", "a job", shown["members"][0]["host"], *where)[0] == 2, "both are on this machine"
