@@ -90,7 +90,7 @@ def show(run_id: str, *, etcd: Etcd = None, json_: Json = False) -> int:
 
 @app.command
 def top(run_id: str, *, etcd: Etcd = None, once: Flag = False, every: float = 2.0) -> int:
-    """Show the nodes of the job RUN_ID again every --every seconds, until it is done or Ctrl-C is pressed; or --once."""
+    """Show the nodes of the job RUN_ID every --every seconds, until it is done or Ctrl-C is pressed; or --once."""
     return watch(run_id, etcd, is_once=once, every_s=every)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -10,13 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from chaos.services.authority import Authority
 from elastic_train.cli.main import main
 from elastic_train.cli.places.job import nodes_of, row_of
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, etcd_options
 from rendezvous.membership.records import Keys, Member, Seat, View, World, encode, read_view
 from rendezvous.membership.store import Put
 from tests.conftest import PATIENCE_S, begin
-from tests.elastic_train.training.live.test_live import ENDLESS, eventually, history, write_config
+from tests.elastic_train.training.live.test_live import ENDLESS, eventually, history, until_whole, write_config
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -36,16 +39,28 @@ def worlds(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("has_tls", [False, True], ids=["open", "tls"])
 def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
-    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_tls: bool
 ) -> None:
-    """The launcher of the node ends with 75, and the others train on, in a world without it; then all end with 75."""
+    """The launcher of the node ends with 75, and the others train on, in a world without it; then all end with 75.
+
+    Also where etcd lets in whom its authority has signed, and `PET_RDZV_CONF` has the files; a lost worker is replaced.
+    """
     config, run = write_config(tmp_path, rows, ENDLESS), tmp_path / "run"
-    with EtcdServer() as etcd:
+    authority = Authority(tmp_path)
+    said_of = {"PET_RDZV_CONF": ",".join(f"{key}={path}" for key, path in authority.issue("job").items())}
+    with EtcdServer(tls=authority.issue("etcd") if has_tls else None) as etcd:
         where = ("--etcd", etcd.endpoint)
         line = [sys.executable, "-m", "elastic_train.command", "launch", config, "--ranks", "1"]
         line += ["--nodes", "1:2", "--id", "a job", "--endpoint", etcd.endpoint]
-        jobs = [begin(line, tmp_path / f"log{i}") for i in range(2)]
+        if has_tls:
+            monkeypatch.setenv("PET_RDZV_CONF", said_of["PET_RDZV_CONF"])
+        jobs = [begin(line, tmp_path / f"log{i}", said_of if has_tls else None) for i in range(2)]
+        if has_tls:
+            term, pids = until_whole(run, 2)
+            os.kill(pids[1], signal.SIGKILL)
+            until_whole(run, 2, above=term)
         eventually(lambda: worlds(run)[-1:] == [2], "a world of 2")
         (row,) = json.loads(said(capsys, "ls", *where, "--json")[1])
         assert (row["id"], row["state"], row["nodes"], row["world"]) == ("a job", "training", 2, 2)
