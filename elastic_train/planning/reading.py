@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.config.schema import Config
+from elastic_train.config.schema import Config, TrackingConfig
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
 from elastic_train.job.model_layout import layout_of
@@ -50,12 +51,12 @@ class Read:
 def read_config(config: Config) -> Read:
     """Read a configuration's model, data and layout; raises ConfigError or DataError as training would."""
     parallel = config.parallel
-    # Whether this machine can compile or has a device to spare is not what is asked: the plan may be for another.
+    # What this machine can do and has installed is not what is asked: the plan may be for another.
     here = {
+        "device": "auto",
         "compile": False,
-        "parallel": parallel.model_copy(
-            update={"offload": "none", "sequence": False, **dict.fromkeys(parallel.degrees, 1)}
-        ),
+        "parallel": ParallelConfig(shards=parallel.shards, recompute=parallel.recompute, transport=parallel.transport),
+        "tracking": TrackingConfig(),
     }
     plan = make_plan(config.model_copy(update=here))
     batches = _first_batches(plan)

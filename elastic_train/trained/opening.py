@@ -20,15 +20,15 @@ from elastic_train.job.state import AppliedState
 from elastic_train.system.wording import counted
 from elastic_train.tracking.run_folder import CONFIG, RunFolder
 
-_TRAINED: Mapping[str, Any] = {"weights": "trained", "early_stopping": None}
-_ALONE: Mapping[str, Any] = {
-    "device": "auto",
-    "compile": False,
-    "parallel": {"shards": "none", "tensor": 1, "sequence": False, "recompute": "none"},
-    "checkpoint": {"keep_best": None},
-    "optimizer": {"name": "sgd", "options": {}, "schedule": "constant", "ema": None},
-}
-"""What of a configuration is of no use here, and may not fit."""
+_KEPT = ("task", "data", "batch", "epochs", "max_steps", "reduction", "threads_per_rank")
+_KEPT_OF_RUN = ("dir", "seed")
+"""What of a run's configuration says which model it trains, of which data, and how kernels compute.
+
+All else is of the world that trained it (its layout, devices, optimizer, where it logged), may not be possible here,
+and has its default.
+"""
+_ALONE: Mapping[str, Any] = {"optimizer": {"name": "sgd", "schedule": "constant"}}
+"""The optimizer that keeps nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,7 @@ def open_trained(
         raise ConfigError(f"{run}: give the run's folder (run.dir): its {CONFIG} says which task it trains")
     store, found = open_run(run), RunFolder(Path(run)).config()
     data = {"validation": validation, **(_moved(run, found, train) if train else {})}
-    changes = {**_ALONE, "data": data, "validation": {"max_samples": max_samples, **_TRAINED}}
-    plan = make_plan(_changed(found, changes, run))
+    plan = make_plan(_alone(found, data, max_samples, run))
     record = find(store, commit)
     with holding(store, record.key):
         verify(store, record)
@@ -93,11 +92,11 @@ def _moved(run: str, config: Mapping[str, Any], train: Sequence[str]) -> Mapping
     return {"mixture": [{**source, "source": url} for source, url in zip(sources, train, strict=True)]}
 
 
-def _changed(config: Mapping[str, Any], changes: Mapping[str, Any], run: str) -> Config:
-    """Return the configuration with values of its sections, and of its top level, replaced."""
-    tree = dict(config)
-    for name, values in changes.items():
-        tree[name] = {**tree.get(name, {}), **values} if isinstance(values, Mapping) else values
+def _alone(config: Mapping[str, Any], data: Mapping[str, Any], max_samples: int | None, run: str) -> Config:
+    """Return the configuration of a process that is alone, with values of the section `data` replaced."""
+    tree = {name: config[name] for name in _KEPT if name in config}
+    tree["run"] = {name: value for name, value in config.get("run", {}).items() if name in _KEPT_OF_RUN}
+    tree |= {**_ALONE, "data": {**config["data"], **data}, "validation": {"max_samples": max_samples}}
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

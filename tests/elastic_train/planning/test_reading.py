@@ -13,6 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elastic_train.config.sources import load_config
+from elastic_train.errors import ConfigError
+from elastic_train.job import plan as job_plan
 from elastic_train.planning import reading
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.layouts import place_elements
@@ -104,6 +106,35 @@ def test_a_configuration_is_read_with_its_model_data_and_layout(rows: Path, tmp_
     assert (facts.sizes.weight, facts.sizes.state) == (4, 8 + 4)  # two moments and the average
     assert (found.layout.shards, found.layout.copies, found.batch.num_lanes) == ("gradients", 2, 4)
     assert found.num_steps == -(-331 // 16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": "cuda"},
+        {"device": "auto", "parallel": {"shards": "parameters", "offload": "all", "wire": "bf16"}},
+        {"parallel": {"context": 4}},
+        {"compile": True},
+        {"tracking": {"tensorboard": True, "wandb": "online"}},
+    ],
+    ids=str,
+)
+def test_what_another_machine_has_is_planned_for_on_any(
+    changes: dict[str, object], rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here is neither a GPU, nor a compiler, nor a tracker's package."""
+
+    def missing(*_: object) -> None:
+        raise ConfigError("not here")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for where in (job_plan.event_files, job_plan.weights_and_biases):
+        monkeypatch.setattr(where, "check_installed", missing)
+    monkeypatch.setattr(job_plan, "check_can_compile", missing)
+    found, plain = read(rows, tmp_path, **changes), read(rows, tmp_path)
+    assert found.facts.elements == plain.facts.elements and found.num_steps == plain.num_steps
+    asked = changes.get("parallel", {})
+    assert isinstance(asked, dict) and all(getattr(found.layout, name) == value for name, value in asked.items())
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
