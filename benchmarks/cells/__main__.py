@@ -32,8 +32,9 @@ as many GPUs, where members hand the state over (`live`), and where all begin ag
 saving as often as Young and Daly say). `benchmarks/cells/simulated.py` says what is assumed.
 
 `one_hash.pp2`, `one_hash.ep2`: whether live jobs in stages, and with experts spread over ranks, end with the weights of
-one rank, bit for bit (goal: true). `one_hash.cp2`: whether live jobs with rows in parts, of any number of cells, end
-with the weights of one cell (goal: true).
+one rank, bit for bit (goal: true). `one_hash.tp2`, `one_hash.cp2`: whether live jobs of tensor ranks, and with rows in
+parts, of any number of cells, end with the weights of one cell; `one_hash.tp2_pp2`: whether those of tensor ranks in
+stages do (goal: true). In each a rank is killed once, and no applied step is given up.
 
 `cp2_kept_ratio`: bytes that a lane's forward pass keeps for its backward pass on a rank that computes half of each
 row, over those of a rank that computes whole rows (goal: at most 0.6).
@@ -46,11 +47,11 @@ from __future__ import annotations
 
 from benchmarks.cells import context, experts, hashes, pipeline, sequence, simulated, tensor
 from benchmarks.cells.live import recovery
-from benchmarks.figures import measure_chosen
+from benchmarks.figures import Measure, measure_chosen
 
 
-def main() -> None:
-    """Measure what is asked for."""
+def figures() -> dict[str, Measure]:
+    """Return what measures each figure."""
     beside = dict.fromkeys(tensor.NAMES, tensor.beside_torch)
     staged = dict.fromkeys((*pipeline.NAMES, "pp_1f1b_peak_lanes"), pipeline.beside_torch)
     at_points = ("rpo_steps_max", "model_rebuilt", "peer_killed_given_up_s", "kills_at_points")
@@ -59,11 +60,12 @@ def main() -> None:
     spread = dict.fromkeys(experts.NAMES, experts.beside_torch)
     hours = dict.fromkeys(("sim_256_ranks_cpu_s_per_hour", "sim_1024_ranks_cpu_s_per_hour"), simulated.cost_of_an_hour)
     in_time = {**hours, "goodput": simulated.goodput}
-    one_hash = {"one_hash.pp2": hashes.of_stages, "one_hash.ep2": hashes.of_experts}
+    one_hash = {"one_hash.tp2": hashes.of_tensor, "one_hash.tp2_pp2": hashes.of_tensor_stages}
+    one_hash |= {"one_hash.pp2": hashes.of_stages, "one_hash.ep2": hashes.of_experts}
     one_hash |= {"one_hash.cp2": hashes.of_context, "cp2_kept_ratio": context.kept_ratio}
     one_hash |= dict.fromkeys(("sp2_kept_ratio", "tp2_kept_ratio"), sequence.kept_ratio)
-    measure_chosen("benchmarks.cells", __doc__, {**beside, **staged, **lost, **spread, **in_time, **one_hash})
+    return {**beside, **staged, **lost, **spread, **in_time, **one_hash}
 
 
 if __name__ == "__main__":
-    main()
+    measure_chosen("benchmarks.cells", __doc__, figures())

@@ -1,7 +1,7 @@
-"""One hash: live jobs in stages, with spread experts, or with rows in parts, of several cells, and with a killed rank.
+"""One hash: live jobs of several cells, of every kind of degree, and with a killed rank, which costs no applied step.
 
-Stages and experts show in no bit, so they are compared with one rank; rows in parts with one cell, since parts are
-added in another order than the tokens of a row.
+Stages and experts show in no bit, so they are compared with one rank; tensor ranks and rows in parts with one cell,
+since parts are added in another order than whole products, or the tokens of a row.
 """
 
 from __future__ import annotations
@@ -17,11 +17,22 @@ from pathlib import Path
 
 from benchmarks.figures import Effort
 from benchmarks.models.jobs import JOBS, write_job
+from chaos.judge.evidence.run_files import collect
 from elastic_train.system.failpoints import VARIABLE, arm
 
 NUM_STEPS, KILLED_AT, TIMEOUT_S = 6, 20, 300.0
 Cases = Mapping[str, tuple[int, Sequence[str]]]
 """Numbers of ranks, and what is set besides."""
+TENSOR: Cases = {
+    "2 cells": (4, ("tensor", "2")),
+    "3 cells": (6, ("tensor", "2")),
+    "2 cells, a rank killed": (4, ("tensor", "2")),
+}
+TENSOR_STAGES: Cases = {
+    "2 cells": (8, ("tensor", "2", "pipeline", "2")),
+    "2 cells, interleaved": (8, ("tensor", "2", "pipeline", "2", "schedule", "interleaved")),
+    "2 cells, a rank killed": (8, ("tensor", "2", "pipeline", "2")),
+}
 STAGES: Cases = {
     "2 stages": (2, ("pipeline", "2")),
     "2 stages, gpipe": (2, ("pipeline", "2", "schedule", "gpipe")),
@@ -45,28 +56,40 @@ CONTEXT: Cases = {
 }
 
 
+def of_tensor(effort: Effort) -> dict[str, object]:
+    """Say for each case of tensor ranks whether its weights are those of one cell."""
+    return {"one_hash.tp2": compared(effort, TENSOR, {}, ("one cell", 2, ("tensor", "2")))}
+
+
+def of_tensor_stages(effort: Effort) -> dict[str, object]:
+    """Say for each case of tensor ranks in stages whether its weights are those of one cell without stages."""
+    one_cell = ("one cell", 2, ("tensor", "2"))
+    return {"one_hash.tp2_pp2": compared(effort, TENSOR_STAGES, {"tied": False}, one_cell)}
+
+
 def of_stages(effort: Effort) -> dict[str, object]:
     """Say for each case of stages whether its weights are those of one rank."""
-    return {"one_hash.pp2": _compared(effort, STAGES, {"tied": False})}
+    return {"one_hash.pp2": compared(effort, STAGES, {"tied": False})}
 
 
 def of_experts(effort: Effort) -> dict[str, object]:
     """Say for each case of spread experts whether its weights are those of one rank."""
-    return {"one_hash.ep2": _compared(effort, EXPERTS, {"experts": 4})}
+    return {"one_hash.ep2": compared(effort, EXPERTS, {"experts": 4})}
 
 
 def of_context(effort: Effort) -> dict[str, object]:
     """Say for each case of rows in parts whether its weights are those of one cell."""
     one_cell = ("one cell", 2, ("context", "2"))
-    return {"one_hash.cp2": _compared(effort, CONTEXT, {}, one_cell)}
+    return {"one_hash.cp2": compared(effort, CONTEXT, {}, one_cell)}
 
 
-def _compared(
+def compared(
     effort: Effort,
     cases: Cases,
     sizes: Mapping[str, object],
     first: tuple[str, int, Sequence[str]] = ("one rank", 1, ()),
 ) -> dict[str, bool]:
+    """Say for each case whether its job ends with the weights of the first one."""
     job = JOBS["lm"]
     params = {**job.params, "model": {**job.params["model"], "dropout": 0.1, **sizes}}
     found: dict[str, str] = {}
@@ -82,6 +105,7 @@ def _compared(
             how = [word for key, value in pairs for word in (f"--parallel.{key}", value)]
             found[name] = _hash_of(path, folder / name, [*how, "--ranks", str(num_ranks)], points)
             assert not (points / "backward").exists(), "no rank was killed"
+            assert all(line["commit"] is None for line in collect(folder / name).of("restore")), "a step was given up"
             effort.say(f"{name}: {found[name][:12]}")
     expected = found.pop(first[0])
     return {name: one == expected for name, one in found.items()}

@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.multiprocessing.spawn import spawn
@@ -39,13 +38,15 @@ TASK = CausalLM(model=SIZES)
 ROWS, TOKENS, LANES, STAGES = 2, 256, 8, 2
 PEERS: Mapping[Kind, type] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
 NAMES = ("pp2_vs_torch", "pp2_cpu_vs_torch")
+UNTIMED = 2
+"""Turns before those that count; the first compares what both sides have computed."""
 
 
 def beside_torch(effort: Effort) -> dict[str, object]:
     """Run both in turn, in two processes, by each schedule."""
     with tempfile.TemporaryDirectory() as folder:
         rounds = 6 if effort.is_quick else 30
-        spawn(_rank, args=(rounds, folder), nprocs=STAGES)  # type: ignore[no-untyped-call]
+        spawn(in_turn, args=(rounds, folder), nprocs=STAGES)  # type: ignore[no-untyped-call]
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(STAGES)]
     figures: dict[str, dict[str, float]] = {name: {} for name in NAMES}
     for kind in PEERS:
@@ -58,15 +59,16 @@ def beside_torch(effort: Effort) -> dict[str, object]:
     return {**figures, "pp_1f1b_peak_lanes": peaks}
 
 
-def _rank(rank: int, rounds: int, folder: str) -> None:
+def in_turn(rank: int, rounds: int, folder: str, tokens: int = TOKENS, untimed: int = UNTIMED) -> None:
+    """Be a stage of both sides, in turn; AssertionError if they make other gradients. Times go to a file."""
     group = meet(rank, STAGES, folder)
-    batches = [_batch(number) for number in range(LANES)]
+    batches = [_batch(number, tokens) for number in range(LANES)]
     found: dict[str, object] = {}
     for kind, peer in PEERS.items():
         lanes = _Lanes(_our_stage(group, kind), batches)
         theirs, model = _torch_step(rank, batches, peer, lanes.stage.plan)
         times: list[list[Times]] = [[], []]
-        for turn in range(rounds + 2):
+        for turn in range(rounds + untimed):
             for side, act in enumerate((lanes.step, theirs)):
                 group.barrier()
                 times[side].append(timed(act))
@@ -74,16 +76,20 @@ def _rank(rank: int, rounds: int, folder: str) -> None:
                 _check_same(lanes.stage.model, model)
             for one in (*lanes.stage.model.parameters(), *model.parameters()):
                 one.grad = None
-        found[kind] = [side[2:] for side in times]
+        found[kind] = [side[untimed:] for side in times]
         if kind == "1f1b":
             found["peak_lanes"] = lanes.peak
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     part_ways(group)
 
 
-def _batch(number: int) -> Batch:
-    tokens = torch.randint(0, SHAPE.vocabulary, (ROWS, TOKENS), generator=torch.Generator().manual_seed(number))
-    places = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)[:, :-1].flatten()
+def _batch(number: int, num_tokens: int) -> Batch:
+    drawn = torch.Generator().manual_seed(number)
+    return _batch_of(torch.randint(0, SHAPE.vocabulary, (ROWS, num_tokens), generator=drawn))
+
+
+def _batch_of(tokens: Tensor) -> Batch:
+    places = torch.arange(tokens.numel()).view(tokens.shape)[:, :-1].flatten()
     return {"tokens": tokens, "places": places, "targets": tokens[:, 1:].flatten()}
 
 
@@ -152,15 +158,16 @@ def _torch_step(rank: int, batches: list[Batch], peer: type, plan: CellPlan) -> 
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
+    return TASK._loss_of(logits, _batch_of(tokens), is_training=True).total
 
 
 def _check_same(ours: nn.Module, theirs: nn.Module) -> None:
-    """Both have computed one gradient, to rounding: their losses add up the same numbers in another order."""
+    """Both have computed one gradient, to the last bit."""
     mine = [one.grad for one in ours.parameters() if one.numel()]
     others = [one.grad for one in theirs.parameters()]
-    for one, other in zip(mine, others, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert mine and all(torch.equal(*pair) for pair in zip(mine, others, strict=True)), (
+        "torch's schedule makes another gradient"
+    )
 
 
 def _whole() -> Decoder:

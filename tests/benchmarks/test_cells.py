@@ -1,0 +1,38 @@
+"""The benchmark of cells: its figures are explained, torch's schedules make the same bits, and hashes can differ."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cells import __main__ as cells
+from benchmarks.cells import hashes, pipeline
+from benchmarks.figures import Effort
+from tests.conftest import run_ranks
+
+
+def test_every_figure_is_explained() -> None:
+    """What --help prints names each."""
+    explained = set(re.findall(r"`([a-z0-9_.]+)`", cells.__doc__ or ""))
+    assert set(cells.figures()) <= explained
+
+
+@pytest.mark.slow
+def test_torchs_schedules_make_the_same_gradients(tmp_path: Path) -> None:
+    """GPipe, 1F1B and interleaved, of two stages on eight lanes, to the last bit."""
+    run_ranks(computes_both, pipeline.STAGES, str(tmp_path))
+    assert len(list(tmp_path.glob("*.json"))) == pipeline.STAGES
+
+
+def computes_both(rank: int, size: int, folder: str) -> None:
+    pipeline.in_turn(rank, 0, folder, 16, 1)
+
+
+@pytest.mark.long
+def test_a_job_with_other_bits_is_seen() -> None:
+    """One whose gradients are rounded on the wire."""
+    cases = {"two ranks": (2, ()), "rounded": (2, ("shards", "gradients", "wire", "bf16"))}
+    found = hashes.compared(Effort(True, print), cases, {})
+    assert found == {"two ranks": True, "rounded": False}
