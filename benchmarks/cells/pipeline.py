@@ -163,11 +163,9 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def _check_same(ours: nn.Module, theirs: nn.Module) -> None:
     """Both have computed one gradient, to the last bit."""
-    mine = [one.grad for one in ours.parameters() if one.numel()]
-    others = [one.grad for one in theirs.parameters()]
-    assert mine and all(torch.equal(*pair) for pair in zip(mine, others, strict=True)), (
-        "torch's schedule makes another gradient"
-    )
+    mine, others = ([one.grad for one in model.parameters() if one.numel()] for model in (ours, theirs))
+    for one, other in zip(mine, others, strict=True):
+        assert one is not None and other is not None and one.equal(other), "torch's schedule makes another gradient"
 
 
 def _whole() -> Decoder:
