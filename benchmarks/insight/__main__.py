@@ -27,6 +27,8 @@ plan_step_error       by how much the seconds of a step that `elastic-train plan
 plan_memory_error     the same of the most memory of a rank (goal: at most 0.10)
 plan_step_errors      the same by case: model, mode, ranks; more than measured is positive
 plan_memory_errors    the same by case
+promtool              whether Prometheus's own tool accepts the alert rules and the configuration that are shipped, and
+                      all tests of the rules pass (goal: true)
 
 The last line is JSON.
 """
@@ -34,7 +36,7 @@ The last line is JSON.
 from __future__ import annotations
 
 from benchmarks.figures import Measure, measure_chosen
-from benchmarks.insight import always_on, health, planned, slowed, stragglers
+from benchmarks.insight import always_on, health, planned, rules, slowed, stragglers
 
 FIGURES: dict[str, Measure] = {
     "overhead_always_on": always_on.overhead,
@@ -53,6 +55,7 @@ FIGURES: dict[str, Measure] = {
     "plan_memory_error": planned.errors,
     "plan_step_errors": planned.errors,
     "plan_memory_errors": planned.errors,
+    "promtool": rules.promtool,
 }
 
 

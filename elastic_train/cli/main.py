@@ -208,17 +208,19 @@ def profile(
     steps: int = 2,
     ranks: int = 1,
     out: str | None = None,
+    on: str | None = None,
     json_: Json = False,
 ) -> int:
     """Merge the traces of RUN's ranks into one that Perfetto reads, and say what went between them, by kind and size.
 
     RUN is a folder in which `profile.at_steps` had traces taken, or a configuration: then --ranks processes here train
     up to step --at, of which --steps steps are traced, in --out (by default run.dir with -profile). Any key of a
-    configuration can follow.
+    configuration can follow. --on: a cluster, as `plan --on` has it, or what `plan calibrate` has written; each
+    bandwidth is then given as a share of what its links can do.
     """
     from elastic_train.cli.runs.profile import profile as profile_run
 
-    return profile_run(run, overrides, at=at, steps=steps, ranks=ranks, out=out, is_json=json_)
+    return profile_run(run, overrides, at=at, steps=steps, ranks=ranks, out=out, on=on, is_json=json_)
 
 
 Weights = Literal["trained", "ema"]

@@ -43,6 +43,10 @@ class Traffic:
     def bytes_per_s(self) -> float | None:
         return self.num_bytes / self.seconds if self.seconds else None
 
+    def share_of(self, peak: float) -> float | None:
+        """Return the share of a link's peak, in bytes a second, that the operations had."""
+        return None if self.bytes_per_s is None else self.bytes_per_s / peak
+
 
 @dataclass(frozen=True, slots=True)
 class Merged:

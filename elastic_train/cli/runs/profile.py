@@ -8,27 +8,41 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_train.cli.output import narrow_table, print_json, print_text
+from elastic_train.cli.output import cell, narrow_table, print_json, print_text
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError
+from elastic_train.planning.arithmetic.catalogue import Cluster, Link, parse_cluster
 from elastic_train.runs.traces import Merged, merge_all, rows_of
+from elastic_train.system.wording import size
 
 _HEAD = ("operation", "size", "calls", "bytes", "time", "bandwidth")
 
 
 def profile(
-    run: str, overrides: Sequence[str], *, at: int, steps: int, ranks: int, out: str | None, is_json: bool
+    run: str,
+    overrides: Sequence[str],
+    *,
+    at: int,
+    steps: int,
+    ranks: int,
+    out: str | None,
+    on: str | None,
+    is_json: bool,
 ) -> int:
-    """Merge the traces of a run; of a configuration, train a few steps first. Returns the exit code."""
+    """Merge the traces of a run; of a configuration, train a few steps first. Returns the exit code.
+
+    `on` is the cluster, as `plan --on` names it, with whose links bandwidths are compared.
+    """
+    cluster = None if on is None else parse_cluster(on)
     if Path(run).is_file():
         run = _train(Path(run), overrides, at=at, steps=steps, ranks=ranks, out=out)
     elif overrides:
         raise ConfigError(f"{run} is not a configuration: keys such as {overrides[0]} follow one only")
     merged = merge_all(run)
     if is_json:
-        return print_json([each.as_json() for each in merged])
+        return print_json([_as_json(each, cluster) for each in merged])
     for each in merged:
-        _show(each)
+        _show(each, cluster)
     return print_text("open a file at https://ui.perfetto.dev: it reads it in the browser, nothing is sent")
 
 
@@ -63,7 +77,27 @@ def _train(config: Path, overrides: Sequence[str], *, at: int, steps: int, ranks
     return folder
 
 
-def _show(merged: Merged) -> None:
+def _link_of(merged: Merged, cluster: Cluster) -> tuple[Link, float]:
+    """Return the link that the traced ranks exchange over, and what a rank can send by it, in bytes a second."""
+    if len(merged.offsets_ms) > 1:
+        return cluster.between, cluster.between_bytes_per_s
+    return cluster.inside, cluster.inside.bytes_per_s
+
+
+def _as_json(merged: Merged, cluster: Cluster | None) -> dict[str, object]:
+    found = merged.as_json()
+    if cluster is None:
+        return found
+    link, peak = _link_of(merged, cluster)
+    return {
+        **found,
+        "link": link.name,
+        "link_bytes_per_s": peak,
+        "of_link": [one.share_of(peak) for one in merged.traffic],
+    }
+
+
+def _show(merged: Merged, cluster: Cluster | None) -> None:
     from rich.console import Console
 
     ranks = ", ".join(map(str, merged.ranks))
@@ -75,8 +109,14 @@ def _show(merged: Merged) -> None:
         )
     if merged.num_left_out:
         print_text(f"{merged.num_left_out} operations came after the most that are noted, and are missing")
-    table = narrow_table(*_HEAD)
-    for row in rows_of(merged.traffic):
+    rows, head = rows_of(merged.traffic), _HEAD
+    if cluster is not None:
+        link, peak = _link_of(merged, cluster)
+        shares = [one.share_of(peak) for one in merged.traffic]
+        head = (*_HEAD, f"of {link.name}, {size(peak)}/s")
+        rows = [(*row, cell(share and f"{share:.0%}")) for row, share in zip(rows, shares, strict=True)]
+    table = narrow_table(*head)
+    for row in rows:
         table.add_row(*row)
     if merged.traffic:
         Console().print(table)

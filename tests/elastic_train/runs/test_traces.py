@@ -23,6 +23,7 @@ from elastic_train.insight import tracing
 from elastic_train.insight.phases import PHASES, StepClock
 from elastic_train.insight.tracing import Tracer, trace_name
 from elastic_train.parallel.point_to_point import Traffic
+from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.runs.traces import clock_offsets, merge_all
 from tests.conftest import start
 from tests.elastic_train.training.jobs import CLASSIFIER, config, result, succeed
@@ -103,6 +104,37 @@ def test_traffic_is_added_up_by_kind_and_size(tmp_path: Path) -> None:
         ("send", 10_000, 2, 14_000, pytest.approx(7e6)),
         ("send", 100_000, 1, 10_001, pytest.approx(20_002)),
     ]
+
+
+HERE = """
+cluster: {device: CPU, nodes: 2, per_node: 2, between: cable}
+links:
+  cable: {gb_per_s: 0.01, alpha_s: 1.0e-4, is_shared: true}
+"""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "link", "peak"), [(("alpha", "beta"), "cable", 0.5e7), (("alpha", "alpha"), None, 0)]
+)
+def test_bandwidths_are_shares_of_the_link_that_ranks_have_between_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: tuple[str, str], link: str | None, peak: float
+) -> None:
+    """That between nodes, of which each rank has its part; or that of a machine which all of them are on."""
+    for rank, host in enumerate(hosts):
+        written(tmp_path, rank, host, 0)
+    (tmp_path / "here.yaml").write_text(HERE)
+    cluster = parse_cluster(str(tmp_path / "here.yaml"))
+    link, peak = (link, peak) if link else (cluster.inside.name, cluster.inside.bytes_per_s)
+    arguments = ["profile", str(tmp_path), "--on", str(tmp_path / "here.yaml")]
+    with pytest.raises(SystemExit) as left:
+        main([*arguments, "--json"])
+    [merged] = json.loads(capsys.readouterr().out)
+    assert (left.value.code, merged["link"], merged["link_bytes_per_s"]) == (0, link, pytest.approx(peak))
+    assert merged["of_link"] == [None, pytest.approx(7e6 / peak), pytest.approx(20_002 / peak)]
+    with pytest.raises(SystemExit):
+        main(arguments)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"of {link}" in shown and f"{7e6 / peak:.0%}" in shown
 
 
 def test_a_run_without_traces_and_a_torn_trace_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
