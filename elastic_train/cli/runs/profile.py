@@ -109,7 +109,8 @@ def _show(merged: Merged, cluster: Cluster | None) -> None:
         )
     if merged.num_left_out:
         print_text(f"{merged.num_left_out} operations came after the most that are noted, and are missing")
-    rows, head = rows_of(merged.traffic), _HEAD
+    rows: list[tuple[str, ...]] = rows_of(merged.traffic)
+    head: tuple[str, ...] = _HEAD
     if cluster is not None:
         link, peak = _link_of(merged, cluster)
         shares = [one.share_of(peak) for one in merged.traffic]
