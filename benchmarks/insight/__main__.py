@@ -2,8 +2,9 @@
 
     python -m benchmarks.insight [--json] [--quick] [--only NAME]
 
-overhead_always_on    CPU time that a rank spends on phases in a step, over that of the step: marks, its row's columns,
-                      and what rank 0 adds up, of a rank with 8 lanes in a world of 8 (goal: at most 0.005)
+overhead_always_on    CPU time that a rank spends on phases and memory in a step, over that of the step: marks, its
+                      row's columns, and what rank 0 adds up, of a rank with 8 lanes in a world of 8 (goal: at most
+                      0.005)
 always_on_us          the same in microseconds a step, with the step's own
 health_check_s        how long a worker examines its machine before it joins (products, memory, disk, clock): alone, in
                       CPU time, and with four busy processes on every core, the median and the longest (goal: 10)

@@ -1,4 +1,4 @@
-"""What measuring phases costs a step, in CPU time: the machine may be shared, and the work is the same.
+"""What measuring phases and memory costs a step, in CPU time: the machine may be shared, and the work is the same.
 
 The work that phases add to a step is done alone, as often as the loop does it, and so is a step of a small encoder's
 lanes. The two alternate, so that a clock that changes its frequency changes both.
@@ -10,23 +10,30 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import MagicMock
 
 import torch
 from torch import nn
 
 from benchmarks.figures import Effort
+from elastic_train.checkpoint import SaveMemory
+from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.insight.phases import RankFacts, StepClock
 from elastic_train.insight.totals import PhaseTotals
+from elastic_train.job.state import build_state
+from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.parallel.step_tables import _packed
+from elastic_train.training.memory.meter import Meter, held_by
+from elastic_train.training.memory.watching import MemoryWatch
 from elastic_train.training.step_sums import StepSums
 from elastic_train.training.watch import Watch
 
 RANKS = LANES = 8
 BATCH, TOKENS, DIM = 8, 128, 96
-STEPS = 200
+EVERY_STEPS, STEPS = 50, 200
 """Of what phases add, for each step of the model: it takes microseconds."""
 
 
@@ -56,7 +63,10 @@ def overhead(effort: Effort) -> dict[str, object]:
 def _watched_step() -> Callable[[], None]:
     """Return what phases add to one step."""
     clock = StepClock(_Peers())
-    watch = Watch(MagicMock(), None, PhaseTotals(), 50, [LANES] * RANKS, {}, lambda rank: None, str)
+    watch = Watch(MagicMock(), None, PhaseTotals(), EVERY_STEPS, [LANES] * RANKS, {}, lambda rank: None, str)
+    state = build_state(_model(), OptimizerConfig(), STEPS, "cpu", is_fp16=False)
+    held = partial(held_by, state, state.shards.sum_of(Group(0, 1, None, 60), LANES), SaveMemory())
+    memory = MemoryWatch(Meter(torch.device("cpu")), held, MagicMock(), EVERY_STEPS)
     facts = RankFacts._make([*[0.01] * 10, 1 << 20, 0.0001])
     steps = itertools.count(1)
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, 0, 0, ranks=(facts,) * RANKS)
@@ -71,7 +81,8 @@ def _watched_step() -> Callable[[], None]:
         _packed(clock.row())
         for phase in ("wait", "exchange", "rest", "save", "rest", "optimizer", "wait", "optimizer", "rest", "save"):
             clock.mark(phase)
-        watch.step(next(steps), sums, 1.0, 0)
+        watch.step(number := next(steps), sums, 1.0, 0)
+        memory.step(number)
 
     return step
 
@@ -79,8 +90,7 @@ def _watched_step() -> Callable[[], None]:
 def _model_step() -> Callable[[], None]:
     """Return one step of an encoder's lanes: forward and backward, without an optimizer."""
     torch.set_num_threads(1)
-    layer = nn.TransformerEncoderLayer(DIM, 4, 4 * DIM, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = _model()
     rows = torch.randn(BATCH, TOKENS, DIM)
 
     def step() -> None:
@@ -88,6 +98,11 @@ def _model_step() -> Callable[[], None]:
             torch.autograd.backward(model(rows).square().mean())
 
     return step
+
+
+def _model() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(DIM, 4, 4 * DIM, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 def _cpu_s(act: Callable[[], None], times: int) -> float:

@@ -70,4 +70,4 @@ class ProfileConfig(Section):
     ranks: tuple[NonNegativeInt, ...] | Literal["all"] = (0,)
     """Whose traces: such as [0, 3], or all."""
     memory: bool = False
-    """Also trace what is allocated and freed."""
+    """Also trace what is allocated and freed, and record it all the time on a GPU, for a snapshot at out of memory."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from elastic_train.insight.events import MEANINGS
 from elastic_train.insight.gpus import Gpus
+from elastic_train.insight.memory import REST, MemoryFacts
 from elastic_train.insight.phases import PHASES, RankFacts
 from rendezvous.etcd.tally import TALLY, Tally
 
@@ -58,6 +59,8 @@ class Facts:
     events: Mapping[str, int] = field(default_factory=dict)
     is_recovering: bool = False
     etcd: Tally = TALLY
+    memory: MemoryFacts | None = None
+    """Of the process's rank, once it has looked."""
 
     def enter_world(self, term: int, size: int, step: int, total_steps: int, *, is_leader: bool) -> None:
         """A world of so many ranks begins with the state of a step: what was applied beyond it is lost."""
@@ -155,6 +158,11 @@ class Page:
                 family = GaugeMetricFamily(PREFIX + name, meaning, labels=["run", "node"])
                 family.add_metric(self._labels, float(value))
                 yield family
+        for name, meaning, parts in _parts(facts):
+            family = GaugeMetricFamily(PREFIX + name, meaning, labels=["run", "node", "part"])
+            for part, num_bytes in parts.items():
+                family.add_metric((*self._labels, part), num_bytes)
+            yield family
         for name, meaning, label, values in _counters(facts):
             counter = CounterMetricFamily(PREFIX + name, meaning, labels=["run", "node", *([label] if label else [])])
             for key, value in values.items():
@@ -167,7 +175,14 @@ class Page:
             yield family
 
 
+def _parts(facts: Facts) -> Iterator[tuple[str, str, Mapping[str, int]]]:
+    if (memory := facts.memory) is not None:
+        program = {"program": memory.program} if memory.program else {}
+        yield "memory_bytes", "What the peak of memory is made of.", {**memory.parts, **program, REST: memory.rest}
+
+
 def _gauges(facts: Facts) -> Sequence[tuple[str, str, float | None]]:
+    memory = facts.memory
     return (
         ("step", "Steps applied so far.", facts.step),
         ("total_steps", "Steps of the whole job.", facts.total_steps),
@@ -182,6 +197,17 @@ def _gauges(facts: Facts) -> Sequence[tuple[str, str, float | None]]:
         ("recovery_seconds", "RTO: from the last step before the last fault to the first after it.", facts.recovery_s),
         ("goodput_ratio", "Share of this process's time in steps that count.", facts.goodput),
         ("mfu_ratio", "Share of all devices' peak that the model's own operations took; if configured.", facts.mfu),
+        ("memory_peak_bytes", "The most that this process's rank had of its device.", memory.peak if memory else None),
+        (
+            "memory_reserved_peak_bytes",
+            "The most that torch's allocator had of a GPU.",
+            memory.reserved if memory else None,
+        ),
+        (
+            "host_memory_peak_bytes",
+            "The most resident bytes of this process beside a GPU.",
+            memory.host_peak if memory else None,
+        ),
         ("samples_left_out", "Samples in row groups that could not be read.", facts.samples_left_out),
         ("last_commit_step", "Step of the newest commit; rank 0.", facts.last_commit_step),
         ("last_commit_timestamp_seconds", "When the newest commit was made; rank 0.", facts.last_commit_at),

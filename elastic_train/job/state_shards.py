@@ -32,7 +32,7 @@ from elastic_train.errors import WeightsDifferError
 from elastic_train.job.majority import name_others
 from elastic_train.job.optimizers.parameter_groups import regroup, set_rates
 from elastic_train.parallel.devices.squares import squares_of_tensors
-from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_gradient_sum
+from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction, make_gradient_sum
 from elastic_train.parallel.group import Group
 from elastic_train.shards.norm import clip_factor, total_norm
 
@@ -139,6 +139,9 @@ class StateShards(Protocol):
     def is_taken_along(self, leaving: Sequence[bool]) -> bool:
         """Say whether ranks that leave the world, by rank, hold something that no other rank of it does."""
 
+    def tensors(self) -> Iterator[OfPart]:
+        """Yield what is held beside the model's own weights, each with the part of memory that it belongs to."""
+
 
 def check_same_norm(gathered: Tensor) -> None:
     """Raise WeightsDifferError unless all ranks have measured one norm; one that is not a number equals any other."""
@@ -238,6 +241,10 @@ class ReplicatedState:
 
     def is_taken_along(self, leaving: Sequence[bool]) -> bool:
         return all(leaving)
+
+    def tensors(self) -> Iterator[OfPart]:
+        for kept in self.optimizer.state.values():
+            yield from (("optimizer", value) for value in kept.values() if isinstance(value, Tensor))
 
     def clip(self, limit: float, norm: Tensor) -> None:
         if (factor := clip_factor(float(norm), limit)) != 1.0:

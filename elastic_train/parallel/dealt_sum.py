@@ -25,6 +25,7 @@ from torch import Tensor
 
 from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.buckets import check_once
+from elastic_train.parallel.gradient_sum import OfPart
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import FlatGradient, Leaf, Leaves, Spare, Units, Wire, forget_gradients
 from elastic_train.parallel.point_to_point import Work
@@ -102,6 +103,12 @@ class DealtSum:
         """Leave the model's parameters alone from now on."""
         for hook in self._hooks:
             hook.remove()
+
+    def tensors(self) -> Iterator[OfPart]:
+        yield from (("gradients", home) for home in self._homes.values())
+        yield from (("gradients", leaf) for leaf in self._leaves.tensors())
+        yield from (("sums", total) for counter in self._counters.values() for total in counter.parts.values())
+        yield from (("exchange", spare) for spare in self._spare.tensors())
 
     def begin(self, lanes: range) -> None:
         seat = self._seating.seat

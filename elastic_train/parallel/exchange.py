@@ -6,7 +6,7 @@ for k parts a rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ class Scratch:
         if kind not in self._kept or self._kept[kind].numel() < total:
             self._kept[kind] = on_huge_pages(torch.empty(total, dtype=like.dtype, device=like.device))
         return self._kept[kind][:total].split_with_sizes(list(sizes))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the memory that is kept."""
+        yield from self._kept.values()
 
 
 def exchange(

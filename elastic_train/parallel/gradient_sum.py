@@ -31,6 +31,8 @@ from elastic_train.parallel.point_to_point import Aside, PointToPoint
 from elastic_train.system.huge_pages import on_huge_pages
 
 Reduction = Literal["canonical", "fast"]
+OfPart = tuple[str, Tensor]
+"""A tensor that a rank holds, and which of the parts of its memory it is, in the words of `elastic-train plan`."""
 
 
 class GradientSum(Protocol):
@@ -50,6 +52,9 @@ class GradientSum(Protocol):
 
     def close(self) -> None:
         """Leave the model's parameters alone from now on."""
+
+    def tensors(self) -> Iterator[OfPart]:
+        """Yield all that it holds, each with the part of memory that it belongs to."""
 
 
 def make_gradient_sum(
@@ -157,6 +162,11 @@ class LaneTree:
             final = settle(final.parent, self._num_lanes)
         return merged, {**dict(stack), final: self._flats}
 
+    def put_aside(self) -> Iterator[Tensor]:
+        """Yield the buffers that sums are, or were, put aside in."""
+        for buffers in (*(buffers for _, buffers in self._stack), *self._free):
+            yield from buffers
+
     def _push(self) -> None:
         """Put the open subtree aside and start a new leaf from zeros."""
         self._merge_stack()
@@ -250,6 +260,11 @@ class TreeSum(ABC):
         if self._own_turns is not None:
             self._own_turns.close()
 
+    def tensors(self) -> Iterator[OfPart]:
+        yield from (("gradients", flat) for flat in self._flats)
+        yield from (("sums", buffer) for buffer in self._tree.put_aside())
+        yield from (("exchange", kept) for kept in self._scratch.tensors())
+
     @abstractmethod
     def reduce(self, number: int, lo: int, hi: int, mine: Mapping[Part, list[Tensor]], ranks: PointToPoint) -> None:
         """Finish the tree over elements [lo, hi) of a flat gradient, from all ranks' parts of them."""
@@ -301,3 +316,6 @@ class FastSum:
 
     def close(self) -> None:
         """There are no hooks."""
+
+    def tensors(self) -> Iterator[OfPart]:
+        yield from (("gradients", flat) for flat in self._flats)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -79,6 +79,10 @@ class Leaves:
         """Take a leaf's memory for the next one of its shape."""
         self._kept.setdefault(flat.shape, []).append(leaf)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the memory that waits for the next leaves."""
+        yield from (leaf.memory for leaves in self._kept.values() for leaf in leaves)
+
     def clear(self) -> None:
         """Let go of all memory."""
         self._kept.clear()
@@ -102,6 +106,10 @@ class Spare:
         """Take memory that `take` has returned, or any other that is not read any more."""
         if len(self._kept) < self._most:
             self._kept.append(tensor if tensor._base is None else tensor._base)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the memory that waits for the next summands."""
+        yield from self._kept
 
     def clear(self) -> None:
         """Let go of all memory."""

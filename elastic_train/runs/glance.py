@@ -14,6 +14,7 @@ from pathlib import Path
 from elastic_train.errors import ConfigError
 from elastic_train.insight.phases import PHASES
 from elastic_train.runs.lines import Line, at, number, read_lines, text, whole
+from elastic_train.runs.memory import memory_in
 from elastic_train.runs.story import Noticed, Phases, Saved, event_of, phases_of, saved_of
 from elastic_train.system.wording import counted
 from elastic_train.tracking.history_files import FOLDER, histories, lines_of, term_of
@@ -23,6 +24,8 @@ TAIL_BYTES = 1 << 20
 """Of rank 0's newest history: a line of phases takes 100 bytes for each rank."""
 MOST_WORLDS, MOST_RECENT = 20, 10
 RATE_STEPS = 20
+MOST_LOOKED_AT = 64
+"""Up to how many ranks the end of each one's history is read for its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Glance:
     commit: Saved | None = None
     hosts: Mapping[int, str] = field(default_factory=dict)
     phases: Phases | None = None
+    memory: Mapping[int, int] = field(default_factory=dict)
+    """The most bytes that each rank has had; of no more than MOST_LOOKED_AT ranks."""
     waiting: str | None = None
     """Why the newest world did not form, if that was after the last line."""
     recent: Sequence[tuple[float, str]] = ()
@@ -55,7 +60,11 @@ class Glance:
         return {phase: 1e3 * row[place] / self.phases.steps for place, phase in enumerate(PHASES)}
 
     def as_json(self) -> dict[str, object]:
-        ranks = range(len(self.phases.rows)) if self.phases is not None else range(0)
+        numbers = range(len(self.phases.rows)) if self.phases is not None else range(0)
+        ranks = [
+            {"rank": rank, "host": self.hosts.get(rank), "ms": self.phase_ms(rank), "memory": self.memory.get(rank)}
+            for rank in numbers
+        ]
         return {
             "run": self.run,
             "status": self.status,
@@ -69,7 +78,7 @@ class Glance:
             "worlds": self.num_worlds,
             "commit_step": self.commit.step if self.commit else None,
             "waiting": self.waiting,
-            "ranks": [{"rank": rank, "host": self.hosts.get(rank), "ms": self.phase_ms(rank)} for rank in ranks],
+            "ranks": ranks,
             "recent": [{"t": at, "what": what} for at, what in self.recent],
         }
 
@@ -90,11 +99,12 @@ def look(run: str | Path) -> Glance:
     lasted = [at(after) - at(before) for before, after in pairwise(steps)][-RATE_STEPS:]
     step_s = sorted(lasted)[len(lasted) // 2] if lasted else None
     last: Line = steps[-1] if steps else {}
+    size = whole(form, "world") or 0
     return Glance(
         run=str(run),
         status=_status(folder, term),
         term=term,
-        size=whole(form, "world") or 0,
+        size=size,
         step=whole(last, "step"),
         loss=number(last, "loss"),
         step_s=step_s,
@@ -104,6 +114,7 @@ def look(run: str | Path) -> Glance:
         commit=next((found for line in reversed(tail) if line["op"] == "commit" and (found := saved_of(line))), None),
         hosts=_hosts(folder, term),
         phases=next((row for line in reversed(tail) if line["op"] == "phases" and (row := phases_of(line))), None),
+        memory={one.rank: one.facts.peak for one in memory_in(folder, term)} if size <= MOST_LOOKED_AT else {},
         waiting=_unformed(folder, last_at or 0.0),
         recent=_recent([_head(each[0]) for each in parts[-MOST_WORLDS:]], [*tail, *_noted(folder, "unfit")]),
     )

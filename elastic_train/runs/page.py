@@ -38,6 +38,7 @@ def render(reports: Sequence[RunReport]) -> str:
             "changes": [(report.name, tables.changes(report)) for report in reports],
             "change_head": tables.CHANGE_HEAD,
             "heat_maps": [_heat_maps(report) for report in reports],
+            "memories": [(report.name, *tables.memory(report)) for report in reports],
             "events": [(report.name, tables.events(report)) for report in reports],
             "event_head": tables.EVENT_HEAD,
             "coverages": [(report.name, report.coverage) for report in reports],

@@ -14,6 +14,7 @@ from pathlib import Path
 from elastic_train.errors import ElasticTrainError
 from elastic_train.insight.phases import PHASES
 from elastic_train.runs.goodput import Change, changes, goodput, time_spent
+from elastic_train.runs.memory import RanOut, WorldMemory, memory_of, ran_out_in
 from elastic_train.runs.story import Phases, Story, read_story
 from elastic_train.system.wording import counted, first_line
 from elastic_train.tracking.metric_log import Settled, Values, read_metrics, recorded_end
@@ -22,6 +23,8 @@ from elastic_train.tracking.run_folder import RunFolder
 
 Curve = Sequence[tuple[int, float]]
 _LAYOUT = ("batch.global_batch", "batch.micro_batch", "parallel.", "reduction", "device", "dtype", "compile", "threads")
+MOST_RAN_OUT = 3
+"""Of the ranks that ran out of memory, how many are named among the notes."""
 _TAGS = {VERSION_TAG: "elastic-train", TORCH_TAG: "torch", GIT_TAG: "git"}
 
 
@@ -49,6 +52,8 @@ class RunReport:
     changes: Sequence[Change]
     coverage: Coverage
     notes: Sequence[str]
+    memory: WorldMemory | None = field(repr=False, default=None)
+    ran_out: Sequence[RanOut] = ()
 
     @property
     def step(self) -> int:
@@ -122,6 +127,10 @@ class RunReport:
         shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
         return {**tags, "hosts": shown} if hosts else tags
 
+    def hosts_in(self, term: int) -> Mapping[int, str]:
+        """Return the host of each rank of a term, as far as it is known."""
+        return next((world.hosts for world in self.story.worlds if world.term == term), {})
+
     def as_json(self) -> dict[str, object]:
         """Return everything but the curves, which are in metrics/*.jsonl, as values that JSON can say."""
         saves = [saved for world in self.story.worlds for saved in world.saves]
@@ -144,6 +153,8 @@ class RunReport:
                 for w in self.story.worlds
             ],
             "phases_s": self.phases_s(),
+            "memory": self.memory.as_json(self.hosts_in(self.memory.term)) if self.memory else None,
+            "ran_out_of_memory": [asdict(one) for one in self.ran_out],
             "events": [asdict(event) for world in self.story.worlds for event in world.events],
             "saves": {
                 "count": len(saves),
@@ -172,6 +183,8 @@ def report_on(run: str, *, with_coverage: bool = True) -> RunReport:
     curves, tags = _metrics(story.folder)
     spent = time_spent(story) if story.worlds else {}
     coverage = _coverage(run, notes) if with_coverage else Coverage()
+    ran_out = ran_out_in(story.folder)
+    notes += map(str, ran_out[-MOST_RAN_OUT:])
     return RunReport(
         name=run,
         state=_state(story, result),
@@ -184,6 +197,8 @@ def report_on(run: str, *, with_coverage: bool = True) -> RunReport:
         changes=changes(story),
         coverage=coverage,
         notes=[*notes, *_missing(story, curves)],
+        memory=memory_of(story.folder),
+        ran_out=ran_out,
     )
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
+from elastic_train.insight.memory import PARTS, REST, MemoryFacts
 from elastic_train.runs.goodput import KINDS
 from elastic_train.runs.report import RunReport
-from elastic_train.system.wording import duration
+from elastic_train.system.wording import duration, size
 
 Rows = list[tuple[str, ...]]
 NONE = "–"
 CHANGE_HEAD = ("term", "cause", "at step", "ranks", "steps lost", "to the next step", "detect", "form", "restore")
 EVENT_HEAD = ("event", "since step", "seen after", "whose", "measured", "usual")
 MOST_EVENTS = 200
+MOST_RANKS = 64
+"""Of those whose memory is shown: the ones that had most."""
 
 
 def summary(reports: Sequence[RunReport]) -> Rows:
@@ -28,6 +31,7 @@ def summary(reports: Sequence[RunReport]) -> Rows:
         "samples/s, all of the time": lambda run: said(run.samples_per_s_in_all, "{:.4g}"),
         "MFU, median step": lambda run: said(run.mfu, "{:.1%}"),
         "a step": lambda run: NONE if run.step_s is None else duration(run.step_s),
+        "memory of a rank, at most": lambda run: NONE if run.memory is None else size(run.memory.most),
         "faults": lambda run: str(len(run.faults)) if run.story.worlds else NONE,
         "steps lost to faults": lambda run: str(sum(change.steps_lost for change in run.faults)),
         "longest to the next step": lambda run: _longest(run),
@@ -91,6 +95,29 @@ def events(run: RunReport) -> Rows:
         )
         for event in found[-MOST_EVENTS:]
     ]
+
+
+def memory(run: RunReport, most_ranks: int = MOST_RANKS) -> tuple[tuple[str, ...], Rows]:
+    """Return the head and the rows of what each rank's memory was taken by; no rows if that is not known."""
+    if run.memory is None:
+        return (), []
+    ranks, hosts = run.memory.ranks, run.hosts_in(run.memory.term)
+    columns: dict[str, Callable[[MemoryFacts], int | None]] = {
+        "peak": lambda facts: facts.peak,
+        **{part: lambda facts, part=part: facts.parts.get(part, 0) for part in PARTS},  # type: ignore[misc]
+        "program": lambda facts: facts.program,
+        REST: lambda facts: facts.rest,
+        "reserved": lambda facts: facts.reserved,
+        "host": lambda facts: facts.host,
+        "process": lambda facts: facts.host_peak,
+    }
+    shown = {name: read for name, read in columns.items() if any(read(one.facts) for one in ranks)}
+    largest = sorted(sorted(ranks, key=lambda one: -one.facts.peak)[:most_ranks], key=lambda one: one.rank)
+    rows = [
+        (f"rank {one.rank}", hosts.get(one.rank, NONE), *(size(read(one.facts) or 0) for read in shown.values()))
+        for one in largest
+    ]
+    return ("memory", "on", *shown), rows
 
 
 def layout(reports: Sequence[RunReport]) -> Rows:

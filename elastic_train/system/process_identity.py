@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 from rendezvous.process_table import boot_id, stat_of
 
@@ -26,10 +27,29 @@ def pid_space() -> str:
     return f"{boot_id()}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
+class Resident(NamedTuple):
+    """The bytes of this process that are in its machine's memory: now, and at the most since it began."""
+
+    now: int
+    peak: int
+
+
 def process_usage() -> dict[str, int]:
     """Return the number of open file descriptors and of threads, and the resident bytes."""
-    status = dict(
-        line.split(":", 1) for line in Path("/proc/self/status").read_text(errors="replace").splitlines() if ":" in line
-    )
     num_fds = sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1  # one is the listing's own
-    return {"fds": num_fds, "threads": int(status["Threads"]), "rss": int(status["VmRSS"].split()[0]) * _KIB}
+    return {"fds": num_fds, "threads": int(_status()["Threads"]), "rss": resident().now}
+
+
+def resident() -> Resident:
+    """Return this process's resident bytes.
+
+    Not `getrusage`: a program inherits its `ru_maxrss` from the process that started it, which may have been larger.
+    """
+    status = _status()
+    now, peak = (int(status.get(key, "0").split()[0]) * _KIB for key in ("VmRSS", "VmHWM"))
+    return Resident(now, max(now, peak))
+
+
+def _status() -> dict[str, str]:
+    lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)

@@ -156,6 +156,10 @@ class History:
         rows = [[round(value, 6) for value in row] for row in seconds]
         self._write("phases", step=step, steps=steps, seconds=rows)
 
+    def memory(self, *, step: int, facts: Mapping[str, object]) -> None:
+        """What this rank's memory is taken by after a step: see `MemoryFacts` for the fields."""
+        self._write("memory", step=step, **facts)
+
     def event(
         self,
         *,

@@ -32,7 +32,7 @@ from elastic_train.tasks.task import Counting, Sequencing, Staging
 from elastic_train.tracking.history_files import Stagnation
 from elastic_train.training.commits import Commits
 from elastic_train.training.opening.saves import open_cadence, open_saves
-from elastic_train.training.opening.views import open_tracer, open_watch, start_tracker
+from elastic_train.training.opening.views import open_memory_watch, open_tracer, open_watch, start_tracker
 from elastic_train.training.session import Process, Session
 from elastic_train.world.forming import Formed
 from elastic_train.world.no_progress import check_progress
@@ -103,6 +103,7 @@ def _open_in(process: Process, world: World) -> Session:
         page=process.page,
         tracer=open_tracer(plan.config, world, clock, state.step),
         watch=open_watch(process, world, tracker, assigned),
+        memory=open_memory_watch(process, world, gradients),
     )
     if process.page is not None:
         facts, size = process.page.facts, world.group.size

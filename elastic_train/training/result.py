@@ -124,7 +124,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
 
     Nothing in here waits for peers. Returns what is wrong if some of it could not be written.
     """
-    phases = _phases_of(session)  # before the history's last line
+    session.say_rest()  # before the history's last line
     session.world.history.end(
         status=result.status, step=result.step, weights_sha256=result.weights_sha256, coverage=result.coverage
     )
@@ -146,7 +146,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
         "format": FORMAT,
         "num_failed_saves": session.commits.num_failed,
         "num_skipped_saves": session.commits.num_skipped,
-        **phases,
+        **_phases_of(session),
         "mlflow_run_id": session.tracker.wait_run_id(TRACKER_TIMEOUT_S) if session.tracker else None,
     }
     with _noting(unwritten, f"{folder}/result.json"):
@@ -164,7 +164,6 @@ def _phases_of(session: Session) -> dict[str, object]:
     """Say where the time of the steps went that this process has led."""
     if session.watch is None:
         return {}
-    session.watch.say()
     phases = session.watch.totals.summary()
     return {} if phases is None else {"phases": phases}
 

@@ -40,6 +40,8 @@ from elastic_train.tracking.progress import Status
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
 from elastic_train.training.evaluation import evaluate
+from elastic_train.training.memory.meter import Meter
+from elastic_train.training.memory.watching import MemoryWatch
 from elastic_train.training.step_sums import StepSums
 from elastic_train.training.watch import Watch
 from elastic_train.world.forming import Worlds
@@ -62,6 +64,7 @@ class Process:
     watchdog: Watchdog
     started_at: float
     use: StoreUse
+    meter: Meter
     save_memory: SaveMemory = field(default_factory=SaveMemory)
     files: BackgroundFiles = field(default_factory=BackgroundFiles)
     page: Page | None = None
@@ -109,6 +112,9 @@ class Session:
     """The last such step, and how often."""
     wrong: tuple[int, int] = (0, 0)
     """The last step of which a gradient was wrong, and how often."""
+    memory: MemoryWatch | None = None
+    lane: int | None = None
+    """The lane that is being computed."""
 
     @property
     def lanes(self) -> range:
@@ -261,6 +267,8 @@ class Session:
             return
         if self.tracer is not None:
             self.tracer.applied(state.step)
+        if self.memory is not None:
+            self.memory.step(state.step)
         if self.page is not None:
             self._show(self.page.facts, sums, norm, seconds)
         if self.watch is not None:
@@ -354,11 +362,7 @@ class Session:
 
     def pause(self) -> None:
         """End this world's saves, displays and records; the tracker's run continues in the next world."""
-        self.commits.abandon(is_live=self.worlds.is_live)
-        if self.tracer is not None:
-            self.tracer.close()
-        if self.watch is not None:
-            self.watch.say()
+        self._end_saves_and_views()
         if self.tracker is not None:
             self.tracker.pause()
         self.world.close()
@@ -368,11 +372,20 @@ class Session:
 
         `goes_on` says that another process may take this one's place.
         """
-        self.commits.abandon(is_live=self.worlds.is_live)
-        if self.tracer is not None:
-            self.tracer.close()
-        if self.watch is not None:
-            self.watch.say()
+        self._end_saves_and_views()
         if self.tracker is not None:
             self.tracker.finish(status, goes_on=goes_on)
         self.world.close()
+
+    def say_rest(self) -> None:
+        """Say what the steps since the last time have taken, of time and memory."""
+        if self.memory is not None:
+            self.memory.say()
+        if self.watch is not None:
+            self.watch.say()
+
+    def _end_saves_and_views(self) -> None:
+        self.commits.abandon(is_live=self.worlds.is_live)
+        if self.tracer is not None:
+            self.tracer.close()
+        self.say_rest()

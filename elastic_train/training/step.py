@@ -139,7 +139,7 @@ def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSum
         for batch in lanes:
             with session.gradients.lane(batch.lane), session.buffers.lane(batch.lane, is_empty=batch.tensors is None):
                 results[batch.lane] = _run_lane(session, batch)
-    read = _read(results)
+    read, session.lane = _read(results), None
     session.clock.mark("backward")
     session.gradients.serve()
     session.buffers.restore()
@@ -203,6 +203,7 @@ class _StagePasses:
 
     def forward(self, one: Pass, given: Tensor | None) -> Tensor:
         session, batch = self._session, self._lanes[one.number]
+        session.lane = batch.lane
         assert batch.tensors is not None, "it has samples"
         if given is None:  # with what is given comes the generator's state
             seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
@@ -218,8 +219,8 @@ class _StagePasses:
         return session.state.scaler.scale(made.total)
 
     def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
+        lane = self._session.lane = self._lanes[one.number].lane
         reach("backward")
-        lane = self._lanes[one.number].lane
         with self._sums[one.chunk].lane(lane):
             if made is not None and made.requires_grad:
                 with _audited(self._session, lane):
@@ -234,7 +235,7 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums | Unread:
     """Add one lane's gradient. A lane without samples adds zero."""
     if batch.tensors is None:
         return LaneSums()
-    clock, context = session.clock, session.context
+    clock, context, session.lane = session.clock, session.context, batch.lane
     clock.mark("rest")
     leaf = batch.lane if context is None else context.leaf(batch.lane)
     seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, leaf))

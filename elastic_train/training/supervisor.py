@@ -32,6 +32,8 @@ from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import UnformedWorlds, note_unfit
 from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
+from elastic_train.training.memory.meter import Meter
+from elastic_train.training.memory.out_of_memory import Moment, note_out_of_memory, record_allocations
 from elastic_train.training.open_session import make_repeatable, open_session
 from elastic_train.training.opening.saves import commit_alone
 from elastic_train.training.opening.views import open_page, open_recovery_traces
@@ -61,10 +63,16 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
     """
     make_repeatable(config)
     plan = make_plan(config)
-    proof = begin_proof(config, plan.device)  # beside what follows
-    state = plan.build_state(may_defer=True)
-    with contextlib.closing(Watchdog(config.hang_timeout_s)) as watchdog:
-        return _train_on(plan, state, watchdog, leave, started_at, proof)
+    proof, meter = begin_proof(config, plan.device), Meter(plan.device)  # beside what follows
+    if config.profile.memory:
+        record_allocations(plan.device)
+    try:
+        state = plan.build_state(may_defer=True)
+        with contextlib.closing(Watchdog(config.hang_timeout_s)) as watchdog:
+            return _train_on(plan, state, watchdog, leave, started_at, proof, meter)
+    except Exception as error:
+        note_out_of_memory(error, config, meter)
+        raise
 
 
 def _train_on(
@@ -74,6 +82,7 @@ def _train_on(
     leave: LeaveRequest,
     started_at: float,
     proof: Proof | None,
+    meter: Meter,
 ) -> Ended:
     """Train through one world after another, watched; what the run's folder takes in time is written at the end."""
     config, files = plan.config, BackgroundFiles()
@@ -97,7 +106,9 @@ def _train_on(
         _prove(proof, files, config, leave)
     use = StoreUse(plan.config.checkpoint_url)
     page, traces = open_page(config), open_recovery_traces(config)
-    process = Process(plan, state, worlds, leave, watchdog, started_at, use, files=files, page=page, traces=traces)
+    process = Process(
+        plan, state, worlds, leave, watchdog, started_at, use, meter, files=files, page=page, traces=traces
+    )
     try:
         return _train_through(process)
     finally:
@@ -213,10 +224,19 @@ def _train_in(session: Session) -> Ended | None:
         session.watchdog.leave()
         session.pause()
         raise
-    except Exception:
+    except Exception as error:
         session.watchdog.leave()
+        _note_out_of_memory(error, session)
         session.close(status="FAILED", goes_on=session.worlds.is_launched)
         raise
+
+
+def _note_out_of_memory(error: Exception, session: Session) -> None:
+    """Say where this rank was, if its memory has run out."""
+    if (memory := session.memory) is not None:
+        world, config = session.world, session.plan.config
+        moment = Moment(world.term, world.group.rank, world.group.size, session.state.step + 1, session.lane)
+        note_out_of_memory(error, config, memory.meter, moment, memory.held(), session.state.model)
 
 
 def _finish(session: Session, outcome: Outcome) -> Ended:

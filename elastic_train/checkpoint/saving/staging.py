@@ -46,6 +46,10 @@ class Buffer:
         self._views: list[Tensor] = []
         self._contents: list[memoryview] = []
 
+    @property
+    def memory(self) -> Tensor:
+        return self._memory
+
     def fits(self, num_bytes: int, device: torch.device | None) -> bool:
         return self._memory.numel() >= num_bytes and self._memory.is_pinned() == (device is not None)
 
@@ -83,6 +87,11 @@ class Staging:
                 self._buffer = None  # freed before the new one is allocated
                 self._buffer = Buffer(num_bytes, device)
             return self._buffer
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the memory that is kept, if any save needed some; nothing is waited for."""
+        if (buffer := self._buffer) is not None:
+            yield buffer.memory
 
     def prepare(self, num_bytes: int, device: torch.device) -> None:
         """Make pinned memory beside what the process does next, so that no save waits for it; one that needs it says

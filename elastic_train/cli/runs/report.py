@@ -14,7 +14,7 @@ from elastic_train.runs import tables
 from elastic_train.runs.report import RunReport, report_on
 from elastic_train.system.atomic_files import write_atomically
 
-MOST_CHANGES = 20
+MOST_CHANGES, MOST_RANKS = 20, 16
 
 
 def report(runs: Sequence[str], *, html: Path | None, is_json: bool) -> int:
@@ -65,6 +65,10 @@ def _show(reports: Sequence[RunReport]) -> None:
         if each.changes:
             print_text(f"{each.name}: changes of the world")
             _print_table(console, tables.CHANGE_HEAD, tables.changes(each)[-MOST_CHANGES:])
+        head, rows = tables.memory(each, MOST_RANKS)
+        if rows:
+            print_text(f"{each.name}: memory of ranks")
+            _print_table(console, head, rows)
         if rows := tables.events(each):
             print_text(f"{each.name}: events")
             _print_table(console, tables.EVENT_HEAD, rows[-MOST_CHANGES:])

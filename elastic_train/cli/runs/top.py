@@ -15,7 +15,7 @@ from elastic_train.cli.output import narrow_table, print_json
 from elastic_train.cli.places import job
 from elastic_train.errors import ConfigError
 from elastic_train.runs.glance import Glance, look
-from elastic_train.system.wording import duration
+from elastic_train.system.wording import duration, size
 
 MOST_RANKS = 16
 _SHOWN = ("data", "forward", "backward", "wait", "exchange", "optimizer", "save")
@@ -106,13 +106,14 @@ def _ranks(glance: Glance) -> Table:
     compute = {rank: _compute(glance, rank) for rank in ranks}
     median = statistics.median(compute.values())
     chosen = sorted(sorted(ranks, key=lambda rank: -compute[rank])[:MOST_RANKS])
-    table = narrow_table("rank", *_SHOWN, "to the median")
+    table = narrow_table("rank", *_SHOWN, "to the median", *(["memory"] if glance.memory else []))
     table.caption = f"the {MOST_RANKS} slowest of {len(ranks)}" if len(chosen) < len(ranks) else None
     for rank in chosen:
         by_phase, ratio = glance.phase_ms(rank), compute[rank] / median if median > 0 else 1.0
         style = "bold red" if ratio >= 1.3 else ""
         cells = (f"{by_phase[phase]:.1f}" for phase in _SHOWN)
-        table.add_row(str(rank), *cells, f"{ratio:.2f}x", style=style)
+        memory = [size(glance.memory[rank]) if rank in glance.memory else "-"] if glance.memory else []
+        table.add_row(str(rank), *cells, f"{ratio:.2f}x", *memory, style=style)
     return table
 
 

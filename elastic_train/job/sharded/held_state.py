@@ -48,7 +48,7 @@ from elastic_train.job.sharded.shared_weights import grain_run
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state_shards import stillness_of
 from elastic_train.parallel.devices.squares import squares_of_grains
-from elastic_train.parallel.gradient_sum import GradientSum, Reduction
+from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.parallel.owned_sum import OwnedSum, Shares
@@ -321,6 +321,13 @@ class HeldState:
 
     def is_taken_along(self, leaving: Sequence[bool]) -> bool:
         return self.seated.are_sole_holders(leaving)
+
+    def tensors(self) -> Iterator[OfPart]:
+        for one in (*self._runs, *self.spare.runs):
+            yield "weights", one.weights
+            yield from (("optimizer", moment) for moment in one.moments.values())
+        if self._stream is not None:
+            yield from (("optimizer", room) for room in self._stream.rooms)
 
     def held(self) -> State:
         self.settle()

@@ -61,30 +61,31 @@ class StreamedUpdate:
         self._update = optimizer.step
         optimizer.step = functools.wraps(optimizer.step)(lambda: self.step())  # type: ignore[method-assign,assignment]
         self._blocks: list[list[_Part]] = []
-        self._rooms: list[Tensor] = []
+        self.rooms: list[Tensor] = []
+        """The device's memory that is kept for blocks."""
         self._left: list[Event | None] = []
         self._arrived: dict[int, Event] = {}
 
     @property
     def room_bytes(self) -> int:
         """The device's memory that is kept for blocks."""
-        return sum(room.nbytes for room in self._rooms)
+        return sum(room.nbytes for room in self.rooms)
 
     def take(self, updated: Sequence[Updated]) -> None:
         """Update these from now on, and begin to bring the first of them in."""
         self._memory.settle()
         self._blocks = list(_blocks_of(updated, self._offload))
-        while len(self._rooms) < min(NUM_ROOMS, len(self._blocks)):
-            self._rooms.append(self._memory.room(self._memory.room_bytes))  # kept: something may still come into it
-        self._left, self._arrived = [None] * len(self._rooms), {}
+        while len(self.rooms) < min(NUM_ROOMS, len(self._blocks)):
+            self.rooms.append(self._memory.room(self._memory.room_bytes))  # kept: something may still come into it
+        self._left, self._arrived = [None] * len(self.rooms), {}
         self._bring_first()
 
     def step(self) -> None:
         """Update everything; the device has, and the host's memory has after `settle`, what it comes to."""
         for number, block in enumerate(self._blocks):
             self._bring(number)
-            room = number % len(self._rooms)
-            views = [self._views(part, self._rooms[room]) for part in block]
+            room = number % len(self.rooms)
+            views = [self._views(part, self.rooms[room]) for part in block]
             updated = self._memory.compute(
                 lambda block=block, views=views: self._apply(block, views),  # type: ignore[misc]
                 [self._arrived.pop(number)],
@@ -96,15 +97,15 @@ class StreamedUpdate:
         self._bring_first()
 
     def _bring_first(self) -> None:
-        for number in range(min(len(self._rooms), len(self._blocks))):
+        for number in range(min(len(self.rooms), len(self._blocks))):
             self._bring(number)
 
     def _bring(self, number: int) -> None:
         """Ask for a block, if it was not: it comes in when the one that was in its room has gone."""
         if number in self._arrived:
             return
-        room = number % len(self._rooms)
-        pairs = [pair for part in self._blocks[number] for pair in self._pairs(self._views(part, self._rooms[room]))]
+        room = number % len(self.rooms)
+        pairs = [pair for part in self._blocks[number] for pair in self._pairs(self._views(part, self.rooms[room]))]
         left = self._left[room]
         self._arrived[number] = self._memory.copy(
             "in", [(there, here) for here, there in pairs], [] if left is None else [left]

@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_train.core.lanes import contiguous
 from elastic_train.parallel.buckets import Turns
-from elastic_train.parallel.gradient_sum import CanonicalSum, GradientSum, place_gradients
+from elastic_train.parallel.gradient_sum import CanonicalSum, GradientSum, OfPart, place_gradients
 from elastic_train.parallel.group import Group
 
 
@@ -50,6 +50,10 @@ class ChunkSum:
         for one in self.chunks:
             one.close()
         self._turns.close()
+
+    def tensors(self) -> Iterator[OfPart]:
+        for one in self.chunks:
+            yield from one.tensors()
 
 
 def _sum_of(

@@ -7,12 +7,12 @@ neighbours, so a rank keeps no more partial sums than one that computes whole ro
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from elastic_train.core.lanes import Assignment
-from elastic_train.parallel.gradient_sum import CanonicalSum, place_gradients
+from elastic_train.parallel.gradient_sum import CanonicalSum, OfPart, place_gradients
 from elastic_train.parallel.group import Group
 
 
@@ -58,3 +58,6 @@ class ContextSum:
 
     def close(self) -> None:
         self._sum.close()
+
+    def tensors(self) -> Iterator[OfPart]:
+        return self._sum.tensors()

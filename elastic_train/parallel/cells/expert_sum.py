@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_train.core.lanes import Assignment
 from elastic_train.parallel.cells.expert_links import ExpertLinks
-from elastic_train.parallel.gradient_sum import CanonicalSum, bind_gradients, place_gradients
+from elastic_train.parallel.gradient_sum import CanonicalSum, OfPart, bind_gradients, place_gradients
 from elastic_train.parallel.group import Group
 
 
@@ -66,6 +66,10 @@ class ExpertSum:
     def close(self) -> None:
         self._whole.close()
         self._parts.close()
+
+    def tensors(self) -> Iterator[OfPart]:
+        yield from self._whole.tensors()
+        yield from self._parts.tensors()
 
     @property
     def _turn(self) -> range:

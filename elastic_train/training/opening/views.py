@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from elastic_train.checkpoint import (
@@ -19,6 +20,7 @@ from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock
 from elastic_train.insight.recovery_traces import Recovery, RecoveryTraces, open_traces
 from elastic_train.insight.tracing import Tracer
+from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.tracking.destinations.destination import Destination
 from elastic_train.tracking.destinations.event_files import EventFiles
 from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
@@ -30,6 +32,8 @@ from elastic_train.tracking.mlflow_run import (
     WORLD_TAG,
 )
 from elastic_train.tracking.tracker import Tracker
+from elastic_train.training.memory.meter import held_by
+from elastic_train.training.memory.watching import MemoryWatch
 from elastic_train.training.session import Process
 from elastic_train.training.watch import Watch
 from elastic_train.world.fencing import CONFIGS
@@ -93,6 +97,13 @@ def open_watch(process: Process, world: World, tracker: Tracker | None, assigned
     every, actions = keys.phases_every_steps, keys.on_event
     traced = trace_recovery(process, world)
     return Watch(world, tracker, process.totals, every, num_lanes, actions, host_of, process.worlds.drop, traced)
+
+
+def open_memory_watch(process: Process, world: World, gradients: GradientSum) -> MemoryWatch:
+    """Return what looks at this rank's memory."""
+    held = partial(held_by, process.state, gradients, process.save_memory)
+    page = None if process.page is None else process.page.facts
+    return MemoryWatch(process.meter, held, world.history, process.plan.config.monitoring.phases_every_steps, page)
 
 
 def trace_recovery(process: Process, world: World) -> Callable[[], None]:

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_train.insight import page as page_module
+from elastic_train.insight.memory import MemoryFacts
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import RankFacts
 from rendezvous.etcd.tally import Tally
@@ -62,6 +63,14 @@ def test_a_scrape_gets_what_the_process_knows(page: Page) -> None:
     facts.events = {"slow_link": 3}
     found = scraped(page)
     assert "mfu_ratio" not in found, "nobody has said what a sample or a device is worth"
+    assert not any("memory" in name for name in found), "nobody has looked at it"
+    facts.memory = MemoryFacts("cpu", 1000, {"weights": 300, "sums": 100}, program=450)
+    known = {"memory_peak_bytes": 1000, "memory_bytes/weights": 300, "memory_bytes/sums": 100}
+    known |= {"memory_bytes/program": 450, "memory_bytes/rest": 150}
+    assert scraped(page).items() >= known.items() and "memory_reserved_peak_bytes" not in scraped(page)
+    facts.memory = MemoryFacts("cuda:0", 1000, {"weights": 300}, reserved=1200, host=50, host_peak=7000)
+    known = {"memory_peak_bytes": 1000, "memory_bytes/rest": 700, "memory_reserved_peak_bytes": 1200}
+    assert scraped(page).items() >= {**known, "host_memory_peak_bytes": 7000}.items()
     facts.flops_per_sample, facts.peak_flops = 3e9, 1e12
     assert scraped(page)["mfu_ratio"] == pytest.approx(128 * 3e9 / (3 * 1e12))
     known = {"failed_saves_total": 2, "skipped_saves_total": 1, "last_commit_timestamp_seconds": 1e9}

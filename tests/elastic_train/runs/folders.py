@@ -79,6 +79,12 @@ def row(compute_s: float, wait_s: float = 0.0) -> list[float]:
     return [*(by_phase.get(phase, 0.0) for phase in PHASES), 0.0, 0, 0.0]
 
 
+def memory(step: int, peak: int, device: str = "cpu", **parts: int) -> dict[str, object]:
+    """Return a `memory` line."""
+    more = {"program": 50} if device == "cpu" else {"reserved": peak + 10, "host": 5, "host_peak": 2 * peak}
+    return {"op": "memory", "step": step, "device": device, "peak": peak, **more, "parts": {"weights": 100, **parts}}
+
+
 def begin(folder: Path, name: str = "run") -> Written:
     """Make a run's folder with a configuration."""
     (folder / name).mkdir()

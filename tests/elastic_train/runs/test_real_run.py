@@ -24,6 +24,13 @@ def test_a_real_run_has_a_whole_report(tmp_path: Path, rows: Path) -> None:
     assert report.spent["steps"] > 0 and report.spent["validation"] > 0 and report.spent["ending"] > 0
     assert report.coverage.proven and not report.coverage.wrong
     assert set(report.phases_s()) == {*PHASES, "hidden"}
+    assert report.memory is not None and [one.rank for one in report.memory.ranks] == [0, 1]
+    for facts in (one.facts for one in report.memory.ranks):
+        taken = facts.parts
+        assert taken["weights"] == taken["gradients"] > 0 and taken["optimizer"] == pytest.approx(
+            2 * taken["weights"], rel=0.01
+        )
+        assert facts.peak > facts.program + sum(taken.values()) > facts.program > 0
     assert report.samples_per_s is not None and report.environment()["hosts"]
     page = render([report])
     assert page.count("<svg") >= 8 and "Cannot be drawn" not in page

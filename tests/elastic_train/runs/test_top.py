@@ -12,7 +12,7 @@ from elastic_train.cli.main import main
 from elastic_train.cli.runs.top import MOST_RANKS, frame
 from elastic_train.runs import glance as glances
 from elastic_train.runs.glance import look
-from tests.elastic_train.runs.folders import T0, begin, faulted, row
+from tests.elastic_train.runs.folders import T0, begin, faulted, memory, row
 
 
 def drawn(run: Path, now: float = T0 + 100.0) -> str:
@@ -50,6 +50,17 @@ def test_only_the_end_of_a_long_history_is_read(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(glances, "TAIL_BYTES", 2000)
     found = look(run.folder)
     assert (found.step, found.step_s, found.commit, found.hosts) == (199, 1.0, None, {0: "alpha", 1: "beta"})
+
+
+def test_of_few_ranks_the_memory_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most that each has had; a dash for one that has not said so. Of many ranks as many files would be read."""
+    run = faulted(tmp_path)
+    run.write(f"history/00000002-00001-{'b' * 12}.jsonl", [{"t": T0 + 92.0, **memory(77, 3_000_000)}])
+    assert look(run.folder).memory == {1: 3_000_000}
+    rows = [line.split() for line in drawn(run.folder).splitlines() if "x " in line and line.split()[0] in "01"]
+    assert [row[-1] for row in rows] == ["-", "MB"] and rows[1][-2] == "3"
+    monkeypatch.setattr(glances, "MOST_LOOKED_AT", 1)
+    assert look(run.folder).memory == {} and " memory" not in drawn(run.folder)
 
 
 def test_a_run_without_a_world_says_why(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from torch import nn
@@ -76,7 +77,7 @@ def test_the_state_is_committed_however_the_wait_for_a_world_ends(error: Elastic
     worlds = SimpleNamespace(form=form, published=lambda: None, leave=lambda *, is_job_done: leave(is_job_done))
     state = state_of((1, 0, 4), (2, 4, 9))
     with pytest.raises(type(error)):
-        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0, StoreUse("")))  # type: ignore[arg-type]
+        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0, StoreUse(""), Mock()))  # type: ignore[arg-type]
     head = discover(store).head
     assert head is not None and (head.step, head.parent_key) == (9, ancestor.key)
     assert left == [False]
@@ -116,7 +117,7 @@ def test_hanging_storage_does_not_keep_a_process_from_leaving(
     left: list[bool] = []
     worlds = SimpleNamespace(form=few, published=lambda: None, leave=lambda *, is_job_done: left.append(is_job_done))
     with pytest.raises(TooFewNodesError):
-        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0, StoreUse("")))  # type: ignore[arg-type]
+        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0, StoreUse(""), Mock()))  # type: ignore[arg-type]
     assert is_hung.is_set() and left == [False]
     assert "step 9 could not be committed: the storage made no progress" in capsys.readouterr().err
     monkeypatch.undo()

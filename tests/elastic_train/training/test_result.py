@@ -29,6 +29,7 @@ class Ended:
     def __init__(self, folder: Path, *, is_live: bool = True, is_launched: bool = True) -> None:
         self.acts: list[str] = []
         self.watch = None
+        self.say_rest: Callable[[], object] = lambda: None
         self.finish: Callable[[], object] = lambda: None
         self.check_newest: Callable[[], object] = lambda: None
         run, validation = SimpleNamespace(dir=str(folder)), SimpleNamespace(early_stopping=None)

@@ -61,8 +61,9 @@ def test_windows_of_every_ranks_phases_reach_history_tracker_and_result(tmp_path
     for step in (7, 8, 9):
         said.watch.step(step, sums(ROW, ROW._replace(data_s=1.5)), 1.0, 0)
     session: Any = SimpleNamespace(watch=said.watch)
+    for _ in range(2):
+        said.watch.say()
     result = _phases_of(session)
-    assert _phases_of(session) == result, "what was said is not said again"
     first, last = said.lines()
     assert (first["op"], first["step"], first["steps"], last["step"], last["steps"]) == ("phases", 8, 2, 9, 1)
     assert first["seconds"] == [[1.0, 0, 2, 4, 0.5, 0.5, 1, 0, 1, 0.25, 128, 0.001], [3.0, *first["seconds"][0][1:]]]

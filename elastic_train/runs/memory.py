@@ -1,0 +1,109 @@
+"""The memory of a run's ranks, as each one's history says it, and the snapshots of those whose memory has run out.
+
+A history has a line of it now and then, and the last one holds: peaks only grow. So the ends of files are read alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_train.insight.memory import FOLDER, REST, MemoryFacts, facts_of
+from elastic_train.runs.lines import Line, text, whole
+from elastic_train.tracking import history_files
+
+TAIL_BYTES = 1 << 18
+MOST_TERMS = 5
+"""How far back terms are looked at that say nothing of memory, as those of older versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What a rank has said of its memory after a step."""
+
+    rank: int
+    step: int
+    facts: MemoryFacts
+
+
+@dataclass(frozen=True, slots=True)
+class WorldMemory:
+    """The memory of a term's ranks, by rank."""
+
+    term: int
+    ranks: Sequence[RankMemory]
+
+    @property
+    def most(self) -> int:
+        """The largest peak of a rank."""
+        return max(one.facts.peak for one in self.ranks)
+
+    def as_json(self, hosts: Mapping[int, str]) -> dict[str, object]:
+        ranks = [
+            {"rank": one.rank, "on": hosts.get(one.rank), "step": one.step, **one.facts.as_fields()}
+            | {REST: one.facts.rest}
+            for one in self.ranks
+        ]
+        return {"term": self.term, "most": self.most, "ranks": ranks}
+
+
+@dataclass(frozen=True, slots=True)
+class RanOut:
+    """A rank whose memory ran out: where it was, and the file that says more."""
+
+    term: int
+    rank: int
+    host: str | None
+    step: int | None
+    lane: int | None
+    file: str
+
+    def __str__(self) -> str:
+        where = "before its first world" if self.step is None else f"in step {self.step}"
+        host = "" if self.host is None else f" on {self.host}"
+        return f"rank {self.rank}{host} ran out of memory {where} (term {self.term}): {self.file} says what took it"
+
+
+def memory_of(folder: Path) -> WorldMemory | None:
+    """Return the memory of the newest term that says something of it."""
+    terms = {history_files.term_of(path) for path in (folder / history_files.FOLDER).glob("[0-9]*-*-*.jsonl")}
+    worlds = (WorldMemory(term, memory_in(folder, term)) for term in sorted(terms, reverse=True)[:MOST_TERMS])
+    return next((world for world in worlds if world.ranks), None)
+
+
+def memory_in(folder: Path, term: int) -> list[RankMemory]:
+    """Return what the ranks of a term have said of their memory, by rank."""
+    paths = sorted((folder / history_files.FOLDER).glob(f"{term:08d}-*-*.jsonl"))
+    newest = {int(path.name.split("-")[1]): path for path in paths}
+    return [memory for rank, path in newest.items() if (memory := last_memory(rank, path)) is not None]
+
+
+def last_memory(rank: int, path: Path) -> RankMemory | None:
+    """Return what a history says last of its rank's memory, if it does."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            content = file.read()
+    except FileNotFoundError:  # pruned meanwhile
+        return None
+    lines = [line for line in history_files.lines_of(content) if line["op"] == "memory"]
+    facts, step = (facts_of(lines[-1]), whole(lines[-1], "step")) if lines else (None, None)
+    return None if facts is None or step is None else RankMemory(rank, step, facts)
+
+
+def ran_out_in(folder: Path) -> list[RanOut]:
+    """Return whose memory ran out, as far as they could say so, the oldest first."""
+    return [found for path in sorted((folder / FOLDER).glob("*-*.json")) if (found := _read(path)) is not None]
+
+
+def _read(path: Path) -> RanOut | None:
+    try:
+        fields: Line = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    term, rank = (whole(fields, key) if isinstance(fields, dict) else None for key in ("term", "rank"))
+    if term is None or rank is None:
+        return None
+    return RanOut(term, rank, text(fields, "host"), whole(fields, "step"), whole(fields, "lane"), str(path))

@@ -1,0 +1,203 @@
+"""What is said where memory runs out: a snapshot beside the run, and a note on the error, which goes on as it is.
+
+A process that its kernel kills says nothing: of that the history's last `memory` line is what there is.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from elastic_train.config.schema import Config
+from elastic_train.insight.memory import FOLDER, REST, MemoryFacts
+from elastic_train.parallel.gradient_sum import OfPart
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.wording import first_line, size
+from elastic_train.training.memory.meter import Meter, storages
+from rendezvous.waiting import GivenUp, begin
+
+WRITE_TIMEOUT_S = 20.0
+MOST_KEPT, MOST_LISTED, MOST_TEXT = 4, 20, 8000
+"""Snapshots of a rank number, tensors in one, and characters of each of its texts."""
+MOST_RECORDED_BYTES = 64 << 20
+"""The largest record of a GPU's allocations that is kept."""
+MOST_RECORDED = 100_000
+"""Of the last allocations and releases, how many are recorded."""
+FRAGMENTED = 0.1
+"""The share of a GPU's memory that is reserved and not in use from which on that is worth a remedy."""
+_SIGNS = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_PREFIX = "out of memory: "
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where a rank is: the step that it computes, and the lane, if any; before its first world nothing is known."""
+
+    term: int = 0
+    rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
+    num_ranks: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
+    step: int | None = None
+    lane: int | None = None
+
+    def __str__(self) -> str:
+        where = "before its first world" if self.step is None else f"step {self.step}"
+        return f"rank {self.rank}, {where}" + ("" if self.lane is None else f", lane {self.lane}")
+
+
+def record_allocations(device: torch.device) -> None:
+    """Let torch record from now on what a GPU's memory is allocated for, and where in the program."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=MOST_RECORDED, stacks="python")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether a device or the host had no memory for something; torch has no kind of error for all of that."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def note_out_of_memory(
+    error: BaseException,
+    config: Config,
+    meter: Meter,
+    moment: Moment | None = None,
+    held: Iterable[OfPart] = (),
+    model: nn.Module | None = None,
+) -> None:
+    """Write a snapshot if memory has run out, and add to the error what was found and what to change; never raises.
+
+    `held` is what the rank holds, and `model` knows names for some of it. An error that has such a note keeps it.
+    """
+    if not is_out_of_memory(error) or any(note.startswith(_PREFIX) for note in getattr(error, "__notes__", ())):
+        return
+    moment, facts = moment or Moment(), None
+    try:
+        held = list(held)
+        facts = meter.measure(held)
+        where = _take(error, config, meter.device, moment, facts, _largest(held, meter.device, model))
+    except Exception as why:  # noqa: BLE001 - there may be no memory for this either, and the error itself matters
+        where = f"no snapshot could be taken: {first_line(why)}"
+    found = f"{moment}, {meter.device}" + ("" if facts is None else f": {in_words(facts)}")
+    error.add_note(f"{_PREFIX}{found}; {where}. {remedies(config, moment.num_ranks, facts)}")
+
+
+def _take(
+    error: BaseException,
+    config: Config,
+    device: torch.device,
+    moment: Moment,
+    facts: MemoryFacts,
+    largest: Sequence[Mapping[str, object]],
+) -> str:
+    """Write a snapshot, and return where it is, or why there is none."""
+    tree = config.model_dump(mode="json")
+    snapshot = {
+        "t": time.time(),
+        **asdict(moment),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "error": f"{type(error).__name__}: {error}"[:MOST_TEXT].splitlines(),
+        "memory": facts.as_fields(),
+        **_room(device),
+        "largest": largest,
+        "configuration": {key: tree[key] for key in ("batch", "parallel", "precision", "compile")},
+        "traceback": "".join(traceback.format_exception(error))[-MOST_TEXT:].splitlines(),
+    }
+    if device.type == "cuda":
+        snapshot["allocator"] = torch.cuda.memory_summary(device)[:MOST_TEXT].splitlines()
+    path = Path(config.run.dir) / FOLDER / f"{moment.term:08d}-{moment.rank:05d}.json"
+    try:
+        begin("memory snapshot", lambda: _write(path, snapshot, device)).result(WRITE_TIMEOUT_S)
+    except GivenUp:
+        return f"{path} could not be written: no answer in {WRITE_TIMEOUT_S:.0f} s"
+    except OSError as why:
+        return f"{path} could not be written: {first_line(why)}"
+    return f"snapshot: {path}"
+
+
+def in_words(facts: MemoryFacts) -> str:
+    """Return a peak and what it is made of, the largest part first."""
+    parts = {**facts.parts, "program": facts.program, REST: facts.rest}
+    made_of = ", ".join(
+        f"{name} {size(taken)}" for name, taken in sorted(parts.items(), key=lambda one: -one[1]) if taken
+    )
+    return f"at its peak {size(facts.peak)} ({made_of})"
+
+
+def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -> str:
+    """Return what takes less memory, what changes least first: keys of `parallel` may change when a run resumes."""
+    keys, is_on_gpu = config.parallel, facts is not None and facts.reserved is not None
+    found = []
+    if keys.recompute == "none" and keys.expert == 1:
+        found.append("parallel.recompute: units")
+    more = {"none": "optimizer", "optimizer": "gradients", "gradients": "parameters"}.get(keys.shards)
+    if keys.cell.size == 1 and num_ranks > 1 and config.reduction == "canonical" and more is not None:
+        found.append(f"parallel.shards: {more}")
+    if keys.cell.size == 1 and is_on_gpu and not keys.has_offload:
+        found.append("parallel.offload: optimizer")
+    if facts is not None and facts.reserved and facts.reserved - facts.peak > FRAGMENTED * facts.reserved:
+        found.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment")
+    if config.batch.micro_batch > 1:
+        found.append(f"in a new run, batch.micro_batch below {config.batch.micro_batch}")
+    listed = "; ".join(found) or "a smaller model, or a device with more memory"
+    return f"What takes less: {listed}. `elastic-train plan CONFIG --by memory` says how much"
+
+
+def _largest(held: Iterable[OfPart], device: torch.device, model: nn.Module | None) -> list[dict[str, object]]:
+    """Describe the largest pieces of memory of what is held, and of all tensors that Python knows of besides."""
+    named = () if model is None else model.named_parameters()
+    names = {one.untyped_storage().data_ptr(): name for name, one in reversed([*named])}
+    live = (("other", one) for one in gc.get_objects() if issubclass(type(one), Tensor))
+    found = sorted(storages(chain(held, live), device), key=lambda one: -one.num_bytes)
+    return [
+        {
+            "part": one.part,
+            "bytes": one.num_bytes,
+            "name": names.get(one.tensor.untyped_storage().data_ptr()),
+            "shape": list(one.tensor.shape),
+            "dtype": str(one.tensor.dtype),
+            "device": str(one.tensor.device),
+        }
+        for one in found[:MOST_LISTED]
+    ]
+
+
+def _room(device: torch.device) -> dict[str, int]:
+    """Return what the device, or the machine, has in all, and what of it is free."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free, total = (int(lines[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
+    return {"free": free, "total": total}
+
+
+def _write(path: Path, snapshot: Mapping[str, object], device: torch.device) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(snapshot, indent=1) + "\n")
+    if device.type == "cuda":
+        _write_record(path.with_suffix(".pickle"))
+    rank = path.stem.partition("-")[2]
+    for old in sorted(path.parent.glob(f"*-{rank}.json"))[:-MOST_KEPT]:
+        for one in (old, old.with_suffix(".pickle")):
+            one.unlink(missing_ok=True)
+
+
+def _write_record(path: Path) -> None:
+    """Write what torch has recorded of GPUs' allocations, if it was asked to, for https://pytorch.org/memory_viz."""
+    recorded = torch.cuda.memory._snapshot()
+    if any(recorded["device_traces"]) and len(content := pickle.dumps(recorded)) <= MOST_RECORDED_BYTES:
+        path.write_bytes(content)

@@ -1,0 +1,51 @@
+"""What a rank says of its memory: after a world's first step, now and then, and at its end.
+
+Every process does, in its own history: what a rank holds is its own, and nobody is asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from elastic_train.insight.memory import MemoryFacts
+from elastic_train.insight.page import Facts
+from elastic_train.parallel.gradient_sum import OfPart
+from elastic_train.tracking.history import History
+from elastic_train.training.memory.meter import Meter
+
+
+class MemoryWatch:
+    """Looks at a rank's memory in one world, every so many steps; `held` yields what it holds."""
+
+    def __init__(
+        self,
+        meter: Meter,
+        held: Callable[[], Iterable[OfPart]],
+        history: History,
+        every_steps: int,
+        page: Facts | None = None,
+    ) -> None:
+        self.held, self.meter = held, meter
+        self._history, self._every_steps, self._page = history, every_steps, page
+        self._num_steps = 0
+        self._unsaid: int | None = None
+
+    def step(self, step: int) -> None:
+        """A step was applied."""
+        self._unsaid = step
+        if self._num_steps % self._every_steps == 0:
+            self.say()
+        self._num_steps += 1
+
+    def say(self) -> None:
+        """Say what is known after the steps since the last time; nothing if there are none."""
+        if self._unsaid is not None:
+            facts = self.look()
+            self._history.memory(step=self._unsaid, facts=facts.as_fields())
+            self._unsaid = None
+            if self._page is not None:
+                self._page.memory = facts
+
+    def look(self) -> MemoryFacts:
+        """Return what is known now."""
+        return self.meter.measure(self.held())

@@ -1,0 +1,177 @@
+"""What a rank's memory is measured as: each byte that it holds once, in its part, beside the most that it has had."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.checkpoint import SaveMemory
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.core.accounting import SampleAccount
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Cursor
+from elastic_train.insight.memory import MemoryFacts, facts_of
+from elastic_train.job.reseating import take_first_seats
+from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.parallel.gradient_sum import FastSum, GradientSum, bind_gradients
+from elastic_train.parallel.group import Group
+from elastic_train.shards.holdings import num_elements
+from elastic_train.training.memory.meter import Meter, held_by, storages
+from tests.conftest import run_ranks
+from tests.elastic_train.job.sharded.shard_jobs import Shards, build, meet, shards_of, train
+from tests.elastic_train.job.sharded.test_held_state import newcomers
+
+CPU = torch.device("cpu")
+KINDS: dict[Shards, tuple[str, ...]] = {
+    "none": (),
+    "optimizer": ("optimizer",),
+    "gradients": ("optimizer", "gradients"),
+    "parameters": ("optimizer", "gradients", "weights"),
+}
+"""What ranks have shares of, and what of their memory that divides."""
+SMALL = 4096
+"""Bytes of what belongs to no element: counts of updates, and what stands between tensors."""
+LANES = 8
+ELEMENTS = 40 * 30 + 30
+"""Of the model's parameters; its buffers have 60 more, and an integer."""
+
+
+def built(**parallel: object) -> AppliedState:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30, affine=False))
+    return build_state(
+        model, OptimizerConfig(), 20, "cpu", is_fp16=False, parallel=ParallelConfig.model_validate(parallel)
+    )
+
+
+def trained(state: AppliedState, gradients: GradientSum) -> None:
+    """Take a step of LANES lanes."""
+    gradients.begin(range(LANES))
+    for lane in range(LANES):
+        with gradients.lane(lane):
+            state.model(torch.randn(4, 40)).square().sum().backward()
+    gradients.finish(LANES * 4.0)
+    state.apply(StepFacts(Cursor(0, 1), CoverageSums(), 1, SampleAccount()), state.measure())
+
+
+def test_what_a_rank_holds_is_counted_once_and_by_part() -> None:
+    """Weights, gradients, two moments and a count for each parameter, and the sums that eight lanes put aside."""
+    state, saves = built(), SaveMemory()
+    gradients = state.shards.sum_of(Group(0, 1, None, 60), LANES)
+    before = Meter(CPU).measure(held_by(state, gradients, saves)).parts
+    assert (before["weights"], before["gradients"], before["optimizer"], before["sums"]) == (
+        *[4 * ELEMENTS] * 2,
+        0,
+        0,
+    )
+    trained(state, gradients)
+    saves.staging.buffer(5000, None)
+    found = Meter(CPU).measure(held_by(state, gradients, saves))
+    assert found.parts == {
+        "weights": 4 * ELEMENTS,
+        "gradients": 4 * ELEMENTS,
+        "optimizer": 4 * (2 * ELEMENTS + 2),
+        "sums": 4 * ELEMENTS * 2,  # of lanes 0 to 3 and 4 to 5 while 6 and 7 are computed
+        "exchange": 0,
+        "buffers": 4 * 60 + 8,
+        "staging": 5000,
+    }
+    assert found.peak >= found.program > 0 and (found.reserved, found.host_peak) == (None, None)
+    assert found.rest == max(0, found.peak - found.program - sum(found.parts.values()))
+
+
+def test_a_fast_sum_puts_nothing_aside() -> None:
+    state = built()
+    gradients = FastSum(bind_gradients(list(state.model.parameters())), Group(0, 1, None, 60))
+    trained(state, gradients)
+    parts = Meter(CPU).measure(held_by(state, gradients, SaveMemory())).parts
+    assert (parts["gradients"], parts["sums"]) == (4 * ELEMENTS, 0)
+
+
+def test_views_and_shared_weights_are_one_piece_of_memory() -> None:
+    """Of the part that has it first; what has no memory, or none of its own, is left out."""
+    whole = torch.zeros(100)
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (5,), check_invariants=True)
+    held = [("weights", whole), ("weights", whole[:10]), ("gradients", whole[50:]), ("sums", torch.zeros(0))]
+    [found] = storages([*held, ("optimizer", sparse)], CPU)
+    assert (found.part, found.num_bytes) == ("weights", 400) and found.tensor is whole
+
+
+def test_the_peak_is_the_most_that_the_process_has_had() -> None:
+    """Also after that was freed; of what came before the model was built, so much as there was then."""
+    Path("/proc/self/clear_refs").write_text("5")  # the tests before this one may have had more
+    meter = Meter(CPU)
+    before = meter.measure()
+    taken = np.ones(1 << 24)
+    assert (peak := meter.measure().peak) > before.program + 0.9 * taken.nbytes
+    del taken
+    after = meter.measure([("weights", torch.zeros(10**6))])
+    assert after.peak > 0.99 * peak and after.program == before.program  # the kernel's own count is not exact
+    assert after.rest == after.peak - after.program - 4 * 10**6
+
+
+def test_on_a_gpu_the_allocator_says_and_the_host_is_another_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[object]()
+
+    def said(value: int) -> object:
+        return lambda device: asked.append(device) or value
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", said(9000))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", said(12000))
+    device = torch.device("cuda:1")
+    found = Meter(device).measure([("optimizer", torch.zeros(100)), ("staging", torch.zeros(50))])
+    assert asked == [device, device]
+    assert (found.device, found.peak, found.reserved, found.program, found.host) == ("cuda:1", 9000, 12000, 0, 600)
+    assert not any(found.parts.values()) and found.rest == 9000
+    assert found.host_peak is not None and found.host_peak > 10**7
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        MemoryFacts("cpu", 100, {"weights": 30, "sums": 0}, program=20),
+        MemoryFacts("cuda:3", 100, {"weights": 30}, reserved=120, host=50, host_peak=700),
+    ],
+)
+def test_what_is_written_is_read_again(facts: MemoryFacts) -> None:
+    assert facts_of(facts.as_fields()) == facts
+    for damaged in ({"peak": None}, {"peak": "much"}, {"parts": None}, {"parts": {"weights": -1}}, {"host": True}):
+        assert facts_of({**facts.as_fields(), **damaged}) is None
+
+
+def ranks(rank: int, size: int, folder: str) -> None:
+    """Take a step in each kind of state, of which each share is held once, and measure what is held after it."""
+    torch.set_num_threads(1)
+    found = {}
+    for shards in KINDS:
+        group, state = meet(Path(folder), shards, rank, size), build(shards, copies=1)
+        if shards != "none":
+            take_first_seats(group, shards_of(state), newcomers(size))
+        train(group, state, 1)
+        total: GradientSum = state.shards._sum  # type: ignore[attr-defined]
+        found[shards] = dict(Meter(CPU).measure(held_by(state, total, SaveMemory())).parts)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_what_is_shared_out_is_divided_by_the_ranks(tmp_path: Path) -> None:
+    """As a plan says: moments, then gradients, then weights. What is whole is as large on each rank."""
+    size, layout = 3, build("none").layout
+    run_ranks(ranks, size, str(tmp_path))
+    by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    trained, whole = (4 * num_elements(layout, grains) for grains in (layout.trained, np.arange(layout.num_grains)))
+    for shards, divided in KINDS.items():
+        expected = {"weights": whole, "gradients": trained, "optimizer": 2 * trained}
+        for part, num_bytes in expected.items():
+            taken = [found[shards][part] for found in by_rank]
+            copies = 1 if part in divided else size
+            assert sum(taken) == pytest.approx(copies * num_bytes, abs=SMALL * size), (shards, part)
+            assert copies == 1 or max(taken) - min(taken) <= SMALL, (shards, part)
