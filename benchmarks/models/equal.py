@@ -63,7 +63,7 @@ def beside_transformers(name: str) -> tuple[float, bool]:
         train(config)
         (line,) = collect(folder / "run").of("step")
         trained = open_trained(str(folder / "run"))
-        export_folder(trained, folder / "exported", is_merged=False)
+        export_folder(str(folder / "run"), folder / "exported")
         loaded = auto.from_pretrained(folder / "exported")
     return abs(number(line, "loss") - theirs), has_equal_weights(trained.model, loaded)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_train.checkpoint.commits import listing, pins_and_holds
-from elastic_train.checkpoint.commits.export import Format, Weights, export
+from elastic_train.checkpoint.commits.export import Format, export
 from elastic_train.checkpoint.commits.lookup import find, name_to_key, open_run
 from elastic_train.checkpoint.commits.pruning import prune
 from elastic_train.checkpoint.commits.reader import (
@@ -25,6 +25,7 @@ from elastic_train.checkpoint.commits.reader import (
 )
 from elastic_train.checkpoint.commits.retention_policies import Best, Retention
 from elastic_train.checkpoint.commits.sweeping import drop_unfinished, sweep
+from elastic_train.checkpoint.commits.weights import Weights
 from elastic_train.checkpoint.interval.forecast import Outlook, forecast
 from elastic_train.checkpoint.interval.measured import Measured, measure
 from elastic_train.checkpoint.interval.young_daly import SaveCost
@@ -196,8 +197,7 @@ def export_(
     """
     store = open_run(run)
     record = find(store, commit)
-    with pins_and_holds.holding(store, record.key):
-        num_tensors = export(store, record, target, format_, weights)
+    num_tensors = export(store, record, target, format_, weights)
     if json_:
         return print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})
     return print_text(f"{counted(num_tensors, 'tensor')} of {record.key} written to {target}")

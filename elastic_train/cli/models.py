@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from elastic_train.checkpoint.commits.export import Weights
 from elastic_train.checkpoint.commits.export import export as export_file
 from elastic_train.checkpoint.commits.lookup import find, open_run
-from elastic_train.checkpoint.commits.pins_and_holds import holding
+from elastic_train.checkpoint.commits.weights import Weights
 from elastic_train.cli.output import print_json, print_text
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import counted, size
@@ -41,10 +40,9 @@ def export(
     record = find(store, commit)
     place = target or Path(run) / _NAMES[to].format(step=record.step)
     if to == "hf":
-        num_bytes = export_folder(open_trained(run, record.key, train=train, weights=weights), place, is_merged=merge)
+        num_bytes = export_folder(run, place, commit=record.key, train=train, weights=weights, is_merged=merge)
     else:
-        with holding(store, record.key):
-            export_file(store, record, place, to, weights)
+        export_file(store, record, place, to, weights)
         num_bytes = place.stat().st_size
     if is_json:
         return print_json({"commit": record.key, "step": record.step, "target": str(place), "bytes": num_bytes})

@@ -28,7 +28,7 @@ from elastic_train.tasks.models.decoder import (
 )
 from elastic_train.tasks.models.experts import RouterLosses
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed, stand_ins
-from elastic_train.tasks.models.folders import save_folder
+from elastic_train.tasks.models.folders import begin_llama, save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, check_positions
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.models.stage_plans import Parts, check_runs_in_parts, parts_of, run_parts
@@ -286,6 +286,13 @@ class CausalLM:
     def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
         save_folder(model, folder, is_merged=is_merged)
         write_tokenizer(self._folder, self._known, folder)
+
+    def begin_export(self, folder: Path) -> Mapping[str, str] | None:
+        if self.source is not None:
+            return None
+        names = begin_llama(self._shape, folder)
+        write_tokenizer(self._folder, self._known, folder)
+        return names
 
     @property
     def _shape(self) -> DecoderShape:

@@ -180,6 +180,18 @@ class Exporting(Protocol):
         """
 
 
+@runtime_checkable
+class ExportingByName(Deferring, Exporting, Protocol):
+    """A task whose model need not be built for transformers to load it: its weights are written one after the other."""
+
+    def begin_export(self, folder: Path) -> Mapping[str, str] | None:
+        """Write all of a model's folder but its weights, and return what these are called there, by their names here.
+
+        They are in the order in which files are filled; one that is left out is tied to another. None, and nothing is
+        written, if the model has to be built (`export`). Raises ConfigError if it cannot be done.
+        """
+
+
 TensorUse = Literal["column", "row", "partial"]
 TensorPlan = Mapping[str, TensorUse]
 """What becomes of a model's modules, by name, where several ranks compute a lane together; * stands for one part of a

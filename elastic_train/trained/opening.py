@@ -1,18 +1,23 @@
-"""A run's model as a commit has it, in its task: from the run's folder alone, without a world."""
+"""A run's model as a commit has it, in its task: from the run's folder alone, without a world.
+
+Of a commit the weights are read, one after the other; of what training keeps beside them, not a byte.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 
-from elastic_train.checkpoint import CommitRecord, holding, read_state, verify
-from elastic_train.checkpoint.commits.export import Weights, weights_in
+from elastic_train.checkpoint import CommitRecord
 from elastic_train.checkpoint.commits.lookup import find, open_run
+from elastic_train.checkpoint.commits.weights import CommitWeights, Weights, open_weights
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import Plan, make_plan
@@ -32,6 +37,44 @@ _ALONE: Mapping[str, Any] = {"optimizer": {"name": "sgd", "schedule": "constant"
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """A run's task and data in a process that is alone, and a commit's weights, of which none is read yet."""
+
+    run: str
+    plan: Plan
+    record: CommitRecord
+    weights: CommitWeights
+
+    def check_fits(self, model: nn.Module) -> None:
+        """Raise ConfigError if the weights are not those of a model, by names and shapes."""
+        here = {name: one.shape for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+        there = {name: kind.shape for name, kind in self.weights.kinds.items()}
+        wrong = [
+            f"{name} is {_shown(here.get(name))} here, and {_shown(there.get(name))} in the commit"
+            for name in {**here, **there}
+            if here.get(name) != there.get(name)
+        ]
+        if wrong:
+            raise ConfigError(
+                f"{self.run}: {self.record.key} does not fit the model that its task builds here; was the task, or the "
+                f"folder of its model, changed? Of {len(here)} weights {len(wrong)} differ; {wrong[0]}"
+            )
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        """Put the weights into a model, one after the other."""
+        self.check_fits(model)
+        found = model.state_dict()
+        tensors = self.weights.read(list(self.weights.kinds))
+        for name in self.weights.kinds:
+            found[name].copy_(next(tensors))
+
+
+def _shown(shape: torch.Size | None) -> str:
+    return "none" if shape is None else f"of shape {tuple(shape)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Trained:
     """A commit's model in the state of a process that is alone."""
 
@@ -44,6 +87,33 @@ class Trained:
         return self.state.model
 
 
+@contextmanager
+def open_commit(
+    run: str,
+    commit: str | None = None,
+    *,
+    train: Sequence[str] = (),
+    validation: str | None = None,
+    max_samples: int | None = None,
+    weights: Weights = "trained",
+) -> Iterator[Opened]:
+    """Verify a commit of a run, the newest intact one by default, and hold it while its weights are read.
+
+    `run` is a run's folder. `train` says where the training set is now, or all sources of a mixture in their order, if
+    it has moved; `validation` is a set to evaluate, of which the first `max_samples` count; `weights` says whether the
+    average of the weights takes the place of those that were trained. Raises ConfigError or DataError where task or
+    training set cannot be read from here.
+    """
+    if "://" in run:
+        raise ConfigError(f"{run}: give the run's folder (run.dir): its {CONFIG} says which task it trains")
+    store, found = open_run(run), RunFolder(Path(run)).config()
+    data = {"validation": validation, **(_moved(run, found, train) if train else {})}
+    plan = make_plan(_alone(found, data, max_samples, run))
+    record = find(store, commit)
+    with open_weights(store, record, weights) as stored:
+        yield Opened(run, plan, record, stored)
+
+
 def open_trained(
     run: str,
     commit: str | None = None,
@@ -53,31 +123,12 @@ def open_trained(
     max_samples: int | None = None,
     weights: Weights = "trained",
 ) -> Trained:
-    """Verify a commit of a run, the newest intact one by default, and put its weights into the task's model.
-
-    `run` is a run's folder. `train` says where the training set is now, or all sources of a mixture in their order, if
-    it has moved; `validation` is a set to evaluate, of which the first `max_samples` count; `weights` says whether the
-    model gets the average of its weights in place of those that were trained. Raises ConfigError or DataError where
-    task or training set cannot be read from here.
-    """
-    if "://" in run:
-        raise ConfigError(f"{run}: give the run's folder (run.dir): its {CONFIG} says which task it trains")
-    store, found = open_run(run), RunFolder(Path(run)).config()
-    data = {"validation": validation, **(_moved(run, found, train) if train else {})}
-    plan = make_plan(_alone(found, data, max_samples, run))
-    record = find(store, commit)
-    with holding(store, record.key):
-        verify(store, record)
-        tensors = weights_in(read_state(store, record), record.key, weights)
-    state = plan.build_state()
-    try:
-        state.model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{run}: {record.key} does not fit the model that its task builds here; was the task, or the folder of its "
-            f"model, changed? {error}"
-        ) from error
-    return Trained(plan, state, record)
+    """Put a commit's weights into the task's model; see `open_commit`."""
+    values = {"train": train, "validation": validation, "max_samples": max_samples, "weights": weights}
+    with open_commit(run, commit, **values) as opened:  # type: ignore[arg-type]
+        state = opened.plan.build_state()
+        opened.fill(state.model)
+    return Trained(opened.plan, state, opened.record)
 
 
 def _moved(run: str, config: Mapping[str, Any], train: Sequence[str]) -> Mapping[str, Any]:

@@ -64,16 +64,24 @@ def read_leaves(
     anything is changed, if a wanted leaf is not in the files or is of another kind there; CommitError if the bytes do
     not match their checksums.
     """
-    metadata = _read_metadata(store, attempt, files)
+    metadata = read_metadata(store, attempt, files)
     paths: dict[str, StatePath] = {name: tuple(path) for name, path in metadata.planner_data.items()}
     problems = list(_mismatches(metadata, paths, wanted))
     if problems:
         raise ConfigError(*problems)
     found = {name: wanted.get(paths[name]) for name in metadata.state_dict_metadata}
-    pieces = {name: leaf for name, leaf in found.items() if isinstance(leaf, Pieces)}
+    leaves = read_named(store, attempt, files, metadata, found)
+    return {paths[name]: leaves[name] for name in metadata.state_dict_metadata}
+
+
+def read_named(
+    store: Store, attempt: str, files: Mapping[str, FileRecord], metadata: Metadata, wanted: Mapping[str, object]
+) -> dict[str, object]:
+    """Read some of what is stored, by its names there, where `wanted` has a place for it; None stands for a new one."""
+    pieces = {name: leaf for name, leaf in wanted.items() if isinstance(leaf, Pieces)}
     leaves = {
-        name: _destination(stored, found[name])
-        for name, stored in metadata.state_dict_metadata.items()
+        name: _destination(metadata.state_dict_metadata[name], leaf)
+        for name, leaf in wanted.items()
         if name not in pieces
     }
     planner = _PlainLoadPlanner(flatten_state_dict=False)
@@ -83,7 +91,7 @@ def read_leaves(
         _read_items(store, attempt, files, items)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise CommitError(f"{store.url}/{attempt}: cannot be read: {error}") from error
-    return {paths[name]: pieces.get(name, planner.state_dict.get(name)) for name in metadata.state_dict_metadata}
+    return {name: pieces.get(name, planner.state_dict.get(name)) for name in wanted}
 
 
 class _PlainLoadPlanner(DefaultLoadPlanner):
@@ -93,7 +101,7 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-def _read_metadata(store: Store, attempt: str, files: Mapping[str, FileRecord]) -> Metadata:
+def read_metadata(store: Store, attempt: str, files: Mapping[str, FileRecord]) -> Metadata:
     """Unpickle the metadata, once its digest has cleared it."""
     key = f"{attempt}/{METADATA}"
     content = read(store, key)

@@ -24,6 +24,7 @@ from elastic_train.planning.tracing import REST, Trace
 from elastic_train.tasks.models.decoder import Decoder, DecoderShape
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.text_classifier import TextClassifier
+from elastic_train.tracking.destinations import event_files, weights_and_biases
 from tests.elastic_train.tasks.language_rows import LLAMA
 
 SHAPE = DecoderShape(vocabulary=512, dim=64, depth=3, heads=4, kv_heads=2, hidden=128)
@@ -128,8 +129,8 @@ def test_what_another_machine_has_is_planned_for_on_any(
         raise ConfigError("not here")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for where in (job_plan.event_files, job_plan.weights_and_biases):
-        monkeypatch.setattr(where, "check_installed", missing)
+    for tracker in (event_files, weights_and_biases):
+        monkeypatch.setattr(tracker, "check_installed", missing)
     monkeypatch.setattr(job_plan, "check_can_compile", missing)
     found, plain = read(rows, tmp_path, **changes), read(rows, tmp_path)
     assert found.facts.elements == plain.facts.elements and found.num_steps == plain.num_steps

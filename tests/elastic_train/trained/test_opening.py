@@ -17,6 +17,7 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.job import plan as job_plan
+from elastic_train.tracking.destinations import event_files, weights_and_biases
 from elastic_train.trained.opening import open_trained
 from tests.conftest import start
 from tests.elastic_train.training.jobs import config, succeed
@@ -137,8 +138,8 @@ def test_nor_does_what_only_training_needs(
     def missing() -> None:
         raise ConfigError("not installed")
 
-    monkeypatch.setattr(job_plan.event_files, "check_installed", missing)
-    monkeypatch.setattr(job_plan.weights_and_biases, "check_installed", missing)
+    for tracker in (event_files, weights_and_biases):
+        monkeypatch.setattr(tracker, "check_installed", missing)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert opens(changed(values))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from elastic_train.checkpoint import open_store, read_state
-from elastic_train.checkpoint.commits.export import weights_in
+from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.lookup import find
+from elastic_train.checkpoint.commits.weights import CommitWeights
 from elastic_train.checkpoint.format.weights_digest import digest_of, join_digests
 from tests.conftest import Finished
 
@@ -83,5 +83,6 @@ def average_of(folder: Path) -> str:
     """Return one hash of the averaged weights of a run's newest commit."""
     store = open_store(str(folder / "run"))
     record = find(store, None)
-    averaged = weights_in(read_state(store, record), record.key, "ema")
-    return join_digests({name: digest_of(tensor) for name, tensor in averaged.items()})
+    averaged = CommitWeights.of(store, record, "ema")
+    names = list(averaged.kinds)
+    return join_digests({name: digest_of(tensor) for name, tensor in zip(names, averaged.read(names), strict=True)})

@@ -165,7 +165,7 @@ def test_adapters_are_exported_beside_their_base_or_merged_with_it(
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
         expected = trained.model.eval()(input_ids=tokens).logits
-    export_folder(trained, tmp_path / "folder", is_merged=is_merged)
+    export_folder(str(alone / "run"), tmp_path / "folder", is_merged=is_merged)
     assert (tmp_path / "folder" / "adapter_config.json").exists() is not is_merged
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")  # type: ignore[attr-defined]
     with torch.no_grad():

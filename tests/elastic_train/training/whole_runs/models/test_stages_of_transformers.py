@@ -10,7 +10,6 @@ import torch
 
 from elastic_train.cli.main import main
 from elastic_train.trained.exporting import export_folder
-from elastic_train.trained.opening import open_trained
 from tests.conftest import standby_with, start
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA
 from tests.elastic_train.training.jobs import average_of, config, result, succeed
@@ -91,7 +90,7 @@ def test_commits_of_stages_go_on_at_other_degrees_and_export_to_the_same_folder(
     weights = newest_weights(tmp_path)
     exported = []
     for name, folder in (("mine", tmp_path), ("theirs", of_gpt2)):
-        export_folder(open_trained(str(folder / "run")), tmp_path / name, is_merged=False)
+        export_folder(str(folder / "run"), tmp_path / name)
         exported.append((tmp_path / name / "model.safetensors").read_bytes())
     assert exported[0] == exported[1]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mine").state_dict()
