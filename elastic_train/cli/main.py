@@ -176,15 +176,16 @@ def status(run: str, *, json_: Json = False) -> int:
 
 
 @app.command
-def report(runs: list[str], /, *, html: Path | None = None, json_: Json = False) -> int:
+def report(runs: list[str], /, *, html: Path | None = None, plan: Path | None = None, json_: Json = False) -> int:
     """Say what happened in RUN, or in several runs side by side: progress, time, faults and their price, phases, saves.
 
     A RUN is its folder; it may still go on, or have failed. --html FILE: a page with curves, throughput, the phases of
-    all ranks and all the rest, which needs nothing but itself.
+    all ranks and all the rest, which needs nothing but itself. --plan FILE: what `elastic-train plan --json` has worked
+    out, to be shown beside the memory that ranks have had.
     """
     from elastic_train.cli.runs.report import report as report_runs
 
-    return report_runs(runs, html=html, is_json=json_)
+    return report_runs(runs, html=html, plan=plan, is_json=json_)
 
 
 @app.command

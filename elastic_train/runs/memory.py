@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_train.errors import ConfigError
 from elastic_train.insight.memory import FOLDER, REST, MemoryFacts, facts_of
 from elastic_train.runs.lines import Line, text, whole
+from elastic_train.system.wording import first_line
 from elastic_train.tracking import history_files
 
 TAIL_BYTES = 1 << 18
@@ -91,6 +93,18 @@ def last_memory(rank: int, path: Path) -> RankMemory | None:
     lines = [line for line in history_files.lines_of(content) if line["op"] == "memory"]
     facts, step = (facts_of(lines[-1]), whole(lines[-1], "step")) if lines else (None, None)
     return None if facts is None or step is None else RankMemory(rank, step, facts)
+
+
+def read_plan(path: Path) -> Mapping[str, float]:
+    """Return the bytes by part that `elastic-train plan --json` has worked out; ConfigError if a file is no plan."""
+    try:
+        planned = json.loads(path.read_text())["own"]["memory_bytes"]
+        return {str(part): float(num_bytes) for part, num_bytes in planned.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = first_line(error) if isinstance(error, OSError) else "it has no own.memory_bytes"
+        raise ConfigError(
+            f"--plan {path} is no plan ({why}): write one with `elastic-train plan CONFIG --on CLUSTER --json > {path}`"
+        ) from error
 
 
 def ran_out_in(folder: Path) -> list[RanOut]:

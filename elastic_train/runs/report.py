@@ -54,6 +54,8 @@ class RunReport:
     notes: Sequence[str]
     memory: WorldMemory | None = field(repr=False, default=None)
     ran_out: Sequence[RanOut] = ()
+    planned: Mapping[str, float] = field(default_factory=dict)
+    """The bytes of a rank's memory by part that a plan has worked out, if there is one."""
 
     @property
     def step(self) -> int:
@@ -154,6 +156,7 @@ class RunReport:
             ],
             "phases_s": self.phases_s(),
             "memory": self.memory.as_json(self.hosts_in(self.memory.term)) if self.memory else None,
+            "planned_memory": dict(self.planned) or None,
             "ran_out_of_memory": [asdict(one) for one in self.ran_out],
             "events": [asdict(event) for world in self.story.worlds for event in world.events],
             "saves": {
@@ -173,7 +176,7 @@ class RunReport:
         }
 
 
-def report_on(run: str, *, with_coverage: bool = True) -> RunReport:
+def report_on(run: str, *, with_coverage: bool = True, planned: Mapping[str, float] | None = None) -> RunReport:
     """Read a run; ConfigError if it is none. `with_coverage` reads its commits, for which torch is imported."""
     story = read_story(run)
     folder = RunFolder(story.folder)
@@ -199,6 +202,7 @@ def report_on(run: str, *, with_coverage: bool = True) -> RunReport:
         notes=[*notes, *_missing(story, curves)],
         memory=memory_of(story.folder),
         ran_out=ran_out,
+        planned=planned or {},
     )
 
 

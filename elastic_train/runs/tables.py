@@ -111,12 +111,17 @@ def memory(run: RunReport, most_ranks: int = MOST_RANKS) -> tuple[tuple[str, ...
         "host": lambda facts: facts.host,
         "process": lambda facts: facts.host_peak,
     }
-    shown = {name: read for name, read in columns.items() if any(read(one.facts) for one in ranks)}
+    shown = {
+        name: read for name, read in columns.items() if run.planned.get(name) or any(read(one.facts) for one in ranks)
+    }
     largest = sorted(sorted(ranks, key=lambda one: -one.facts.peak)[:most_ranks], key=lambda one: one.rank)
     rows = [
         (f"rank {one.rank}", hosts.get(one.rank, NONE), *(size(read(one.facts) or 0) for read in shown.values()))
         for one in largest
     ]
+    if run.planned:
+        planned = {**run.planned, "peak": run.planned.get("total"), REST: run.planned.get("activations")}
+        rows.append(("plan", NONE, *(NONE if (one := planned.get(name)) is None else size(one) for name in shown)))
     return ("memory", "on", *shown), rows
 
 

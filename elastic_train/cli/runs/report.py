@@ -11,18 +11,20 @@ from rich.text import Text
 from elastic_train.cli.output import narrow_table, print_json, print_text
 from elastic_train.errors import ConfigError
 from elastic_train.runs import tables
+from elastic_train.runs.memory import read_plan
 from elastic_train.runs.report import RunReport, report_on
 from elastic_train.system.atomic_files import write_atomically
 
 MOST_CHANGES, MOST_RANKS = 20, 16
 
 
-def report(runs: Sequence[str], *, html: Path | None, is_json: bool) -> int:
+def report(runs: Sequence[str], *, html: Path | None, plan: Path | None = None, is_json: bool) -> int:
     """Report on runs; all that are no run are refused together."""
     found, wrong = list[RunReport](), list[str]()
+    planned = None if plan is None else read_plan(plan)
     for run in dict.fromkeys(runs):
         try:
-            found.append(report_on(run))
+            found.append(report_on(run, planned=planned))
         except ConfigError as error:
             wrong += error.problems
     if wrong:

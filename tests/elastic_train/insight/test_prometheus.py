@@ -21,7 +21,8 @@ import pytest
 import yaml
 
 from elastic_train.insight.events import MEANINGS
-from elastic_train.insight.page import PREFIX, Facts, _counters, _gauges
+from elastic_train.insight.memory import MemoryFacts
+from elastic_train.insight.page import PREFIX, Facts, _counters, _gauges, _parts
 from rendezvous.etcd.server import free_ports
 from tests.conftest import ROOT, begin
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config
@@ -73,8 +74,10 @@ def test_a_rule_that_is_wrong_fails_them(tmp_path: Path) -> None:
 
 def test_rules_and_dashboard_ask_for_what_a_page_has() -> None:
     """Every name, every phase and every kind of event that they speak of."""
-    facts = Facts(num_failed_saves=0, num_skipped_saves=0)
-    known = {PREFIX + name for name, *_ in _gauges(facts)} | {f"{PREFIX}{name}_total" for name, *_ in _counters(facts)}
+    facts = Facts(num_failed_saves=0, num_skipped_saves=0, memory=MemoryFacts("cpu", 1, {}))
+    known = {PREFIX + name for name, *_ in (*_gauges(facts), *_parts(facts))} | {
+        f"{PREFIX}{name}_total" for name, *_ in _counters(facts)
+    }
     asked = " ".join([*(rule["expr"] for rule in RULES), *(query for queries in QUERIES.values() for query in queries)])
     assert set(re.findall(rf"{PREFIX}\w+", asked)) <= known
     assert set(re.findall(r'kind="(\w+)"', asked)) <= set(MEANINGS)

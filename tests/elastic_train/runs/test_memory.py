@@ -90,6 +90,28 @@ def test_a_gpu_has_what_its_allocator_reserved_and_what_its_host_holds(
     assert head.split()[2:] == ["peak", "weights", "rest", "reserved", "host", "process"]
 
 
+def test_a_plan_is_set_beside_what_ranks_have_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the same names; what it says of activations beside the rest."""
+    run, plan = str(measured(tmp_path).folder), tmp_path / "plan.json"
+    parts = {"weights": 1e6, "sums": 0.0, "exchange": 2e6, "activations": 5e6, "host": 0.0, "total": 8e6}
+    plan.write_text(json.dumps({"own": {"memory_bytes": parts}}))
+    with pytest.raises(SystemExit):
+        main(["report", run, "--plan", str(plan)])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    head = next(line for line in lines if line[:2] == ["memory", "on"])
+    assert head == ["memory", "on", "peak", "weights", "sums", "exchange", "program", "rest"]
+    [row] = [" ".join(line) for line in lines if line[:1] == ["plan"]]
+    assert row == "plan – 8 MB 1 MB 0 B 2 MB – 5 MB"
+    with pytest.raises(SystemExit):
+        main(["report", run, "--plan", str(plan), "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["planned_memory"] == parts
+    for content in ("{", "[]", '{"own": {"memory_bytes": null}}', None):
+        plan.unlink() if content is None else plan.write_text(content)
+        with pytest.raises(SystemExit) as left:
+            main(["report", run, "--plan", str(plan)])
+        assert left.value.code == 2 and "is no plan (" in capsys.readouterr().err
+
+
 def test_who_ran_out_of_memory_is_among_the_notes(tmp_path: Path) -> None:
     """The newest three; a file that is no snapshot is passed over."""
     run = faulted(tmp_path)
