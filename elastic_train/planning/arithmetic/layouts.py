@@ -37,7 +37,8 @@ class Layout:
     `schedule` the order in which stages of one chunk compute lanes.
 
     `overlaps` says whether gradients are exchanged beside the backward pass also where the trainer does not do that
-    yet: None for what it does.
+    yet: None for what it does. `cuts_rest` says whether tensor ranks share out embeddings and the output layer, too, as
+    Megatron's do; the trainer's hold and compute all of them.
     """
 
     shards: Shards = "none"
@@ -54,6 +55,7 @@ class Layout:
     bucket_mb: float | None = 2.0
     wire: str = "exact"
     overlaps: bool | None = None
+    cuts_rest: bool = False
 
     @property
     def cell(self) -> int:
@@ -65,7 +67,7 @@ class Layout:
         """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
         is_whole = self.shards == "none" and self.offload == "none"
         has_experts_alone = self.expert == self.cell and self.recompute == "none"
-        fits = (self.expert == 1 or has_experts_alone) and self.context in (1, self.cell)
+        fits = (self.expert == 1 or has_experts_alone) and self.context in (1, self.cell) and not self.cuts_rest
         return self.cell == 1 or (is_whole and fits)
 
     @property
@@ -168,7 +170,12 @@ def stage_share(layout: Layout) -> float:
 
 def rest_share(layout: Layout) -> float:
     """Return the same for the rest of the model, whose ends are on the first and the last stage."""
-    return 1 / (min(2, layout.pipeline) * layout.tensor)
+    return 1 / (min(2, layout.pipeline) * rest_parts(layout))
+
+
+def rest_parts(layout: Layout) -> int:
+    """Return how many tensor ranks share out the rest of the model."""
+    return layout.tensor if layout.cuts_rest else 1
 
 
 def place_elements(model: ModelFacts, layout: Layout, *, trained: bool) -> float:

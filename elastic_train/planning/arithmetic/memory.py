@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from elastic_train.core.schedules import Kind, Pipeline, passes_of, peak_lanes
 from elastic_train.planning.arithmetic.catalogue import Cluster
-from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_share
+from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_parts, rest_share
 from elastic_train.planning.arithmetic.model import ModelFacts, Unit
 from elastic_train.planning.arithmetic.seating import Seated, seat_of
 
@@ -88,7 +88,7 @@ def activations(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluste
     blocks = sum(_kept(unit, layout) for unit in model.blocks) / layout.pipeline
     kept = blocks * _under_way(layout, batch, cluster)
     again = max((_whole(unit, layout) for unit in model.blocks), default=0.0) if layout.recompute == "units" else 0.0
-    rest = (model.rest.saved_bytes + model.transient_bytes) / layout.tensor
+    rest = (model.rest.saved_bytes + model.transient_bytes) / rest_parts(layout)
     return (kept + again + rest) / layout.context  # ranks with experts have a lane each
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_train.planning.arithmetic.catalogue import Cluster, Device
-from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements
+from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_parts
 from elastic_train.planning.arithmetic.model import ModelFacts, Work
 from elastic_train.planning.arithmetic.seating import Seated, seat_of
 from elastic_train.planning.arithmetic.traffic import Exchange, exchanges_of, seconds_of, sent_bytes
@@ -93,18 +93,19 @@ def crowding(cluster: Cluster, threads: int) -> float:
 def passes_of(model: ModelFacts, layout: Layout, device: Device, waits: float = 1.0) -> Passes:
     """Return the seconds of a lane's passes in a stage of a cell."""
     split = layout.tensor * layout.expert * layout.context
+    rest_split = rest_parts(layout) * layout.expert * layout.context
     blocks, rest = 1 / layout.pipeline, 1.0 if layout.pipeline == 1 else 0.5
 
     def seconds(which: str) -> float:
         work = [getattr(unit, which) for unit in model.blocks]
         of_blocks = sum((seconds_of_work(one.over(split), device, model.precision) for one in work), 0.0)
-        of_rest = seconds_of_work(getattr(model.rest, which).over(split), device, model.precision)
+        of_rest = seconds_of_work(getattr(model.rest, which).over(rest_split), device, model.precision)
         return waits * (of_blocks * blocks + of_rest * rest)
 
     forward_s = seconds("forward")
     again_s = 0.0
     if layout.recompute == "units":
-        rest_s = waits * rest * seconds_of_work(model.rest.forward.over(split), device, model.precision)
+        rest_s = waits * rest * seconds_of_work(model.rest.forward.over(rest_split), device, model.precision)
         again_s = forward_s - rest_s
     return Passes(forward_s, seconds("backward"), again_s)
 
