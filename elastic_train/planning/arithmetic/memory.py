@@ -167,9 +167,9 @@ def _exchange(model: ModelFacts, layout: Layout, seated: Seated, trained: float,
     if layout.shards in ("gradients", "parameters"):
         others = (seated.group_size - 1) / seated.group_size
         return size * _leaves(model, layout, trained) * others
-    bucket = bucket_elements(model, layout, trained, cluster)
-    if layout.shards == "none" and world == 2 and seated.parts == 1:
-        return 0.0  # one all-reduce
+    bucket, is_beside = bucket_elements(model, layout, trained, cluster), layout.bucket_mb is not None
+    if layout.shards == "none" and world == 2 and seated.parts == 1 and not (is_beside and cluster.device.is_cpu):
+        return 0.0  # one all-reduce, which only what is not beside the backward pass may use
     if layout.shards == "none" and world & (world - 1) == 0 and seated.parts == 1 and cluster.device.is_cpu:
         return size * bucket * (1 - 1 / world)
     return size * bucket / world * (world - 1) * seated.parts

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.core.lanes import contiguous
-from elastic_train.parallel.gradient_sum import LaneTree
+from elastic_train.parallel.gradient_sum import LaneTree, make_gradient_sum
+from elastic_train.parallel.group import Group
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, Shards
 from elastic_train.planning.arithmetic.memory import memory_of
@@ -20,6 +25,7 @@ from elastic_train.shards.grains import Listed, lay_out
 from elastic_train.shards.holdings import circle_of, num_elements
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import seats_of
+from tests.conftest import run_ranks
 
 CUT = lay_out(
     [
@@ -28,6 +34,8 @@ CUT = lay_out(
     ]
 )
 BATCH = Batch(12, 2)
+ELEMENTS = 3 << 16
+"""More than a bucket has at the least."""
 
 
 def facts() -> ModelFacts:
@@ -110,3 +118,30 @@ def test_a_rank_that_is_not_seated_evenly_has_the_smallest_groups_share() -> Non
     """Five ranks in two copies are groups of three and two."""
     seated = seat_of(replace(facts(), cut=None), Layout("gradients", 2), BATCH, parse_cluster("5xCPU"))
     assert seated.held == pytest.approx(facts().elements / 2)
+
+
+def kept_for_arrivals(rank: int, size: int, folder: str, bucket_bytes: float | None) -> None:
+    """Add up gradients of some bucket's size once, and say what memory is kept for what arrives."""
+    torch.set_num_threads(1)
+    group = Group(rank, size, FileStore(f"{folder}/{bucket_bytes}", size), 60)
+    weights = [nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(2)]
+    total = make_gradient_sum("canonical", weights, group, size, bucket_bytes)
+    total.begin(range(rank, rank + 1))
+    with total.lane(rank):
+        torch.stack(weights).sum().backward()
+    total.finish(1.0)
+    kept = sum(tensor.nbytes for part, tensor in total.tensors() if part == "exchange")
+    (Path(folder) / f"{bucket_bytes}-{rank}").write_text(str(kept))
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket_mb", [None, 0.5])
+def test_two_ranks_need_memory_for_what_arrives_beside_the_pass_alone(tmp_path: Path, bucket_mb: float | None) -> None:
+    """Half of a bucket; after the pass one all-reduce needs none."""
+    bucket_bytes = None if bucket_mb is None else bucket_mb * (1 << 20)
+    run_ranks(kept_for_arrivals, 2, str(tmp_path), bucket_bytes)
+    model = replace(facts(), largest_tensor=ELEMENTS)
+    planned = memory_of(model, Layout(bucket_mb=bucket_mb), Batch(4, 2), parse_cluster("2xCPU")).exchange
+    assert planned == (0.0 if bucket_mb is None else 4 * ELEMENTS / 2)
+    assert [int((tmp_path / f"{bucket_bytes}-{rank}").read_text()) for rank in range(2)] == [planned] * 2
