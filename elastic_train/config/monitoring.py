@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from elastic_train.config.section import Section
 
@@ -38,6 +46,8 @@ class MonitoringConfig(Section):
     Needs the extra [otel]."""
     flops_per_sample: PositiveFloat | None = None
     """Operations of the model for a sample, forward and backward, as `elastic-train plan` says; null for no MFU."""
+    recomputed_flops_per_sample: NonNegativeFloat = 0.0
+    """Operations for a sample that a backward pass computes once more (`parallel.recompute`): HFU counts them, too."""
     peak_tflops: PositiveFloat | None = None
     """What a rank's device can do, in 10^12 operations a second at the run's precision; null for no MFU."""
     on_event: dict[EventKind, Action] = Field(default_factory=dict)

@@ -31,6 +31,7 @@ class Facts:
 
     started_at: float = field(default_factory=time.time)
     flops_per_sample: float | None = None
+    recomputed_flops_per_sample: float = 0.0
     peak_flops: float | None = None
     """Of a rank's device, a second."""
     step: int = 0
@@ -93,6 +94,13 @@ class Facts:
         if self.flops_per_sample is None or self.peak_flops is None or not self.world_size:
             return None
         return self.samples_per_s * self.flops_per_sample / (self.world_size * self.peak_flops)
+
+    @property
+    def hfu(self) -> float | None:
+        """The same of all operations that devices have done, those that were computed again included."""
+        if self.mfu is None or self.flops_per_sample is None:
+            return None
+        return self.mfu * (1 + self.recomputed_flops_per_sample / self.flops_per_sample)
 
     @property
     def goodput(self) -> float:
@@ -197,6 +205,7 @@ def _gauges(facts: Facts) -> Sequence[tuple[str, str, float | None]]:
         ("recovery_seconds", "RTO: from the last step before the last fault to the first after it.", facts.recovery_s),
         ("goodput_ratio", "Share of this process's time in steps that count.", facts.goodput),
         ("mfu_ratio", "Share of all devices' peak that the model's own operations took; if configured.", facts.mfu),
+        ("hfu_ratio", "The same of all operations, those that were computed again included.", facts.hfu),
         ("memory_peak_bytes", "The most that this process's rank had of its device.", memory.peak if memory else None),
         (
             "memory_reserved_peak_bytes",

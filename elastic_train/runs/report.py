@@ -103,6 +103,13 @@ class RunReport:
         return statistics.median(rates) * flops / (1e12 * tflops) if rates else None
 
     @property
+    def hfu(self) -> float | None:
+        """The same of all operations, those that were computed again included."""
+        flops = number_of(self.config, "monitoring.flops_per_sample")
+        again = number_of(self.config, "monitoring.recomputed_flops_per_sample") or 0.0
+        return None if self.mfu is None or not flops else self.mfu * (1 + again / flops)
+
+    @property
     def step_s(self) -> float | None:
         """The median seconds of the steps that count."""
         return statistics.median(step.seconds for step in self.story.kept) if self.story.kept else None
@@ -147,6 +154,7 @@ class RunReport:
             "step_s": self.step_s,
             "samples_per_s": self.samples_per_s,
             "mfu": self.mfu,
+            "hfu": self.hfu,
             "samples_per_s_in_all": self.samples_per_s_in_all,
             "steps_given_up": sum(len(world.given_up) for world in self.story.worlds),
             "changes": [{**asdict(change), "is_fault": change.is_fault} for change in self.changes],

@@ -30,6 +30,7 @@ def summary(reports: Sequence[RunReport]) -> Rows:
         "samples/s, median step": lambda run: said(run.samples_per_s, "{:.4g}"),
         "samples/s, all of the time": lambda run: said(run.samples_per_s_in_all, "{:.4g}"),
         "MFU, median step": lambda run: said(run.mfu, "{:.1%}"),
+        "HFU, median step": lambda run: said(run.hfu, "{:.1%}"),
         "a step": lambda run: NONE if run.step_s is None else duration(run.step_s),
         "memory of a rank, at most": lambda run: NONE if run.memory is None else size(run.memory.most),
         "faults": lambda run: str(len(run.faults)) if run.story.worlds else NONE,

@@ -135,7 +135,8 @@ def open_page(config: Config) -> Page | None:
     if keys.port is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     peak = None if keys.peak_tflops is None else 1e12 * keys.peak_tflops
-    facts = Facts(flops_per_sample=keys.flops_per_sample, peak_flops=peak)
+    again = keys.recomputed_flops_per_sample
+    facts = Facts(flops_per_sample=keys.flops_per_sample, recomputed_flops_per_sample=again, peak_flops=peak)
     page = Page(facts, config.run_name, socket.gethostname())
     page.open(keys.host, keys.port)
     if page.port is not None:

@@ -73,6 +73,8 @@ def test_a_scrape_gets_what_the_process_knows(page: Page) -> None:
     assert scraped(page).items() >= {**known, "host_memory_peak_bytes": 7000}.items()
     facts.flops_per_sample, facts.peak_flops = 3e9, 1e12
     assert scraped(page)["mfu_ratio"] == pytest.approx(128 * 3e9 / (3 * 1e12))
+    facts.recomputed_flops_per_sample = 1e9
+    assert scraped(page)["hfu_ratio"] == pytest.approx(128 * 4e9 / (3 * 1e12))
     known = {"failed_saves_total": 2, "skipped_saves_total": 1, "last_commit_timestamp_seconds": 1e9}
     known |= {"events_total/slow_link": 3, "events_total/nonfinite": 0}
     assert found.items() >= known.items()

@@ -45,7 +45,10 @@ def test_mfu_is_what_the_configuration_lets_be_known(tmp_path: Path) -> None:
     run = faulted(tmp_path)
     assert report_on(str(run.folder)).mfu is None
     run.config(monitoring={"flops_per_sample": 1e9, "peak_tflops": 0.1})
-    assert report_on(str(run.folder)).mfu == pytest.approx(64.0 * 1e9 / (2 * 1e11))
+    found = report_on(str(run.folder))
+    assert found.mfu == found.hfu == pytest.approx(64.0 * 1e9 / (2 * 1e11))
+    run.config(monitoring={"flops_per_sample": 1e9, "recomputed_flops_per_sample": 3e8, "peak_tflops": 0.1})
+    assert report_on(str(run.folder)).hfu == pytest.approx(1.3 * (found.mfu or 0))
 
 
 def test_steps_that_a_later_world_did_not_continue_are_given_up(tmp_path: Path) -> None:
