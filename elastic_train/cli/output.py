@@ -20,8 +20,8 @@ def wrong_usage(program: str, error: CycloptsError) -> Panel:
     if not isinstance(error, UnusedCliTokensError):
         return CycloptsPanel(error)
     words, command = " ".join(error.unused_tokens or ()), " ".join([program, *(error.command_chain or ())])
-    reason = "it is one argument too many, or the option before it has no value"
-    return CycloptsPanel(f"Nothing takes '{words}': {reason}. See {command} --help")
+    reason = "it is one too many, or the option before it has no value"
+    return CycloptsPanel(f"unexpected argument '{words}': {reason}. See {command} --help")
 
 
 def print_text(text: str) -> int:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from elastic_train.errors import ConfigError
 from elastic_train.insight.memory import FOLDER, REST, MemoryFacts, facts_of
-from elastic_train.runs.lines import Line, text, whole
+from elastic_train.runs.lines import Line, number, text, whole
 from elastic_train.system.wording import first_line
 from elastic_train.tracking import history_files
 
 TAIL_BYTES = 1 << 18
+_SIGN = b'"op": "memory"'
 MOST_TERMS = 5
 """How far back terms are looked at that say nothing of memory, as those of older versions."""
 
@@ -61,9 +62,12 @@ class RanOut:
     step: int | None
     lane: int | None
     file: str
+    at: float = 0.0
+    """When, in unix seconds."""
 
     def __str__(self) -> str:
-        where = "before its first world" if self.step is None else f"in step {self.step}"
+        before = "on its way into it" if self.term else "before its first world"
+        where = before if self.step is None else f"in step {self.step}"
         host = "" if self.host is None else f" on {self.host}"
         return f"rank {self.rank}{host} ran out of memory {where} (term {self.term}): {self.file} says what took it"
 
@@ -78,8 +82,11 @@ def memory_of(folder: Path) -> WorldMemory | None:
 def memory_in(folder: Path, term: int) -> list[RankMemory]:
     """Return what the ranks of a term have said of their memory, by rank."""
     paths = sorted((folder / history_files.FOLDER).glob(f"{term:08d}-*-*.jsonl"))
-    newest = {int(path.name.split("-")[1]): path for path in paths}
-    return [memory for rank, path in newest.items() if (memory := last_memory(rank, path)) is not None]
+    parts: dict[int, list[Path]] = {}
+    for path in paths:
+        parts.setdefault(int(path.name.split("-")[1]), []).insert(0, path)
+    found = [next(filter(None, (last_memory(rank, path) for path in newest)), None) for rank, newest in parts.items()]
+    return [memory for memory in found if memory is not None]
 
 
 def last_memory(rank: int, path: Path) -> RankMemory | None:
@@ -90,26 +97,31 @@ def last_memory(rank: int, path: Path) -> RankMemory | None:
             content = file.read()
     except FileNotFoundError:  # pruned meanwhile
         return None
-    lines = [line for line in history_files.lines_of(content) if line["op"] == "memory"]
-    facts, step = (facts_of(lines[-1]), whole(lines[-1], "step")) if lines else (None, None)
-    return None if facts is None or step is None else RankMemory(rank, step, facts)
+    for written in reversed(content.splitlines()):
+        if _SIGN in written:
+            for line in history_files.lines_of(written):
+                facts, step = facts_of(line), whole(line, "step")
+                if facts is not None and step is not None:
+                    return RankMemory(rank, step, facts)
+    return None
 
 
 def read_plan(path: Path) -> Mapping[str, float]:
-    """Return the bytes by part that `elastic-train plan --json` has worked out; ConfigError if a file is no plan."""
+    """Return the bytes by part that `elastic-train plan --json` has worked out; ConfigError if a file is not a plan."""
     try:
         planned = json.loads(path.read_text())["own"]["memory_bytes"]
         return {str(part): float(num_bytes) for part, num_bytes in planned.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = first_line(error) if isinstance(error, OSError) else "it has no own.memory_bytes"
         raise ConfigError(
-            f"--plan {path} is no plan ({why}): write one with `elastic-train plan CONFIG --on CLUSTER --json > {path}`"
+            f"--plan {path} is not a plan ({why}): write one with `elastic-train plan CONFIG --on CLUSTER --json`"
         ) from error
 
 
 def ran_out_in(folder: Path) -> list[RanOut]:
     """Return whose memory ran out, as far as they could say so, the oldest first."""
-    return [found for path in sorted((folder / FOLDER).glob("*-*.json")) if (found := _read(path)) is not None]
+    found = [one for path in (folder / FOLDER).glob("*-*.json") if (one := _read(path)) is not None]
+    return sorted(found, key=lambda one: (one.at, one.rank))
 
 
 def _read(path: Path) -> RanOut | None:
@@ -120,4 +132,5 @@ def _read(path: Path) -> RanOut | None:
     term, rank = (whole(fields, key) if isinstance(fields, dict) else None for key in ("term", "rank"))
     if term is None or rank is None:
         return None
-    return RanOut(term, rank, text(fields, "host"), whole(fields, "step"), whole(fields, "lane"), str(path))
+    at = number(fields, "t") or 0.0
+    return RanOut(term, rank, text(fields, "host"), whole(fields, "step"), whole(fields, "lane"), str(path), at)

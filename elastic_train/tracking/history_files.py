@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "history"
-_TAIL_BYTES = 4096
+_TAIL_BYTES = 1 << 16
+_OF_COST, _MOST_LAST = ("memory", "phases"), 8
+"""What is also said of steps when a world breaks, of which no more lines than these come last."""
 _HEAD_BYTES = 1 << 16
 
 
@@ -91,8 +93,9 @@ def num_ended(run_dir: str | Path, before_term: int, num_terms: int) -> int:
 
 
 def _last_op(content: bytes) -> object:
-    """Return what the last line of a history says; one that is torn says nothing."""
-    return next((line["op"] for line in lines_of(b"\n".join(content.splitlines()[:-3:-1]))), None)
+    """Return what the last line of a history says; one that is torn, or of what steps took, says nothing."""
+    last = lines_of(b"\n".join(content.splitlines()[: -_MOST_LAST - 1 : -1]))
+    return next((line["op"] for line in last if line["op"] not in _OF_COST), None)
 
 
 def tail_of(path: Path) -> bytes:

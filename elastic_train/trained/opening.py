@@ -1,6 +1,6 @@
 """A run's model as a commit has it, in its task: from the run's folder alone, without a world.
 
-Of a commit the weights are read, one after the other; of what training keeps beside them, not a byte.
+Of a commit, once it is verified, the weights are read, one after the other, and nothing else that training keeps.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import UnformedWorlds, note_unfit
 from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
-from elastic_train.training.memory.meter import Meter
+from elastic_train.training.memory.meter import Meter, held_by
 from elastic_train.training.memory.out_of_memory import Moment, note_out_of_memory, record_allocations
 from elastic_train.training.open_session import make_repeatable, open_session
 from elastic_train.training.opening.saves import commit_alone
@@ -135,7 +135,7 @@ def _train_through(process: Process) -> Ended:
     while (formed := _next_world(process)) is not None:
         try:
             process.watchdog.enter()
-            ended = _train_in(open_session(process, formed))
+            ended = _train_in(_enter(process, formed))
         except (PeerLostError, FencedError) as error:
             if not worlds.is_live and process.leave.is_set and isinstance(error, PeerLostError):
                 return _leave_alone(process)  # a peer that was asked to leave, too, has dropped the step first
@@ -163,6 +163,18 @@ def _train_through(process: Process) -> Ended:
             return ended
         num_failed = 0
     return result_of(plan, state, CLOSED, state.shards.digest_alone())
+
+
+def _enter(process: Process, formed: Formed) -> Session:
+    """Open a world's session; an error for lack of memory says what this rank held on its way into it."""
+    try:
+        return open_session(process, formed)
+    except Exception as error:
+        state, group = process.state, formed.group
+        held = held_by(state, None, process.save_memory)
+        moment = Moment(0 if formed.launched is None else formed.launched.term, group.rank, group.size)
+        note_out_of_memory(error, process.plan.config, process.meter, moment, held, state.model)
+        raise
 
 
 def _is_through(leave: LeaveRequest, state: AppliedState) -> bool:

@@ -28,6 +28,7 @@ from chaos.judge.evidence.recovery_cost import (
     fault_name,
     recoveries,
     ridden_out,
+    seats_of,
 )
 from chaos.judge.evidence.run_files import Evidence, number, whole
 from chaos.judge.evidence.spells import answering_s, patience_of, spell_end, spells_of
@@ -166,14 +167,15 @@ def _due_at(run: Evidence, cost: Recovery) -> float:
     """Return when a fault's next world had to have applied its first step.
 
     A small world takes long over a step, and makes room for a node that comes back only after the step that announces
-    it: the second step, at the latest, that it applies when nothing is wrong any more. One that has formed in time has
-    as long for its first step as any has for each of its steps.
+    it: the second step, at the latest, that it applies when nothing is wrong any more. One that has formed in time, of
+    fewer ranks than others, has as long for its first step as any has for each of its steps.
     """
     over, came = spell_end(run, run.of("fault")[cost.place]), cost.at + cost.rto_s
     if came <= over:
         return over
-    if (formed := formed_at(run)[cost.term]) <= over:
-        return formed + patience_of(run)
+    seats = seats_of(run)
+    if (formed := formed_at(run)[cost.term]) <= over and seats[cost.term] < max(seats.values()):
+        return max(over, formed + patience_of(run))
     applied = (
         min(number(line, "t") for line in lines) for (term, _), lines in steps_of(run).items() if term < cost.term
     )

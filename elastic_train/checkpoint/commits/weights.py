@@ -1,4 +1,4 @@
-"""The weights of a commit, read one by one: of what a run keeps beside them, such as moments, not a byte is read."""
+"""The weights of a verified commit, read one by one; of what a run keeps beside them, such as moments, nothing is."""
 
 from __future__ import annotations
 

@@ -60,6 +60,8 @@ def storages(held: Iterable[OfPart], device: torch.device) -> Iterator[Storage]:
     """Yield each piece of memory once, of the first part that has it; what is not on the device is of the host."""
     seen = set[int]()
     for part, tensor in held:
+        if tensor.is_meta:
+            continue
         try:
             memory = tensor.untyped_storage()
             num_bytes, start = memory.nbytes(), memory.data_ptr()

@@ -1,4 +1,4 @@
-"""What is said where memory runs out: a snapshot beside the run, and a note on the error, which goes on as it is.
+"""What is said where memory runs out: a snapshot beside the run, and a note on the error, which is raised unchanged.
 
 A process that its kernel kills says nothing: of that the history's last `memory` line is what there is.
 """
@@ -52,7 +52,8 @@ class Moment:
     lane: int | None = None
 
     def __str__(self) -> str:
-        where = "before its first world" if self.step is None else f"step {self.step}"
+        before = f"on its way into world {self.term}" if self.term else "before its first world"
+        where = before if self.step is None else f"step {self.step}"
         return f"rank {self.rank}, {where}" + ("" if self.lane is None else f", lane {self.lane}")
 
 
@@ -144,16 +145,18 @@ def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -
     if keys.recompute == "none" and keys.expert == 1:
         found.append("parallel.recompute: units")
     more = {"none": "optimizer", "optimizer": "gradients", "gradients": "parameters"}.get(keys.shards)
-    if keys.cell.size == 1 and num_ranks > 1 and config.reduction == "canonical" and more is not None:
+    may_share = keys.cell.size == 1 and config.reduction == "canonical"
+    is_audited = config.run.audit_lanes is not None and keys.shards != "none"
+    if may_share and num_ranks > keys.copies and more is not None and not is_audited:
         found.append(f"parallel.shards: {more}")
-    if keys.cell.size == 1 and is_on_gpu and not keys.has_offload:
+    if may_share and is_on_gpu and not keys.has_offload:
         found.append("parallel.offload: optimizer")
     if facts is not None and facts.reserved and facts.reserved - facts.peak > FRAGMENTED * facts.reserved:
         found.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment")
     if config.batch.micro_batch > 1:
         found.append(f"in a new run, batch.micro_batch below {config.batch.micro_batch}")
     listed = "; ".join(found) or "a smaller model, or a device with more memory"
-    return f"What takes less: {listed}. `elastic-train plan CONFIG --by memory` says how much"
+    return f"To use less memory: {listed}. `elastic-train plan CONFIG --by memory` says how much"
 
 
 def _largest(held: Iterable[OfPart], device: torch.device, model: nn.Module | None) -> list[dict[str, object]]:
@@ -180,8 +183,11 @@ def _room(device: torch.device) -> dict[str, int]:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free, total = (int(lines[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
+        try:
+            lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+            free, total = (int(lines[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
+        except (OSError, ValueError, KeyError):
+            return {}
     return {"free": free, "total": total}
 
 
@@ -191,7 +197,8 @@ def _write(path: Path, snapshot: Mapping[str, object], device: torch.device) -> 
     if device.type == "cuda":
         _write_record(path.with_suffix(".pickle"))
     rank = path.stem.partition("-")[2]
-    for old in sorted(path.parent.glob(f"*-{rank}.json"))[:-MOST_KEPT]:
+    others = sorted(set(path.parent.glob(f"*-{rank}.json")) - {path}, key=lambda other: other.stat().st_mtime)
+    for old in others[: 1 - MOST_KEPT]:
         for one in (old, old.with_suffix(".pickle")):
             one.unlink(missing_ok=True)
 

@@ -5,13 +5,17 @@ Every process does, in its own history: what a rank holds is its own, and nobody
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 from elastic_train.insight.memory import MemoryFacts
 from elastic_train.insight.page import Facts
 from elastic_train.parallel.gradient_sum import OfPart
+from elastic_train.system.wording import first_line
 from elastic_train.tracking.history import History
 from elastic_train.training.memory.meter import Meter
+
+log = logging.getLogger(__name__)
 
 
 class MemoryWatch:
@@ -29,6 +33,7 @@ class MemoryWatch:
         self._history, self._every_steps, self._page = history, every_steps, page
         self._num_steps = 0
         self._unsaid: int | None = None
+        self._has_failed = False
 
     def step(self, step: int) -> None:
         """A step was applied."""
@@ -39,12 +44,18 @@ class MemoryWatch:
 
     def say(self) -> None:
         """Say what is known after the steps since the last time; nothing if there are none."""
-        if self._unsaid is not None:
+        step, self._unsaid = self._unsaid, None
+        if step is None or self._has_failed:
+            return
+        try:
             facts = self.look()
-            self._history.memory(step=self._unsaid, facts=facts.as_fields())
-            self._unsaid = None
-            if self._page is not None:
-                self._page.memory = facts
+        except Exception as error:  # noqa: BLE001 - training does not depend on it
+            self._has_failed = True
+            log.warning("this rank's memory is not looked at in this world any longer: %s", first_line(error))
+            return
+        self._history.memory(step=step, facts=facts.as_fields())
+        if self._page is not None:
+            self._page.memory = facts
 
     def look(self) -> MemoryFacts:
         """Return what is known now."""

@@ -109,7 +109,7 @@ def test_a_plan_is_set_beside_what_ranks_have_had(tmp_path: Path, capsys: pytest
         plan.unlink() if content is None else plan.write_text(content)
         with pytest.raises(SystemExit) as left:
             main(["report", run, "--plan", str(plan)])
-        assert left.value.code == 2 and "is no plan (" in capsys.readouterr().err
+        assert left.value.code == 2 and "is not a plan (" in capsys.readouterr().err
 
 
 def test_who_ran_out_of_memory_is_among_the_notes(tmp_path: Path) -> None:
@@ -117,13 +117,16 @@ def test_who_ran_out_of_memory_is_among_the_notes(tmp_path: Path) -> None:
     run = faulted(tmp_path)
     (run.folder / FOLDER).mkdir()
     for term in range(1, 6):
-        fields = {"term": term, "rank": 1, "host": "beta", "step": term + 10 if term < 5 else None, "lane": 3}
-        (run.folder / FOLDER / f"{term:08d}-00001.json").write_text(json.dumps(fields))
+        known = (
+            {"term": term, "step": term + 10} if term < 5 else {"term": 0, "step": None}
+        )  # outside of worlds it is 0
+        fields = {**known, "rank": 1, "host": "beta", "lane": 3, "t": 100.0 + term}
+        (run.folder / FOLDER / f"{known['term']:08d}-00001.json").write_text(json.dumps(fields))
     for name, text in (("00000006-00000", "{"), ("00000007-00000", "[]"), ("00000008-00000", '{"term": 8}')):
         (run.folder / FOLDER / f"{name}.json").write_text(text)
-    assert [(one.term, one.step, one.lane) for one in ran_out_in(run.folder)][-2:] == [(4, 14, 3), (5, None, 3)]
+    assert [(one.term, one.step, one.lane) for one in ran_out_in(run.folder)][-2:] == [(4, 14, 3), (0, None, 3)]
     report = report_on(str(run.folder), with_coverage=False)
     notes = [note for note in report.notes if "ran out of memory" in note]
     assert len(notes) == 3 and len(report.ran_out) == 5
-    assert notes[-1].startswith("rank 1 on beta ran out of memory before its first world (term 5): ")
+    assert notes[-1].startswith("rank 1 on beta ran out of memory before its first world (term 0): ")
     assert notes[-2].endswith("00000004-00001.json says what took it") and "in step 14" in notes[-2]

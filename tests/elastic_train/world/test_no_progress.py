@@ -31,6 +31,8 @@ def world_after(folder: Path, monkeypatch: pytest.MonkeyPatch, *, dies: bool, va
         past.step(step=3, epoch=0, lo=3, hi=4, lanes=range(4), num_samples=4, world=1, loss=0.5)
         if validates:
             past.validate(step=3)
+            past.phases(step=3, steps=1, seconds=[[0.1] * 12] * 64)  # which a world says as it breaks
+            past.memory(step=3, facts={"peak": 1})
         past.close()
     term = WORLDS + 2
     group = Group(0, 1, None, 5.0)

@@ -219,20 +219,23 @@ def test_a_small_world_admits_a_returning_node_after_its_first_step(
         rto(run)
 
 
-@pytest.mark.parametrize(("formed_at", "first_at", "late_s"), [
-    (90.0, 180.0, None),
-    (90.0, 195.0, 5.0),
-    (110.0, 120.0, 15.0),
+@pytest.mark.parametrize(("formed_at", "size", "first_at", "late_s"), [
+    (90.0, 1, 180.0, None),
+    (90.0, 1, 195.0, 5.0),
+    (90.0, 2, 180.0, 75.0),
+    (110.0, 1, 120.0, 15.0),
+    (5.5, 1, 107.0, 1.5),
 ])  # fmt: skip
-def test_a_world_that_has_formed_in_time_may_take_long_over_its_first_step(
-    formed_at: float, first_at: float, late_s: float | None
+def test_a_small_world_that_has_formed_in_time_may_take_long_over_its_first_step(
+    formed_at: float, size: int, first_at: float, late_s: float | None
 ) -> None:
     """One rank of many computes all lanes: as long as a step may take that is, and no longer."""
     scenario: Line = {"op": "scenario", "t": 0.0, "recovery": "live", "patience_s": 100.0}
     fault: Line = {"op": "fault", "t": 5.0, "kind": "kill_worker", "node": 1, "pids": [8]}
     restore: Line = {"op": "restore", "t": formed_at + 1, "term": 2, "rank": 0, "step": 0}
     step: Line = {"op": "step", "t": first_at, "term": 2, "rank": 0, "step": 1, "samples": 1}
-    lines = [scenario, *a_world(1.0, 1, 7, 8), fault, *a_world(formed_at, 2, 7, 9), restore, step]
+    after = a_world(formed_at, 2, *[7, 9][:size], size=size)
+    lines = [scenario, *a_world(1.0, 1, 7, 8), fault, *after, restore, step]
     run = Evidence(Path("drawn"), [lines], [], {}, None, None)
     if late_s is None:
         assert rto(run).endswith(f"{first_at - 5.0:.2f} s to the next step")

@@ -83,7 +83,7 @@ def test_a_snapshot_says_what_took_the_memory_and_the_error_where_it_is(tmp_path
     [note] = error.__notes__
     path = tmp_path / FOLDER / "00000004-00003.json"
     assert note.startswith("out of memory: rank 3, step 12, lane 5, cpu: at its peak ")
-    assert "weights 24 MB" in note and "sums 16 MB" in note and f"; snapshot: {path}. What takes less: " in note
+    assert "weights 24 MB" in note and "sums 16 MB" in note and f"; snapshot: {path}. To use less memory: " in note
     found = json.loads(path.read_text())
     assert (found["term"], found["rank"], found["num_ranks"], found["step"], found["lane"]) == (4, 3, 8, 12, 5)
     facts = facts_of(found["memory"])
@@ -111,16 +111,18 @@ def test_snapshots_are_small_and_few(tmp_path: Path) -> None:
     kept = sorted(path.name for path in (tmp_path / FOLDER).iterdir())
     assert kept == ["00000004-00003.json", *(f"{term:08d}-00001.json" for term in range(16 - MOST_KEPT, 16))]
     assert all(path.stat().st_size < 4 * MOST_TEXT for path in (tmp_path / FOLDER).iterdir())
+    assert "snapshot: " in noted(tmp_path, MemoryError(), moment=Moment(0, 1, 2, None, None))
+    assert (tmp_path / FOLDER / "00000000-00001.json").exists(), "the newest is kept, whatever its term"
 
 
 def test_a_folder_that_takes_no_file_costs_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does one that hangs: the error says so, and what to change all the same."""
     (tmp_path / FOLDER).write_text("in the way")
     note = noted(tmp_path, MemoryError())
-    assert "00000004-00003.json could not be written: " in note and "What takes less: " in note
+    assert "00000004-00003.json could not be written: " in note and "To use less memory: " in note
     monkeypatch.setattr(out_of_memory, "WRITE_TIMEOUT_S", 0.0)
     monkeypatch.setattr(out_of_memory, "begin", lambda name, call: begin(name, lambda: __import__("time").sleep(0.5)))
-    assert "could not be written: no answer in 0 s. What takes less: " in noted(tmp_path, MemoryError())
+    assert "could not be written: no answer in 0 s. To use less memory: " in noted(tmp_path, MemoryError())
 
 
 def test_where_there_is_no_memory_for_a_snapshot_the_error_goes_on(
@@ -131,18 +133,28 @@ def test_where_there_is_no_memory_for_a_snapshot_the_error_goes_on(
 
     monkeypatch.setattr(Meter, "measure", fails)
     note = noted(tmp_path, MemoryError())
-    assert "rank 3, step 12, lane 5, cpu; no snapshot could be taken: nothing left. What takes less: " in note
+    assert "rank 3, step 12, lane 5, cpu; no snapshot could be taken: nothing left. To use less memory: " in note
 
 
 @pytest.mark.parametrize(
     ("tree", "num_ranks", "expected"),
     [
         ({}, 1, ["parallel.recompute: units", "in a new run, batch.micro_batch below 8"]),
-        ({}, 2, ["parallel.recompute: units", "parallel.shards: optimizer", "in a new run, batch.micro_batch below 8"]),
+        ({}, 2, ["parallel.recompute: units", "in a new run, batch.micro_batch below 8"]),  # both would hold all of it
+        ({}, 3, ["parallel.recompute: units", "parallel.shards: optimizer", "in a new run, batch.micro_batch below 8"]),
         (
             {"parallel": {"shards": "gradients", "recompute": "units"}, "batch": {"micro_batch": 1}},
-            2,
+            3,
             ["parallel.shards: parameters"],
+        ),
+        (
+            {
+                "parallel": {"shards": "optimizer"},
+                "run": {"dir": "runs", "audit_lanes": 4},
+                "batch": {"micro_batch": 1},
+            },
+            4,
+            ["parallel.recompute: units"],
         ),
         ({"parallel": {"tensor": 2, "recompute": "units"}}, 4, ["in a new run, batch.micro_batch below 8"]),
         ({"reduction": "fast", "parallel": {"recompute": "units"}, "batch": {"micro_batch": 1}}, 4, []),
@@ -152,8 +164,10 @@ def test_what_takes_less_is_what_is_not_set_yet(
     tmp_path: Path, tree: dict[str, Any], num_ranks: int, expected: list[str]
 ) -> None:
     said = remedies(config(tmp_path, **tree), num_ranks)
+    for key, value in (one.removeprefix("parallel.").split(": ") for one in expected if one.startswith("parallel.")):
+        config(tmp_path, **{**tree, "parallel": {**tree.get("parallel", {}), key: value}})  # it can be set
     listed = "; ".join(expected) or "a smaller model, or a device with more memory"
-    assert said == f"What takes less: {listed}. `elastic-train plan CONFIG --by memory` says how much"
+    assert said == f"To use less memory: {listed}. `elastic-train plan CONFIG --by memory` says how much"
 
 
 class FakeAllocator:

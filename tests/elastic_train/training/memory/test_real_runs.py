@@ -18,7 +18,7 @@ LANES = 4
 
 
 def test_a_rank_without_memory_leaves_a_snapshot_and_says_what_to_change(tmp_path: Path, rows: Path) -> None:
-    """The error goes on as it is, with where the rank was, its file and the remedies; the report names the file."""
+    """The error is raised unchanged, with where the rank was, its file and the remedies; the report names the file."""
     points, run = tmp_path / "points", tmp_path / "run"
     points.mkdir()
     arm(points, "backward", "oom", 2 * LANES + 1)
@@ -31,7 +31,7 @@ def test_a_rank_without_memory_leaves_a_snapshot_and_says_what_to_change(tmp_pat
     assert lane in range(2 * rank, 2 * rank + 2) and found["step"] in (2, 3, 4)
     assert "torch.OutOfMemoryError: planted at backward\n" in done.output
     said = f"out of memory: rank {rank}, step {found['step']}, lane {lane}, cpu: at its peak "
-    assert said in done.output and f"; snapshot: {path}. What takes less: parallel.recompute: units;" in done.output
+    assert said in done.output and f"; snapshot: {path}. To use less memory: parallel.recompute: units;" in done.output
     facts = facts_of(found["memory"])
     assert facts is not None and facts.parts["weights"] == facts.parts["gradients"] > 0
     assert found["largest"] and any("torch.autograd" in line or "reach" in line for line in found["traceback"])
