@@ -34,14 +34,16 @@ def test_a_worker_that_dies_while_etcd_is_full_ends_nobody(
 
     The log names the alarm and the command that clears it.
     """
+    full = tmp_path / "is over"  # until then steps are slow: there are some left, however long it takes to fill etcd
     with EtcdServer(flags=QUOTA) as server:
-        job = launch(tmp_path, server, write_config(tmp_path, rows, 60, lane_ms=30.0), ranks=2)
+        job = launch(tmp_path, server, write_config(tmp_path, rows, 60, lane_ms=150.0, until=full), ranks=2)
         term, ranks = until_whole(tmp_path / "run", 2)
         fill(server)
         os.kill(ranks[1], signal.SIGKILL)
         eventually(lambda: (tmp_path / "node.log").read_text().count("etcdctl alarm disarm") >= 2, "both in the log")
         make_room(server)
         _, again = until_whole(tmp_path / "run", 2, above=term)
+        full.touch()
         assert ranks[0] in again.values()
         run, log = finish(job, tmp_path)
     assert log.count("another is started in its place") == 1, log
