@@ -72,11 +72,6 @@ def environ_of(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs if name}
 
 
-def command_line_of(pid: int) -> list[str]:
-    """Return the program and the arguments that a process was started with; empty if it is gone."""
-    return [word.decode(errors="replace") for word in _read(pid, "cmdline").split(b"\0")[:-1]]
-
-
 def name_of(pid: int) -> str:
     """Return a process's own name, as `ps` shows it, of 15 bytes at most; empty if it is gone."""
     return _read(pid, "comm").decode(errors="replace").rstrip("\n")

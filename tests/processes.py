@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rendezvous.process_table import stat_of
 
 
@@ -10,3 +12,12 @@ def parent_of(pid: int) -> int:
     if (stat := stat_of(pid)) is None:
         raise ProcessLookupError(pid)
     return stat.parent
+
+
+def command_line_of(pid: int) -> list[str]:
+    """Return the program and the arguments that a process was started with; empty if it is gone."""
+    try:
+        content = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [word.decode(errors="replace") for word in content.split(b"\0")[:-1]]

@@ -27,7 +27,7 @@ from tests.elastic_train.training.live.test_live import (
     until_whole,
     weights,
 )
-from tests.processes import parent_of
+from tests.processes import command_line_of, parent_of
 
 pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("ray")]
 __all__ = ["undisturbed"]
@@ -103,7 +103,7 @@ def driver(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., ForkedWorker]
 def actor_of(worker: int) -> int:
     """Return the process id of Ray's worker below which a rank runs."""
     pid = worker
-    while not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+    while not "".join(command_line_of(pid)[:1]).startswith("ray::"):
         pid = parent_of(pid)
         assert pid > 1, f"{worker} is not a descendant of an actor"
     return pid

@@ -89,12 +89,10 @@ def _as_json(merged: Merged, cluster: Cluster | None) -> dict[str, object]:
     if cluster is None:
         return found
     link, peak = _link_of(merged, cluster)
-    return {
-        **found,
-        "link": link.name,
-        "link_bytes_per_s": peak,
-        "of_link": [one.share_of(peak) for one in merged.traffic],
-    }
+    traffic: list[dict[str, object]] = found["traffic"]  # type: ignore[assignment]
+    for row, one in zip(traffic, merged.traffic, strict=True):
+        row["of_link"] = one.share_of(peak)
+    return {**found, "link": link.name, "link_bytes_per_s": peak}
 
 
 def _show(merged: Merged, cluster: Cluster | None) -> None:

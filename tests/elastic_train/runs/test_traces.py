@@ -130,7 +130,11 @@ def test_bandwidths_are_shares_of_the_link_that_ranks_have_between_them(
         main([*arguments, "--json"])
     [merged] = json.loads(capsys.readouterr().out)
     assert (left.value.code, merged["link"], merged["link_bytes_per_s"]) == (0, link, pytest.approx(peak))
-    assert merged["of_link"] == [None, pytest.approx(7e6 / peak), pytest.approx(20_002 / peak)]
+    assert [one["of_link"] for one in merged["traffic"]] == [
+        None,
+        pytest.approx(7e6 / peak),
+        pytest.approx(20_002 / peak),
+    ]
     with pytest.raises(SystemExit):
         main(arguments)
     shown = " ".join(capsys.readouterr().out.split())

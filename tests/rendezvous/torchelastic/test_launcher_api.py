@@ -17,9 +17,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rendezvous import EtcdServer
-from rendezvous.process_table import children_of, command_line_of, is_alive
+from rendezvous.process_table import children_of, is_alive
 from rendezvous.torchelastic.entry_point import create_handler, make_agent
 from rendezvous.torchelastic.restart_agent import ElasticAgent
+from tests.processes import command_line_of
 from tests.rendezvous.rendezvous_sides import eventually
 
 MOST_TRIES = 5

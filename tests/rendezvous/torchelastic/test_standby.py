@@ -20,7 +20,7 @@ from rendezvous.torchelastic import standby_process
 from rendezvous.torchelastic.bound_agent import BoundAgent
 from rendezvous.torchelastic.standby import UNKNOWN_CODE, Program, Standby
 from tests.conftest import PATIENCE_S
-from tests.processes import parent_of
+from tests.processes import command_line_of, parent_of
 from tests.rendezvous.rendezvous_sides import eventually
 
 pytestmark = pytest.mark.slow
@@ -172,7 +172,7 @@ def test_whatever_is_forked_after_cuda_began_becomes_a_program(
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         pid, worker_pid = (int(pid) for pid in agent.stdout.readline().split())
-        assert "standby_process" in Path(f"/proc/{pid}/cmdline").read_text()
+        assert "standby_process" in " ".join(command_line_of(pid))
         assert parent_of(worker_pid) == agent.pid and name_of(worker_pid) == "worker"
         agent.kill()
     eventually(lambda: not is_alive(worker_pid), "its end")
@@ -180,7 +180,7 @@ def test_whatever_is_forked_after_cuda_began_becomes_a_program(
     poisoned.preload("poison")
     assert poisoned.wait_until_ready(60.0)
     worker = poisoned.start(sleeper, {}, os.devnull, None)
-    eventually(lambda: Path(f"/proc/{worker.pid}/cmdline").read_text().endswith("-u\0-m\0sleeper\0"), "the program")
+    eventually(lambda: command_line_of(worker.pid)[-3:] == ["-u", "-m", "sleeper"], "the program")
     assert parent_of(worker.pid) == os.getpid()
     worker.close()
     assert worker.wait(PATIENCE_S) == -signal.SIGTERM
@@ -195,7 +195,7 @@ def test_standby_process_and_workers_die_with_their_agent(tmp_path: Path, sleepe
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         pids = [int(pid) for pid in agent.stdout.readline().split()]
-        command_line = Path(f"/proc/{pids[0]}/cmdline").read_text()
+        command_line = " ".join(command_line_of(pids[0]))
         assert ("standby_process" in command_line) == (how == "started")
         assert all(is_alive(pid) for pid in pids) and parent_of(pids[1]) == agent.pid
         agent.kill()
