@@ -16,7 +16,7 @@ from chaos.real.forked_node import begin
 from chaos.real.forked_node.begin import begin_fork
 from chaos.services.torchrun_node import Node, clean_environ
 from rendezvous.etcd.server import free_ports
-from rendezvous.process_table import environ_of, is_alive, is_stopped
+from rendezvous.process_table import environ_of, is_alive, is_stopped, name_of
 from tests.conftest import PATIENCE_S
 from tests.processes import parent_of
 
@@ -42,6 +42,11 @@ def described(folder: Path, number: int, command: list[str] | None = None) -> No
     return Node(number, command or sleeps(), folder / f"node-{number}.log", environ, begin_fork)
 
 
+def has_worker(node: Node) -> bool:
+    """Whether the worker is a program by now: a moment ago it was a copy of its agent, and showed what that shows."""
+    return [name_of(pid) for pid in node.pids() if pid != node.agent] == ["sleep"]
+
+
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Node]]:
     """Two forked nodes, each with an agent and a worker that is a program of its own."""
@@ -49,7 +54,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
     for node in made:
         node.start()
         assert node.agent in node.pids(), "it carries its mark from the first moment"
-    until(lambda: all(len(node.pids()) == 2 for node in made))
+    until(lambda: all(has_worker(node) for node in made))
     yield made
     for node in made:
         node.kill()
@@ -67,7 +72,7 @@ def test_every_process_of_a_forked_node_is_hit_and_none_of_another(nodes: list[N
     assert (first.pids(), first.code) == ([], -signal.SIGKILL)
     assert not any(is_alive(pid) for pid in mine) and all(is_alive(pid) for pid in others)
     first.start()
-    until(lambda: len(first.pids()) == 2)
+    until(lambda: has_worker(first))
     assert sorted(second.stop()) == sorted(others)
     second.wait(PATIENCE_S)
     assert second.code == 1, "torchrun's own code for a SIGTERM"
