@@ -24,6 +24,7 @@ from elastic_train.cli.output import Json, print_json, print_text
 from elastic_train.data.corpora import origin, synthetic
 from elastic_train.data.dataset import describe, row_lengths, verify
 from elastic_train.data.dataset.checksums import add_checksums
+from elastic_train.data.dataset.encoded_images import verify_images
 from elastic_train.data.dataset.manifest import NAME, Manifest, load_manifest
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
@@ -105,16 +106,24 @@ def describe_(data: str, *, json_: Json = False) -> int:
 
 
 @app.command(name="verify")
-def verify_(data: str, *, json_: Json = False) -> int:
+def verify_(data: str, *, images: str | None = None, json_: Json = False) -> int:
     """Read every file of DATA and compare it with the manifest; list damaged ones and exit with 65 if there are any.
 
     Damage is named by row group, column and bytes where the checksums of the row groups are known.
+
+    Parameters
+    ----------
+    images
+        A column of encoded images: decode all of them, too, and list those that cannot be.
     """
     manifests = _manifests(data)
     found = [
         (f"{manifest.url}/{verdict.path}", verdict)
         for manifest in manifests
-        for verdict in verify.verify(manifest, track=shown)
+        for verdict in (
+            *verify.verify(manifest, track=shown),
+            *(verify_images(manifest, images, track=shown) if images is not None else ()),
+        )
     ]
     if json_:
         print_json(

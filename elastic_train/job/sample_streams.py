@@ -47,6 +47,11 @@ class Feed:
         )
 
     @property
+    def manifests(self) -> Sequence[Manifest]:
+        """Those of the training set or of its sources, and the validation set's."""
+        return [*self._manifests, *([] if self._held_out is None else [self._held_out])]
+
+    @property
     def validation_digest(self) -> str | None:
         """The digest of the validation set's manifest; None without one."""
         return None if self._held_out is None else self._held_out.digest

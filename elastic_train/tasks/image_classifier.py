@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.arrow.numbers import numbers_of
+from elastic_train.data.dataset.encoded_images import undecodable
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.extras import needed_for
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _SIZES = [each.name for each in fields(ResNetShape) if each.name != "num_classes"]
 _NUM_DRAWS = 5
+_REMEDY = "replace it by a whole PNG or JPEG, or leave the row out, and build the manifest again"
 
 
 class ImageClassifier:
@@ -123,6 +125,12 @@ class ImageClassifier:
         assert self._label is not None, "prepare comes first"
         return [self._image, self._label]
 
+    def inspected_columns(self) -> Sequence[str]:
+        return [self._image]
+
+    def unfit_rows(self, rows: pa.Table) -> Sequence[tuple[int, str]]:
+        return [(row, f"column '{self._image}' {why}; {_REMEDY}") for row, why in undecodable(rows.column(self._image))]
+
     def build_model(self) -> nn.Module:
         if self.source is None:
             return SmallResNet(ResNetShape(num_classes=self.num_classes, **self._sizes))
@@ -158,6 +166,8 @@ class ImageClassifier:
 
     def _pixels(self, rows: pa.Table, draw: SampleRandom) -> npt.NDArray[np.uint8]:
         """Return (rows, channels, size, size); DataError names a sample that does not decode."""
+        from PIL.Image import DecompressionBombError
+
         from elastic_train.tasks.images.augmentation import decode, view
 
         draws = draw.uniform("view", _NUM_DRAWS) if draw.is_training else [None] * len(draw.ids)
@@ -165,10 +175,10 @@ class ImageClassifier:
         for at, content in enumerate(rows.column(self._image).to_pylist()):
             try:
                 pixels[at] = view(decode(content or b"", self.channels), self.size, self.augmentation, draws[at])
-            except (OSError, ValueError, SyntaxError) as error:
+            except (OSError, ValueError, SyntaxError, DecompressionBombError) as error:
                 raise DataError(
-                    f"sample {draw.ids[at]}: its image in column '{self._image}' cannot be decoded ({error}); make the "
-                    "dataset again with `elastic-train data import images`, which names such files"
+                    f"sample {draw.ids[at]}: its image in column '{self._image}' cannot be decoded ({error}); "
+                    f"{_REMEDY} (`elastic-train data verify --images {self._image}` lists all such rows)"
                 ) from error
         return pixels
 

@@ -23,6 +23,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:  # torchmetrics takes over a second to import, which every recovery would wait for
+    import pyarrow as pa
     from torchmetrics import Metric
 
 Batch = dict[str, Tensor]
@@ -147,6 +148,23 @@ class Matching(Protocol):
         """Raise ConfigError or DataError if what was prepared cannot be judged by this set; called before training.
 
         It is asked of each source of a mixture, too, but for the first.
+        """
+
+
+@runtime_checkable
+class Inspecting(Protocol):
+    """A task that finds rows which `collate` would refuse, at a part of its cost.
+
+    Before a run's first step, each rank has some of the rows of all datasets inspected, for a few seconds at most.
+    """
+
+    def inspected_columns(self) -> Sequence[str]:
+        """Name the columns that `unfit_rows` reads."""
+
+    def unfit_rows(self, rows: pa.Table) -> Sequence[tuple[int, str]]:
+        """Return the numbers of unfit rows among these, ascending, and what is wrong with each; called by threads.
+
+        What is wrong follows "row 3: " in a message, and ends with the remedy.
         """
 
 
@@ -367,6 +385,7 @@ __all__ = [
     "Finishing",
     "Generating",
     "Grouping",
+    "Inspecting",
     "LaneLoss",
     "Limited",
     "Matching",

@@ -31,6 +31,7 @@ from elastic_train.system.wording import counted, size
 from elastic_train.tasks.task import Counting, Sequencing, Staging
 from elastic_train.tracking.history_files import Stagnation
 from elastic_train.training.commits import Commits
+from elastic_train.training.opening.inspection import inspect_rows
 from elastic_train.training.opening.saves import open_cadence, open_saves
 from elastic_train.training.opening.views import open_memory_watch, open_tracer, open_watch, start_tracker
 from elastic_train.training.session import Process, Session
@@ -71,6 +72,8 @@ def _open_in(process: Process, world: World) -> Session:
     elif world.cell is not None:
         take_place(plan, state, world.mesh, world.cell, world.replicas)
     head = restore(plan, world, state, before)
+    if head is None and state.step == 0:
+        inspect_rows(process, world)
     stuck = check_progress(world, plan)
     kind = _pick_reduction(plan, world, differing)
     assigned = state.shards.assigned(world.mesh.num_replicas, plan.num_lanes)

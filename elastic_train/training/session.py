@@ -74,6 +74,8 @@ class Process:
     """Of the worlds that it has led."""
     warned: set[str] = field(default_factory=set)
     """What it has said about the file system of its commits."""
+    inspected: set[str] = field(default_factory=set)
+    """The datasets of which it has had its part of the rows inspected, before the run's first step."""
 
 
 @dataclass(slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 
 import pyarrow as pa
 
+from elastic_train.data.dataset.encoded_images import why_undecodable
 from elastic_train.data.tables.files import Chunk
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
@@ -27,16 +27,14 @@ def unwrap_images(chunk: Chunk, name: str) -> pa.Array:
 
 
 def check_image(content: bytes | None, place: str) -> None:
-    """Decode an image to its last pixel; ConfigError, which names the place, if that cannot be done."""
+    """Decode an image to its last byte; ConfigError, which names the place, if that cannot be done."""
     with needed_for("importing images"):
         from PIL import Image
-    if not content:
-        raise ConfigError(f"{place}: holds no image; leave it out")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            Image.open(io.BytesIO(content)).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ConfigError(
-            f"{place}: is not an image that can be decoded: {error}; replace it by a whole PNG or JPEG, or leave it out"
-        ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            why = why_undecodable(content)
+        except Image.DecompressionBombWarning as error:
+            why = f"is not an image that can be decoded: {error}"
+    if why is not None:
+        raise ConfigError(f"{place}: {why}; replace it by a whole PNG or JPEG, or leave it out")

@@ -17,6 +17,7 @@ from elastic_train.data.dataset.describe import LENGTH_BOUNDS, describe
 from elastic_train.data.dataset.manifest import NAME, build_manifest, load_manifest
 from elastic_train.data.dataset.verify import verify
 from elastic_train.data.parquet.footer_index import NAME as FOOTERS
+from elastic_train.data.tables.digits import import_digits
 from elastic_train.system.progress_bar import shown, silent
 from tests.conftest import ROOT, Finished, write_rows
 from tests.elastic_train.data.corpora.test_docstrings import write_functions
@@ -216,6 +217,25 @@ def test_describe_names_a_damaged_file(tmp_path: Path, call: Call) -> None:
     assert done.code == 65
     assert "part-1.parquet: cannot be read" in done.output
     assert "check with `elastic-train data verify`" in done.output
+
+
+def test_verify_lists_every_image_that_does_not_decode(tmp_path: Path, call: Call) -> None:
+    """The files are whole, and hold what nobody can train on; without --images nobody looks."""
+    import_digits(tmp_path / "digits", share=0.1, seed=7)
+    table = pq.read_table(next((tmp_path / "digits" / "validation").glob("*.parquet")))
+    images = table.column("image").to_pylist()
+    images[40], images[90] = images[40][:60], b"GIF89a"
+    (tmp_path / "own").mkdir()
+    broken = table.set_column(0, "image", pa.array(images))
+    pq.write_table(broken, tmp_path / "own" / "a.parquet", row_group_size=64)
+    build_manifest(str(tmp_path / "own"))
+    assert call("verify", tmp_path / "own").code == 0
+    done = call("verify", tmp_path / "own", "--images", "image", "--json")
+    assert done.code == 65
+    verdicts, _ = json.JSONDecoder().raw_decode(done.output)  # bars follow
+    wrong = [verdict["wrong"] for verdict in verdicts if verdict["wrong"]]
+    assert [text.partition(":")[0] for text in wrong] == ["row group 0, row 40", "row group 1, row 26"]
+    assert all("column 'image' is not an image that can be decoded" in text for text in wrong)
 
 
 def flip_a_byte(path: Path) -> None:

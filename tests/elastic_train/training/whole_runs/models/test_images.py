@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
+from elastic_train.data.dataset.manifest import build_manifest
 from elastic_train.data.tables.digits import import_digits
 from elastic_train.system.failpoints import VARIABLE, arm
 from tests.conftest import start
-from tests.elastic_train.training.jobs import config, result, succeed
+from tests.elastic_train.training.jobs import config, history, result, succeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("images")]  # one run to compare with
 
@@ -71,3 +77,34 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     done = succeed(start([path], num_ranks=3))
     assert "resumed from commits/" in done.output
     assert result(tmp_path)["weights_sha256"] == alone["weights_sha256"]
+
+
+def jpeg(seed: int) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (24, 24), dtype=np.uint8)).save(content, "jpeg")
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_an_image_that_is_cut_off_is_refused_before_the_first_step(tmp_path: Path, part: str) -> None:
+    """Of Parquet that nobody imported, wherever it is, by each rank: with file, row group, row and what to do."""
+    images = {name: [jpeg(seed) for seed in range(120)] for name in ("train", "validation")}
+    images[part][107] = images[part][107][:-40]
+    for name, contents in images.items():
+        (tmp_path / "rows" / name).mkdir(parents=True)
+        table = pa.table({"image": contents, "label": [number % 2 for number in range(120)]})
+        pq.write_table(table, tmp_path / "rows" / name / "a.parquet", row_group_size=50)
+        build_manifest(str(tmp_path / "rows" / name), label_column="label")
+    done = start([config(tmp_path, tmp_path / "rows", IMAGES)], num_ranks=2)
+    assert done.code == 65
+    assert f"rows/{part}: sample 107 (a.parquet, row group 2, row 7): column 'image' is not an image" in done.output
+    assert "leave the row out, and build the manifest again" in done.output
+    assert history(tmp_path, "apply") == []
+
+
+def test_rows_are_inspected_once_in_a_run(tmp_path: Path, digits: Path) -> None:
+    """All of a small dataset, by two ranks; and not when it is resumed."""
+    path = config(tmp_path, digits, {**IMAGES, "max_steps": 4})
+    said = "1,797 of 1,797 rows were inspected before the first step, and are fit for the task"
+    assert said in succeed(start([path], num_ranks=2)).output
+    assert "rows were inspected" not in succeed(start([path, "--max_steps", "6"])).output
