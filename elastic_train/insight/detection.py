@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from elastic_train.insight.events import Event, Kind
 from elastic_train.insight.phases import PHASES, RankFacts
+from rendezvous.etcd.tally import Answers
 
 WINDOW, LOOK_EVERY, LOOKS = 10, 5, 3
 LATENCY = WINDOW + LOOK_EVERY * LOOKS
@@ -31,8 +32,12 @@ SLOW_RATIO, SLOW_SHARE = 1.3, 0.1
 LINK_RATIO, LINK_LEAST_S, LINK_SHARE = 3.0, 0.002, 0.15
 """A link is slow at so many times the others' round trip, so many seconds more, if so much of a step is exchange. Of a
 window the shortest round trip counts: what a busy peer holds back lengthens some in a row, a slow link all of them."""
-STEPS_RATIO, BASELINE_LOOKS = 1.4, 6
-"""Steps are slow at so many times the best quarter of earlier looks, of which there must be so many."""
+STEPS_RATIO, BASELINE_LOOKS, MOST_LOOKS = 1.4, 6, 200
+"""Steps are slow at so many times the best quarter of earlier looks, of which there must be so many. So are all ranks'
+round trips together, at `LINK_RATIO`."""
+ETCD_REQUESTS, ETCD_S, ETCD_SHARE = 4, 0.5, 0.5
+"""So many requests are judged together: etcd is slow if answers take so long, and silent if more than that share gets
+none. The alert rules have the same bounds."""
 DATA_SHARE, SAVE_SHARE, SAVE_WINDOW = 0.2, 0.1, 50
 SPIKE_HISTORY, SPIKE_LEAST, SPIKE_DEVIATIONS, NORM_RATIO = 64, 16, 10.0, 10.0
 _MAD_TO_SIGMA = 1.4826
@@ -42,6 +47,8 @@ _WAIT, _EXCHANGE = RankFacts._fields.index("wait_s"), RankFacts._fields.index("e
 _TRIP = RankFacts._fields.index("round_trip_s")
 
 Key = tuple[Kind, int | None]
+Found = tuple[Key, float, float, str]
+"""What is wrong, what was measured, what it is compared with, and the unit of both."""
 
 
 @dataclass(slots=True)
@@ -65,7 +72,10 @@ class Detector:
         self._lanes = np.array(num_lanes, dtype=np.float64) / max(1.0, float(np.median(num_lanes)))
         self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=WINDOW)
         self._standing: dict[Key, _Standing] = {}
-        self._looks: deque[float] = deque(maxlen=200)
+        self._looks: deque[float] = deque(maxlen=MOST_LOOKS)
+        self._trips: deque[float] = deque(maxlen=MOST_LOOKS)
+        self._etcd: Answers | None = None
+        self._of_etcd = list[Found]()
         self._losses: deque[float] = deque(maxlen=SPIKE_HISTORY)
         self._norms: deque[float] = deque(maxlen=SPIKE_HISTORY)
         self._saves: deque[tuple[float, float]] = deque(maxlen=SAVE_WINDOW)
@@ -73,14 +83,25 @@ class Detector:
         self._num_steps = 0
 
     def step(
-        self, step: int, ranks: Sequence[RankFacts], loss: float, norm: float, num_failed_saves: int = 0
+        self,
+        step: int,
+        ranks: Sequence[RankFacts],
+        loss: float,
+        norm: float,
+        num_failed_saves: int = 0,
+        etcd: Answers | None = None,
     ) -> list[Event]:
-        """Return what begins and ends to be wrong with a step; `loss` is the mean, of saves those failed in a row."""
+        """Return what begins and ends to be wrong with a step; `loss` is the mean, of saves those failed in a row.
+
+        `etcd` are all of this process's requests until now.
+        """
         rows = np.array(ranks)
         self._rows.append(rows)
         self._saves.append((float(rows[:, _SAVE].max()), float(rows[0, : len(PHASES)].sum())))
         self._num_steps += 1
         events = [*self._numbers(step, loss, norm), *self._failed(step, num_failed_saves)]
+        if etcd is not None:
+            self._judge_etcd(etcd)
         if len(self._rows) == WINDOW and self._num_steps % LOOK_EVERY == 0:
             events += self._look(step)
         return events
@@ -91,7 +112,12 @@ class Detector:
         step_s = float(np.median(window[:, :, : len(PHASES)].sum(axis=2)))
         found = {
             event[0]: event[1:]
-            for event in (*_slow_ranks(window, step_s, self._lanes, self._alike), *self._of_all(window, step_s))
+            for event in (
+                *_slow_ranks(window, step_s, self._lanes, self._alike),
+                *self._of_all(window, step_s),
+                *self._slow_network(window, step_s),
+                *self._of_etcd,
+            )
         }
         for key, (value, usual, unit) in found.items():
             standing = self._standing.setdefault(key, _Standing(max(1, step - WINDOW + 1)))
@@ -107,14 +133,11 @@ class Detector:
                 if standing.is_said:
                     yield Event(key[0], step, standing.since, key[1], 0.0, 0.0, "", is_over=True)
 
-    def _of_all(self, window: npt.NDArray[np.float64], step_s: float) -> Iterator[tuple[Key, float, float, str]]:
+    def _of_all(self, window: npt.NDArray[np.float64], step_s: float) -> Iterator[Found]:
         """Find what is wrong with all ranks: their steps, data and saves."""
-        if len(self._looks) >= BASELINE_LOOKS:
-            usual = float(np.quantile(self._looks, 0.25))
-            if step_s > STEPS_RATIO * usual:
-                yield ("slow_steps", None), step_s, usual, " s"
-        if len(self._looks) < BASELINE_LOOKS or ("slow_steps", None) not in self._standing:
-            self._looks.append(step_s)
+        usual = self._usual("slow_steps", self._looks, step_s)
+        if step_s > STEPS_RATIO * usual:
+            yield ("slow_steps", None), step_s, usual, " s"
         waiting = float(np.median(_without_worst(window[:, :, _DATA])))
         if waiting > DATA_SHARE * step_s:
             yield ("data_wait", None), 100 * waiting / step_s, 100 * DATA_SHARE, " %"
@@ -122,6 +145,36 @@ class Detector:
             stalled, whole = (sum(column) for column in zip(*self._saves, strict=True))
             if stalled > SAVE_SHARE * whole:
                 yield ("save_stall", None), 100 * stalled / whole, 100 * SAVE_SHARE, " %"
+
+    def _slow_network(self, window: npt.NDArray[np.float64], step_s: float) -> Iterator[Found]:
+        """Find that the ranks' connections are slower than they were, most of them; of two ranks it is their only one."""
+        if window.shape[1] < 2:
+            return
+        trip_s = float(np.median(window[:, :, _TRIP].min(axis=0)))
+        usual = self._usual("slow_network", self._trips, trip_s)
+        is_long = trip_s > LINK_RATIO * usual > 0 and trip_s - usual > LINK_LEAST_S
+        if is_long and _exchange_s(window) > LINK_SHARE * step_s:
+            yield ("slow_network", None), 1e3 * trip_s, 1e3 * usual, " ms"
+
+    def _usual(self, kind: Kind, looks: deque[float], value: float) -> float:
+        """Return the best quarter of earlier looks, infinite while they are few; a value that is not said joins them."""
+        usual = float(np.quantile(looks, 0.25)) if len(looks) >= BASELINE_LOOKS else math.inf
+        if len(looks) < BASELINE_LOOKS or (kind, None) not in self._standing:
+            looks.append(value)
+        return usual
+
+    def _judge_etcd(self, etcd: Answers) -> None:
+        """Judge this world's last requests once there are enough; what is found stands until there are as many again."""
+        before = self._etcd = self._etcd or etcd
+        answers, failures = etcd.num_answers - before.num_answers, etcd.num_failures - before.num_failures
+        if answers + failures < ETCD_REQUESTS:
+            return
+        seconds, share = (etcd.answer_s - before.answer_s) / max(1, answers), failures / (answers + failures)
+        self._etcd, self._of_etcd = etcd, []
+        if share > ETCD_SHARE:
+            self._of_etcd.append((("silent_etcd", None), 100 * share, 100 * ETCD_SHARE, " %"))
+        elif seconds > ETCD_S:
+            self._of_etcd.append((("slow_etcd", None), seconds, ETCD_S, " s"))
 
     def _numbers(self, step: int, loss: float, norm: float) -> Iterator[Event]:
         """Judge a step's loss and norm by those before it."""
@@ -151,7 +204,7 @@ def _slow_ranks(
     step_s: float,
     lanes: npt.NDArray[np.float64],
     alike: Sequence[Sequence[int]],
-) -> Iterator[tuple[Key, float, float, str]]:
+) -> Iterator[Found]:
     """Find the ranks whose compute, for their lanes, whose data or whose link is slower than the others'."""
     if window.shape[1] < 2:
         return
@@ -162,11 +215,15 @@ def _slow_ranks(
         for rank, value, usual in _beside_alike(values, groups):
             if value > SLOW_RATIO * usual and value - usual > SLOW_SHARE * step_s:
                 yield (kind, rank), value, usual, " s"  # type: ignore[misc]
-    exchange_s = float(np.median(window[:, :, _WAIT] + window[:, :, _EXCHANGE]))
-    if window.shape[1] > 2 and exchange_s > LINK_SHARE * step_s:
+    if window.shape[1] > 2 and _exchange_s(window) > LINK_SHARE * step_s:
         for rank, value, usual in _beside_others(window[:, :, _TRIP].min(axis=0)):
             if usual > 0 and value > LINK_RATIO * usual and value - usual > LINK_LEAST_S:
                 yield ("slow_link", rank), 1e3 * value, 1e3 * usual, " ms"
+
+
+def _exchange_s(window: npt.NDArray[np.float64]) -> float:
+    """Return what ranks exchange in a step, and wait for that."""
+    return float(np.median(window[:, :, _WAIT] + window[:, :, _EXCHANGE]))
 
 
 def _without_worst(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

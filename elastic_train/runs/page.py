@@ -9,7 +9,7 @@ from elastic_train.drawing.page import Drawn, Fact, draw, fill
 from elastic_train.runs import tables
 from elastic_train.runs.figures.heat_map import compute_figure, phases_figure
 from elastic_train.runs.figures.over_steps import LOSS, curve_figure
-from elastic_train.runs.figures.over_time import goodput_figure, saves_figure, throughput_figure
+from elastic_train.runs.figures.over_time import goodput_figure, mfu_figure, saves_figure, throughput_figure
 from elastic_train.runs.goodput import MEANINGS
 from elastic_train.runs.report import RunReport
 
@@ -31,6 +31,7 @@ def render(reports: Sequence[RunReport]) -> str:
             "summary": tables.summary(reports),
             "curves": list(_curves(reports)),
             "throughput": draw(lambda: throughput_figure(reports)),
+            "mfu": draw(lambda: mfu_figure(reports)) if any(report.mfu is not None for report in reports) else None,
             "goodput": draw(lambda: goodput_figure(reports)),
             "kinds": list(MEANINGS.items()),
             "spent_head": ("", *names),

@@ -95,12 +95,18 @@ class RunReport:
     @property
     def mfu(self) -> float | None:
         """The median over the steps that count; None if the configuration has no operations and no peak."""
-        flops, tflops = (number_of(self.config, f"monitoring.{key}") for key in ("flops_per_sample", "peak_tflops"))
-        if flops is None or tflops is None:
+        share = self.peak_share
+        if share is None:
             return None
         worlds = [(world.size, step) for world in self.story.worlds for step in world.kept if step.seconds > 0]
         rates = [step.num_samples / step.seconds / size for size, step in worlds if size]
-        return statistics.median(rates) * flops / (1e12 * tflops) if rates else None
+        return statistics.median(rates) * share if rates else None
+
+    @property
+    def peak_share(self) -> float | None:
+        """What share of a device's peak one sample a second is; None if the configuration does not say both."""
+        flops, tflops = (number_of(self.config, f"monitoring.{key}") for key in ("flops_per_sample", "peak_tflops"))
+        return None if flops is None or not tflops else flops / (1e12 * tflops)
 
     @property
     def hfu(self) -> float | None:

@@ -19,6 +19,7 @@ from elastic_train.job.auditing.auditor import WrongGradient
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.step_sums import StepSums
 from elastic_train.world.world import World
+from rendezvous.etcd.tally import TALLY
 
 
 class Watch:
@@ -55,7 +56,7 @@ class Watch:
             self._at_first_step()
         self._step = step
         loss = sums.loss / sums.divisor
-        for event in self._detector.step(step, sums.ranks, loss, norm, num_failed_saves):
+        for event in self._detector.step(step, sums.ranks, loss, norm, num_failed_saves, TALLY.read()):
             self.tell(event)
         if self._window.num_steps >= self._every_steps:
             self.say()

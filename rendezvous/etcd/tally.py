@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
+
+
+class Answers(NamedTuple):
+    """Requests that were answered, the seconds that took, and requests that were not, since a process began."""
+
+    num_answers: int = 0
+    answer_s: float = 0.0
+    num_failures: int = 0
 
 
 class Tally:
@@ -23,6 +32,11 @@ class Tally:
         """A request got an error in place of an answer: etcd was not reached in time, had no leader, or refused it."""
         with self._lock:
             self.num_failures += 1
+
+    def read(self) -> Answers:
+        """Return the sums of one moment."""
+        with self._lock:
+            return Answers(self.num_answers, self.answer_s, self.num_failures)
 
 
 TALLY = Tally()

@@ -1,8 +1,8 @@
-"""What a run did with its time: samples a second over it, what it was spent on, and what saves took."""
+"""What a run did with its time: samples a second over it, MFU, what it was spent on, and what saves took."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from markupsafe import Markup
 
@@ -39,12 +39,34 @@ def throughput_figure(reports: Sequence[RunReport]) -> Markup:
     known = [(place, report) for place, report in enumerate(reports) if report.story.kept]
     if not known:
         raise ValueError("no history has a step that counts")
-    until = max(report.story.ended - report.story.began for _, report in known)
     rates = {place: _rates(report.story) for place, report in known}
+    return _over_time(known, rates, "samples/s", "samples a second")
+
+
+def mfu_figure(reports: Sequence[RunReport]) -> Markup:
+    """Draw MFU against time: of the ranks that each step had, and of all the time, that between worlds included."""
+    known = [(place, report) for place, report in enumerate(reports) if report.mfu is not None]
+    if not known:
+        raise ValueError("no run has monitoring.flops_per_sample, monitoring.peak_tflops and a step that counts")
+    shares = {
+        place: [(at, 100 * rate * report.peak_share) for at, rate in _rates(report.story, for_each_rank=True)]
+        for place, report in known
+    }
+    return _over_time(known, shares, "MFU, %", "model FLOP/s utilisation, in per cent,")
+
+
+def _over_time(
+    known: Sequence[tuple[int, RunReport]],
+    rates: Mapping[int, Sequence[tuple[float, float]]],
+    label: str,
+    what_it_is: str,
+) -> Markup:
+    """Draw a rate of each run, by its place among all, over what was lost between its worlds."""
+    until = max(report.story.ended - report.story.began for _, report in known)
     most = max((rate for points in rates.values() for _, rate in points), default=1.0)
     axis, unit = time_axis(until)
     unit_s, height = seconds_in(unit), Axis(0.0, 1.05 * most, _BOTTOM, _TOP)
-    parts = [*along_x(axis, _TOP, _BOTTOM, unit), *along_y(height, "samples/s")]
+    parts = [*along_x(axis, _TOP, _BOTTOM, unit), *along_y(height, label)]
     for _, report in known:
         for change in report.changes:
             if change.rto_s is not None:
@@ -56,16 +78,18 @@ def throughput_figure(reports: Sequence[RunReport]) -> Markup:
         points: list[Point] = [(axis(at / unit_s), height(rate)) for at, rate in rates[place]]
         points = points if len(points) > 1 else [points[0], (points[0][0] + 2.0, points[0][1])]
         parts += paths([Stroke(f"curve s{place % 8}", path(points), report.name)])
-    return figure(_BOTTOM + 34, f"samples a second over time of {len(known)} runs", parts)
+    return figure(_BOTTOM + 34, f"{what_it_is} over time of {len(known)} runs", parts)
 
 
-def _rates(story: Story) -> list[tuple[float, float]]:
+def _rates(story: Story, *, for_each_rank: bool = False) -> list[tuple[float, float]]:
     """Return (seconds since the run began, samples a second) in spells of equal length, 0 where none was applied."""
     until = max(story.ended - story.began, 1e-6)
     spells = min(_MOST_POINTS, max(1, len(story.kept) // 2))
     samples = [0.0] * spells
-    for step in story.kept:
-        samples[min(spells - 1, int(spells * (step.at - story.began) / until))] += step.num_samples
+    for world in story.worlds:
+        size = (world.size or 1) if for_each_rank else 1
+        for step in world.kept:
+            samples[min(spells - 1, int(spells * (step.at - story.began) / until))] += step.num_samples / size
     length = until / spells
     return [((place + 0.5) * length, count / length) for place, count in enumerate(samples)]
 

@@ -13,6 +13,7 @@ from benchmarks.insight.stragglers import straggler_figures
 from elastic_train.insight.detection import LATENCY, Detector, _beside_others
 from elastic_train.insight.events import Event
 from elastic_train.insight.phases import RankFacts
+from rendezvous.etcd.tally import Answers
 
 QUIET = RankFacts(0.01, 0.0, 0.3, 0.6, 0.0, 0.2, 0.05, 0.0, 0.0, 0.0, 0, 0.0003)
 Change = Callable[[int, int], RankFacts]
@@ -85,13 +86,44 @@ def test_what_is_over_is_said_to_be_once() -> None:
     assert 70 < ends.step <= 70 + LATENCY
 
 
-def test_a_link_of_two_ranks_is_nobodys() -> None:
-    """Each of the two connections' ends measures the same; steps that are slower than they were are all ranks'."""
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_network_that_is_slower_than_it_was_is_no_ranks(ranks: int) -> None:
+    """Each end of the only connection of two ranks measures the same, and of more than two most are slower."""
 
     def slow(step: int, rank: int) -> RankFacts:
         return QUIET._replace(round_trip_s=0.02, exchange_s=1.5) if step > 60 else QUIET
 
-    assert kinds(slow, ranks=2) == [("slow_steps", None)]
+    assert kinds(slow, ranks=ranks) == [("slow_steps", None), ("slow_network", None)]
+
+
+def test_a_network_that_costs_little_of_a_step_or_was_ever_slow_is_not_said_to_be_slower() -> None:
+    def idle(step: int, rank: int) -> RankFacts:
+        return QUIET._replace(round_trip_s=0.02 if step > 60 else QUIET.round_trip_s, exchange_s=0.1)
+
+    assert kinds(idle, ranks=2) == []
+    assert kinds(lambda step, rank: QUIET._replace(round_trip_s=0.05), ranks=2) == []
+
+
+@pytest.mark.parametrize(
+    ("each", "said"),
+    [
+        (Answers(1, 0.003, 0), []),
+        (Answers(1, 0.003, 1), []),
+        (Answers(1, 0.8, 0), [("slow_etcd", False, 0.8), ("slow_etcd", True, 0.0)]),
+        (Answers(0, 0.0, 1), [("silent_etcd", False, 100.0), ("silent_etcd", True, 0.0)]),
+    ],
+)
+def test_an_etcd_that_is_slow_or_silent_is_said_to_be_until_it_answers(
+    each: Answers, said: list[tuple[str, bool, float]]
+) -> None:
+    """What rank 0's process asks of it while steps go on; what it asked in worlds before this one is none of its."""
+    detector, events, now = Detector([1, 1]), list[Event](), Answers(7, 900.0, 50)
+    for step in range(1, 200):
+        asked = each if 30 <= step < 90 else Answers(1, 0.003, 0)
+        now = Answers(*(sum(two) for two in zip(now, asked, strict=True)))
+        events += detector.step(step, [QUIET, QUIET], 1.0, 1.0, 0, now)
+    assert [(event.kind, event.is_over, pytest.approx(event.value)) for event in events] == said
+    assert all(event.rank is None and (event.is_over or 30 < event.step <= 30 + LATENCY + 4) for event in events)
 
 
 def test_a_slow_link_is_named_whatever_busy_peers_hold_back() -> None:

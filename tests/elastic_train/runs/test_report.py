@@ -11,6 +11,7 @@ import pytest
 
 from elastic_train.cli.main import main
 from elastic_train.errors import ConfigError
+from elastic_train.runs.figures.over_time import _rates
 from elastic_train.runs.goodput import changes, goodput, time_spent
 from elastic_train.runs.page import render
 from elastic_train.runs.report import RunReport, report_on
@@ -49,6 +50,21 @@ def test_mfu_is_what_the_configuration_lets_be_known(tmp_path: Path) -> None:
     assert found.mfu == found.hfu == pytest.approx(64.0 * 1e9 / (2 * 1e11))
     run.config(monitoring={"flops_per_sample": 1e9, "recomputed_flops_per_sample": 3e8, "peak_tflops": 0.1})
     assert report_on(str(run.folder)).hfu == pytest.approx(1.3 * (found.mfu or 0))
+
+
+def test_mfu_over_time_is_of_the_ranks_that_each_world_had(tmp_path: Path) -> None:
+    """Drawn where it is known: the line's mean is of all the time, so that what a fault took shows as a gap in it."""
+    run = faulted(tmp_path)
+    title = "model FLOP/s utilisation, in per cent, over time of 1 runs"
+    assert title not in render([reported(run.folder)])
+    run.config(monitoring={"flops_per_sample": 1e9, "peak_tflops": 0.1})
+    found = reported(run.folder)
+    assert title in render([found])
+    rates = [rate for _, rate in _rates(found.story, for_each_rank=True)]
+    spell_s = (found.story.ended - found.story.began) / len(rates)
+    samples = sum(step.num_samples / (world.size or 1) for world in found.story.worlds for step in world.kept)
+    assert sum(rates) * spell_s == pytest.approx(samples) and min(rates) == 0.0
+    assert {world.size for world in found.story.worlds} == {2}
 
 
 def test_steps_that_a_later_world_did_not_continue_are_given_up(tmp_path: Path) -> None:
