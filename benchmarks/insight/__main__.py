@@ -22,6 +22,9 @@ slowed_latency_steps  from the first step whose row shows it (goal: 30)
 slowed_cases          how many there were, and of what
 quiet_alarms          what is said of ranks in ten minutes of the same jobs in which nobody is slowed (goal: 0)
 quiet_steps           how many steps these were
+branches              milliseconds of a rank's phases in jobs that scale badly for a known reason, one for each branch
+                      of the guide on scaling that concerns all ranks; which share of a step grew most; what was said
+branches_as_said      whether each is the phase, and the event, that the guide says (goal: true; on an idle machine)
 plan_step_error       by how much the seconds of a step that `elastic-train plan` gives are off at the most: a decoder,
                       a text classifier and a small ResNet on 1, 2 and 4 ranks over a wire of known alpha and beta,
                       and the decoder in each mode of sharding (goal: at most 0.15)
@@ -37,7 +40,7 @@ The last line is JSON.
 from __future__ import annotations
 
 from benchmarks.figures import Measure, measure_chosen
-from benchmarks.insight import always_on, health, planned, rules, slowed, stragglers
+from benchmarks.insight import always_on, branches, health, planned, rules, slowed, stragglers
 
 FIGURES: dict[str, Measure] = {
     "overhead_always_on": always_on.overhead,
@@ -52,6 +55,8 @@ FIGURES: dict[str, Measure] = {
     "slowed_cases": slowed.figures,
     "quiet_alarms": slowed.quiet_minutes,
     "quiet_steps": slowed.quiet_minutes,
+    "branches": branches.branches,
+    "branches_as_said": branches.branches,
     "plan_step_error": planned.errors,
     "plan_memory_error": planned.errors,
     "plan_step_errors": planned.errors,

@@ -60,12 +60,13 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A job of so many nodes of one rank, whose last one may be at the other end of a cable."""
+    """A job of so many nodes of one rank, whose last one may be at the other end of a cable; `keys` are its own."""
 
     name: str
     num_nodes: int
     params: dict[str, object]
     laid: Cable | None
+    keys: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class Tail:
     pids: dict[int, int] = field(default_factory=dict)
     rows: dict[int, list[RankFacts]] = field(default_factory=dict)
     events: list[Line] = field(default_factory=list)
+    said_of_all: list[Line] = field(default_factory=list)
+    """Events that concern no rank more than others; those of `events` do."""
     standing: set[tuple[str, int]] = field(default_factory=set)
     """What was said of ranks, and is not over."""
     step: int = 0
@@ -107,7 +110,9 @@ class Tail:
         elif line["op"] == "phases":
             self.step = line["step"]
             self.rows[self.step] = [RankFacts._make(row) for row in line["seconds"]]
-        elif line["op"] == "event" and line["of_rank"] is not None:
+        elif line["op"] == "event" and line["of_rank"] is None:
+            self.said_of_all.append(line)
+        elif line["op"] == "event":
             self.events.append(line)
             (self.standing.discard if line["over"] else self.standing.add)((line["kind"], line["of_rank"]))
 
@@ -142,8 +147,13 @@ def running(folder: Path, shape: Shape) -> Iterator[Running]:
     """Start a job, and yield it once it trains."""
     num_nodes, laid = shape.num_nodes, shape.laid
     task = {"path": "benchmarks.insight.late_rows:LateRows", "params": shape.params}
-    keys = {"monitoring": {"phases_every_steps": 1}, "batch": {"global_batch": 64 * num_nodes, "micro_batch": 32}}
-    config = write_live_job(folder, num_nodes, {"task": task, "checkpoint": {"every_steps": 1000}, **keys})
+    keys: Mapping[str, object] = {
+        "monitoring": {"phases_every_steps": 1},
+        "batch": {"global_batch": 64 * num_nodes, "micro_batch": 32},
+        "checkpoint": {"every_steps": 1000},
+        **shape.keys,
+    }
+    config = write_live_job(folder, num_nodes, {"task": task, **keys})
     nodes = Nodes(count=num_nodes, min=num_nodes, max_restarts=0, lease_ttl_s=TTL_S, recovery="live")
     scenario = Scenario(name=folder.name, description="", config=config, nodes=nodes)
     around = Surroundings(cable=laid, points=folders(folder, num_nodes))

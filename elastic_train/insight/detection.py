@@ -147,7 +147,7 @@ class Detector:
                 yield ("save_stall", None), 100 * stalled / whole, 100 * SAVE_SHARE, " %"
 
     def _slow_network(self, window: npt.NDArray[np.float64], step_s: float) -> Iterator[Found]:
-        """Find that the ranks' connections are slower than they were, most of them; of two ranks it is their only one."""
+        """Find that most ranks' connections are slower than they were; two ranks have only one."""
         if window.shape[1] < 2:
             return
         trip_s = float(np.median(window[:, :, _TRIP].min(axis=0)))
@@ -157,14 +157,14 @@ class Detector:
             yield ("slow_network", None), 1e3 * trip_s, 1e3 * usual, " ms"
 
     def _usual(self, kind: Kind, looks: deque[float], value: float) -> float:
-        """Return the best quarter of earlier looks, infinite while they are few; a value that is not said joins them."""
+        """Return the best quarter of earlier looks, infinity while they are few; what is not said joins them."""
         usual = float(np.quantile(looks, 0.25)) if len(looks) >= BASELINE_LOOKS else math.inf
         if len(looks) < BASELINE_LOOKS or (kind, None) not in self._standing:
             looks.append(value)
         return usual
 
     def _judge_etcd(self, etcd: Answers) -> None:
-        """Judge this world's last requests once there are enough; what is found stands until there are as many again."""
+        """Judge the last requests once there are enough; what is found stands until there are as many again."""
         before = self._etcd = self._etcd or etcd
         answers, failures = etcd.num_answers - before.num_answers, etcd.num_failures - before.num_failures
         if answers + failures < ETCD_REQUESTS:

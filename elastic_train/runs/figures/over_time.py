@@ -45,14 +45,16 @@ def throughput_figure(reports: Sequence[RunReport]) -> Markup:
 
 def mfu_figure(reports: Sequence[RunReport]) -> Markup:
     """Draw MFU against time: of the ranks that each step had, and of all the time, that between worlds included."""
-    known = [(place, report) for place, report in enumerate(reports) if report.mfu is not None]
-    if not known:
-        raise ValueError("no run has monitoring.flops_per_sample, monitoring.peak_tflops and a step that counts")
     shares = {
-        place: [(at, 100 * rate * report.peak_share) for at, rate in _rates(report.story, for_each_rank=True)]
-        for place, report in known
+        place: [(at, 100 * rate * share) for at, rate in _rates(report.story, for_each_rank=True)]
+        for place, report in enumerate(reports)
+        if (share := report.peak_share) is not None and report.mfu is not None
     }
-    return _over_time(known, shares, "MFU, %", "model FLOP/s utilisation, in per cent,")
+    if not shares:
+        raise ValueError("no run has monitoring.flops_per_sample, monitoring.peak_tflops and a step that counts")
+    return _over_time(
+        [(place, reports[place]) for place in shares], shares, "MFU, %", "model FLOP/s utilisation, in per cent,"
+    )
 
 
 def _over_time(
