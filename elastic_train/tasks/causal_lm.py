@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
-from elastic_train.tasks.models.adapters import attach, check_base, frozen_groups, leave_base_out
+from elastic_train.tasks.models.adapters import Adapter, frozen_groups, leave_base_out
 from elastic_train.tasks.models.decoder import (
     SEQUENCE_PLAN,
     TENSOR_PLAN,
@@ -64,7 +64,7 @@ class CausalLM:
     transformers instead: {path: its local folder}, or {config: {model_type: llama, …}} to begin with drawn weights.
 
     With `lora`, values of peft's LoraConfig such as {r: 8, target_modules: [q_proj, v_proj]}, adapters of a folder's
-    model are trained, and the model itself stays as it is.
+    model are trained, and the model itself stays as it is. `adapter` is for other types of peft, too: {type: ia3, …}.
 
     `labels` (which tokens are targets, others are -100), `attention_mask` and `document_ids` name columns of lists with
     a value for each token; those that have these names in the data are used without being asked for, and false turns
@@ -81,6 +81,7 @@ class CausalLM:
         model: Mapping[str, Any] | None = None,
         hf: Mapping[str, Any] | None = None,
         lora: Mapping[str, Any] | None = None,
+        adapter: Mapping[str, Any] | None = None,
         max_tokens: int = 1024,
         tokens: str = "input_ids",
         labels: str | bool | None = None,
@@ -104,8 +105,8 @@ class CausalLM:
                 raise ValueError(f"model has no '{name}'{did_you_mean(nearest(name, _SIZES))}")
         self._sizes = {"vocabulary": 0, **(model or {})}
         DecoderShape(**{**self._sizes, "vocabulary": self._sizes["vocabulary"] or 1})  # refuses what does not fit
-        self.source, self.lora = None if hf is None else Source.of(hf), lora
-        check_base(self.source, lora)
+        self.source = None if hf is None else Source.of(hf)
+        self.adapter = Adapter.of(self.source, lora, adapter, takes_prompts=True)
         self._parts: Parts | None = None
         self._runs_as_listed: bool | None = None
         self.max_tokens, self.z_loss = max_tokens, z_loss
@@ -132,7 +133,12 @@ class CausalLM:
     def _prepare_source(self, source: Source, manifest: Manifest) -> None:
         self.config = source.load_config()
         self.vocabulary = self.config.get_text_config().vocab_size
-        source.check_length(self.config, self.max_tokens)
+        source.check_length(self.config, self._longest)
+        if self._num_prompt and (self.rows.attention or self.rows.documents):
+            raise ConfigError(
+                f"task.params.adapter: {self.adapter.kind} puts one prompt before each row, and the columns "  # type: ignore[union-attr]
+                "attention_mask and document_ids hide tokens from others: set these to false, or use another type"
+            )
         if source.path is not None:
             check_tokenizer(manifest, source.path)
 
@@ -151,11 +157,11 @@ class CausalLM:
         if self.source is None:
             return Decoder(self._shape)
         built = self.source.build(Kind("AutoModelForCausalLM", self.config))
-        check_positions(built, self.max_tokens)
+        check_positions(built, self._longest)
         check_causal(built)
         model: nn.Module = built
-        if self.lora is not None:
-            model = attach(model, self.lora, "CAUSAL_LM")
+        if self.adapter is not None:
+            model = self.adapter.attach(model, task_type="CAUSAL_LM")
             leave_base_out(model)
         return model
 
@@ -163,7 +169,8 @@ class CausalLM:
         if self.source is None:
             with torch.device("meta"):
                 return self.build_model()
-        opened = None if self.lora is not None else open_folder(self.source, Kind("AutoModelForCausalLM", self.config))
+        kind = Kind("AutoModelForCausalLM", self.config)
+        opened = None if self.adapter is not None else open_folder(self.source, kind)
         if opened is None:
             return None
         model, self._first_weights = opened
@@ -181,7 +188,7 @@ class CausalLM:
 
     def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
         if not isinstance(model, Decoder):
-            check_no_adapters(self.lora, f"parallel.tensor: {degree}")
+            check_no_adapters(self.adapter, f"parallel.tensor: {degree}")
             return tensor_plan_of(model, degree)
         if model.shape.experts:
             raise ConfigError(
@@ -203,7 +210,7 @@ class CausalLM:
 
     def stage_plan(self, model: nn.Module, num_stages: int) -> StagePlan:
         if not isinstance(model, Decoder):
-            check_no_adapters(self.lora, "parallel.pipeline")
+            check_no_adapters(self.adapter, "parallel.pipeline")
             parts = parts_of(model, num_stages)
             if self._parts is None:  # it takes two passes of the whole model, once
                 check_runs_in_parts(model, parts)
@@ -280,7 +287,7 @@ class CausalLM:
 
     def continue_ids(self, model: nn.Module, ids: Sequence[int], sampling: Sampling) -> list[int]:
         most = None if self.source is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        check_prompt(ids, self.vocabulary, most, sampling)
+        check_prompt(ids, self.vocabulary, None if most is None else most - self._num_prompt, sampling)
         return go_on(model, ids, sampling)
 
     def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
@@ -299,6 +306,15 @@ class CausalLM:
         return DecoderShape(**{**self._sizes, "vocabulary": self.vocabulary})
 
     @property
+    def _num_prompt(self) -> int:
+        """How many tokens an adapter puts before a row's own."""
+        return 0 if self.adapter is None else self.adapter.num_tokens
+
+    @property
+    def _longest(self) -> int:
+        return self.max_tokens + self._num_prompt
+
+    @property
     def _folder(self) -> Path | None:
         """The model's own folder."""
         return None if self.source is None else self.source.path
@@ -310,7 +326,8 @@ class CausalLM:
             given = () if losses is None else (losses,)
             return model(batch["tokens"], positions, mask, *given)  # type: ignore[no-any-return]
         named = {"position_ids": positions, "attention_mask": mask} if mask is not None else {}
-        return model(input_ids=batch["tokens"], use_cache=False, **named).logits  # type: ignore[no-any-return]
+        logits: Tensor = model(input_ids=batch["tokens"], use_cache=False, **named).logits
+        return logits[:, self._num_prompt :]
 
 
 def _mask_of(batch: Batch) -> Tensor | None:

@@ -23,10 +23,12 @@ from elastic_train.system.extras import needed_for
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.images.options import Augmentation, Normalisation
 from elastic_train.tasks.images.small_resnet import ResNetShape, SmallResNet
+from elastic_train.tasks.models.adapters import Adapter, frozen_groups, heads_of, leave_base_out
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
+from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source
 from elastic_train.tasks.rows.classes import check_columns, check_label, check_same_classes, count_classes, label_of
-from elastic_train.tasks.task import Batch, LaneLoss
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -41,7 +43,9 @@ class ImageClassifier:
 
     `model` gives the sizes of the package's own ResNet (channels, width, depth). `hf` is a model of transformers
     instead: {path: its local folder}, or {config: {model_type: resnet, …}} to begin with drawn weights; of a folder
-    for other classes, the head is drawn. `channels` is 3 for colour and 1 for grey.
+    for other classes, the head is drawn. `channels` is 3 for colour and 1 for grey. With `lora`, values of peft's
+    LoraConfig, adapters of a folder's model and its head are trained, and the rest stays as it is; `adapter` is for
+    other types of peft, too: {type: ia3, …}.
 
     Training images are cut (`crop`: resized, shift or centre; `scale`, `shift`), flipped, and mixed (`mixup`, `cutmix`)
     by the samples' own random numbers; validation sees the centre. `mean` and `std` normalise pixels in [0, 1]; by
@@ -54,6 +58,8 @@ class ImageClassifier:
         channels: int = 3,
         model: Mapping[str, Any] | None = None,
         hf: Mapping[str, Any] | None = None,
+        lora: Mapping[str, Any] | None = None,
+        adapter: Mapping[str, Any] | None = None,
         image: str = "image",
         label: str | None = None,
         crop: str = "resized",
@@ -78,6 +84,7 @@ class ImageClassifier:
         self._sizes = {"channels": channels, **(model or {})}
         ResNetShape(num_classes=2, **self._sizes)  # refuses what does not fit
         self.source = None if hf is None else Source.of(hf)
+        self.adapter = Adapter.of(self.source, lora, adapter)
         self.size, self.channels, self.label_smoothing = size, channels, label_smoothing
         self.augmentation = Augmentation(crop, (scale[0], scale[-1]), shift, flip, mixup, cutmix)
         self.normalisation = Normalisation.of(channels, mean, std, self.source.path if self.source else None)
@@ -135,10 +142,15 @@ class ImageClassifier:
         if self.source is None:
             return SmallResNet(ResNetShape(num_classes=self.num_classes, **self._sizes))
         built: nn.Module = self.source.build(self._kind)
+        if self.adapter is not None:
+            built = self.adapter.attach(built, modules_to_save=heads_of(built))
+            leave_base_out(built)
         return built
 
     def sketch_model(self) -> nn.Module | None:
-        opened = None if self.source is None else open_folder(self.source, self._kind)
+        if self.source is None or self.adapter is not None:
+            return None
+        opened = open_folder(self.source, self._kind)
         if opened is None:
             return None
         model, self._first_weights = opened
@@ -147,6 +159,9 @@ class ImageClassifier:
 
     def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._first_weights)
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
+        return frozen_groups(model)
 
     @property
     def _kind(self) -> Kind:
@@ -207,12 +222,11 @@ class ImageClassifier:
     def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
         """Write a folder that transformers' AutoModelForImageClassification loads, and how to prepare images for it.
 
-        Raises ConfigError for the package's own ResNet. There are no adapters that `is_merged` would concern.
+        Raises ConfigError for the package's own ResNet.
         """
-        found: Any = model
         if self.source is None:
             raise ConfigError("transformers does not know the package's own ResNet: use --to safetensors")
-        found.save_pretrained(folder)
+        save_folder(model, folder, is_merged=is_merged)
         self.normalisation.write(folder, self.size, self.augmentation.centre_share)
 
     def metrics(self) -> Mapping[str, Metric]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
-from elastic_train.tasks.models.adapters import attach, check_base, frozen_groups, leave_base_out
+from elastic_train.tasks.models.adapters import Adapter, frozen_groups, leave_base_out
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_positions
@@ -33,7 +33,8 @@ class SequenceClassifier:
     """Fine-tune a model of transformers to classify rows of up to `max_tokens` tokens, and metadata.
 
     `hf` is {path: a local folder}, whose head is drawn if it has none for these classes, or {config: {model_type:
-    bert, …}}. With `lora`, values of peft's LoraConfig, adapters and the head are trained, and the rest stays as it is.
+    bert, …}}. With `lora`, values of peft's LoraConfig, adapters and the head are trained, and the rest stays as it is;
+    `adapter` is for other types of peft, too: {type: ia3, …}.
 
     `label`, `numeric` and `categorical` name columns, by default those of the manifest; [] for none.
     `class_weights` is "balanced", which weighs each sample by the inverse share of its class in the training set, or a
@@ -45,6 +46,7 @@ class SequenceClassifier:
         self,
         hf: Mapping[str, Any],
         lora: Mapping[str, Any] | None = None,
+        adapter: Mapping[str, Any] | None = None,
         max_tokens: int = 512,
         class_weights: str | Sequence[float] | None = None,
         label: str | None = None,
@@ -56,8 +58,8 @@ class SequenceClassifier:
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-        self.source, self.lora, self.max_tokens = Source.of(hf), lora, max_tokens
-        check_base(self.source, lora)
+        self.source, self.max_tokens = Source.of(hf), max_tokens
+        self.adapter = Adapter.of(self.source, lora, adapter)
         self.rows = LabelledRows(tokens, label, numeric, categorical, category_buckets, class_weights)
         self._fixed_width = fixed_width
 
@@ -87,16 +89,16 @@ class SequenceClassifier:
         body = self.source.build(self._kind)
         check_positions(body, self.max_tokens)
         model: nn.Module = body
-        if self.lora is not None:
-            model = attach(model, self.lora, "SEQ_CLS")
+        if self.adapter is not None:
+            model = self.adapter.attach(model, task_type="SEQ_CLS")
         if self._reads_metadata:
             model = self._with_metadata(model)
-        if self.lora is not None:
+        if self.adapter is not None:
             leave_base_out(model)
         return model
 
     def sketch_model(self) -> nn.Module | None:
-        opened = None if self.lora is not None else open_folder(self.source, self._kind)
+        opened = None if self.adapter is not None else open_folder(self.source, self._kind)
         if opened is None:
             return None
         body, self._first_weights = opened
@@ -131,7 +133,7 @@ class SequenceClassifier:
         return frozen_groups(model)
 
     def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        check_no_adapters(self.lora, f"parallel.tensor: {degree}")
+        check_no_adapters(self.adapter, f"parallel.tensor: {degree}")
         return tensor_plan_of(model, degree)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) by peft: the base stays as its folder has it, and only adapters are state.
+"""Adapters by peft, such as LoRA (Hu et al. 2021): the base stays as its folder has it, and only adapters are state.
 
 A model's `state_dict` is what commits hold, what ranks hand over and what the weights' hash is of. An adapted model's
 has no weights of the base but its digest, in a buffer's name: so a commit, or a rank, with another base is told apart
@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
@@ -25,32 +26,108 @@ from elastic_train.tasks.task import ParameterGroup
 
 BASE = "base_blake3_"
 """A buffer of this name, and 16 hexadecimal digits, holds the whole digest."""
+PROMPTS: Mapping[str, str] = {"prompt_tuning": "PromptTuningConfig", "p_tuning": "PromptEncoderConfig"}
+_IN_LAYERS: Mapping[str, str] = {
+    "lora": "LoraConfig",
+    "ia3": "IA3Config",
+    "loha": "LoHaConfig",
+    "lokr": "LoKrConfig",
+    "ln_tuning": "LNTuningConfig",
+}
+_UNFIT: Mapping[str, str] = {
+    "adalora": "it moves ranks between layers after an update, by what it has seen of gradients, outside of the step "
+    "that ranks agree on and commits hold",
+    "prefix_tuning": "its keys and values go through the model's cache, which a pass that is recomputed fills twice",
+}
+_NO_PROMPTS = "with a prompt a model sees embeddings, and not where a row ends: it is for CausalLM alone"
+_INITIAL = (True, False, "gaussian", "orthogonal")
+"""Values of init_lora_weights that leave the base as it is; with others an adapter does not fit its folder."""
 
 
-def check_base(source: Source | None, lora: Mapping[str, Any] | None) -> None:
-    """Refuse adapters of a model that is in no folder; ValueError."""
-    if lora is not None and (source is None or source.path is None):
-        raise ValueError("lora needs hf.path: the base is not saved with the adapter, and has to come from its folder")
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Which adapters a model gets: their type, values of its configuration in peft, and the key that gives them."""
 
+    key: str
+    kind: str
+    values: Mapping[str, Any]
 
-def attach(model: nn.Module, lora: Mapping[str, Any], task_type: str) -> nn.Module:
-    """Return a model of transformers with adapters, everything else frozen; ConfigError if peft cannot do it.
+    @classmethod
+    def of(
+        cls,
+        source: Source | None,
+        lora: Mapping[str, Any] | None,
+        adapter: Mapping[str, Any] | None,
+        *,
+        takes_prompts: bool = False,
+    ) -> Adapter | None:
+        """Check the keys `lora` and `adapter` of a task's params; raises ValueError."""
+        if lora is not None and adapter is not None:
+            raise ValueError("give lora, or adapter, of which LoRA is one type, not both")
+        given = lora if adapter is None else adapter
+        if given is None:
+            return None
+        key = "lora" if adapter is None else "adapter"
+        if source is None or source.path is None:
+            raise ValueError(
+                f"{key} needs hf.path: the base is not saved with the adapter, and has to come from its folder"
+            )
+        kind = "lora" if adapter is None else adapter.get("type")
+        kinds = [*_IN_LAYERS, *(PROMPTS if takes_prompts else ())]
+        if kind not in kinds:
+            why = {**_UNFIT, **dict.fromkeys(PROMPTS, _NO_PROMPTS)}.get(str(kind))
+            raise ValueError(
+                f"adapter.type must be one of {', '.join(kinds)}, not {kind!r}{f', since {why}' if why else ''}"
+            )
+        return cls(key, str(kind), {name: value for name, value in given.items() if name != "type" or key == "lora"})
 
-    `lora` are values of peft's LoraConfig: r, lora_alpha, lora_dropout, target_modules, …
-    """
-    with needed_for("task.params.lora"):
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it puts before a row's own."""
+        return int(self.values.get("num_virtual_tokens", 0)) if self.kind in PROMPTS else 0
+
+    def config(self, **others: Any) -> Any:
+        """Return peft's configuration, with `others` as defaults; ConfigError for a value that it does not take."""
+        with needed_for(f"task.params.{self.key}"):
+            import peft
+        kind = getattr(peft, {**_IN_LAYERS, **PROMPTS}[self.kind])
+        known = [each.name for each in fields(kind)]
+        if unknown := [name for name in self.values if name not in known]:
+            where = f"task.params.{self.key}: peft's {kind.__name__}"
+            raise ConfigError(*(f"{where} has no '{name}'{did_you_mean(nearest(name, known))}" for name in unknown))
+        start = self.values.get("init_lora_weights", True)
+        if start not in _INITIAL or self.values.get("loftq_config"):
+            raise ConfigError(
+                f"task.params.{self.key}: init_lora_weights: {start} changes the base's own weights, which stay in "
+                f"their folder: use {', '.join(map(str, _INITIAL))}, and no loftq_config"
+            )
+        if self.kind in PROMPTS and self.num_tokens < 1:
+            raise ConfigError(f"task.params.{self.key}: {self.kind} needs num_virtual_tokens, of at least 1")
+        try:
+            return kind(**{**others, **self.values})
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"task.params.{self.key}: peft cannot use {dict(self.values)}: {error}") from error
+
+    def attach(self, model: nn.Module, **others: Any) -> nn.Module:
+        """Return a model of transformers with adapters, everything else frozen; ConfigError if peft cannot do it.
+
+        `others` are values of peft's configuration, where the key does not give them: such as the task's type.
+        """
+        config = self.config(**others)
         import peft
-    known = [each.name for each in fields(peft.LoraConfig)]
-    if unknown := [name for name in lora if name not in known]:
-        raise ConfigError(
-            *(f"task.params.lora: peft's LoraConfig has no '{n}'{did_you_mean(nearest(n, known))}" for n in unknown)
-        )
-    try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):
-            adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**{"task_type": task_type, **lora}))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"task.params.lora: peft cannot use {dict(lora)}: {error}") from error
-    return adapted
+
+        moving = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        if moving:
+            raise ConfigError(
+                f"task.params.{self.key}: the base has BatchNorm ('{moving[0]}'), whose statistics move while adapters "
+                "are trained, and are in no adapter: train the whole model, or take one without, such as a ViT"
+            )
+        try:
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):
+                adapted: nn.Module = peft.get_peft_model(model, config)
+        except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+            raise ConfigError(f"task.params.{self.key}: peft cannot use {dict(self.values)}: {error}") from error
+        return adapted
 
 
 def leave_base_out(model: nn.Module) -> None:
@@ -79,6 +156,12 @@ def _drop(names: Set[str], model: nn.Module, state: dict[str, Any], prefix: str,
 
 def _do_not_miss(names: Set[str], model: nn.Module, keys: Any) -> None:
     keys.missing_keys[:] = [name for name in keys.missing_keys if name not in names]
+
+
+def heads_of(model: nn.Module) -> list[str]:
+    """Return the modules with weights of a model of transformers that are not its body: they are trained whole."""
+    body = getattr(model, "base_model_prefix", "")
+    return [name for name, module in model.named_children() if name != body and any(True for _ in module.parameters())]
 
 
 def frozen_groups(model: nn.Module) -> Sequence[ParameterGroup]:

@@ -15,10 +15,17 @@ from elastic_train.tasks.models.decoder import Decoder, DecoderShape, llama_name
 
 
 def save_folder(model: nn.Module, folder: Path, *, is_merged: bool) -> None:
-    """Write a model of transformers, a decoder of ours as a Llama, or adapters: alone, or added to their base."""
+    """Write a model of transformers, a decoder of ours as a Llama, or adapters: alone, or added to their base.
+
+    Raises ConfigError for a prompt, which cannot be added to weights.
+    """
     found: Any = as_llama(model) if isinstance(model, Decoder) else model
     _import().utils.logging.disable_progress_bar()
-    if is_merged and hasattr(found, "merge_and_unload"):
+    if is_merged and hasattr(found, "peft_config"):
+        if not hasattr(found, "merge_and_unload"):
+            raise ConfigError(
+                "--merge adds adapters to their base's weights, and a prompt is no part of them: leave it out"
+            )
         found = found.merge_and_unload()
     found.save_pretrained(folder)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from elastic_train.errors import ConfigError
+from elastic_train.tasks.models.adapters import Adapter
 from elastic_train.tasks.models.stage_plans import planned
 from elastic_train.tasks.task import SequencePlan, SequenceUse, TensorPlan, TensorUse
 
@@ -109,11 +110,11 @@ def _check_no_dropouts(model: nn.Module) -> None:
             )
 
 
-def check_no_adapters(lora: Mapping[str, Any] | None, key: str) -> None:
+def check_no_adapters(adapter: Adapter | None, key: str) -> None:
     """Refuse adapters, of which no plan says how ranks share them."""
-    if lora is not None:
+    if adapter is not None:
         raise ConfigError(
-            f"{key} does not go together with task.params.lora: set it to 1; adapters and their "
+            f"{key} does not go together with task.params.{adapter.key}: set it to 1; adapters and their "
             "optimizer take little memory, and parallel.shards spreads the weights"
         )
 

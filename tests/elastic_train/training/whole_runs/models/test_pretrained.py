@@ -12,6 +12,7 @@ from elastic_train.checkpoint import discover, load, open_store
 from elastic_train.checkpoint.commits.reader import read_state
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.data.tables.digits import import_digits
 from elastic_train.errors import ConfigError
 from elastic_train.job.state import AppliedState, Reached, build_state
 from elastic_train.system.failpoints import VARIABLE, arm
@@ -176,6 +177,102 @@ def test_adapters_are_exported_beside_their_base_or_merged_with_it(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     else:
         assert found.equal(expected)
+
+
+LAYERS = ["q_proj", "v_proj"]
+OTHERS: dict[str, dict[str, object]] = {
+    "dora": {"type": "lora", "r": 4, "use_dora": True, "use_rslora": True, "lora_dropout": 0.1},
+    "ia3": {"type": "ia3"},
+    "loha": {"type": "loha", "r": 4, "target_modules": LAYERS},
+    "lokr": {"type": "lokr", "r": 4, "target_modules": LAYERS},
+    "ln_tuning": {"type": "ln_tuning", "target_modules": ["input_layernorm", "post_attention_layernorm"]},
+    "prompt_tuning": {"type": "prompt_tuning", "num_virtual_tokens": 3},
+    "p_tuning": {"type": "p_tuning", "num_virtual_tokens": 3, "encoder_hidden_size": 16, "encoder_dropout": 0.1},
+}
+
+
+def trained_in_three_worlds(folder: Path, rows: Path, task: dict[str, object]) -> Path:
+    """Train on one process, and on two that end early and are continued by three; return the folder of the second."""
+    short = {**JOB, "max_steps": 4, "checkpoint": {"every_steps": 2}}
+    succeed(start([config(folder / "alone", rows, short, task=task)]))
+    path, how = config(folder / "many", rows, short, task=task), ["--parallel.shards", "gradients"]
+    how += ["--parallel.recompute", "units"]
+    arm_at = folder / "points"
+    arm_at.mkdir()
+    arm(arm_at, "record", "kill", nth=2)
+    assert start([path, *how], num_ranks=2, environ={VARIABLE: str(arm_at)}).code != 0
+    assert "resumed from commits/" in succeed(start([path], num_ranks=3)).output
+    assert result(folder / "many")["weights_sha256"] == result(folder / "alone")["weights_sha256"]
+    return folder / "many"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_adapters_have_one_hash_and_are_exported(
+    tmp_path: Path, rows: Path, base: Path, transformers: object, name: str
+) -> None:
+    """A commit has them and the base's digest alone; peft loads what is exported, to the last bit."""
+    peft = pytest.importorskip("peft")
+    params = {"max_tokens": 16, "hf": {"path": str(base)}, "adapter": OTHERS[name]}
+    task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}
+    folder = trained_in_three_worlds(tmp_path, rows, task)
+    trained = open_trained(str(folder / "run"))
+    assert not any(one.startswith("base_model") and ".default" not in one for one in trained.model.state_dict())
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        expected = trained.model.eval()(input_ids=tokens).logits
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base)  # type: ignore[attr-defined]
+        assert not torch.allclose(plain(input_ids=tokens).logits, expected[:, -6:])
+        export_folder(str(folder / "run"), tmp_path / "folder")
+        loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "folder").eval()
+        assert loaded(input_ids=tokens).logits.equal(expected)
+    if name in ("prompt_tuning", "p_tuning"):
+        with pytest.raises(ConfigError, match="a prompt is no part of them"):
+            export_folder(str(folder / "run"), tmp_path / "merged", is_merged=True)
+        return
+    export_folder(str(folder / "run"), tmp_path / "merged", is_merged=True)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")  # type: ignore[attr-defined]
+    torch.testing.assert_close(merged.eval()(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_of_a_classifier_have_one_hash(tmp_path: Path, rows: Path, transformers: object) -> None:
+    """Beside a head, and metadata."""
+    torch.manual_seed(3)
+    made = transformers.AutoConfig.for_model(**{**BERT, "vocab_size": 64})  # type: ignore[attr-defined]
+    transformers.AutoModel.from_config(made).save_pretrained(tmp_path / "bert")  # type: ignore[attr-defined]
+    params = {"max_tokens": 16, "hf": {"path": str(tmp_path / "bert")}, "adapter": {"type": "ia3"}}
+    params |= {"numeric": ["size"], "categorical": ["kind"]}
+    task = {"path": "elastic_train.tasks.sequence_classifier:SequenceClassifier", "params": params}
+    trained_in_three_worlds(tmp_path, rows, task)
+
+
+VIT = {"model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16}
+VIT |= {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize("adapter", [{"type": "lora", "r": 4, "target_modules": "all-linear"}, None])
+def test_adapters_of_a_vision_transformer_have_one_hash(
+    tmp_path: Path, transformers: object, adapter: dict[str, object] | None
+) -> None:
+    """With a head that is drawn for the classes, and trained whole; merged, the folder classifies alike."""
+    torch.manual_seed(3)
+    made = transformers.AutoConfig.for_model(**VIT)  # type: ignore[attr-defined]
+    transformers.AutoModelForImageClassification.from_config(made).save_pretrained(tmp_path / "vit")  # type: ignore[attr-defined]
+    import_digits(tmp_path / "rows", share=0.1, seed=7)
+    layers = {"type": "ia3", "target_modules": ["query", "fc1", "q_proj"], "feedforward_modules": []}
+    params = {"size": 8, "channels": 1, "flip": False, "hf": {"path": str(tmp_path / "vit")}}
+    task = {"path": "elastic_train.tasks.image_classifier:ImageClassifier"}
+    folder = trained_in_three_worlds(
+        tmp_path, tmp_path / "rows", {**task, "params": {**params, "adapter": adapter or layers}}
+    )
+    trained = open_trained(str(folder / "run"))
+    kept = [name for name in trained.model.state_dict() if "classifier" in name]
+    assert kept and all("modules_to_save" in name for name in kept)
+    export_folder(str(folder / "run"), tmp_path / "merged", is_merged=True)
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "merged")  # type: ignore[attr-defined]
+    pixels = torch.rand(2, 1, 8, 8)
+    with torch.no_grad():
+        expected = trained.model.eval()(pixel_values=pixels).logits
+        torch.testing.assert_close(loaded.eval()(pixel_values=pixels).logits, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_that_is_cut_by_its_own_plan_has_one_hash_at_any_number_of_cells(tmp_path: Path, rows: Path) -> None:

@@ -1,0 +1,119 @@
+"""Which adapters there are, and what is refused before training, with what can be had instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.config.schema import TaskConfig
+from elastic_train.errors import ConfigError
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.image_classifier import ImageClassifier
+from elastic_train.tasks.models.adapters import Adapter
+from elastic_train.tasks.models.hugging_face import Source
+from elastic_train.tasks.sequence_classifier import SequenceClassifier
+from elastic_train.tasks.task import Task, load_task
+from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS, described, lists
+
+FOLDER = {"path": "models/base"}
+
+
+@pytest.mark.parametrize("task", [CausalLM, SequenceClassifier, ImageClassifier])
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"lora": {"r": 2}, "adapter": {"type": "ia3"}}, "give lora, or adapter, of which LoRA is one type, not both"),
+        ({"hf": {"config": {"model_type": "vit"}}, "adapter": {"type": "ia3"}}, "adapter needs hf.path: the base is"),
+        ({"adapter": {"r": 2}}, "adapter.type must be one of lora, ia3, loha, lokr, ln_tuning.*, not None"),
+        ({"adapter": {"type": "vera"}}, "adapter.type must be one of lora, .*, not 'vera'"),
+        ({"adapter": {"type": "adalora"}}, "not 'adalora', since it moves ranks between layers after an update"),
+        ({"adapter": {"type": "prefix_tuning"}}, "not 'prefix_tuning', since its keys and values go through"),
+    ],
+)
+def test_what_is_no_adapter_is_refused(task: type[Task], params: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        task(**{"hf": FOLDER, **params})
+
+
+@pytest.mark.parametrize("task", [SequenceClassifier, ImageClassifier])
+def test_prompts_are_for_language_models(task: type[Task]) -> None:
+    """With one a classifier would not see where a row ends."""
+    with pytest.raises(ValueError, match="not 'p_tuning', since with a prompt a model sees embeddings"):
+        task(hf=FOLDER, adapter={"type": "p_tuning", "num_virtual_tokens": 2})
+
+
+def test_a_configuration_with_an_unfit_adapter_names_its_key() -> None:
+    config = TaskConfig(
+        path="elastic_train.tasks.causal_lm:CausalLM", params={"hf": FOLDER, "adapter": {"type": "lorra"}}
+    )
+    with pytest.raises(ConfigError, match=r"task.params: .*: adapter.type must be one of lora, ia3, .*prompt_tuning"):
+        load_task(config)
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"type": "ia3", "r": 2}, "task.params.adapter: peft's IA3Config has no 'r'"),
+        ({"type": "lora", "rr": 2}, "task.params.adapter: peft's LoraConfig has no 'rr'; did you mean 'r'"),
+        ({"type": "lora", "init_lora_weights": "pissa"}, "init_lora_weights: pissa changes the base's own weights"),
+        ({"type": "prompt_tuning"}, "prompt_tuning needs num_virtual_tokens, of at least 1"),
+        ({"type": "lora", "target_modules": ["layer"]}, r"the base has BatchNorm \('norm'\), whose statistics move"),
+    ],
+)
+def test_what_peft_or_a_base_cannot_do_is_refused(values: dict[str, Any], why: str) -> None:
+    pytest.importorskip("peft")
+    adapter = Adapter.of(Source(Path("models/base")), None, values, takes_prompts=True)
+    assert adapter is not None
+    with pytest.raises(ConfigError, match=why):
+        adapter.attach(WithBatchNorm())
+
+
+class TestPrompts:
+    pytestmark = WITH_TRANSFORMERS
+
+    def test_a_prompt_is_for_rows_of_one_document(self, tmp_path: Path) -> None:
+        """And takes positions of the model's."""
+        import transformers
+
+        made = transformers.AutoConfig.for_model(
+            "llama", vocab_size=40, hidden_size=16, num_attention_heads=2, max_position_embeddings=20
+        )
+        made.save_pretrained(tmp_path / "base")
+        columns = {"input_ids": lists([5, 6, 7]), "document_ids": lists([0, 0, 1])}
+        manifest = described(tmp_path / "rows", columns)
+        prompt = {"type": "prompt_tuning", "num_virtual_tokens": 5}
+        given = {"hf": {"path": str(tmp_path / "base")}, "adapter": prompt}
+        with pytest.raises(ConfigError, match="set these to false, or use another type"):
+            CausalLM(max_tokens=15, **given).prepare(manifest)
+        CausalLM(max_tokens=15, document_ids=False, **given).prepare(manifest)
+        with pytest.raises(ConfigError, match=r"the model .* has 20 positions"):
+            CausalLM(max_tokens=16, document_ids=False, **given).prepare(manifest)
+
+    def test_logits_are_those_of_a_rows_own_tokens(self, tmp_path: Path) -> None:
+        """One that is the embeddings of three tokens computes what the model does after these."""
+        import transformers
+
+        torch.manual_seed(1)
+        sizes = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+        made = transformers.AutoConfig.for_model("llama", **sizes, num_hidden_layers=2, intermediate_size=24)
+        base = transformers.AutoModelForCausalLM.from_config(made)
+        base.save_pretrained(tmp_path / "base")
+        task = CausalLM(hf={"path": str(tmp_path / "base")}, adapter={"type": "prompt_tuning", "num_virtual_tokens": 3})
+        task.prepare(described(tmp_path / "rows", {"input_ids": lists([5, 6, 7])}))
+        model = task.build_model().eval()
+        weight = model.get_parameter("prompt_encoder.default.embedding.weight")
+        with torch.no_grad():
+            weight.copy_(base.get_input_embeddings().weight[[8, 9, 10]])
+            expected = base.eval()(input_ids=torch.tensor([[8, 9, 10, 5, 6, 7]])).logits[:, 3:]
+            found = task._logits(model, {"tokens": torch.tensor([[5, 6, 7]])}, None)
+        torch.testing.assert_close(found, expected)
