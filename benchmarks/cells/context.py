@@ -10,7 +10,8 @@ from torch import Tensor
 from benchmarks.figures import Effort
 from elastic_train.job.cells.context import lone_part
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.task import LaneLoss
 
 SHAPE = DecoderShape(vocabulary=8192, dim=256, depth=6, heads=8, kv_heads=2)

@@ -31,8 +31,9 @@ from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape
-from elastic_train.tasks.models.experts import Experts
+from elastic_train.tasks.decoder.experts import Experts
+from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
 
 SIZES = {"dim": 256, "depth": 4, "heads": 8, "kv_heads": 4, "experts": 8, "expert_hidden": 384}
 SHAPE = DecoderShape(vocabulary=512, **SIZES)  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ import yaml
 from torch import Tensor, nn
 
 from elastic_train.data.dataset.manifest import build_manifest
-from elastic_train.tasks.models.decoder import Block, Decoder, DecoderShape
+from elastic_train.tasks.decoder.model import Block, Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
 
 NUM_LANES, LR = 4, 3e-4
 GIB = 1 << 30

@@ -17,16 +17,11 @@ from torch import Tensor, nn
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.tasks.decoder.experts import RouterLosses
+from elastic_train.tasks.decoder.model import Decoder, drawn_weights
+from elastic_train.tasks.decoder.plans import SEQUENCE_PLAN, TENSOR_PLAN, stages_of
+from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.models.adapters import Adapter, frozen_groups, leave_base_out
-from elastic_train.tasks.models.decoder import (
-    SEQUENCE_PLAN,
-    TENSOR_PLAN,
-    Decoder,
-    DecoderShape,
-    drawn_weights,
-    stages_of,
-)
-from elastic_train.tasks.models.experts import RouterLosses
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed, stand_ins
 from elastic_train.tasks.models.folders import begin_llama, save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, check_positions
@@ -298,7 +293,8 @@ class CausalLM:
         if self.source is not None:
             return None
         names = begin_llama(self._shape, folder)
-        write_tokenizer(self._folder, self._known, folder)
+        if names is not None:
+            write_tokenizer(self._folder, self._known, folder)
         return names
 
     @property

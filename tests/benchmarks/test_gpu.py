@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.__main__ import BEGIN, END, peak_flops, write
 from benchmarks.gpu.job import GIB, SIZES, size_for
-from elastic_train.tasks.models.decoder import Decoder
+from elastic_train.tasks.decoder.model import Decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,8 @@ from benchmarks.models.equal import has_equal_weights
 from benchmarks.models.jobs import JOBS, write_job
 from benchmarks.models.ranks_beside_ddp import RanksInTurn
 from chaos.judge.evidence.run_files import collect, number
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
 from rendezvous.etcd.server import free_ports
 from tests.conftest import run_ranks
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
-from elastic_train.tasks.models.experts import Experts
+from elastic_train.tasks.decoder.experts import Experts
 from elastic_train.tasks.task import (
     SequencePlan,
     SequenceSplitting,

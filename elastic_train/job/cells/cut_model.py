@@ -20,7 +20,7 @@ from elastic_train.job.cells.layer_hooks import Hook, hooks_of
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.models.experts import Experts
+from elastic_train.tasks.decoder.experts import Experts
 
 Span = tuple[int, int]
 

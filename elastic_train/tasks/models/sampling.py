@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
-from elastic_train.tasks.models.decoder import Decoder
+from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.task import Sampling
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import first_line
-from elastic_train.tasks.models.decoder import deal
+from elastic_train.tasks.decoder.plans import deal
 from elastic_train.tasks.models.folder_weights import stand_ins
 
 _GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h", "transformer.ln_f", "lm_head")

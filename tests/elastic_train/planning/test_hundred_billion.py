@@ -26,7 +26,8 @@ from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.step_time import step_time
 from elastic_train.planning.reading import Read, read_config
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
 from tests.elastic_train.training.jobs import config
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from elastic_train.checkpoint.commits.reader import read_state
 from elastic_train.cli.main import app
 from elastic_train.data.corpora.text import Options, import_text
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.tasks.models.decoder import llama_name
+from elastic_train.tasks.decoder.as_transformers import llama_name
 from tests.conftest import start
 from tests.elastic_train.training.jobs import WITNESS, config, result, succeed
 

@@ -15,8 +15,9 @@ from elastic_train.checkpoint.commits.weights import CommitWeights, Weights
 from elastic_train.checkpoint.format.stored_tensors import Kind
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape
-from elastic_train.tasks.models.folders import as_llama
+from elastic_train.tasks.decoder.as_transformers import as_transformers
+from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.trained.exporting import export_folder
 from elastic_train.trained.weight_files import split
 from tests.conftest import run_source
@@ -27,14 +28,20 @@ LARGE: dict[str, Any] = {"vocabulary": 16384, "dim": 512, "depth": 26, "heads": 
 """100 M parameters, of which the largest tensor has 8.4 M."""
 
 
-def write_run(folder: Path, rows: Path, sizes: dict[str, Any], **others: Any) -> Decoder:
-    """Write a run of one commit, with a moment and an average of every weight; return its model."""
+def write_run(folder: Path, rows: Path, sizes: dict[str, Any], *, spread: float = 0.0, **others: Any) -> Decoder:
+    """Write a run of one commit, with a moment and an average of every weight; return its model.
+
+    Its weights are moved from where they are drawn by normal random numbers, `spread` wide.
+    """
     params = {"model": sizes, "max_tokens": 16}
     task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}
     config = Config.model_validate({"run": {"dir": str(folder)}, "task": task, "data": {"train": str(rows / "train")}})
     folder.mkdir()
     (folder / "config.yaml").write_text(config.to_yaml())
     model = Decoder(DecoderShape(**sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(spread * torch.randn_like(parameter))
     moments = {name: {"exp_avg": one, "ema": one * 2} for name, one in named(model).items()}
     state: dict[str, object] = {"model": model.state_dict(), "optimizer": {"state": moments}}
     writer(open_store(str(folder))).save(state | others, facts(3))
@@ -63,7 +70,7 @@ def test_the_folder_is_what_transformers_writes(
     if weights == "ema":
         for parameter in model.parameters():
             parameter.data.mul_(2)
-    llama: Any = as_llama(model)
+    llama: Any = as_transformers(model)
     llama.save_pretrained(tmp_path / "theirs", max_shard_size=most_bytes)
     num_bytes = export_folder(str(tmp_path / "run"), tmp_path / "mine", weights=weights, most_bytes=most_bytes)
     mine, theirs = files_of(tmp_path / "mine"), files_of(tmp_path / "theirs")
@@ -71,6 +78,38 @@ def test_the_folder_is_what_transformers_writes(
     assert (len(mine) > 4) == (most_bytes < 10**9)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mine").state_dict()
     assert all(loaded[name].equal(one) for name, one in llama.state_dict().items())
+
+
+EXPERTS: dict[str, Any] = {**SIZES, "heads": 4, "kv_heads": 2, "experts": 5, "expert_hidden": 24}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("transformers")
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [
+        ({"experts_per_token": 2}, "MixtralForCausalLM"),
+        ({"experts_per_token": 1}, "Qwen2MoeForCausalLM"),
+        ({"experts_per_token": 3, "shared_hidden": 20}, "Qwen2MoeForCausalLM"),
+        ({"experts_per_token": 1, "shared_hidden": 20}, "Qwen2MoeForCausalLM"),
+    ],
+)
+def test_a_decoder_with_experts_is_a_model_of_transformers(
+    tmp_path: Path, rows: Path, sizes: dict[str, Any], kind: str, is_tied: bool
+) -> None:
+    """It is loaded whole, and computes the same logits but for rounding: its experts are added in another order."""
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    model = write_run(tmp_path / "run", rows, {**EXPERTS, **sizes, "tied": is_tied}, spread=0.2)
+    export_folder(str(tmp_path / "run"), tmp_path / "mine")
+    loaded, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mine", output_loading_info=True)
+    assert type(loaded).__name__ == kind and not found["missing_keys"] and not found["unexpected_keys"]
+    tokens = torch.arange(33).reshape(3, 11)
+    with torch.no_grad():
+        expected = model.eval()(tokens)
+        torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    assert expected.std() > 0.5, "experts decide"
 
 
 def test_tensors_are_dealt_to_files_as_hugging_face_does(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.context import context_of, lone_part
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.rows.token_rows import TokenColumns
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.witness import Witness

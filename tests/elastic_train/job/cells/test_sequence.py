@@ -20,7 +20,8 @@ from elastic_train.job.units.recompute import recompute_blocks
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape
+from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.task import SequencePlan, Task, TensorPlan
 from elastic_train.tasks.witness import Witness
 from tests.conftest import run_ranks

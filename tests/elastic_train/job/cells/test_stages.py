@@ -23,7 +23,8 @@ from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.cells.pipeline import run_schedule
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape, drawn_weights
+from elastic_train.tasks.decoder.model import Decoder, drawn_weights
+from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.task import Batch, LaneLoss, StagePlan
 from elastic_train.tasks.witness import Witness
 from tests.conftest import run_ranks

@@ -16,7 +16,8 @@ from elastic_train.job.sharded.first_weights import without_memory
 from elastic_train.job.sharded.gathered_state import GatheredState
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape, drawn_weights
+from elastic_train.tasks.decoder.model import Decoder, drawn_weights
+from elastic_train.tasks.decoder.shape import DecoderShape
 from tests.elastic_train.job.sharded.shard_jobs import fingerprint, shards_of, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers
 from tests.fake_memory import DeviceBytes

@@ -12,7 +12,9 @@ import torch
 
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.models.decoder import Decoder, DecoderShape, llama_name
+from elastic_train.tasks.decoder.as_transformers import llama_name
+from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.models.hugging_face import Kind, Source
 from tests.elastic_train.tasks.language_rows import (
     BERT,

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elastic_train.config.sources import load_config
-from elastic_train.errors import ConfigError
 from elastic_train.planning.arithmetic.layouts import Layout, place_elements
 from elastic_train.planning.reading import read_config
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.models.decoder import MLP, Decoder, DecoderShape, drawn_weights
-from elastic_train.tasks.models.experts import MixtureOfExperts, RouterLosses
-from elastic_train.tasks.models.folders import save_folder
+from elastic_train.tasks.decoder.experts import MixtureOfExperts, RouterLosses
+from elastic_train.tasks.decoder.model import MLP, Decoder, drawn_weights
+from elastic_train.tasks.decoder.shape import DecoderShape
 from tests.conftest import start
 from tests.elastic_train.training.jobs import config, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE
@@ -178,8 +177,3 @@ def test_cells_that_cannot_hold_experts_are_refused(tmp_path: Path, rows: Path, 
     path = config(tmp_path, rows, {**LANGUAGE, "task": task_of({**MODEL, "tied": False})})
     done = start([path, *how], num_ranks=2)
     assert done.code == 2 and message in done.output.replace("\n", " "), done.output
-
-
-def test_what_no_llama_has_is_not_exported_as_one(tmp_path: Path) -> None:
-    with torch.device("meta"), pytest.raises(ConfigError, match=r"no Llama has experts, .* is 4: use --to safetensors"):
-        save_folder(Decoder(DecoderShape(**MODEL)), tmp_path, is_merged=False)  # type: ignore[arg-type]

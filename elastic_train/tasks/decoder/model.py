@@ -2,95 +2,23 @@
 
 Pre-norm blocks (Xiong et al. 2020) with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021, by halves
 as in GPT-NeoX), grouped queries (Ainslie et al. 2023) and SwiGLU (Shazeer 2020), or experts in its place; no biases.
-Weights can go to transformers' LlamaForCausalLM and back by their names (`llama_name`).
+transformers computes the same with these weights (`as_transformers`).
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_train.tasks.models.causal_attention import causal_attention, is_compiled_for
-from elastic_train.tasks.models.experts import MixtureOfExperts, RouterLosses
+from elastic_train.tasks.decoder.causal_attention import causal_attention, is_compiled_for
+from elastic_train.tasks.decoder.experts import MixtureOfExperts, RouterLosses
+from elastic_train.tasks.decoder.shape import DecoderShape
 
-_WIDTH_MULTIPLE = 64
 Gather = Callable[[Tensor], Tensor]
-TENSOR_PLAN: Mapping[str, Literal["column", "row"]] = {
-    **{f"blocks.*.attention.{name}": "column" for name in "qkv"},
-    "blocks.*.attention.o": "row",
-    **{f"blocks.*.mlp.{name}": "column" for name in ("gate", "up")},
-    "blocks.*.mlp.down": "row",
-}
-"""How ranks share a block: some heads of its attention each, and a part of its MLP's width."""
-SEQUENCE_PLAN: Mapping[str, Literal["split", "tokens", "dropout", "join"]] = {
-    "dropout": "split",
-    "blocks.*.norm_attention": "tokens",
-    "blocks.*.norm_mlp": "tokens",
-    "blocks.*.dropout": "dropout",
-    "norm": "join",
-}
-"""How they share out tokens beside that: from the embedding to the last norm, but for attention and MLPs."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """Sizes of a decoder; `kv_heads` are as many as `heads` and `hidden`, the width of an MLP, is 8/3 of `dim` by
-    default.
-
-    With `experts`, each block has so many in place of its MLP, `expert_hidden` wide (as `hidden` by default), of which
-    a token goes to `experts_per_token`; beside them is an MLP of width `shared_hidden` for all tokens, unless it is 0.
-    """
-
-    vocabulary: int
-    dim: int = 256
-    depth: int = 4
-    heads: int = 4
-    kv_heads: int = 0
-    hidden: int = 0
-    tied: bool = True
-    dropout: float = 0.0
-    rope_base: float = 10_000.0
-    norm_eps: float = 1e-5
-    experts: int = 0
-    experts_per_token: int = 2
-    expert_hidden: int = 0
-    shared_hidden: int = 0
-
-    def __post_init__(self) -> None:
-        for name, default in (
-            ("kv_heads", self.heads),
-            ("hidden", -(-8 * self.dim // (3 * _WIDTH_MULTIPLE)) * _WIDTH_MULTIPLE),
-        ):
-            object.__setattr__(self, name, getattr(self, name) or default)
-        object.__setattr__(self, "expert_hidden", self.expert_hidden or self.hidden)
-        for name in ("vocabulary", "dim", "depth", "heads", "kv_heads", "hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.dim % (2 * self.heads):
-            raise ValueError(f"dim {self.dim} is not an even multiple of heads {self.heads}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and less than 1, not {self.dropout}")
-        for name in ("experts", "expert_hidden", "shared_hidden"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
-        if self.experts and not 1 <= self.experts_per_token <= self.experts:
-            raise ValueError(
-                f"experts_per_token must be from 1 to experts {self.experts}, not {self.experts_per_token}"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
 
 
 class Attention(nn.Module):
@@ -233,30 +161,6 @@ class Decoder(nn.Module):
         return x
 
 
-def stages_of(shape: DecoderShape, parts: Sequence[str], num_stages: int) -> list[Sequence[str]]:
-    """Deal the parts to stages (`deal`); raises ValueError, with every reason, if it cannot be done."""
-    wrong = []
-    if num_stages > shape.depth:
-        wrong.append(f"depth {shape.depth} is less than {num_stages} stages, each of which has a block at least")
-    if shape.experts:
-        wrong.append(f"experts {shape.experts}: the last stage would not learn of other stages' routers: set it to 0")
-    if shape.tied:
-        wrong.append("tied: true has one matrix in the first stage and in the last: set it to false")
-    if wrong:
-        raise ValueError(*wrong)
-    return deal(parts, 1, shape.depth, num_stages)
-
-
-def deal(parts: Sequence[str], num_before: int, num_blocks: int, num_stages: int) -> list[Sequence[str]]:
-    """Deal a model's parts, of which so many come before its blocks, to stages of about as many blocks each.
-
-    Where it does not come out even, the last ones have more. What is no block stays with the block beside it.
-    """
-    ends = [num_before + stage * num_blocks // num_stages for stage in range(num_stages + 1)]
-    ends[0], ends[-1] = 0, len(parts)
-    return [parts[lo:hi] for lo, hi in pairwise(ends)]
-
-
 def _draw(name: str, parameter: Tensor, shape: DecoderShape) -> None:
     """Draw a parameter; those of norms are ones from the start, and of one without memory there is nothing to draw."""
     if parameter.ndim > 1 and not parameter.is_meta:
@@ -291,22 +195,3 @@ def rotations(positions: Tensor, shape: DecoderShape) -> tuple[Tensor, Tensor]:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     lower, upper = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-upper, lower), dim=-1) * sin.to(x.dtype)
-
-
-_LLAMA = (
-    (re.compile(r"^embed\."), "model.embed_tokens."),
-    (re.compile(r"^norm\."), "model.norm."),
-    (re.compile(r"^head\."), "lm_head."),
-    (re.compile(r"^blocks\."), "model.layers."),
-    (re.compile(r"\.norm_attention\."), ".input_layernorm."),
-    (re.compile(r"\.norm_mlp\."), ".post_attention_layernorm."),
-    (re.compile(r"\.attention\.(\w)\."), r".self_attn.\1_proj."),
-    (re.compile(r"\.mlp\.(\w+)\."), r".mlp.\1_proj."),
-)
-
-
-def llama_name(name: str) -> str:
-    """Return what transformers' LlamaForCausalLM calls a parameter of the decoder."""
-    for pattern, replacement in _LLAMA:
-        name = pattern.sub(replacement, name)
-    return name

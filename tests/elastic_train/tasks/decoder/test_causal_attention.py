@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic_train.tasks.models.causal_attention import is_compiled_for
+from elastic_train.tasks.decoder.causal_attention import is_compiled_for
 
 
 @pytest.mark.parametrize(
