@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
@@ -13,6 +14,8 @@ from chaos.scenario.kinds import KINDS
 from elastic_train.cli.main import app as train_app
 from elastic_train.config.schema import keys
 from tests.conftest import ROOT
+from tests.deploy.pages import PAGES as PAGES_OF_PLACES
+from tests.deploy.pages import commands
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
@@ -111,6 +114,20 @@ def test_named_configuration_keys_exist(name: str) -> None:
 def test_the_chaos_page_names_every_kind_of_fault() -> None:
     _, _, section = PAGES["docs/chaos.md"].partition("### Kinds of fault")
     assert {name for name in KINDS if name not in section} == set()
+
+
+def test_every_command_on_a_page_about_a_place_is_taken_from_it_by_a_test() -> None:
+    """Other programs' are run, or parsed by the program itself; ours are above."""
+    literals = {
+        node.value
+        for path in (ROOT / "tests" / "deploy").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 7
+    }
+    every = [line for page in PAGES_OF_PLACES for line in commands(page)]
+    foreign = [line for line in every if not line.startswith("elastic-train ")]
+    assert len(foreign) >= 12
+    assert [line for line in foreign if not any(line.startswith(literal) for literal in literals)] == []
 
 
 def test_what_is_wrong_is_found() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.deploy.pages import command
 
 TOOLS = ("buildah", "podman", "runc", "mmdebstrap")
 DEPENDENCIES = "/dependencies"
@@ -119,11 +120,12 @@ class Images:
         shutil.copy(wheel, context)
         shutil.copy(ROOT / "constraints.txt", context)
         (self.folder / "pip.conf").write_text(f"[global]\n{pip}")
-        how = ["--isolation", "chroot", "--network", "host", "--format", "docker", "--volume", self.volume]
+        how = ["--isolation", "chroot", "--network", "host", "--volume", self.volume]
         how += ["--volume", f"{self.folder}/pip.conf:/etc/pip.conf:ro", *options]
-        what = ["--build-arg", f"BASE={BASE}", "--file", str(ROOT / "deploy" / "Containerfile"), "--tag", tag]
+        filled = {"deploy/Containerfile": str(ROOT / "deploy" / "Containerfile"), "build/image": str(context)}
+        _, (program, build, *what) = command("containers.md", "buildah build", {**filled, "elastic-train:0.1.0": tag})
         alone = ["unshare", "--net"]  # chroot has the network of its caller
-        self._run([*alone, "buildah", *self._storage, "bud", *how, *what, str(context)])
+        self._run([*alone, program, *self._storage, build, *how, "--build-arg", f"BASE={BASE}", *what])
 
     @property
     def volume(self) -> str:
@@ -144,9 +146,10 @@ class Images:
 
     @property
     def rights(self) -> list[str]:
-        """What pods of deploy/kubernetes have, too."""
-        rights = ["--read-only", "--user", "1000:1000", "--cap-drop", "all", "--security-opt", "no-new-privileges"]
-        return [*rights, "--network", "host", "--env", "OMP_NUM_THREADS=1", "--volume", self.volume]
+        """What the page runs it with but for its folder, and what pods of deploy/kubernetes have, too."""
+        _, (_, _, *page) = command("containers.md", "podman run")
+        rights = ["--user", "1000:1000", "--cap-drop", "all", "--security-opt", "no-new-privileges"]
+        return [*page[: page.index("--volume")], *rights, "--env", "OMP_NUM_THREADS=1", "--volume", self.volume]
 
     def close(self) -> None:
         """End all containers, and delete what was made."""

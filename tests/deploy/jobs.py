@@ -8,6 +8,7 @@ from pathlib import Path
 from chaos.services.slurm.cluster import SlurmCluster
 from chaos.services.slurm.machines import eventually
 from tests.conftest import ROOT
+from tests.deploy.pages import command
 from tests.elastic_train.training.live.test_live import JOB, history, write_config
 
 SCRIPTS = ROOT / "deploy" / "slurm"
@@ -70,6 +71,9 @@ def steps_done_twice(run: Path) -> list[int]:
 def submit_train(
     slurm: SlurmCluster, folder: Path, config: str, path: dict[str, str], *options: str, grace_s: int = 100
 ) -> str:
-    """Submit train.sbatch in a folder, where its log goes, too; return the job's id."""
+    """Submit train.sbatch as its page does, in a folder, where its log goes, too; return the job's id."""
+    filled = {"train.sbatch": str(SCRIPTS / "train.sbatch"), "CONFIG": config}
+    _, (program, nodes, *script) = command("slurm.md", "sbatch --nodes=4 train.sbatch", filled)
+    assert (program, nodes) == ("sbatch", "--nodes=4"), "tests have fewer"
     out = ("-D", str(folder), "-o", str(folder / "log"))
-    return slurm.submit(*options, *out, str(SCRIPTS / "train.sbatch"), config, "--grace-s", f"{grace_s}", **path)
+    return slurm.submit(*options, *out, *script, "--grace-s", f"{grace_s}", **path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.deploy.pages import command, commands
 
 pytestmark = pytest.mark.deploy
 FOREIGN = "2.10.0a0+b558c986e8.nv25.11"
@@ -26,12 +28,28 @@ def resolved_beside(torch: str, folder: Path) -> subprocess.CompletedProcess[str
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
     (packages / "others.pth").write_text(f"{distribution('numpy').locate_file('')}\n")
-    (folder / "kept").write_text(f"torch=={torch}\n")
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_FIND_LINKS")}
     environ |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "venv" / "bin" / "python"), "install", "--dry-run"]
-    asked = ["--no-build-isolation", "--constraint", str(folder / "kept"), str(ROOT)]
-    return subprocess.run([*pip, *asked], env=environ, capture_output=True, text=True, timeout=280, check=False)
+    pip = f"{sys.executable} -m pip --python {folder / 'venv' / 'bin' / 'python'}"
+    keeps, installs = (
+        line.replace("python3 -m pip", pip) for line in commands("containers.md") if line.startswith("python3 -m pip")
+    )
+    subprocess.run(keeps, shell=True, cwd=folder, env=environ, check=True)
+    (named,) = re.findall(r"'elastic-train\[[a-z0-9,]+\]'", installs)  # on no index yet: from here
+    asked = f"{installs.replace(named, str(ROOT))} --dry-run --no-build-isolation"
+    return subprocess.run(
+        asked, shell=True, cwd=folder, env=environ, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+@pytest.mark.parametrize("begins", ['make image IMAGE="--build-arg TORCH', 'make image IMAGE="--build-arg BASE'])
+def test_what_the_page_gives_make_reaches_the_build(begins: str) -> None:
+    _, words = command("containers.md", begins)
+    given = words[-1].removeprefix("IMAGE=")
+    done = subprocess.run([words[0], "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"build $format -f deploy/Containerfile {given} -t elastic-train:" in done.stdout
+    name = given.removeprefix("--build-arg ").partition("=")[0]
+    assert f"\nARG {name}" in f"\n{(ROOT / 'deploy' / 'Containerfile').read_text()}"
 
 
 def test_a_foreign_torch_stays(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from elastic_train.launch.options import Flags, Launch, resolve
 from rendezvous.errors import ServerError
 from rendezvous.etcd.options import ETCD_KEYS
 from rendezvous.etcd.server import find_binary
+from tests.conftest import ROOT
 from tests.deploy.manifests import BESIDES, FOLDER, WAYS, Tree, job_spec, one, places, refusal, rendered, with_typo
+from tests.deploy.pages import command
 
 pytestmark = pytest.mark.deploy
 ALL = (*WAYS, *BESIDES)
@@ -204,6 +206,23 @@ def test_params_change_every_place_that_depends_on_them(tmp_path: Path) -> None:
         assert job_spec(name, doc).get("parallelism", 7) == 7
         assert one(folder, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == {"run": "big"}
         assert refusal(doc) is None
+
+
+@pytest.mark.parametrize("begins", ["kubectl apply -k deploy/kubernetes/etcd", "kubectl apply -k deploy/kubernetes/in"])
+def test_what_the_page_applies_is_a_folder_that_is_rendered(begins: str) -> None:
+    _, (*program, folder) = command("kubernetes.md", begins)
+    assert program == ["kubectl", "apply", "-k"]
+    assert (ROOT / folder).parent == FOLDER and rendered(Path(folder).name)
+
+
+def test_the_secret_that_the_page_creates_is_the_one_that_pods_read() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl here: install it to render the secret")
+    _, words = command("kubernetes.md", "kubectl create secret")
+    done = subprocess.run([*words, "--dry-run=client", "-o", "yaml"], capture_output=True, text=True, check=True)
+    made = yaml.safe_load(done.stdout)
+    assert set(made["data"]) == {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+    assert made["metadata"]["name"] in [source["secretRef"]["name"] for source in node_of("indexed-job")["envFrom"]]
 
 
 def test_etcd_knows_the_flags_that_it_is_given() -> None:

@@ -21,6 +21,7 @@ from rendezvous.etcd.server import free_ports
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import ROOT, begin
 from tests.deploy.jobs import first_step_s, steps_done_twice, write_patient_config
+from tests.deploy.pages import command
 from tests.elastic_train.training.live.test_live import (
     eventually,
     undisturbed,
@@ -41,6 +42,16 @@ PATIENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """How long Ray waits for its own parts, by default 30 s, too little for a busy machine; nor do actors yield."""
+
+
+def test_rays_own_command_line_takes_the_pages_command() -> None:
+    """And leaves what follows it to `elastic-train ray`."""
+    ray = pytest.importorskip("ray.scripts.scripts", reason="no Ray here: pip install 'elastic-train[ray]'")
+    _, (program, *words) = command("ray.md", "ray job submit")
+    group, name, *arguments = words
+    parsed = ray.cli.commands[group].commands[name].make_context(name, arguments).params
+    assert program == "ray" and parsed["working_dir"] == "."
+    assert list(parsed["entrypoint"]) == command("ray.md", "elastic-train ray")[1]
 
 
 @pytest.fixture(scope="module")

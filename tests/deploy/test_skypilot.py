@@ -21,6 +21,7 @@ from elastic_train.errors import HungError, Preempted
 from elastic_train.launch.options import Flags, Launch, resolve
 from tests.conftest import ROOT
 from tests.deploy.manifests import places, with_typo
+from tests.deploy.pages import command
 
 pytestmark = pytest.mark.deploy
 TASK = yaml.safe_load((ROOT / "deploy" / "skypilot" / "train.yaml").read_text())
@@ -76,6 +77,24 @@ def test_skypilots_parser_takes_it_and_no_typo(tmp_path: Path) -> None:
     assert (recovery["strategy"], recovery["recover_on_exit_codes"]) == ("EAGER_NEXT_REGION", again)
     assert recovery == TASK["resources"]["job_recovery"] and recovery["max_restarts_on_errors"] == 0
     assert [answer for answer in refused if not isinstance(answer, str)] == []
+
+
+def test_skypilots_own_command_line_takes_the_pages_command(tmp_path: Path) -> None:
+    """It names the task of this project, and a variable that the task has."""
+    _, (program, group, *words) = command("skypilot.md", "sky jobs launch")
+    assert (program, group) == ("sky", "jobs")
+    read = (
+        "import json, sys; from sky.client.cli.command import jobs_launch as found; "
+        "print(json.dumps(found.make_context('launch', sys.argv[2:]).params, default=str))"
+    )
+    environ = {**os.environ, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    asked = [python_with_skypilot(), "-c", read, *words]
+    done = subprocess.run(asked, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    parsed = json.loads(done.stdout)
+    assert parsed["entrypoint"] == ["deploy/skypilot/train.yaml"] and (ROOT / parsed["entrypoint"][0]).is_file()
+    (variable,) = parsed["env"]
+    assert variable[0] in TASK["envs"]
 
 
 def launch_on(rank: int) -> Launch:

@@ -30,6 +30,7 @@ from tests.deploy.jobs import (
     worlds,
     write_patient_config,
 )
+from tests.deploy.pages import command
 from tests.elastic_train.training.live.test_live import history
 
 pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("slurm-etcd")]
@@ -37,11 +38,16 @@ LOOK_S = "10"
 """How often a job's nodes look for the first of them, which is otherwise each half minute."""
 
 
-def start_etcd(slurm: SlurmCluster, folder: Path, path: dict[str, str], *options: str) -> str:
-    """Submit etcd.sbatch; return its endpoints once it answers."""
+def start_etcd(slurm: SlurmCluster, folder: Path, path: dict[str, str], *on: str) -> str:
+    """Submit etcd.sbatch as its page does, or `on` fewer nodes; return its endpoints once it answers."""
     endpoints = folder / "etcd.endpoints"
-    variables = {"ENDPOINTS": str(endpoints), "DATA": str(folder / "etcd"), **path}
-    slurm.submit(*options, "-o", str(folder / "etcd.log"), str(SCRIPTS / "etcd.sbatch"), **variables)
+    filled = {
+        "$PWD/etcd.endpoints": str(endpoints),
+        "$PWD/etcd": str(folder / "etcd"),
+        "etcd.sbatch": str(SCRIPTS / "etcd.sbatch"),
+    }
+    variables, (_, nodes, *script) = command("slurm.md", "ENDPOINTS=", filled)
+    slurm.submit(*(on or [nodes]), "-o", str(folder / "etcd.log"), *script, **variables, **path)
     eventually(lambda: endpoints.exists() and endpoints.read_text().strip(), "etcd is there", PATIENCE_S)
     return endpoints.read_text().strip()
 
@@ -81,7 +87,7 @@ def test_a_job_beside_an_etcd_of_three_loses_no_step_with_the_first_node_of_both
     """Both batch scripts ran there. Two members are a majority; once it is back, the job is requeued onto all nodes."""
     done = tmp_path / "done"
     config, run = write_patient_config(tmp_path, rows, STEPS, LANE_MS, done), tmp_path / "run"
-    where = start_etcd(slurm, tmp_path, path, "--nodes=3")
+    where = start_etcd(slurm, tmp_path, path)
     assert where == "n1:2379,n2:2379,n3:2379"
     variables = {**path, "ETCD": where, "LOOK_S": LOOK_S}
     job = submit_train(slurm, tmp_path, config, variables, "--nodes=2", "-w", "n1,n2", "--oversubscribe")
@@ -115,7 +121,7 @@ def test_a_job_goes_on_while_its_etcd_moves_to_other_nodes(
         return max((line["step"] for line in history(run) if line["op"] == "commit"), default=0)
 
     with folder_of_a_cluster() as folder, SlurmCluster(folder, 4, shared=shared) as slurm:
-        assert start_etcd(slurm, tmp_path, path, "--nodes=3") == "n1:2379,n2:2379,n3:2379"
+        assert start_etcd(slurm, tmp_path, path) == "n1:2379,n2:2379,n3:2379"
         etcd = slurm.run("squeue", "-h", "-o", "%i").strip()
         variables = {**path, "ETCD": f"@{endpoints}"}
         job = submit_train(slurm, tmp_path, config, variables, "--nodes=2", "-w", "n3,n4", "--oversubscribe")
@@ -149,9 +155,16 @@ def test_an_array_trains_on_without_a_node_that_lost_its_power(
     """elastic-array.sbatch on an etcd of etcd.sbatch. (That the node's job joins again is a scenario's.)"""
     done = tmp_path / "done"
     config, run = write_patient_config(tmp_path, rows, 200, lane_ms=250.0, until=done), tmp_path / "run"
-    shared = {"RUN": tmp_path.name, "ETCD": start_etcd(slurm, tmp_path, path, "-w", "n1"), **path}
-    out = ("-D", str(tmp_path), "-o", str(tmp_path / "log-%A_%a"))
-    array = slurm.submit(*out, "--array=0-1", str(SCRIPTS / "elastic-array.sbatch"), config, **shared)
+    start_etcd(slurm, tmp_path, path, "-w", "n1")
+    filled = {
+        "@$PWD/etcd.endpoints": f"@{tmp_path}/etcd.endpoints",
+        "quality-1": tmp_path.name,
+        "--array=0-3": "--array=0-1",
+        "elastic-array.sbatch": str(SCRIPTS / "elastic-array.sbatch"),
+        "CONFIG": config,
+    }
+    variables, (_, *words) = command("slurm.md", "ETCD=@$PWD", filled)
+    array = slurm.submit("-D", str(tmp_path), "-o", str(tmp_path / "log-%A_%a"), *words, **variables, **path)
     term = until_world(run, 2)
     lost_at_s = time.time()
     slurm.machines.power_off("n3")
@@ -189,12 +202,12 @@ def test_an_etcd_of_three_nodes_survives_one_of_them(slurm: SlurmCluster, tmp_pa
     control = Path(find_binary()).with_name("etcdctl")
     if not control.exists():
         pytest.skip(f"no {control} here: install it (Debian: etcd-client)")
-    where = start_etcd(slurm, tmp_path, path, "--nodes=3")
+    where = start_etcd(slurm, tmp_path, path)
 
     def ask(*words: str) -> str:
-        command = ["env", "ETCDCTL_API=3", str(control), f"--endpoints={where}", *words]
+        asked = ["env", "ETCDCTL_API=3", str(control), f"--endpoints={where}", *words]
         done = subprocess.run(
-            slurm.machines["n2"].inside(*command), capture_output=True, text=True, check=False, timeout=200
+            slurm.machines["n2"].inside(*asked), capture_output=True, text=True, check=False, timeout=200
         )
         return done.stdout.strip() if done.returncode == 0 else done.stderr
 
