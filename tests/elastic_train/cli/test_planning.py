@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from elastic_train.cli.main import main
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.calibrating import Calibrated, measure_device
+from tests.conftest import PATIENCE_S, begin, places_of
 from tests.elastic_train.planning.test_reading import written
 
 
@@ -62,3 +64,26 @@ def test_a_calibrated_machine_is_a_cluster(tmp_path: Path) -> None:
     path.write_text(Calibrated(device, parse_cluster("CPU").inside).as_yaml())
     found = parse_cluster(str(path))
     assert (found.device, found.inside) == (device, parse_cluster("CPU").inside)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [None, 2])
+def test_what_calibrate_writes_is_what_a_plan_reckons_with(
+    num_ranks: int | None, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone it measures between two processes of its own, as a rank between ranks 0 and 1; the first rank says it."""
+    config, out, log = written(rows, tmp_path), tmp_path / "here.yaml", tmp_path / "log"
+    words = ["plan", "calibrate", str(config), "--rounds", "1", "--out", str(out), "--json"]
+    command = [sys.executable, "-m", "elastic_train.command", *words]
+    ranks = [begin(command, log, place) for place in places_of(num_ranks)]
+    assert [rank.wait(PATIENCE_S) for rank in ranks] == [0] * len(ranks), log.read_text()
+    text = log.read_text()
+    assert text.count("{") == 1, "of several ranks one speaks"
+    said = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    assert all(said[name] > 0 for name in ("tflops_fp32", "memory_gb_per_s", "call_s", "pace", "alpha_s", "gb_per_s"))
+    cluster = parse_cluster(str(out))
+    assert (cluster.device.name, cluster.device.pace) == (said["device"], said["pace"])
+    assert (cluster.inside.alpha_s, cluster.inside.gb_per_s) == (said["alpha_s"], said["gb_per_s"])
+    assert typed(str(config), "--on", str(out), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert said["device"] in found["on"] and found["own"]["step"] > 0
