@@ -39,7 +39,6 @@ from rendezvous.orphans import die_with_parent, set_name
 NAME = "standby"
 READY = b"ready"
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
-ADOPTED_WITHIN_S = 5.0
 LONGEST_NAME = 4096
 THREADS = "OMP_NUM_THREADS"
 
@@ -63,9 +62,9 @@ def serve(control: socket.socket, agent: int, unblocked: Iterable[int] | None = 
     while os.getppid() == agent:
         message, descriptors, _, _ = socket.recv_fds(control, LONGEST_NAME, 1)
         if descriptors:
-            if _is_worker(descriptors[0]):
+            if between := _forked_by(descriptors[0]):
                 control.close()
-                _become(socket.socket(fileno=descriptors[0]), agent, dispositions)
+                _become(socket.socket(fileno=descriptors[0]), agent, between, dispositions)
         elif message:
             _import(message.decode())
             control.send(READY)
@@ -117,32 +116,36 @@ def _settle() -> None:
         finalizer.atexit = False
 
 
-def _is_worker(request: int) -> bool:
-    """Fork a process that forks a worker and ends; True in the worker. If there is no room for one, nobody answers."""
+def _forked_by(request: int) -> int | None:
+    """Fork a process that forks a worker and ends; return its pid in the worker, and None here.
+
+    If there is no room for one, nobody answers the request.
+    """
     try:
         between = os.fork()
     except OSError:
         os.close(request)
-        return False
+        return None
     if between:
         os.waitpid(between, 0)
         os.close(request)
-        return False
+        return None
+    own = os.getpid()
     try:
         if os.fork():
             os._exit(0)
     except OSError:
         os._exit(1)
-    return True
+    return own
 
 
-def _become(request: socket.socket, agent: int, dispositions: dict[signal.Signals, Any]) -> NoReturn:
+def _become(request: socket.socket, agent: int, between: int, dispositions: dict[signal.Signals, Any]) -> NoReturn:
     """Become what the program's command line would have started, if the agent still wants it."""
     os.setsid()
     set_name("worker")
     for number, before in dispositions.items():
         signal.signal(number, before)
-    _await_adoption(agent)
+    _await_adoption(agent, between)
     die_with_parent()
     wanted = _wanted(request, agent)
     if not sys.flags.safe_path:
@@ -173,13 +176,15 @@ def _wanted(request: socket.socket, agent: int) -> dict[str, Any]:
     os._exit(0)
 
 
-def _await_adoption(agent: int) -> None:
-    """Wait until the process that forked this one has ended, and the agent is its parent."""
-    deadline = time.monotonic() + ADOPTED_WITHIN_S
-    while os.getppid() != agent:
-        if time.monotonic() > deadline:
-            os._exit(1)
+def _await_adoption(agent: int, between: int) -> None:
+    """Wait until the process that forked this one has ended; end as well unless the agent is its parent then.
+
+    That process only has to end, which takes as long as the machine lets it: no time says that it will not.
+    """
+    while os.getppid() == between:
         time.sleep(0.001)
+    if os.getppid() != agent:
+        os._exit(1)
 
 
 def _set_environment(env: dict[str, str]) -> None:

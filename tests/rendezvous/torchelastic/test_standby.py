@@ -56,7 +56,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def one() -> Standby:
         begun.append(Standby(forks=False))
         begun[-1].preload("json")
-        assert begun[-1].wait_until_ready(60.0)
+        assert begun[-1].wait_until_ready(PATIENCE_S)
         return begun[-1]
 
     yield one
@@ -149,13 +149,13 @@ def test_a_workers_code_that_somebody_else_took_is_unknown(standby: Standby, sle
     assert worker.wait(PATIENCE_S) == UNKNOWN_CODE
 
 
-AGENT = """
+AGENT = f"""
 import os, signal, sys, threading, time
 from rendezvous.torchelastic.standby import Program, Standby
 standby = Standby(forks=sys.argv[1] == "forked")
 standby.preload("json")
-assert standby.wait_until_ready(60.0)
-worker = standby.start(Program("sleeper", ()), {}, os.devnull, None)
+assert standby.wait_until_ready({PATIENCE_S})
+worker = standby.start(Program("sleeper", ()), {{}}, os.devnull, None)
 print(standby.pid, worker.pid, flush=True)
 time.sleep(600)
 """
@@ -178,7 +178,7 @@ def test_whatever_is_forked_after_cuda_began_becomes_a_program(
     eventually(lambda: not is_alive(worker_pid), "its end")
     poisoned = Standby(forks=False)
     poisoned.preload("poison")
-    assert poisoned.wait_until_ready(60.0)
+    assert poisoned.wait_until_ready(PATIENCE_S)
     worker = poisoned.start(sleeper, {}, os.devnull, None)
     eventually(lambda: command_line_of(worker.pid)[-3:] == ["-u", "-m", "sleeper"], "the program")
     assert parent_of(worker.pid) == os.getpid()
@@ -231,11 +231,11 @@ def test_a_frozen_standby_process_is_not_waited_for(
     begin: Callable[[], Standby], sleeper: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is ended after its time, and what it was asked for does not start; another takes its place."""
-    monkeypatch.setattr("rendezvous.torchelastic.standby.FORKS_WITHIN_S", 0.3)
     standby, late = begin(), tmp_path / "late"
     depending = standby.start(sleeper, {}, os.devnull, None)
     os.kill(standby.pid, signal.SIGSTOP)
-    with pytest.raises(TimeoutError, match="stopped or swapped out"):
+    with monkeypatch.context() as hasty, pytest.raises(TimeoutError, match="stopped or swapped out"):
+        hasty.setattr("rendezvous.torchelastic.standby.FORKS_WITHIN_S", 0.3)
         standby.start(sleeper, {}, str(late), None)
     assert standby.has_ended and not is_alive(standby.pid) and depending.poll() is None
     another = begin().start(sleeper, {}, os.devnull, None)
@@ -251,7 +251,7 @@ def test_imports_that_fail_leave_no_standby_process(
     """The error is shown, and workers, which will meet it, too, are started the ordinary way."""
     standby = Standby(forks=False)
     standby.preload("rendezvous.nothing_of_that_name")
-    assert not standby.wait_until_ready(60.0) and not standby.is_ready and not standby.has_ended
+    assert not standby.wait_until_ready(PATIENCE_S) and not standby.is_ready and not standby.has_ended
     assert "No module named 'rendezvous.nothing_of_that_name'" in capfd.readouterr().err
     with pytest.raises(OSError):
         standby.start(sleeper, {}, os.devnull, None)
@@ -326,3 +326,13 @@ def test_a_worker_that_is_not_wanted_any_more_ends_in_silence(asked: bytes) -> N
             os._exit(9)
     its.close()
     assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("is_adopted", [True, False])
+def test_a_worker_begins_only_as_its_agents_child(is_adopted: bool) -> None:
+    """Once what forked it has ended, however late: an agent that waits no longer adopts nobody."""
+    agent, between = os.getpid(), os.getpid() + 1
+    if not (worker := os.fork()):
+        standby_process._await_adoption(agent if is_adopted else between, between)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == (9 if is_adopted else 1)
