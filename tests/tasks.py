@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -16,23 +17,57 @@ import torch
 from torch import Tensor, nn
 
 from chaos.tasks.paced_classifier import PacedClassifier
+from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
+from elastic_train.tasks.witness import Witness
 from elastic_train.training.session import Session
 
+BRISK_S, SLOWEST_MS = 5.0, 500.0
+"""For so long a process that is paced until something keeps its pace; then each of its lanes takes so long, which is
+no hang yet. A test that is quick waits for no slow lane, and one that a busy machine holds up has steps left."""
 
-class PacedUntil(PacedClassifier):
+
+class Until:
     """Is paced until a file exists: until then there is time for faults, and from then on none is waited for."""
 
+    _lane_ms: float
+
     def __init__(self, until: str, **params: object) -> None:
-        super().__init__(**params)  # type: ignore[arg-type]
-        self._until = Path(until)
+        super().__init__(**params)
+        self._until, self._began_at = Path(until), math.inf
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        if model.training:
+            self._pace()
+        return super().loss(model, batch)  # type: ignore[misc, no-any-return]
+
+    def _pace(self) -> None:
+        self._began_at = min(self._began_at, time.monotonic())
         if self._lane_ms and self._until.exists():
             self._lane_ms = 0.0
-        return super().loss(model, batch)
+        elif self._lane_ms and time.monotonic() > self._began_at + BRISK_S:
+            self._lane_ms = max(self._lane_ms, SLOWEST_MS)
+
+
+class PacedUntil(Until, PacedClassifier):
+    """A classifier that is."""
+
+
+class PacedLanguageUntil(Until, PacedLanguage):
+    """A language model that is, in stages or whole."""
+
+    def run_stage(
+        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
+    ) -> Tensor | LaneLoss:
+        if model.training:
+            self._pace()
+        return super().run_stage(model, modules, batch, given)
+
+
+class WitnessUntil(Until, Witness):
+    """A model that counts and is."""
 
 
 class SlowHere(PacedClassifier):
@@ -158,7 +193,7 @@ class Flips(FailsOnce):
 
 
 class Stalls(TextClassifier):
-    """Computes for a minute in every lane, as long as the file `marker` exists."""
+    """Computes for ten minutes in every lane, as long as the file `marker` exists."""
 
     def __init__(self, marker: str, **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]
@@ -167,7 +202,7 @@ class Stalls(TextClassifier):
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         if self.marker.exists():
             Path(f"{self.marker}.{os.getpid()}").touch()
-            time.sleep(60)
+            time.sleep(600)
         time.sleep(0.01)
         return super().loss(model, batch)
 

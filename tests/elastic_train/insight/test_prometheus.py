@@ -24,7 +24,7 @@ from elastic_train.insight.events import MEANINGS
 from elastic_train.insight.memory import MemoryFacts
 from elastic_train.insight.page import PREFIX, Facts, _counters, _gauges, _parts
 from rendezvous.etcd.server import free_ports
-from tests.conftest import ROOT, begin
+from tests.conftest import PATIENCE_S, ROOT, begin
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config
 
 pytestmark = pytest.mark.monitoring
@@ -37,7 +37,6 @@ needs_prometheus = pytest.mark.skipif(
     reason="no prometheus and promtool: apt-get install prometheus",
 )
 RUNBOOK = (ROOT / "docs" / "guides" / "on-call.md").read_text()
-PATIENCE_S = 120.0
 
 
 def promtool(*arguments: str, cwd: Path = SHIPPED) -> str:
@@ -137,9 +136,14 @@ def test_a_prometheus_that_scrapes_a_running_job_answers_every_query_of_the_dash
 ) -> None:
     """And no alert fires for a job in which nothing is wrong."""
     ours, theirs = prometheus
-    params = {**PARAMS, "lane_ms": 30.0, "until": str(tmp_path / "known")}
-    task = {"task": {"path": "tests.tasks:PacedUntil", "params": params}, "epochs": 100, "max_steps": 2000}
-    path = config(tmp_path, rows, {**CLASSIFIER, **task}, monitoring={"port": ours}, run={"dir": str(tmp_path / "r")})
+    task = {"path": "chaos.tasks.paced_classifier:PacedClassifier", "params": {**PARAMS, "lane_ms": 30.0}}
+    path = config(
+        tmp_path,
+        rows,
+        {**CLASSIFIER, "task": task, "max_steps": 100_000},
+        monitoring={"port": ours},
+        run={"dir": str(tmp_path / "r")},
+    )
     job = begin([sys.executable, "-m", "elastic_train", path], tmp_path / "output")
     try:
         wait_for(lambda: answers(theirs, "max(elastic_train_last_commit_step) > 0"))

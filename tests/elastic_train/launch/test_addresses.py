@@ -12,7 +12,7 @@ import pytest
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import begin
+from tests.conftest import PATIENCE_S, begin
 from tests.elastic_train.training.live.test_live import ENDLESS, eventually, history, until_whole, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
@@ -38,13 +38,22 @@ def test_machines_whose_hosts_files_name_them_127_0_1_1_train_together(
     with EtcdCluster(1, host="0.0.0.0") as etcd:
         endpoint = etcd.endpoint.replace("127.0.0.1", laid.address("etcd"))
         job = ["elastic_train.cli.main", "launch", config, "--nodes", "2", "--ranks", "1"]
-        job += ["--endpoint", endpoint, "--id", tmp_path.name, "--recovery", recovery, "--peer-timeout-s", "20"]
+        job += [
+            "--endpoint",
+            endpoint,
+            "--id",
+            tmp_path.name,
+            "--recovery",
+            recovery,
+            "--peer-timeout-s",
+            f"{PATIENCE_S}",
+        ]
         nodes = [
             begin_at("-", hosts, [*job, "--local-addr", laid.address("nodes")]),
             begin_at(laid.namespace, hosts, job),
         ]
         try:
-            assert [node.wait(120) for node in nodes] == [0, 0]
+            assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0]
         finally:
             for node in nodes:
                 node.kill()
@@ -59,7 +68,7 @@ def test_a_node_at_an_address_that_every_machine_has_stops_nobody(tmp_path: Path
     with EtcdCluster(1, host="0.0.0.0") as etcd:
         endpoint = etcd.endpoint.replace("127.0.0.1", laid.address("etcd"))
         job = ["elastic_train.cli.main", "launch", config, "--nodes", "1:2", "--ranks", "1"]
-        job += ["--endpoint", endpoint, "--id", tmp_path.name, "--local-addr", laid.address("nodes")]
+        job += ["--endpoint", endpoint, "--id", tmp_path.name, "--local-addr", laid.address("nodes"), "--ttl-s", "60"]
         log = tmp_path / "newcomer.log"
         nodes = [begin([sys.executable, "-m", *job])]
         try:

@@ -13,6 +13,7 @@ from rendezvous import EtcdServer
 from rendezvous.errors import StoreDeniedError
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.records import Keys
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.live.test_live import finish, launch, nothing_left, until_whole, write_config
 from tests.rendezvous.etcd.test_refusals import Users, etcd_options
 
@@ -55,13 +56,15 @@ def test_no_secret_is_in_logs_files_etcd_or_mlflow(tmp_path: Path, rows: Path, u
     own = {"TMPDIR": str(tmp_path / "tmp"), "ELASTIC_TRAIN__TRACKING__MLFLOW_URI": uri, **PLANTED}
     with EtcdServer() as server:
         allow_only(Users(server), tmp_path.name)
-        config = write_config(tmp_path, rows, 60, lane_ms=30.0)
+        known = tmp_path / "known"
+        config = write_config(tmp_path, rows, 60, lane_ms=120.0, until=known)
         job = launch(tmp_path, server, config, ranks=2, conf=f",user=mine,password={PASSWORD}", **own)
         _, ranks = until_whole(tmp_path / "run", 2)
         os.kill(ranks[1], signal.SIGKILL)
+        known.touch()
         finish(job, tmp_path)
         stranger = EtcdStore(
-            etcd_options(server.endpoint, {"user": "mine", "password": PASSWORD}), give_up_after_s=30.0
+            etcd_options(server.endpoint, {"user": "mine", "password": PASSWORD}), give_up_after_s=PATIENCE_S
         )
         with pytest.raises(StoreDeniedError):
             stranger.get(Keys("of-others").prefix)

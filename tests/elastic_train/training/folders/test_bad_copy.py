@@ -12,7 +12,7 @@ import yaml
 
 from chaos.services.private_dataset import OwnData
 from rendezvous import EtcdServer
-from tests.conftest import start
+from tests.conftest import PATIENCE_S, start
 from tests.elastic_train.training.live.test_live import (
     etcd,
     history,
@@ -47,7 +47,7 @@ def test_one_bad_copy_costs_the_others_one_regroup(
     first = launch_alone(tmp_path, etcd, config, "whole", "--data.train", str(whole))
     until_whole(tmp_path / "run", 1)
     second = launch_alone(tmp_path, etcd, config, "bad", "--data.train", str(bad.folder))
-    assert second.wait(120) == 65, (tmp_path / "bad.log").read_text()[-2000:]
+    assert second.wait(PATIENCE_S) == 65, (tmp_path / "bad.log").read_text()[-2000:]
     said = (tmp_path / "bad.log").read_text()
     assert any(f"{part['file']}: row group {part['row_group']} is damaged: bytes [" in said for part in damaged if part)
     assert first.wait(240) == 0, (tmp_path / "whole.log").read_text()[-2000:]

@@ -50,7 +50,7 @@ def step_of(log: Path) -> int:
 def num_members(etcd: EtcdServer, run_id: str) -> int:
     connection = Connection(etcd_options(etcd.endpoint))
     try:
-        return len(list_prefix(connection, Keys(run_id).members, 3.0).entries)
+        return len(list_prefix(connection, Keys(run_id).members, PATIENCE_S).entries)
     finally:
         connection.close()
 
@@ -70,7 +70,6 @@ def test_a_folder_that_freezes_costs_no_state(
     eventually(
         lambda: time.monotonic() - frozen_at > frozen_s and step_of(tmp_path / "node.log") > before + 20,
         "training beside a folder that is frozen",
-        timeout_s=60,
     )
     disk.thaw()
     eventually(lambda: any(disk.folder.glob("commits/[0-9]*.json")), "a commit")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rendezvous import EtcdServer
-from tests.conftest import start, write_rows
+from tests.conftest import PATIENCE_S, start, write_rows
 from tests.elastic_train.training.live.test_live import (
     etcd,
     history,
@@ -31,7 +31,7 @@ def test_a_node_with_another_validation_set_is_turned_away(tmp_path: Path, rows:
     first = launch_alone(tmp_path, etcd, config, "first", "--data.validation", str(rows / "validation"))
     until_whole(tmp_path / "run", 1)
     second = launch_alone(tmp_path, etcd, config, "second", "--data.validation", str(other))
-    assert second.wait(120) == 2, (tmp_path / "second.log").read_text()
+    assert second.wait(PATIENCE_S) == 2, (tmp_path / "second.log").read_text()
     [said] = [line for line in (tmp_path / "second.log").read_text().splitlines() if line.startswith("error: ")]
     assert said.startswith("error: the validation set's digest is ") and said.endswith("all nodes must have the same")
     assert first.poll() is None

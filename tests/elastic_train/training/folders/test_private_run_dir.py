@@ -8,6 +8,7 @@ import pytest
 
 from rendezvous import EtcdServer
 from rendezvous.torchelastic.standby import ForkedWorker
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.live.test_live import (
     ENDLESS,
     etcd,
@@ -33,13 +34,13 @@ def test_a_node_with_a_store_of_its_own_is_turned_away(tmp_path: Path, rows: Pat
     first = launch(tmp_path, etcd, config, "a")
     until_whole(tmp_path / "a", 1)
     second = launch(tmp_path, etcd, config, "b")
-    assert second.wait(120) == 2
+    assert second.wait(PATIENCE_S) == 2
     assert "is not where this job keeps its commits" in (tmp_path / "b.log").read_text()
     assert first.poll() is None
     assert {line["term"] for line in history(tmp_path / "a") if line["op"] == "form"} == {1}
     first.kill()
     first.wait()
-    assert launch(tmp_path, etcd, config, "b").wait(120) == 2
+    assert launch(tmp_path, etcd, config, "b").wait(PATIENCE_S) == 2
     assert not list((tmp_path / "b").glob("commits/*"))
 
 

@@ -11,7 +11,7 @@ import pytest
 from chaos.judge.evidence.run_files import collect
 from chaos.services.store_mount import StoreMount, mounted
 from rendezvous import EtcdServer
-from tests.conftest import begin
+from tests.conftest import PATIENCE_S, begin
 from tests.elastic_train.training.folders.test_folders import num_members
 from tests.elastic_train.training.live.test_live import (
     STARTED,
@@ -49,7 +49,7 @@ def launch(folder: Path, etcd: EtcdServer, config: str, store: Path, *more: str,
     return folder / "node.log"
 
 
-LIVE = "--rdzv_conf=recovery=live,ttl=2"
+LIVE = "--rdzv_conf=recovery=live,ttl=60"
 
 
 def launch_two(
@@ -91,7 +91,7 @@ def test_a_node_that_cannot_write_any_more_steps_back(
     eventually(lambda: "this node cannot write to" in culprit.read_text(), "the node that cannot write steps back")
     eventually(lambda: newest(mount.store) > "00000002", "commits of a world that it does not lead")
     known.touch()
-    assert [job.wait(200) for job in STARTED] == [0, 0]
+    assert [job.wait(PATIENCE_S) for job in STARTED] == [0, 0]
     run = collect(tmp_path / "run")
     assert run.result is not None and run.result["step"] == NUM_STEPS
     assert bad == "other" or weights(run) == undisturbed(NUM_STEPS)
@@ -115,7 +115,7 @@ def test_a_leader_that_can_never_write_lets_another_one_lead(
     mount.set_readonly(is_readonly=True)
     config = write_config(tmp_path, rows, 60)
     launch_two(tmp_path, etcd, config, mount.folder, mount.store)
-    assert [job.wait(200) for job in STARTED] == [0, 0]
+    assert [job.wait(PATIENCE_S) for job in STARTED] == [0, 0]
     assert weights(collect(tmp_path / "run")) == undisturbed(60)
     log = (tmp_path / "a" / "node.log").read_text()
     assert log.count("could not begin") == 1 and "another is started in its place" not in log
@@ -149,7 +149,7 @@ def test_in_restart_mode_the_node_ends_with_2(
     logs = launch_two(tmp_path, etcd, config, mount.folder, mount.store, nnodes="1:2", more=more)
     until_whole(tmp_path / "run", 2)
     mount.set_readonly(is_readonly=True)
-    assert STARTED[0].wait(200) != 0
+    assert STARTED[0].wait(PATIENCE_S) != 0
     assert "error: this node cannot write to" in logs[0].read_text()
-    assert STARTED[1].wait(200) == 0
+    assert STARTED[1].wait(PATIENCE_S) == 0
     assert weights(collect(tmp_path / "run")) == undisturbed(NUM_STEPS)

@@ -12,6 +12,7 @@ import pytest
 from chaos.judge.evidence.run_files import collect
 from chaos.services.etcd_cluster import EtcdCluster
 from rendezvous import EtcdServer
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.live.test_live import (
     eventually,
     history,
@@ -46,12 +47,12 @@ def test_a_second_job_ends_before_it_trains(
         folder.mkdir()
     job = launch(first, etcds[0], config, ranks=1)
     until_whole(tmp_path / "run", 1)
-    assert launch(second, etcds[num_etcds - 1], config, ranks=1).wait(200) != 0
+    assert launch(second, etcds[num_etcds - 1], config, ranks=1).wait(PATIENCE_S) != 0
     known.touch()
     said = (second / "node.log").read_text()
     assert f"the job of run id {first.name!r}" in said and "is at work here" in said
     assert "exitcode  : 2" in said or "exitcode: 2" in said, said
-    assert job.wait(200) == 0
+    assert job.wait(PATIENCE_S) == 0
     assert {line["term"] for line in history(tmp_path / "run")} == {1}
     assert weights(collect(tmp_path / "run")) == undisturbed(NUM_STEPS)
 
@@ -74,11 +75,11 @@ def test_a_job_that_another_one_has_fenced_off_ends(
     eventually(lambda: any(line["term"] == 2 for line in history(tmp_path / "run")), "the second job")
     for pid in (workers[0], frozen.pid):
         os.kill(pid, signal.SIGCONT)
-    assert frozen.wait(100) != 0
+    assert frozen.wait(PATIENCE_S) != 0
     known.touch()
     said = (first / "node.log").read_text()
     assert "the job of run id 'newer'" in said and "this one ends" in said
-    assert newer.wait(200) == 0
+    assert newer.wait(PATIENCE_S) == 0
     assert "this job continues in its place" in (second / "node.log").read_text()
     assert max(line["term"] for line in history(tmp_path / "run")) == 2
     assert weights(collect(tmp_path / "run")) == undisturbed(NUM_STEPS)

@@ -32,16 +32,27 @@ __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
 STEPS, FIRST = 60, 10
 
 
-def assert_named(folder: Path, etcd: EtcdServer, config: str, num_ranks: int, num_right: int) -> Evidence:
+UNTIL = {
+    "chaos.tasks.paced_classifier:PacedClassifier": "tests.tasks:PacedUntil",
+    "chaos.tasks.paced_language:PacedLanguage": "tests.tasks:PacedLanguageUntil",
+}
+
+
+def assert_named(
+    folder: Path, etcd: EtcdServer, config: str, num_ranks: int, num_right: int, lane_ms: float
+) -> Evidence:
     """Have a rank compute one gradient wrongly: it is named, with lane and samples, and the step is repeated."""
-    path, points = Path(config), folder / "points"
+    path, points, known = Path(config), folder / "points", folder / "known"
     tree = yaml.safe_load(path.read_text())
-    tree["run"]["audit_lanes"], tree["task"]["params"]["lane_ms"] = 1, 20.0
+    tree["run"]["audit_lanes"], tree["task"]["path"] = 1, UNTIL[tree["task"]["path"]]
+    tree["task"]["params"] |= {"lane_ms": lane_ms, "until": str(known)}
     path.write_text(yaml.safe_dump(tree))
     points.mkdir()
     job = launch(folder, etcd, str(path), ranks=num_ranks, nnodes="1:1", ELASTIC_FAILPOINTS=str(points))
     eventually(lambda: any(int(str(line["step"])) >= FIRST for line in history(folder, "step")), f"step {FIRST}")
     assert give(points, "flip_gradient")
+    eventually(lambda: done_by(points, "flip_gradient") is not None, "a gradient that is wrong")
+    known.touch()
     run, log = finish(job, folder)
     [pid] = re.findall(r"process (\d+) flipped a bit of the gradient", str(done_by(points, "flip_gradient")))
     [event] = [line for line in run.of("event") if line["kind"] == "wrong_gradient"]
@@ -58,13 +69,13 @@ def test_a_rank_that_computes_wrongly_is_named(
 ) -> None:
     """By the auditor's computation, and one more of all ranks; other steps have no event."""
     config = write_config(tmp_path, rows, STEPS)
-    assert weights(assert_named(tmp_path, etcd, config, num_ranks=3, num_right=4)) == undisturbed(STEPS)
+    assert weights(assert_named(tmp_path, etcd, config, num_ranks=3, num_right=4, lane_ms=80.0)) == undisturbed(STEPS)
 
 
 def test_a_stage_that_computes_wrongly_is_named(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """In one of its chunks; each place of two cells is compared, in the audit and once more."""
     sizes, parallel = {**MODEL, "depth": 4}, {"pipeline": 2, "schedule": "interleaved"}
     config = write_cells(tmp_path, rows, STEPS, parallel, sizes)
-    run = assert_named(tmp_path, etcd, config, num_ranks=4, num_right=7)
+    run = assert_named(tmp_path, etcd, config, num_ranks=4, num_right=7, lane_ms=30.0)
     succeed(start([write_cells(tmp_path / "alone", rows, STEPS, {}, sizes)]))
     assert weights(run) == result(tmp_path / "alone")["weights_sha256"]

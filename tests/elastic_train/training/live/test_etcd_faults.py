@@ -42,7 +42,7 @@ def test_training_continues_whatever_breaks_in_etcd(tmp_path: Path, rows: Path) 
     """
     run = tmp_path / "run"
     with EtcdCluster() as cluster:
-        job = launch(tmp_path, cluster, write_config(tmp_path, rows, ENDLESS), ranks=2)
+        job = launch(tmp_path, cluster, write_config(tmp_path, rows, ENDLESS), ranks=2, conf=",ttl=2")
         try:
             term, ranks = until_whole(run, 2)
             lose_leader(cluster, run)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rendezvous import EtcdServer
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.live.test_live import (
     ENDLESS,
     eventually,
@@ -59,7 +60,7 @@ def test_a_job_whose_password_was_changed_waits_and_one_with_a_wrong_one_ends_at
         users = Users(server)
         config = write_config(tmp_path, rows, ENDLESS)
         refused = launch(tmp_path, server, config, ranks=1, conf=",user=job,password=wrong")
-        assert refused.wait(120) != 0
+        assert refused.wait(PATIENCE_S) != 0
         log = (tmp_path / "node.log").read_text()
         assert "refused the user 'job'" in log and "Correct `user` and `password`" in log
         launch(tmp_path, server, config, ranks=2, conf=",user=job,password=right")

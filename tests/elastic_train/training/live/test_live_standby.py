@@ -36,7 +36,7 @@ def test_a_node_whose_standby_process_is_frozen_or_killed_replaces_its_workers(
     tmp_path: Path, rows: Path, etcd: EtcdServer
 ) -> None:
     """No worker waits for SIGCONT, none dies with it, and another standby process takes its place."""
-    job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS), ranks=2, conf=",ttl=60")
+    job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS), ranks=2)
     term, ranks = until_whole(tmp_path / "run", 2)
     assert {name_of(pid) for pid in ranks.values()} == {"worker"}
 

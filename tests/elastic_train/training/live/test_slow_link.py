@@ -42,7 +42,7 @@ def test_a_node_behind_a_slow_link_costs_a_world_nothing(tmp_path: Path, rows: P
     with EtcdCluster(1, host="0.0.0.0") as etcd:
         endpoint = etcd.endpoint.replace("127.0.0.1", laid.address("etcd"))
         job = ["elastic_train.cli.main", "launch", config, "--nodes", "1:2", "--ranks", "1"]
-        job += ["--endpoint", endpoint, "--id", tmp_path.name]
+        job += ["--endpoint", endpoint, "--id", tmp_path.name, "--ttl-s", "60"]
         nodes = [begin([sys.executable, "-m", *job, "--local-addr", laid.address("nodes")])]
         try:
             term, _ = until_whole(tmp_path / "run", 1)

@@ -47,7 +47,7 @@ class Nodes:
             self._num_started += 1
             command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=etcd"]
             command += [f"--rdzv_endpoint={self._etcd.endpoint}", f"--rdzv_id={self.folder.name}"]
-            command += ["--rdzv_conf=recovery=live,ttl=2", "--nnodes=1:8", f"--nproc-per-node={self._ranks}"]
+            command += ["--rdzv_conf=recovery=live,ttl=20", "--nnodes=1:8", f"--nproc-per-node={self._ranks}"]
             command += ["--max-restarts=50", "-m", "elastic_train", self._config]
             log = self.folder / f"node-{self._num_started}.log"
             self._up.append((begin(command, log), log))

@@ -12,6 +12,7 @@ from chaos.tasks.orders import done_by, give
 from elastic_train.runs.glance import look
 from elastic_train.system.failpoints import VARIABLE
 from rendezvous import EtcdServer
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.live.test_live import (
     etcd,
     eventually,
@@ -46,7 +47,7 @@ def test_a_node_that_computes_wrongly_costs_a_world_nothing(
     points.mkdir()
     assert give(points, "flip_product")
     unfit = launch_alone(tmp_path, etcd, config, "unfit", ranks=ranks, **{VARIABLE: str(points)})
-    assert unfit.wait(120) == 71
+    assert unfit.wait(PATIENCE_S) == 71
     assert str(done_by(points, "flip_product")).endswith("computes wrongly")
     log = (tmp_path / "unfit.log").read_text()
     assert f"node {socket.gethostname()} fails its health check and does not join" in log
