@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -11,9 +12,24 @@ import pytest
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.sim.machine.etcd import Etcd, EtcdClient
 from chaos.sim.machine.kernel import Kernel, Process
-from rendezvous import EtcdServer, EtcdStore, MemoryStore, etcd_options
+from rendezvous import EtcdServer, EtcdStore, MemoryStore
 from tests.conftest import assert_slow
-from tests.rendezvous.rendezvous_sides import Side, beside
+from tests.rendezvous.rendezvous_sides import Side, beside, eventually, patient
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No lease is renewed, and no key watched, when a test has ended.
+
+    Later tests in this process would meet such a thread: the simulator, for one, puts other modules in the place of
+    those that it uses.
+    """
+    yield
+    eventually(lambda: not _left(), "the end of leases and watches")
+
+
+def _left() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith(("lease-", "watch "))]
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +42,7 @@ def etcd() -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def etcd_store(etcd: EtcdServer) -> Iterator[EtcdStore]:
-    store = EtcdStore(etcd_options(etcd.endpoint))
+    store = patient(etcd.endpoint)
     yield store
     store.close()
 

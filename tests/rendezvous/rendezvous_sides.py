@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rendezvous import Store
+import pyetcd
+
+from rendezvous import EtcdStore, Store, etcd_options
 from tests.conftest import PATIENCE_S
 
 
@@ -20,6 +22,18 @@ class Side:
     prefix: str
     later: Callable[[Callable[[], object]], None]
     """Do something a moment later, beside the test."""
+
+
+def patient(endpoint: str | Sequence[str], conf: Mapping[str, str] | None = None) -> EtcdStore:
+    """Return a store whose calls have as long as a busy machine may take."""
+    return EtcdStore(etcd_options(endpoint, conf), give_up_after_s=PATIENCE_S)
+
+
+def client_of(store: EtcdStore) -> pyetcd.MultiEndpointEtcd3Client:
+    """Return what a store asks etcd with, for calls that a store does not make; it, too, has time."""
+    client = store._connection.client()
+    client.timeout = PATIENCE_S
+    return client
 
 
 def beside(act: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.etcd.compaction import Compaction
 from rendezvous.membership.store import Put
 from tests.conftest import PATIENCE_S
-from tests.rendezvous.rendezvous_sides import eventually
+from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
 
 pytestmark = pytest.mark.slow
 
@@ -26,14 +26,14 @@ def server() -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def store(server: EtcdServer) -> Iterator[EtcdStore]:
-    made = EtcdStore(etcd_options(server.endpoint))
+    made = patient(server.endpoint)
     yield made
     made.close()
 
 
 def is_compacted(store: EtcdStore, revision: int) -> bool:
     try:
-        store._connection.client().get_response("/elastic/a", revision=revision)
+        client_of(store).get_response("/elastic/a", revision=revision)
     except grpc.RpcError as error:
         assert "compacted" in error.details()
         return True

@@ -54,7 +54,7 @@ def test_a_store_finds_an_etcd_that_has_moved(tmp_path: Path) -> None:
         hasty.get("/a")
     with EtcdServer() as first:
         path.write_text(first.endpoint)
-        lease = store.lease(20)
+        lease = store.lease(30)  # not sooner is it known to be lost than at a third of this
         for number in range(5):
             written = store.swap({"/a": Put(f"{number}", lease)}, {})
         assert written is not None
@@ -69,7 +69,7 @@ def test_a_store_finds_an_etcd_that_has_moved(tmp_path: Path) -> None:
         with pytest.raises(StoreRefusedError):
             store.swap({"/a": Put("of an old lease", lease)}, {})
         eventually(lambda: lease.is_lost, "the end of a lease that nobody knows any more")
-        lasting = store.lease(60)
+        lasting = store.lease(PATIENCE_S)
         store.swap({"/a": Put("new", lasting)}, {})
         eventually(lambda: [e.value for e in watch.snapshot.entries.values()] == ["new"], "what the watch shows")
         lasting.abandon()

@@ -30,6 +30,7 @@ from rendezvous.etcd.store import EtcdLease
 from rendezvous.etcd.tally import Tally
 from rendezvous.membership.store import Put
 from tests.conftest import PATIENCE_S
+from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +38,8 @@ pytestmark = pytest.mark.slow
 def test_watch_and_lease_survive_a_killed_etcd() -> None:
     """After SIGKILL and a new start on the same data, the watch shows new writes and the lease still holds."""
     with EtcdServer() as server:
-        store = EtcdStore(etcd_options(server.endpoint))
-        lease, watch = store.lease(5), store.watch("/a/")
+        store = patient(server.endpoint)
+        lease, watch = store.lease(PATIENCE_S), store.watch("/a/")
         store.swap({"/a/leased": Put("1", lease)}, {})
         server.kill()
         server.start()
@@ -54,7 +55,7 @@ def test_watch_and_lease_survive_a_killed_etcd() -> None:
 def test_a_loss_of_data_is_detected_by_an_older_revision() -> None:
     """Only the watch has seen the missing revisions: an etcd that restarted empty is not taken for a lagging one."""
     with EtcdServer() as server:
-        store, other = (EtcdStore(etcd_options(server.endpoint)) for _ in range(2))
+        store, other = (patient(server.endpoint) for _ in range(2))
         watch = store.watch("/a/")
         for number in range(10):
             written = other.swap({f"/a/{number}": Put("")}, {})
@@ -77,26 +78,43 @@ def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> 
     for number in range(3):
         written = etcd_store.swap({"/compacted/a": Put(str(number))}, {})
     assert written is not None
-    etcd_store._connection.client().compact(written)
+    client_of(etcd_store).compact(written)
     late = etcd_store.swap({"/compacted/a": Put("late")}, {})
     seen = watch.wait((late or 0) - 1, timeout_s=PATIENCE_S)
     watch.close()
     assert seen is not None and seen.entries["/compacted/a"].value == "late"
 
 
+class Renewals:
+    """Counts the renewals of all leases."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._refresh, self._num = EtcdLease._refresh, 0
+        monkeypatch.setattr(EtcdLease, "_refresh", lambda lease, client: self._count(lease, client))
+
+    def _count(self, lease: EtcdLease, client: pyetcd.MultiEndpointEtcd3Client) -> float:
+        left_s = self._refresh(lease, client)
+        self._num += left_s > 0
+        return left_s
+
+    def await_next(self) -> None:
+        before = self._num
+        eventually(lambda: self._num > before, "the next renewal")
+
+
 def test_leases_and_watches_survive_a_frozen_member_and_a_lost_leader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the member of etcd in use says nothing, and when the leader dies, a lease of 5 s holds and the watch shows.
+    """While the member of etcd in use says nothing, and when the leader dies, a lease is renewed and the watch shows.
 
     The watch of a prefix in which nothing happens notices it, too: it finds out by asking.
     """
     with EtcdCluster() as cluster:
         follower, endpoint = cluster.follower(), cluster.endpoint
-        others = EtcdStore(etcd_options([m.endpoint for m in cluster.members if m is not follower]), give_up_after_s=20)
+        others = patient([member.endpoint for member in cluster.members if member is not follower])
         monkeypatch.setattr(
             "random.choice", lambda choices: follower.endpoint if follower.endpoint in choices else choices[0]
         )
-        store = EtcdStore(etcd_options(endpoint))
-        lease, watch = store.lease(5), store.watch("/a/")
+        store, renewals = patient(endpoint), Renewals(monkeypatch)
+        lease, watch = store.lease(15), store.watch("/a/")
         leased = store.swap({"/a/leased": Put("1", lease)}, {})
         assert leased is not None and watch.wait(leased - 1, timeout_s=PATIENCE_S) is not None
         with frozen(follower):
@@ -104,12 +122,15 @@ def test_leases_and_watches_survive_a_frozen_member_and_a_lost_leader(monkeypatc
             assert written is not None
             seen = watch.wait(written - 1, timeout_s=PATIENCE_S)
             assert seen is not None and sorted(seen.entries) == ["/a/frozen", "/a/leased"]
+            renewals.await_next()
         cluster.leader().kill()
         written = others.swap({"/a/lost": Put("1")}, {})
         assert written is not None
         seen = watch.wait(written - 1, timeout_s=PATIENCE_S)
         assert seen is not None and sorted(seen.entries) == ["/a/frozen", "/a/leased", "/a/lost"]
+        renewals.await_next()
         assert not lease.is_lost
+        lease.revoke()
         for each in (watch, store, others):
             each.close()
 
@@ -125,7 +146,7 @@ def test_a_watch_outlives_a_long_silence_of_etcd(
     monkeypatch.setattr(mirror, "GIVE_UP_AFTER_S", 0.1)
     caplog.set_level(logging.DEBUG, mirror.__name__)
     with EtcdServer() as server:
-        store = EtcdStore(etcd_options(server.endpoint))
+        store = patient(server.endpoint)
         watch = store.watch("/a/")
         written = store.swap({"/a/before": Put("1")}, {})
         assert written is not None and watch.wait(written - 1, timeout_s=PATIENCE_S) is not None
@@ -162,7 +183,7 @@ def test_an_error_of_etcd_does_not_end_a_lease(
         return left_s
 
     monkeypatch.setattr(EtcdLease, "_refresh", fail_first)
-    lease = etcd_store.lease(2)
+    lease = etcd_store.lease(9)
     assert renewed.wait(PATIENCE_S) and not lease.is_lost
     lease.revoke()
 
@@ -170,7 +191,7 @@ def test_an_error_of_etcd_does_not_end_a_lease(
 def test_every_endpoint_is_tried(etcd: EtcdServer) -> None:
     """A dead endpoint beside a live one costs little, whichever comes first."""
     for endpoints in (f"127.0.0.1:1,{etcd.endpoint}", f"{etcd.endpoint},127.0.0.1:1"):
-        store = EtcdStore(etcd_options(endpoints))
+        store = patient(endpoints)
         assert store.get("/nothing/").entries == {}
         store.close()
 
@@ -190,10 +211,10 @@ def test_a_client_is_closed_by_nobody_while_another_thread_uses_it(etcd: EtcdSer
             raise failures.pop()
 
     def ask_again(client: pyetcd.MultiEndpointEtcd3Client) -> int:
-        connection.call(fail_first, give_up_after_s=1.0)
+        connection.call(fail_first, give_up_after_s=PATIENCE_S)
         return int(client.get_response("/nothing").header.revision)
 
-    assert connection.call(ask_again, give_up_after_s=1.0) > 0
+    assert connection.call(ask_again, give_up_after_s=PATIENCE_S) > 0
     assert clients[0] is not clients[1], "the first is not asked again"
     assert connection.client() is clients[1], "who used the first to its end leaves the second alone"
     connection.close()
@@ -205,7 +226,7 @@ def test_a_clock_that_is_set_back_hides_no_endpoint(etcd: EtcdServer, monkeypatc
     connection.client().endpoint_in_use.fail()
     clock = SimpleNamespace(time=lambda: time.time() - 3600.0)
     monkeypatch.setattr(importlib.import_module("pyetcd.client"), "time", clock)
-    assert list_prefix(connection, "/nothing", give_up_after_s=3.0).revision > 0
+    assert list_prefix(connection, "/nothing", give_up_after_s=PATIENCE_S).revision > 0
     connection.close()
 
 
@@ -214,7 +235,7 @@ def test_a_process_knows_how_quickly_etcd_answers_it(etcd: EtcdServer, monkeypat
     tally = Tally()
     monkeypatch.setattr("rendezvous.etcd.connection.TALLY", tally)
     for _ in range(2):
-        store = EtcdStore(etcd_options(etcd.endpoint))
+        store = patient(etcd.endpoint)
         store.get("/nothing/")
         store.close()
     assert tally.num_answers >= 2 and tally.answer_s > 0
@@ -229,7 +250,7 @@ def test_a_missing_etcd_is_reported_in_time() -> None:
     started = time.monotonic()
     with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1 .*refused.*Start etcd there"):
         EtcdStore(etcd_options("127.0.0.1:1"), give_up_after_s=1.0).get("/")
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < PATIENCE_S
 
 
 def test_a_transaction_whose_answer_was_lost_counts(etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,20 +301,20 @@ def test_an_etcd_that_cannot_write_for_a_moment_is_asked_again(
 def test_users_and_expired_tokens() -> None:
     """A wrong password is refused; a token that etcd forgot over a restart is renewed without a word."""
     with EtcdServer() as server:
-        admin = EtcdStore(etcd_options(server.endpoint))
+        admin = patient(server.endpoint)
         client = admin._connection.client()
         rpc = pyetcd.etcdrpc
-        client.authstub.UserAdd(rpc.AuthUserAddRequest(name="root", password="right"), 2)
-        client.authstub.RoleAdd(rpc.AuthRoleAddRequest(name="root"), 2)
-        client.authstub.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"), 2)
-        client.authstub.AuthEnable(rpc.AuthEnableRequest(), 2)
-        store = EtcdStore(etcd_options(server.endpoint, {"user": "root", "password": "right"}))
+        client.authstub.UserAdd(rpc.AuthUserAddRequest(name="root", password="right"), PATIENCE_S)
+        client.authstub.RoleAdd(rpc.AuthRoleAddRequest(name="root"), PATIENCE_S)
+        client.authstub.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"), PATIENCE_S)
+        client.authstub.AuthEnable(rpc.AuthEnableRequest(), PATIENCE_S)
+        store = patient(server.endpoint, {"user": "root", "password": "right"})
         store.swap({"/a": Put("1")}, {})
         server.kill()
         server.start()
         assert store.get("/a").entries["/a"].value == "1"
         with pytest.raises(StoreDeniedError, match="refused the user 'root'"):
-            EtcdStore(etcd_options(server.endpoint, {"user": "root", "password": "wrong"})).get("/a")
+            patient(server.endpoint, {"user": "root", "password": "wrong"}).get("/a")
         with pytest.raises(StoreDeniedError, match="refused a client without a user"):
             admin.get("/a")
 
@@ -302,7 +323,7 @@ def test_mutual_tls(tmp_path: Path) -> None:
     """With the right certificates everything works, the watch too; without a client certificate nothing does."""
     files = Authority(tmp_path).issue("etcd")
     with EtcdServer(tls=files) as server:
-        store = EtcdStore(etcd_options(server.endpoint, files))
+        store = patient(server.endpoint, files)
         watch = store.watch("/a")
         written = store.swap({"/a": Put("1")}, {})
         assert written is not None and watch.wait(written - 1, timeout_s=PATIENCE_S) is not None

@@ -16,9 +16,15 @@ TTL_S = 3.0
 
 
 def make_node(
-    store: MemoryStore | EtcdStore, *, most: int = 2, least: int = 1, last_call_s: float = 5.0
+    store: MemoryStore | EtcdStore,
+    *,
+    most: int = 2,
+    least: int = 1,
+    last_call_s: float = PATIENCE_S,
+    ttl_s: float = TTL_S,
 ) -> Participant:
-    return Participant(store, "job", Policy(least, most, last_call_s), Place("host", "127.0.0.1", 1), ttl_s=TTL_S)
+    """Return a node; the first world waits for as many as there may be, unless the last call is short."""
+    return Participant(store, "job", Policy(least, most, last_call_s), Place("host", "127.0.0.1", 1), ttl_s=ttl_s)
 
 
 def enter(node: Participant, timeout_s: float = PATIENCE_S) -> World | None:

@@ -9,14 +9,14 @@ from dataclasses import asdict
 
 import pytest
 
-from rendezvous import EtcdFence, EtcdServer, EtcdStore, MemoryStore, etcd_options
+from rendezvous import EtcdFence, EtcdServer, MemoryStore
 from rendezvous.errors import NewerVersionError
 from rendezvous.lenient_json import FORMAT, NewerRecordError, UnreadableRecordError, read_record
 from rendezvous.membership.records import Closed, Head, Job, Keys, Member, Seat, World, encode, read_head, read_view
 from rendezvous.membership.store import Entry, Put, Snapshot
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.membership.participants import enter, make_node, meet_again
-from tests.rendezvous.rendezvous_sides import eventually
+from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
 
 KEYS = Keys("job")
 MEMBER = Member("a-1", "h", "127.0.0.1", 1, after=0, missed=("b",))
@@ -136,9 +136,9 @@ def test_bytes_that_are_no_text_do_not_end_a_watch(run_id: str) -> None:
     """On a real etcd, keys and values are bytes."""
     prefix = Keys(run_id).prefix
     with EtcdServer() as server:
-        store = EtcdStore(etcd_options(server.endpoint))
+        store = patient(server.endpoint)
         watch = store.watch(prefix)
-        client = store._connection.client()
+        client = client_of(store)
         client.put(prefix.encode() + b"members/\xff", b"\xfe\xff")
         written = store.swap({f"{prefix}a": Put("1")}, {})
         assert written is not None and watch.wait(written - 1, PATIENCE_S) is not None

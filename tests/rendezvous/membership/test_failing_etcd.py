@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rendezvous import EtcdServer, EtcdStore, MemoryStore, etcd_options
+from rendezvous import EtcdServer, MemoryStore
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.membership.latest_view import LatestView
@@ -23,7 +23,10 @@ from rendezvous.membership.store import (
 )
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.membership.participants import TTL_S, enter, make_node, meet_again
-from tests.rendezvous.rendezvous_sides import eventually
+from tests.rendezvous.rendezvous_sides import eventually, patient
+
+REAL_TTL_S = 10.0
+"""Of leases on a real etcd: a machine may be busy for some seconds, and a test waits until they would have ended."""
 
 
 def test_a_finished_member_waits_for_an_etcd_that_is_away(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +87,10 @@ def test_a_node_frozen_while_it_registers_registers_again(store: MemoryStore, mo
 def test_an_outage_of_etcd_does_not_end_a_world() -> None:
     """While etcd is away, and after it is back, the members of a world stay in it, and a new round is possible."""
     with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
-        nodes = [make_node(EtcdStore(etcd_options(server.endpoint))) for _ in range(2)]
+        nodes = [make_node(patient(server.endpoint), ttl_s=REAL_TTL_S) for _ in range(2)]
         list(pool.map(enter, nodes))
         server.kill()
-        threading.Event().wait(TTL_S + 1)
+        threading.Event().wait(REAL_TTL_S + 1)
         assert [node.num_waiting() for node in nodes] == [0, 0]
         server.start()
         joins = list(pool.map(enter, nodes))
@@ -100,8 +103,8 @@ def test_an_outage_of_etcd_does_not_end_a_world() -> None:
 def test_members_rejoin_an_etcd_that_lost_its_data() -> None:
     """Its revisions begin at 1 again: the members notice, register once or twice each, and form the next world."""
     with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
-        stores = [EtcdStore(etcd_options(server.endpoint)) for _ in range(2)]
-        nodes = [make_node(store) for store in stores]
+        stores = [patient(server.endpoint) for _ in range(2)]
+        nodes = [make_node(store, ttl_s=REAL_TTL_S) for store in stores]
         list(pool.map(enter, nodes))
         for number in range(50):
             stores[0].swap({f"/elsewhere/{number}": Put("")}, {})

@@ -216,7 +216,7 @@ def test_too_few_nodes_is_an_error(store: MemoryStore) -> None:
 @pytest.mark.slow
 def test_a_leader_seals_what_it_has_seen(store: MemoryStore) -> None:
     """A member that dies between the decision and the transaction makes it fail; the leader decides again."""
-    leader, late = make_node(store), make_node(store)
+    leader, late = make_node(store, last_call_s=1.0), make_node(store)
     leader.join(PATIENCE_S)
     late.join(PATIENCE_S)
     eventually(lambda: len(leader.view.members) == 2, "both members")

@@ -21,7 +21,7 @@ from tests.rendezvous.rendezvous_sides import eventually
 
 
 def make_node(
-    store: MemoryStore, name: str, ask: Ask = lambda *_: "itself", *, last_call_s: float = 5.0
+    store: MemoryStore, name: str, ask: Ask = lambda *_: "itself", *, last_call_s: float = PATIENCE_S
 ) -> Participant:
     place = Place(name, name, 1, name=name, node=name, agent=f"{name}:1")
     return Participant(store, "job", Policy(1, 3, last_call_s), place, ttl_s=3.0, ask=ask)
@@ -29,6 +29,10 @@ def make_node(
 
 def enter(node: Participant) -> World:
     node.join(PATIENCE_S)
+    return next_world(node)
+
+
+def next_world(node: Participant) -> World:
     world = node.next_world(lambda seal: (node.place.host, 1), PATIENCE_S)
     assert world is not None
     return world
@@ -73,10 +77,12 @@ def test_a_member_missing_only_in_the_record_is_probed(monkeypatch: pytest.Monke
     """An answer of etcd's was lost: the record names a node that this process does not know that it has named."""
     monkeypatch.setattr(reach, "SELDOM_S", 0.05)
     store = MemoryStore()
-    nodes = {name: make_node(store, name) for name in "ab"}
+    nodes = {name: make_node(store, name, last_call_s=0.5) for name in "ab"}
     reaches = [Reachability(node) for node in nodes.values()]
+    for node in nodes.values():  # before either seals: the last call is short
+        node.join(PATIENCE_S)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(enter, nodes.values()))
+        list(pool.map(next_world, nodes.values()))
     nodes["a"].report_missed(frozenset("b"))
     eventually(lambda: not any(member.missed for member in nodes["b"].view.members), "the end of missing")
     for looking, node in zip(reaches, nodes.values(), strict=True):
@@ -98,7 +104,9 @@ def test_a_newcomer_whom_others_cannot_reach_does_not_end_their_world(
     }
     reaches = [Reachability(node) for node in nodes.values()]
     with ThreadPoolExecutor(3) as pool:
-        assert [len(world.seats) for world in pool.map(enter, [nodes["a"], nodes["b"]])] == [2, 2]
+        for name in "ab":  # before either seals: the last call is short
+            nodes[name].join(PATIENCE_S)
+        assert [len(world.seats) for world in pool.map(next_world, [nodes["a"], nodes["b"]])] == [2, 2]
         for looking in reaches:
             looking.notice()
         waiting = pool.submit(enter, nodes["c"])
@@ -120,7 +128,9 @@ def test_a_newcomer_that_cannot_reach_the_others_says_so_before_it_is_a_member()
     nodes = {name: make_node(store, name, last_call_s=0.5) for name in "ab"}
     cut = make_node(store, "c", lambda *_: "refused")
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(enter, nodes.values()))
+        for node in nodes.values():  # before either seals: the last call is short
+            node.join(PATIENCE_S)
+        list(pool.map(next_world, nodes.values()))
         eventually(lambda: cut.view.term == 1, "the world")
         looking = Reachability(cut)
         looking.look_ahead()
