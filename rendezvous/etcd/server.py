@@ -28,7 +28,8 @@ from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.options import etcd_options
 from rendezvous.orphans import bound_command
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
+"""A second is enough for it, except on a machine or a disk that is busy with other things."""
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 

@@ -45,7 +45,7 @@ def test_a_name_with_brackets_and_blanks_moves_no_field(tmp_path: Path) -> None:
     """The kernel writes a program's name between brackets, whatever is in it."""
     program = tmp_path / "a) S 1 (b"
     program.symlink_to("/bin/sleep")
-    with subprocess.Popen([program, "60"]) as started:
+    with subprocess.Popen([program, "600"]) as started:
         stat = stat_of(started.pid)
         assert stat is not None and stat.parent == os.getpid()
         assert name_of(started.pid) == program.name

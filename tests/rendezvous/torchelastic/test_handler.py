@@ -20,7 +20,7 @@ from tests.rendezvous.rendezvous_sides import eventually
 
 
 def make(etcd: EtcdServer, run_id: str, **conf: str) -> EtcdRendezvousHandler:
-    options = {"last_call_s": "0.1", "timeout": "20", **conf}
+    options = {"last_call_s": "0.1", "timeout": f"{PATIENCE_S}", "ttl": f"{PATIENCE_S}", **conf}
     handler = create_handler(RendezvousParameters("etcd", etcd.endpoint, run_id, 1, 2, **options))
     assert isinstance(handler, EtcdRendezvousHandler)
     return handler
@@ -85,7 +85,7 @@ def test_children_die_with_their_parent(tmp_path: Path) -> None:
     """A program started through `bound_command` is killed by the kernel when its parent is."""
     source = (
         "import subprocess, sys, time; from rendezvous.orphans import bound_command;"
-        "child = subprocess.Popen(bound_command('sleep', '60')); print(child.pid, flush=True); time.sleep(60)"
+        "child = subprocess.Popen(bound_command('sleep', '600')); print(child.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

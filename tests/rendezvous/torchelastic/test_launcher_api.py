@@ -20,13 +20,16 @@ from rendezvous import EtcdServer
 from rendezvous.process_table import children_of, is_alive
 from rendezvous.torchelastic.entry_point import create_handler, make_agent
 from rendezvous.torchelastic.restart_agent import ElasticAgent
+from tests.conftest import PATIENCE_S
 from tests.processes import command_line_of
 from tests.rendezvous.rendezvous_sides import eventually
 
-MOST_TRIES = 5
-PROGRAM = """
+PROGRAM = f"""
 import gc, multiprocessing, os, signal, sys, threading, time
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+while __name__ != "__main__" and not os.path.exists(os.environ["GATE"]):
+    time.sleep(0.01)  # a function has not begun before its process has imported this
 
 def work(log):
     return int(os.environ["RANK"])
@@ -34,7 +37,7 @@ def work(log):
 def work_without_end(log):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(log, "a") as file:
-        file.write(f"{os.getpid()}\\n")
+        file.write(f"{{os.getpid()}}\\n")
     time.sleep(600)
 
 def collect():
@@ -43,7 +46,7 @@ def collect():
     gc.collect()
 
 def launch(function, endpoint, run_id, log):
-    conf = {"timeout": 60, "last_call_s": 0.1}
+    conf = {{"timeout": {PATIENCE_S}, "last_call_s": 0.1, "ttl": {PATIENCE_S}}}
     config = LaunchConfig(1, 1, 2, run_id=run_id, rdzv_backend="etcd", rdzv_endpoint=endpoint, rdzv_configs=conf)
     return elastic_launch(config, function)(log)
 
@@ -65,15 +68,17 @@ if __name__ == "__main__":
 
 
 class Program:
-    """It runs, in a folder."""
+    """It runs, in a folder; its functions begin once there is a gate."""
 
     def __init__(self, folder: Path, function: str, endpoint: str, run_id: str) -> None:
         self.log, self._output, source = folder / "log", folder / "output", folder / "program.py"
+        self.gate = folder / "gate"
         self.log.write_text("")
         source.write_text(PROGRAM)
         command = [sys.executable, str(source), function, endpoint, run_id, str(self.log)]
         with self._output.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+            environ = {**os.environ, "GATE": str(self.gate)}
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
 
     @property
     def output(self) -> str:
@@ -104,33 +109,49 @@ def started(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Iterator[Callable[
         program.process.wait()
 
 
-def words_of_the_dead(program: Program, least: int) -> int:
-    """Kill a program once its workers have said so many words; return how many they said in all, when none lives."""
-    eventually(lambda: len(program.workers()) == 2, "both workers are started", within_s=120)
-    workers = program.workers()
-    eventually(lambda: len(program.log.read_text().split()) >= least, "the workers are at work", within_s=120)
-    program.kill()
-    eventually(lambda: not any(map(is_alive, workers)), "no worker has survived", within_s=60)
-    return len(program.log.read_text().split())
+def words_of(program: Program) -> list[str]:
+    return program.log.read_text().split()
+
+
+def both_workers(program: Program) -> list[int]:
+    found: list[int] = []
+
+    def are_there() -> bool:
+        found[:] = program.workers()
+        return len(found) == 2
+
+    eventually(are_there, "both workers are started")
+    return found
 
 
 @pytest.mark.slow
 def test_functions_die_with_their_agent(started: Callable[[str], Program]) -> None:
     """Also those that ignore SIGINT, with which torch ends them."""
-    assert words_of_the_dead(started("work_for_long"), least=2) == 2
+    program = started("work_for_long")
+    program.gate.touch()
+    workers = both_workers(program)
+    eventually(lambda: len(words_of(program)) == 2, "both workers are at work")
+    program.kill()
+    eventually(lambda: not any(map(is_alive, workers)), "no worker has survived")
 
 
 @pytest.mark.slow
 def test_functions_that_have_not_begun_die_with_their_agent(started: Callable[[str], Program]) -> None:
-    """On a busy machine they may have begun before they are killed; then it is tried again."""
-    assert any(words_of_the_dead(started("work_for_long"), least=0) == 0 for _ in range(MOST_TRIES))
+    """The kernel was not asked for that yet: they look for their agent before they begin."""
+    program = started("work_for_long")
+    workers = both_workers(program)
+    program.kill()
+    program.gate.touch()
+    eventually(lambda: not any(map(is_alive, workers)), "no worker has survived")
+    assert words_of(program) == []
 
 
 @pytest.mark.slow
 def test_a_program_can_fork_after_a_job(started: Callable[[str], Program]) -> None:
     """Nothing of a job is left to be collected in a child, where the threads that it joins are others."""
     program = started("fork_after_a_job")
-    assert program.process.wait(timeout=240) == 0, program.output
+    program.gate.touch()
+    assert program.process.wait(timeout=PATIENCE_S) == 0, program.output
     assert "[0, 1]" in program.output.splitlines(), program.output  # gRPC may say more when it forks
 
 
@@ -140,7 +161,7 @@ Make = Callable[..., ElasticAgent]
 @pytest.fixture
 def make(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Make:
     def made(number: int, of: int, **fields: object) -> ElasticAgent:
-        conf = {"timeout": 60, "standby": 0}
+        conf = {"timeout": PATIENCE_S, "standby": 0, "ttl": PATIENCE_S}
         handler = create_handler(RendezvousParameters("etcd", etcd.endpoint, run_id, of, of, **conf))
         spec = WorkerSpec(
             **{"role": "default", "local_world_size": 1, "entrypoint": print, **fields}, rdzv_handler=handler

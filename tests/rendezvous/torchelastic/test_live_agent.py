@@ -58,7 +58,7 @@ class Started:
     """A real process, as a worker's handler."""
 
     def __init__(self) -> None:
-        self.proc = subprocess.Popen(["sleep", "60"])
+        self.proc = subprocess.Popen(["sleep", "600"])
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import pytest
 from rendezvous import EtcdServer
 from rendezvous.process_table import is_alive
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import ROOT, begin
+from tests.conftest import PATIENCE_S, ROOT, begin
 from tests.processes import parent_of
 from tests.rendezvous.rendezvous_sides import eventually
 
@@ -28,8 +28,6 @@ pytestmark = pytest.mark.slow
 
 Node = subprocess.Popen[bytes] | ForkedWorker
 SCRIPT = ROOT / "tests" / "rendezvous" / "foreign_ddp.py"
-PATIENCE_S = 120.0
-"""A world comes in seconds; on a machine that is busy with other things a process may start for long."""
 
 
 class Job:
@@ -56,8 +54,8 @@ class Job:
     def said(self, op: str) -> list[dict[str, Any]]:
         if not self.log.exists():
             return []
-        lines = (json.loads(line) for line in self.log.read_text().splitlines() if line.endswith("}"))
-        return [line for line in lines if line["op"] == op]
+        whole = self.log.read_text().rpartition("\n")[0]  # the last line may still be written
+        return [line for line in map(json.loads, whole.splitlines()) if line["op"] == op]
 
     def await_world(self, size: int, *, above: int) -> list[dict[str, Any]]:
         """Return what the ranks of a world of `size` say once all of them train in a term above `above`."""
@@ -68,7 +66,7 @@ class Job:
             return sorted((line for line in new if line["context"]["term"] == newest), key=lambda line: line["rank"])
 
         try:
-            eventually(lambda: len(ranks()) == size, f"a world of {size} above term {above}", within_s=PATIENCE_S)
+            eventually(lambda: len(ranks()) == size, f"a world of {size} above term {above}")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output()}") from None
         return ranks()
@@ -200,8 +198,6 @@ def test_no_etcd_is_an_error_that_helps(tmp_path: Path) -> None:
     """Without an etcd torchrun ends soon, not after its rendezvous' quarter of an hour, and not with 0: it names the
     endpoint and what to do."""
     job = Job(tmp_path, "127.0.0.1:1")
-    started = time.monotonic()
     assert job.node().wait(timeout=PATIENCE_S) != 0
-    assert time.monotonic() - started < 60
     last = job.output().strip().splitlines()[-1]
     assert "no etcd answers at 127.0.0.1:1" in last and "Start etcd there" in last
