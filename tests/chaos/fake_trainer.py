@@ -1,10 +1,12 @@
 """A stand-in for torchrun and the trainer: writes a history, and has a worker in a separate session, as torchrun has.
 
-python fake_trainer.py FOLDER NUM_STEPS [EXIT_CODE]; -1 steps for a job that never begins.
+python fake_trainer.py FOLDER NUM_STEPS [EXIT_CODE]; -1 steps for a job that never begins. With a file `is-held` in the
+folder a job goes on beyond its last step until the file is gone.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,13 +15,14 @@ import time
 from pathlib import Path
 
 COMMIT_EVERY = 12
+HELD = "is-held"
 
 
 def main(folder: Path, num_steps: int, code: int) -> int:
-    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     print(f"worker {worker.pid}", flush=True)  # noqa: T201 - the node's log
     if num_steps < 0:
-        time.sleep(60)
+        time.sleep(600)
     (folder / "history").mkdir(exist_ok=True)
     with (folder / "history" / f"00000001-00000-{os.getpid()}.jsonl").open("a", buffering=1) as file:
 
@@ -28,7 +31,9 @@ def main(folder: Path, num_steps: int, code: int) -> int:
 
         write("form", world=1, pid=worker.pid)
         write("restore", step=0, resumed=None)
-        for step in range(1, num_steps + 1):
+        for step in itertools.count(1):
+            if step > num_steps and not (folder / HELD).exists():
+                break
             time.sleep(0.01)
             write("step", step=step, epoch=0, num_samples=8, world=1, loss=0.5)
             if step % COMMIT_EVERY == 0:

@@ -27,8 +27,7 @@ from chaos.real.acts.effects import (
 )
 from chaos.real.acts.outcome import Struck
 from chaos.services.etcd_proxy import Proxies, Way
-
-DEADLINE_S = 20.0
+from tests.conftest import PATIENCE_S
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def comes_true(effect: Effect) -> str:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + PATIENCE_S
     while (proof := effect()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -21,6 +21,7 @@ from rendezvous.etcd.options import etcd_options
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.records import Keys
 from rendezvous.membership.store import Put
+from tests.conftest import PATIENCE_S
 
 DUE = Due("lose_etcd_data", None, None, 0.0, for_s=1.0)
 
@@ -79,8 +80,8 @@ def test_a_soak_does_not_wait_for_ever_for_its_end(tmp_path: Path) -> None:
 def test_a_lease_is_lost_in_the_world_that_the_histories_know(sealed_at: float, is_struck: bool) -> None:
     """Also where etcd counts terms from 1 again, having lost its data, and the store goes on."""
     with EtcdCluster(num_members=1) as cluster:
-        store, keys = EtcdStore(etcd_options(cluster.endpoint)), Keys("job")
-        lease = store.lease(30.0)
+        store, keys = EtcdStore(etcd_options(cluster.endpoint), give_up_after_s=PATIENCE_S), Keys("job")
+        lease = store.lease(PATIENCE_S)
         world = {"term": 2, "sealed_at": 1700000000.25, "seats": [{"member": "a", "num_workers": 1}]}
         store.swap({keys.world: Put(json.dumps(world)), keys.member("a"): Put("{}", lease)}, {})
         node = SimpleNamespace(pids=lambda: [7], is_up=True, number=0)
@@ -90,4 +91,5 @@ def test_a_lease_is_lost_in_the_world_that_the_histories_know(sealed_at: float, 
         done = lose_lease(job, SimpleNamespace(target=0))  # type: ignore[arg-type]
         assert (done is not None) == is_struck
         assert (keys.member("a") in store.get(keys.member("a")).entries) != is_struck
+        lease.abandon()
         store.close()

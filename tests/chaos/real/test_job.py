@@ -34,6 +34,7 @@ from tests.conftest import PATIENCE_S
 pytestmark = pytest.mark.slow
 
 FAKE = [sys.executable, fake_trainer.__file__]
+ENDLESS = 10**9
 
 
 def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
@@ -53,7 +54,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
     node.kill()
 
 
-def job(folder: Path, num_steps: int, *faults: Due, timeout_s: float = 30, code: int = 0, **hooks: object) -> Job:
+def job(
+    folder: Path, num_steps: int, *faults: Due, timeout_s: float = PATIENCE_S, code: int = 0, **hooks: object
+) -> Job:
     command = [*FAKE, str(folder), str(num_steps), str(code)]
     nodes = [Node(0, command, folder / "node-0.log", dict(os.environ))]
     scenario = Scenario(name="x", description="y", config="c", timeout_s=timeout_s)
@@ -121,7 +124,7 @@ def test_a_node_dies_with_the_executor(tmp_path: Path) -> None:
     program = (
         "import os, sys, time; from pathlib import Path; from chaos.services.torchrun_node import Node\n"
         f"node = Node(0, {[*FAKE, str(tmp_path), '-1']!r}, Path({str(tmp_path / 'log')!r}), dict(os.environ))\n"
-        "print(node.start()[0], flush=True); time.sleep(60)"
+        "print(node.start()[0], flush=True); time.sleep(600)"
     )
     executor = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert executor.stdout is not None
@@ -148,7 +151,15 @@ def test_a_nodes_environment_has_no_launcher_variables() -> None:
 def test_faults_come_when_due_and_are_recorded(tmp_path: Path) -> None:
     """A drawn fault hits an applied step that is in no commit; the record names step, seen step, node, signal, pids."""
     kill = Due("kill_worker", "leader", 17, None, interval=fake_trainer.COMMIT_EVERY)
-    job(tmp_path, 300, kill, Due("stop_node", 0, None, 0.05), Due("start_node", "lost", None, 0.0)).run()
+    held = tmp_path / fake_trainer.HELD
+    held.touch()
+
+    def let_go(_: Followed) -> None:
+        if any(line["op"] == "fault" and line["kind"] == "start_node" for line in recorded(tmp_path)):
+            held.unlink(missing_ok=True)
+
+    faults = (kill, Due("stop_node", 0, None, 0.05), Due("start_node", "lost", None, 0.0))
+    job(tmp_path, 300, *faults, look=let_go).run()
     lines = without_proofs(tmp_path)
     scenario, worker, stop, start, *ends = [line for line in lines if line["op"] != "node"]
     assert {"kill_worker", "stop_node"} <= set(scenario["kinds"])  # type: ignore[call-overload]
@@ -196,7 +207,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
         if followed.step >= 3:
             raise KeyboardInterrupt
 
-    interrupted = job(tmp_path, 1000, look=interrupt)
+    interrupted = job(tmp_path, ENDLESS, look=interrupt)
     with pytest.raises(KeyboardInterrupt):
         interrupted.run()
     assert interrupted.nodes[0].pids() == []
@@ -231,7 +242,7 @@ def test_ctrl_c_ends_a_soak_between_two_faults(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
             job.inject(Due("kill_node", 0, None, 0.0))
 
-        soak = job(folder, 1000, Due("kill_worker", "leader", 999, None), look=press)
+        soak = job(folder, ENDLESS, Due("kill_worker", "leader", ENDLESS - 1, None), look=press)
         soak.land, soak.on_event = land, events.append
         with pytest.raises(
             KeyboardInterrupt if num_signals == 2 else RunError, match=None if num_signals == 2 else "no node"

@@ -24,10 +24,11 @@ from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.freezing_disk import FreezingDisk
 from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 from chaos.services.store_mount import StoreMount, mounted
+from rendezvous.process_table import stat_of
+from tests.conftest import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 30.0
 BITES = pytest.mark.parametrize("bites", [True, False], ids=["bites", "does nothing"])
 
 
@@ -53,7 +54,7 @@ def sleeping(*where: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + PATIENCE_S
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -76,8 +77,10 @@ def test_a_write_of_our_own_waits_for_the_thaw(
     wait_for(lambda: bites or not [thread for thread in threading.enumerate() if thread.name == "held write"])
     assert done.proof() is None
     undo(done)
+    if bites:
+        wait_for(done.proof)
     assert (done.proof() is not None) == bites
-    assert list(disk.folder.iterdir()) == []
+    wait_for(lambda: list(disk.folder.iterdir()) == [])
 
 
 def test_nothing_writes_to_a_frozen_file_system(disk: FreezingDisk, tmp_path: Path) -> None:
@@ -90,7 +93,7 @@ def test_nothing_writes_to_a_frozen_file_system(disk: FreezingDisk, tmp_path: Pa
     assert frozen is not None
     assert storage.storage_full(seen, due) is None and storage.freeze_fs(seen, due) is None
     undo(frozen)
-    assert frozen.proof() is not None
+    wait_for(frozen.proof)
 
 
 @BITES
@@ -135,6 +138,7 @@ def test_a_slow_disk_holds_a_write_of_our_own_for_a_while(
     """The write ends while the fault lasts, and late; then all is as quick as before."""
     if not bites:
         monkeypatch.setattr(disk, "stutter", lambda frozen_s, open_s: None)
+        monkeypatch.setattr(storage, "_FROZEN_S", 2 * PATIENCE_S)  # a busy disk, too, is quicker
     due = Due("slow_disk", None, None, 0.0, for_s=1.0)
     done = storage.slow_disk(job(freezing=[disk]), due)
     assert done is not None
@@ -150,9 +154,12 @@ def test_a_slow_disk_holds_a_write_of_our_own_for_a_while(
 @pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "sleeping"])
 def test_a_worker_has_to_wait_for_the_core_that_it_shares(*, is_busy: bool) -> None:
     """Who computes waits for its neighbours; one that sleeps was not slowed. Then it has all cores again."""
-    program = "while True: pass" if is_busy else "import time; time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", program]) as worker:
+    program = "while True: pass" if is_busy else "import time; print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as worker:
         try:
+            if not is_busy:  # it has computed, and may have waited for that, until then
+                assert worker.stdout is not None and worker.stdout.readline()
+                wait_for(lambda: (stat := stat_of(worker.pid)) is not None and stat.state == "S")
             cores = os.sched_getaffinity(worker.pid)
             seen = job(node(worker))
             seen.followed = SimpleNamespace(pids={0: worker.pid})  # type: ignore[assignment]
@@ -169,16 +176,21 @@ def test_a_worker_has_to_wait_for_the_core_that_it_shares(*, is_busy: bool) -> N
 
 
 @BITES
-def test_memory_has_to_be_held_by_the_neighbour(monkeypatch: pytest.MonkeyPatch, *, bites: bool) -> None:
+def test_memory_has_to_be_held_by_the_neighbour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, bites: bool
+) -> None:
     """What counts is what the kernel says that it holds; a program that has touched nothing yet holds nothing."""
     monkeypatch.setattr(neighbours, "_MOST_BYTES", 256 << 20)
-    if not bites:
-        monkeypatch.setattr(neighbours, "_HUNGRY", "import time; time.sleep(600)")
+    monkeypatch.setattr(processes, "_COMING_S", PATIENCE_S)
+    gate = tmp_path / "gate"
+    waits = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+    monkeypatch.setattr(neighbours, "_HUNGRY", waits + neighbours._HUNGRY)
     with sleeping() as process:
         done = processes.memory_pressure(job(node(process)), Due("memory_pressure", 0, None, 0.0, for_s=1.0))
         assert done is not None
         assert done.undo is not None and done.proof() is None, "it has just begun"
         if bites:
+            gate.touch()
             undo(done)
             assert done.proof() is not None, "it was not ended before"
         else:

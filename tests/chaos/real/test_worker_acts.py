@@ -30,7 +30,7 @@ from elastic_train.system.failpoints import VARIABLE
 from rendezvous import EtcdStore
 from rendezvous.membership.store import Put
 from tests.chaos.real.test_proofs import BITES, node, undo
-from tests.conftest import write_rows
+from tests.conftest import PATIENCE_S, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def test_etcd_that_another_authority_vouches_for_is_known_to_those_who_read_agai
 ) -> None:
     """Who read the old files is refused, and finds the new ones by itself: a client from before writes on."""
     with EtcdCluster(1, authority=Authority(tmp_path)) as cluster:
-        store = EtcdStore(cluster.options, give_up_after_s=20.0)
+        store = EtcdStore(cluster.options, give_up_after_s=PATIENCE_S)
         store.swap({"/x": Put("before")}, {})
         if not bites:
             monkeypatch.setattr(Authority, "replace", lambda self: None)

@@ -35,7 +35,7 @@ from chaos.script.watch import worker_of
 from chaos.services.network.namespace import Cable
 from chaos.services.surroundings import Surroundings
 from tests.chaos import fake_torchrun
-from tests.conftest import ROOT
+from tests.conftest import PATIENCE_S, ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def broken(folder: Path, *options: str) -> Path:
     if options:  # no hook reports steps, so the fault comes as soon as there is a worker
         faults = (Fault(kind="kill_worker", node=0, after_s=0),)
     described = Scenario(
-        name="x", description="y", nodes=Nodes(count=1), faults=faults, timeout_s=60, reference=not options
+        name="x", description="y", nodes=Nodes(count=1), faults=faults, timeout_s=PATIENCE_S, reference=not options
     )
     scripts.execute(fake(1 if options else 2, *options), described, 1, folder, replay="again", say=lambda _: None)
     return folder
@@ -381,7 +381,7 @@ def test_a_worker_is_not_older_than_what_made_it_start() -> None:
     environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
     for _ in range(20):
         before = time.time()
-        with subprocess.Popen(["sleep", "60"], env=environ) as process:
+        with subprocess.Popen(["sleep", "600"], env=environ) as process:
             try:
                 while (worker := worker_of(process.pid, 0)) is None:
                     assert process.poll() is None, "it has an environment as soon as it runs"

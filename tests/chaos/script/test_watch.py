@@ -14,7 +14,7 @@ from chaos.script.watch import Worker, World
 @pytest.mark.slow
 def test_a_member_that_has_died_ends_its_world_before_it_is_reaped() -> None:
     """An agent looks at its workers now and then; until then the kernel keeps a dead one's number."""
-    with subprocess.Popen(["sleep", "60"]) as member:
+    with subprocess.Popen(["sleep", "600"]) as member:
         world = World(1, size=2, store="host:1", workers={0: Worker(member.pid, 0, 0, 2, "host:1", 1.0)})
         late = Worker(os.getpid(), 1, 1, 2, "host:1", 2.0)
         assert world.takes(late)

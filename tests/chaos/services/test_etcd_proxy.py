@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from chaos.services.etcd_proxy import Proxies, Way
-
-PATIENCE_S = 10.0
+from tests.conftest import PATIENCE_S
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from chaos.services.network.namespace import Cable, NoNamespacesError, cable
+from tests.conftest import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]  # one cable, and one that was left, at a time
 
@@ -28,6 +29,8 @@ while True:
 """
 
 
+LONG_S = 15.0
+"""So late are packets beside which others are to be quick, however busy the machine is."""
 LEFT = "elastic-99999"
 """What a process has left that was killed, unless that many are alive."""
 
@@ -54,7 +57,7 @@ def connect(laid: Cable) -> Iterator[object]:
 
         def connect(whose: str) -> socket.socket:
             target, own = (laid.address("inside"), port), (laid.address(whose), 0)
-            opened.append(socket.create_connection(target, timeout=60, source_address=own))
+            opened.append(socket.create_connection(target, timeout=PATIENCE_S, source_address=own))
             return opened[-1]
 
         yield connect
@@ -90,12 +93,13 @@ def test_packets_are_late_both_ways_and_those_to_etcd_are_not(laid: Cable, conne
     seconds_of(nodes)
     laid.worsen(delay_s=1.5)
     assert seconds_of(nodes) >= 3.0
+    laid.worsen(delay_s=LONG_S)
     late = threading.Thread(target=seconds_of, args=(nodes,))
     late.start()
     seconds_of(etcd)
     assert late.is_alive(), "etcd's way is another"
-    late.join()
     laid.mend()
+    late.join()
     while laid.relay.num_held:  # the last that are on their way
         seconds_of(etcd)
     passed = laid.relay.num_passed
@@ -117,10 +121,16 @@ def test_lost_packets_are_sent_again(laid: Cable, connect: object) -> None:
     assert 0.05 < share < 0.5
     laid.mend()
     laid.worsen(loss=1.0)
-    over = threading.Timer(1.0, laid.mend)
-    over.start()
-    assert seconds_of(nodes) >= 0.9
-    over.join()
+    lost, again = laid.relay.num_lost, threading.Thread(target=seconds_of, args=(nodes,))
+    again.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while laid.relay.num_lost == lost:
+        assert time.monotonic() < deadline, "nothing is lost"
+        time.sleep(0.01)
+    assert again.is_alive()
+    laid.mend()
+    again.join(PATIENCE_S)
+    assert not again.is_alive()
 
 
 @pytest.mark.parametrize("spoil", [Cable.part, Cable.silence])
@@ -134,5 +144,5 @@ def test_a_cut_off_node_reaches_only_etcd(laid: Cable, connect: object, spoil: o
     seconds_of(etcd)
     assert cut.is_alive()
     laid.mend()
-    cut.join(60)
+    cut.join(PATIENCE_S)
     assert not cut.is_alive()

@@ -8,9 +8,9 @@ import os
 import pytest
 
 from chaos.sim.campaign import pool
+from tests.conftest import PATIENCE_S
 
 pytestmark = pytest.mark.slow
-PATIENCE_S = 20.0
 
 
 def test_a_long_seed_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
