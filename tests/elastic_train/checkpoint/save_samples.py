@@ -21,8 +21,9 @@ from elastic_train.checkpoint import (
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Sink
 from elastic_train.world.fencing import StoreFence
+from tests.conftest import PATIENCE_S
 
-DEADLINE_S = 30.0
+DEADLINE_S = PATIENCE_S
 
 
 class HeldStore(LocalStore):

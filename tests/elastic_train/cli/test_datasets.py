@@ -19,7 +19,7 @@ from elastic_train.data.dataset.verify import verify
 from elastic_train.data.parquet.footer_index import NAME as FOOTERS
 from elastic_train.data.tables.digits import import_digits
 from elastic_train.system.progress_bar import shown, silent
-from tests.conftest import ROOT, Finished, write_rows
+from tests.conftest import PATIENCE_S, ROOT, Finished, write_rows
 from tests.elastic_train.data.corpora.test_docstrings import write_functions
 from tests.elastic_train.data.corpora.test_text import write_texts
 
@@ -52,7 +52,9 @@ def test_an_import_exits_with_0_and_an_empty_stderr(tmp_path: Path) -> None:
         write_functions(tmp_path / "packages", library, 40)
     command = [sys.executable, "-m", "elastic_train.cli.main", "data", "import", "docstrings", str(tmp_path / "out")]
     arguments = ["--site-packages", str(tmp_path / "packages"), "--samples", "60", "--vocabulary", "512"]
-    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     train = load_manifest(str(tmp_path / "out" / "train"))
     assert f"{train.num_rows} rows in 4 files, 2 labels, digest {train.digest[:12]}" in done.stdout

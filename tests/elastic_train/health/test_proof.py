@@ -53,10 +53,10 @@ def test_who_is_asked_to_leave_waits_for_no_examination() -> None:
     hold = threading.Event()
 
     def examine() -> Iterable[Finding]:
-        hold.wait(60)
+        hold.wait(PATIENCE_S)
         return []
 
-    Proof({"memory": Planned(examine, "", 60.0)}).demand(lambda: True)
+    Proof({"memory": Planned(examine, "", PATIENCE_S)}).demand(lambda: True)
     hold.set()
 
 

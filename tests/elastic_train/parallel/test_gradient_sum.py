@@ -24,7 +24,7 @@ from elastic_train.parallel.exchange import halving_turns
 from elastic_train.parallel.gradient_sum import bind_gradients, make_gradient_sum, make_sum, place_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import _packed, _read_tables, gather_tables, tree_sum
-from tests.conftest import run_ranks
+from tests.conftest import PATIENCE_S, run_ranks
 
 LANES = (4, 5, 7, 8, 12, 13, 16)
 EMPTY = 2  # a lane that has no sample in some steps
@@ -133,7 +133,7 @@ def test_after_a_bucket_that_could_not_be_exchanged_none_is() -> None:
         net(torch.ones(1, 3)).sum().backward()
     with pytest.raises(PeerLostError, match="gone"):
         beside.join()
-    turns._thread.begin(lambda: None).result(60)  # after all that it was given before
+    turns._thread.begin(lambda: None).result(PATIENCE_S)  # after all that it was given before
     beside.close()
     turns.close()
     assert len(buckets) > 1 and begun == buckets[:1]

@@ -91,6 +91,7 @@ def test_an_early_warning_starts_no_clock_and_sigterm_after_it_is_the_first_orde
 def test_a_second_sigterm_leaves_at_once(leave: LeaveRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(preemption, "SAME_REQUEST_S", PATIENCE_S)
     ask(signal.SIGTERM)
     ask(signal.SIGTERM)
     assert codes == []  # a scheduler that signals the whole tree

@@ -25,6 +25,7 @@ from elastic_train.system.watchdog import (
 from elastic_train.training import supervisor
 from elastic_train.training.commits import Commits
 from rendezvous.process_table import children_of, is_alive
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.live.test_live import eventually
 
 
@@ -193,13 +194,15 @@ def test_a_finished_process_may_end_slowly(closed: bool) -> None:
 import time
 from elastic_train.system import watchdog
 watchdog.BACKSTOP_S = 0.0
-watched = watchdog.Watchdog(0.5)
+watched = watchdog.Watchdog(2.0)
 watched.beat()
 if {closed}:
     watched.close()
-time.sleep(2.5 if {closed} else 60)
+time.sleep(6.0 if {closed} else 600)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert (ended.returncode == 0) == closed, ended.stderr
     is_ended_by_one = "no progress for" in ended.stderr or "no thread of process" in ended.stderr
     assert is_ended_by_one != closed, ended.stderr
@@ -215,7 +218,7 @@ watchdog.BACKSTOP_S = 0.0
 watched = watchdog.Watchdog(2.0)
 watched.beat()
 while watched._observer is None:
-    pass
+    watched.beat()
 print(watched._observer._process.pid, flush=True)
 
 def computes():
@@ -225,7 +228,9 @@ def computes():
 
 computes()
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert ended.returncode == -signal.SIGKILL
     assert "native code hangs that holds the interpreter's lock" in ended.stderr and "in computes" in ended.stderr
     eventually(lambda: not is_alive(int(ended.stdout)), "the observer's end")
@@ -240,7 +245,7 @@ watchdog.BACKSTOP_S = 1.0
 watched = watchdog.Watchdog(5.0)
 watched.beat()
 while watched._observer is None:
-    pass
+    watched.beat()
 print("begun", flush=True)
 while not select.select([sys.stdin], [], [], 0.05)[0]:
     watched.beat()

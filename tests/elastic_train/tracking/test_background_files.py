@@ -13,11 +13,12 @@ import pytest
 
 from elastic_train.tracking import background_files
 from elastic_train.tracking.background_files import BackgroundFiles
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.tracking.unqueued import Unqueued
 from tests.rendezvous.rendezvous_sides import eventually
 
 LINES = [b"line %d" % number for number in range(1000)]
-ALL_S = 30.0
+ALL_S = PATIENCE_S
 
 
 @pytest.fixture
@@ -94,6 +95,7 @@ def test_a_look_that_hangs_is_given_up_once(fifo: Path, monkeypatch: pytest.Monk
         return fifo.read_bytes()
 
     assert files.ask(look, b"unknown") == b"unknown"
+    eventually(lambda: looks != [], "the look")
     assert files.ask(look, b"unknown") == b"unknown" and len(looks) == 1
     with fifo.open("wb") as file:
         file.write(b"known")

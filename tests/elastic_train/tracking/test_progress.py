@@ -178,9 +178,12 @@ def test_a_stream_that_fails_is_reported_once_and_retried(
 
 
 PROGRAM = """
-import sys
+import select, sys
 from elastic_train.tracking.progress import Progress, Status, flush_streams
-sys.stdin.readline()
+if sys.argv[1] == "closed pipe":  # whoever was to read has to end first
+    reader = select.poll()
+    reader.register(1, 0)
+    reader.poll()
 progress = Progress(clock=iter(range(0, 1000, 10)).__next__)
 for step in range(5):
     progress.update(Status(step, 100, 0.5, 1.0, 1, 1, None, 0))
@@ -196,8 +199,12 @@ print("the end", file=sys.stderr)
 def test_a_process_outlives_its_stdout(stdout: str) -> None:
     """With a closed pipe, a full disk or nothing as stdout a process runs to its end, and exits with 0."""
     redirection = {"closed pipe": "| true", "full disk": "> /dev/full", "none": ">&-"}[stdout]
-    command = f"set -o pipefail; sleep 0; {shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} {redirection}"
-    done = subprocess.run(["bash", "-c", command], input="\n", capture_output=True, text=True, check=False)
+    command = (
+        f"set -o pipefail; sleep 0; {shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} '{stdout}' {redirection}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("training continues") == (0 if stdout == "none" else 1)
     assert done.stderr.endswith("the end\n")

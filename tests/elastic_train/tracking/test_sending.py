@@ -14,6 +14,7 @@ from elastic_train.tracking import tracker
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.metric_log import Settled, Values
 from elastic_train.training import run
+from tests.conftest import PATIENCE_S
 
 
 class Noting:
@@ -52,9 +53,9 @@ def test_a_world_that_goes_on_has_its_first_steps_before_a_tracker_is_opened(
     monkeypatch.setattr(tracker, "FIRST_STEPS_S", 600.0)
     noting = Noting()
     sending = tracker._Sending(noting, tmp_path, 2, [Interval(1, 0, 5)] if goes_on else [], BackgroundFiles())
-    assert noting.is_open.wait(0.2 if goes_on else 60.0) is not goes_on
+    assert noting.is_open.wait(0.2 if goes_on else PATIENCE_S) is not goes_on
     sending.ask_to_finish("KILLED", goes_on=False)
-    assert sending.is_finished(60.0) and noting.is_open.is_set()
+    assert sending.is_finished(PATIENCE_S) and noting.is_open.is_set()
 
 
 def test_the_thread_that_trains_has_the_interpreter_back_soon() -> None:

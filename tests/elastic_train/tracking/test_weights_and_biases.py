@@ -16,10 +16,10 @@ from elastic_train.config.sources import load
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import make_plan
-from elastic_train.tracking import tracker as tracking
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
 from elastic_train.tracking.tracker import Tracker
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.jobs import CLASSIFIER, config
 
 BLOCK, HEADER = 32768, 7
@@ -70,16 +70,15 @@ def is_written(path: Path) -> bool:
 
 
 def eventually(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 @pytest.mark.slow
-def test_a_job_is_one_run_with_each_value_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_one_run_with_each_value_once(tmp_path: Path) -> None:
     """The first term ends with two steps beyond its commit; the second, in the same process, computes them again."""
-    monkeypatch.setattr(tracking, "FLUSH_TIMEOUT_S", dict.fromkeys(tracking.STATUSES, 120.0))
     first = term(tmp_path, 1)
     for step in range(1, 5):
         first.log(step, {"train/loss": float(step)})

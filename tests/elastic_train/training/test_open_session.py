@@ -40,6 +40,7 @@ from elastic_train.training.opening.saves import commit_alone, open_saves
 from elastic_train.training.session import Process
 from elastic_train.training.supervisor import _next_world
 from elastic_train.world.fencing import StoreFence
+from tests.conftest import PATIENCE_S
 
 
 def plan_of(folder: Path) -> SimpleNamespace:
@@ -109,7 +110,7 @@ def test_hanging_storage_does_not_keep_a_process_from_leaving(
 
     def hang(*_: object) -> bool:
         is_hung.set()
-        return may_continues.wait(60.0)
+        return may_continues.wait(PATIENCE_S)
 
     where = {"write": (LocalStore, "write"), "sync": (RealDisk, "sync"), "read": (reader, "find_damage")}
     monkeypatch.setattr(*where[hung], hang)
@@ -134,15 +135,18 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
 ) -> None:
     """A short call of the world's store has a deadline; a save's has none, since it is abandoned as a whole."""
 
+    is_asked, may_answer = threading.Event(), threading.Event()
+
     class Slow(LocalStore):
         def create(self, key: str, content: bytes) -> None:
-            time.sleep(0.2)
+            is_asked.set()
+            assert may_answer.wait(PATIENCE_S)
             super().create(key, content)
 
     slow, state = Slow(tmp_path), state_of((1, 0, 9))
     fence = StoreFence(slow)
     world = SimpleNamespace(
-        term=fence.claim(),
+        term=StoreFence(LocalStore(tmp_path)).claim(),
         group=Group(0, 1, None, 1.0),
         fence=fence,
         store=DeadlineStore(slow, lambda: None),
@@ -156,8 +160,14 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
     monkeypatch.setattr(deadline, "ANSWER_S", 0.02)
     with pytest.raises(StorageError, match="no answer"):
         world.store.create("pins/00000001-000000000001", b"")
+    may_answer.set()  # of that call; those of the save are answered later, too
+    may_answer = threading.Event()
+    is_asked.clear()
     saves = open_saves(process, world, None)  # type: ignore[arg-type]
     saves.begin(state.shards.held(), describe_commit(plan_of(tmp_path), state, world_size=1), state.reached.intervals)  # type: ignore[arg-type]
+    assert is_asked.wait(PATIENCE_S)
+    time.sleep(10 * deadline.ANSWER_S)
+    may_answer.set()
     ended = saves.wait()
     assert ended is not None and ended.error is None and ended.commit is not None
 

@@ -19,6 +19,7 @@ from elastic_train.world.fencing import JoinedFence
 from elastic_train.world.restore import restore
 from elastic_train.world.world import World
 from rendezvous import errors as rendezvous_errors
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.test_open_session import plan_of, state_of
 
 
@@ -136,6 +137,7 @@ def test_rank_0_of_a_world_that_is_not_the_newest_finds_itself_fenced_off(
     replace(world, group=MagicMock(rank=1)).check_newest()
     job.etcd.is_away = True
     world.check_newest()
+    monkeypatch.setattr("elastic_train.world.world.FENCE_PATIENCE_S", PATIENCE_S)
     threading.Timer(0.1, setattr, (job.etcd, "is_away", False)).start()
     with pytest.raises(FencedError, match="term 2 was claimed"):
         world.check_newest()

@@ -36,9 +36,10 @@ from elastic_train.checkpoint.stores.store import (
 from elastic_train.core.lineage import COMMITS, commit_key
 from elastic_train.errors import ElasticTrainError, FencedError, StorageError
 from elastic_train.world.fencing import StoreFence
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state
 
-DEADLINE_S = 20.0
+DEADLINE_S = PATIENCE_S
 
 
 def test_abandoned_attempts_of_older_terms_are_swept(store: Store) -> None:

@@ -27,6 +27,7 @@ from elastic_train.health.finding import Finding, Planned, examine_all, ok
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.membership.store import Put
 from tests.conftest import PATIENCE_S
+from tests.rendezvous.rendezvous_sides import patient
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +146,7 @@ def test_a_store_that_creates_a_key_twice_fails(tmp_path: Path, monkeypatch: pyt
         path.write_bytes(content)
 
     monkeypatch.setattr(local.LocalStore, "create", create)
-    found = examine_all({"storage": Planned(lambda: examine_storage(str(tmp_path), has_peers=False), "", 10)})
+    found = examine_all({"storage": Planned(lambda: examine_storage(str(tmp_path), has_peers=False), "", PATIENCE_S)})
     assert "created store-id twice" in next(finding.found for finding in found if finding.level == "fail")
 
 
@@ -168,7 +169,7 @@ def test_etcd_is_examined_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert found["clock"].level == "ok"
         assert found["etcd's leases"].level == "warn"
         with closing(EtcdStore(options)) as store:
-            store._connection.call(lambda client: client.create_alarm(), give_up_after_s=3)
+            store._connection.call(lambda client: client.create_alarm(), give_up_after_s=PATIENCE_S)
         late = timedelta(seconds=100)
         monkeypatch.setattr(clock, "parsedate_to_datetime", lambda text: parsedate_to_datetime(text) + late)
         monkeypatch.setattr(etcd_examination, "SOON_S", 100 * 86400.0)
@@ -186,8 +187,8 @@ def meet(etcd: EtcdServer, run_id: str, *doctors: Self) -> list[list[Finding]]:
     """Let doctors meet, each on a thread and a connection of its own."""
 
     def examine(own: Self) -> list[Finding]:
-        with closing(EtcdStore(etcd_options(etcd.endpoint))) as store:
-            return list(examine_peers(store, run_id, own, len(doctors) - 1, 20.0))
+        with closing(patient(etcd.endpoint)) as store:
+            return list(examine_peers(store, run_id, own, len(doctors) - 1, PATIENCE_S))
 
     with ThreadPoolExecutor(len(doctors)) as pool:
         return list(pool.map(examine, doctors))
@@ -221,10 +222,10 @@ def test_a_peer_that_cannot_be_reached_or_cannot_reach_us_fails(
     own = Self("127.0.0.1", VERSIONS, lambda: None)
     here = {"host": "n2", "agent": "127.0.0.1:9", "word": None, **VERSIONS}
     seen = {"answers": {own.name: "silent"}, "late_s": {own.name: 0.0}}
-    with closing(EtcdStore(etcd_options(etcd.endpoint))) as store:
+    with closing(patient(etcd.endpoint)) as store:
         for kind, what in (("here", here), ("now", {"at": time.time()}), ("seen", seen)):
             store.swap({f"/elastic/reach/doctor/{kind}/n2": Put(json.dumps(what))}, {})
-        found = list(examine_peers(store, "reach", own, 1, 5.0))
+        found = list(examine_peers(store, "reach", own, 1, PATIENCE_S))
     ways = [(f.level, f.found) for f in found if f.check == "connection"]
     assert [level for level, _ in ways] == ["fail", "fail"]
     assert "nothing listens there" in ways[0][1]
@@ -235,7 +236,7 @@ def test_a_peer_that_cannot_be_reached_or_cannot_reach_us_fails(
 def test_who_is_missing_is_said(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time to wait; an address that means another machine elsewhere is refused before that."""
     own = Self("127.0.0.1", VERSIONS, lambda: None)
-    with closing(EtcdStore(etcd_options(etcd.endpoint))) as store:
+    with closing(patient(etcd.endpoint)) as store:
         assert [f.level for f in examine_peers(store, "lonely", own, 2, 60.0)] == ["fail"]
         monkeypatch.setattr("elastic_train.cli.places.doctor.peers.is_loopback", lambda address: False)
         found = list(examine_peers(store, "lonely", own, 2, 0.1))

@@ -53,7 +53,7 @@ def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
     with EtcdServer(tls=authority.issue("etcd") if has_tls else None) as etcd:
         where = ("--etcd", etcd.endpoint)
         line = [sys.executable, "-m", "elastic_train.command", "launch", config, "--ranks", "1"]
-        line += ["--nodes", "1:2", "--id", "a job", "--endpoint", etcd.endpoint]
+        line += ["--nodes", "1:2", "--id", "a job", "--endpoint", etcd.endpoint, "--ttl-s", "60"]
         if has_tls:
             monkeypatch.setenv("PET_RDZV_CONF", said_of["PET_RDZV_CONF"])
         jobs = [begin(line, tmp_path / f"log{i}", said_of if has_tls else None) for i in range(2)]
@@ -98,7 +98,7 @@ def test_a_slow_node_is_dropped_and_the_others_train_on(tmp_path: Path, rows: Pa
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     with EtcdServer() as etcd:
         line = [sys.executable, "-m", "elastic_train.command", "launch", str(tmp_path / "config.yaml"), "--ranks", "1"]
-        line += ["--nodes", "1:2", "--id", "a job", "--endpoint", etcd.endpoint]
+        line += ["--nodes", "1:2", "--id", "a job", "--endpoint", etcd.endpoint, "--ttl-s", "60"]
         jobs = [begin(line, tmp_path / f"log{ms}", {"TESTED_LANE_MS": str(ms)}) for ms in (10, 60)]
         try:
             eventually(lambda: jobs[1].poll() == 75, "the slow node's launcher ends")

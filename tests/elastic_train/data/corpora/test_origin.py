@@ -77,7 +77,7 @@ def test_drafts_from_elsewhere_are_left_for_a_day(tmp_path: Path, who: str) -> N
 @pytest.mark.slow
 def test_a_killed_import_that_nobody_has_reaped_is_dead(tmp_path: Path) -> None:
     """Its number is still taken, in a container without an init for ever: its partial folder would stay as long."""
-    with subprocess.Popen(["sleep", "60"]) as killed:
+    with subprocess.Popen(["sleep", "600"]) as killed:
         stat = stat_of(killed.pid)
         assert stat is not None
         (tmp_path / f".out.{killed.pid}-{stat.born}-{pid_space()}-0.partial").mkdir()

@@ -29,7 +29,7 @@ from elastic_train.data.loading.worker_processes import (
     LaneSlice,
     read_in_workers,
 )
-from tests.conftest import ROOT, write_rows
+from tests.conftest import PATIENCE_S, ROOT, write_rows
 from tests.elastic_train.data.loading.worker_collate import collate
 
 pytestmark = pytest.mark.slow
@@ -324,7 +324,10 @@ def test_a_process_can_end_in_the_middle_of_an_epoch(dataset: Manifest, tmp_path
     script = tmp_path / "unfinished.py"
     script.write_text(UNFINISHED)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, script, dataset.url], env=environ, timeout=120, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, script, dataset.url], env=environ, timeout=PATIENCE_S, check=False).returncode
+        == 0
+    )
 
 
 def test_the_sampler_yields_a_slice_for_every_lane(dataset: Manifest) -> None:

@@ -25,7 +25,7 @@ from elastic_train.data.loading import row_cache as cache_module
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.row_cache import RowCache
-from tests.conftest import ROOT, write_rows
+from tests.conftest import PATIENCE_S, ROOT, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -319,7 +319,7 @@ def test_concurrent_processes_make_one_request_per_row_group(tmp_path: Path, man
     for reader in readers:
         reader.stdin.write("\n")
         reader.stdin.flush()
-    printed = {reader.communicate(timeout=120)[0] for reader in readers}
+    printed = {reader.communicate(timeout=PATIENCE_S)[0] for reader in readers}
     labels = Reader(manifest, ["label"]).read(np.arange(60))[0].column("label").to_pylist()
     assert printed == {f"{labels}\n"}
     requests = log.read_text().split()

@@ -11,6 +11,7 @@ import pytest
 
 from elastic_train.data.parquet import presigned_s3
 from elastic_train.data.parquet.presigned_s3 import SignedRanges
+from tests.conftest import PATIENCE_S
 
 CONTENT = bytes(range(256)) * 1024
 
@@ -101,7 +102,7 @@ def test_a_connection_closed_while_idle_is_reopened(server: Server) -> None:
     for number in (1, 2):
         server.ended = threading.Event()
         assert ranges.read("a", 0, 10) == CONTENT[:10]
-        assert server.ended.wait(60)
+        assert server.ended.wait(PATIENCE_S)
         assert (server.num_signed, server.num_connections) == (1, number)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from elastic_train.data.parquet import sources
 from elastic_train.data.parquet.sources import RemoteSource, join_near
+from tests.conftest import PATIENCE_S
 
 CONTENT = bytes(range(256)) * 8
 RANGES = [(0, 10), (900, 1000), (1000, 1100), (2000, 2048)]
@@ -36,7 +37,7 @@ class Troubled(MemoryFileSystem):  # type: ignore[misc]
             raise ConnectionError("reset by peer")
         if self.waiting[start]:
             self.waiting[start] -= 1
-            assert self.go_on.wait(60)
+            assert self.go_on.wait(PATIENCE_S)
         return bytes(super().cat_file(path, start, end))
 
 
