@@ -74,6 +74,11 @@ def history(folder: Path, op: str) -> list[dict[str, object]]:
     return [line for line in map(json.loads, lines) if line["op"] == op]
 
 
+def losses(folder: Path) -> dict[int, float]:
+    """Return the loss of every step of a run."""
+    return {int(str(line["step"])): float(str(line["loss"])) for line in history(folder, "step")}
+
+
 def succeed(done: Finished) -> Finished:
     assert done.code == 0, done.output
     return done

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.conftest import start
-from tests.elastic_train.training.jobs import average_of, config, result, succeed
-from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, MODEL, newest_weights
+from tests.elastic_train.training.jobs import average_of, config, losses, result, succeed
+from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, MODEL, TERMS, newest_weights
+from tests.rounding import assert_same_but_for_rounding
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("context")]  # one run to compare with
 CONTEXT = ["--parallel.context", "2"]
@@ -69,6 +70,7 @@ def test_no_degree_changes_more_than_roundings(tmp_path: Path, rows: Path) -> No
     for folder in (ended[3], tmp_path):
         assert result(folder)["num_samples"] == result(ended[1])["num_samples"]
         assert result(folder)["weights_sha256"] != result(ended[1])["weights_sha256"]
+        assert_same_but_for_rounding(losses(folder), losses(ended[1]), TERMS)
         mine = newest_weights(folder)
         for name, tensor in whole.items():
             torch.testing.assert_close(mine[name], tensor, rtol=0, atol=2e-5)

@@ -9,8 +9,9 @@ import torch
 
 from elastic_train.cli.main import main
 from tests.conftest import start
-from tests.elastic_train.training.jobs import average_of, config, history, result, succeed
-from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, MODEL, TENSOR, newest_weights
+from tests.elastic_train.training.jobs import average_of, config, history, losses, result, succeed
+from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, MODEL, TENSOR, TERMS, newest_weights
+from tests.rounding import assert_same_but_for_rounding
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sequence")]  # one run to compare with
 
@@ -59,6 +60,7 @@ def test_it_may_be_set_and_taken_back_between_starts(tmp_path: Path, few_rows: P
         succeed(start([run, *how, "--max_steps", str(until)], num_ranks=2))
     succeed(start([run, *TENSOR], num_ranks=2))
     assert result(other)["num_samples"] == result(one_cell)["num_samples"]
+    assert_same_but_for_rounding(losses(other), losses(one_cell), TERMS)
     mine, theirs = (newest_weights(folder) for folder in (other, one_cell))
     for name, tensor in theirs.items():
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=2e-5)
