@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,38 @@ def test_a_step_on_some_nodes_of_a_job_meets_on_the_first_of_them(
     assert [line for line in log.splitlines() if line.startswith("code")] == ["code 0", "code 2"], log
     assert set(worlds(tmp_path / "run")) == {2}
     assert "SLURM_STEP_TASKS_PER_NODE=2(x2) starts several launchers on a node" in log
+
+
+def test_all_nodes_of_a_step_leave_with_75(
+    slurm: SlurmCluster,
+    tmp_path: Path,
+    rows: Path,
+    launcher: str,
+    path: dict[str, str],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """The step's signal reaches all launchers at once, and the one that has the job's etcd, too: it goes last."""
+    config, run = write_patient_config(tmp_path, rows, 100_000), tmp_path / "run"
+    script, node, ends = tmp_path / "job", tmp_path / "node", tmp_path / "ends"
+    ends.mkdir()
+    node.write_text(
+        f"#!/bin/sh\ntrap : TERM\n{launcher} launch {config} --nodes 3 --grace-s 100 & launched=$!\n"
+        f"wait $launched; wait $launched; code=$?\necho $code $(date +%s.%N) > {ends}/$SLURM_PROCID.tmp\n"
+        f"mv {ends}/$SLURM_PROCID.tmp {ends}/$SLURM_PROCID\n"
+    )
+    node.chmod(0o755)
+    script.write_text(f"#!/bin/sh\nsrun --ntasks-per-node=1 {node}\n")
+    job = slurm.submit("--nodes=3", "-o", str(tmp_path / "log"), str(script), **path)
+    until_world(run, 3)
+    asked_at_s = time.time()
+    slurm.run("scancel", "--signal=TERM", f"{job}.0")
+    eventually(lambda: len(list(ends.glob("[0-2]"))) == 3, "all nodes have left", PATIENCE_S)
+    left = [(tmp_path / "ends" / str(number)).read_text().split() for number in range(3)]
+    assert [code for code, _ in left] == ["75"] * 3, (tmp_path / "log").read_text()
+    took_s = max(float(at_s) for _, at_s in left) - asked_at_s
+    record_property("Slurm: seconds from a step's signal until all nodes have left with 75", took_s)
+    applied = max(line["step"] for line in history(run) if line["op"] == "step")
+    assert max(line["step"] for line in history(run) if line["op"] == "commit") == applied
 
 
 def test_of_two_jobs_in_one_folder_the_second_ends_with_2_within_a_minute(
