@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +22,7 @@ from chaos.judge.evidence.applied import pids_of
 from chaos.judge.evidence.run_files import collect, items, number
 from chaos.planted.catalogue import PLANTED
 from chaos.services.network.namespace import NoNamespacesError, cable
+from tests.elastic_train.training.live.test_live import history
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked nodes")]  # one process imports what they need
 
@@ -30,7 +35,7 @@ WITNESS: dict[str, object] = {
     "validation": {"every_steps": None},
     "checkpoint": {"every_steps": 12, "every_s": None},
 }
-FORKED = {"lease_ttl_s": 2, "forked": True}
+FORKED = {"lease_ttl_s": 10, "forked": True}
 PARAMS = {"max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
 CLASSIFIER: dict[str, object] = {
     "task": {
@@ -45,11 +50,48 @@ CLASSIFIER: dict[str, object] = {
 }
 
 
-def paced(config: dict[str, object], lane_ms: float) -> dict[str, object]:
-    """Return a configuration's task at another pace: few slow steps span the faults as well as many quick ones."""
+UNTIL = {
+    "elastic_train.tasks.witness:Witness": "tests.tasks:Witness",
+    "chaos.tasks.paced_classifier:PacedClassifier": "tests.tasks:PacedUntil",
+}
+
+
+def paced(config: dict[str, object], lane_ms: float, until: Path) -> dict[str, object]:
+    """Return a configuration's task at another pace, until a file exists.
+
+    Few slow steps span the faults as well as many quick ones, and there are some left when a lost node comes back.
+    """
     task = config["task"]
     assert isinstance(task, dict)
-    return {"task": {**task, "params": {**task["params"], "lane_ms": lane_ms}}}
+    params = {**task["params"], "lane_ms": lane_ms, "until": str(until)}
+    return {"task": {"path": UNTIL[task["path"]], "params": params}}
+
+
+@contextlib.contextmanager
+def once_all_are_back(run: Path, size: int, until: Path) -> Iterator[None]:
+    """Make a file, beside what is run here, when a world of so many ranks trains after a lost node was started."""
+    is_over = threading.Event()
+
+    def is_back() -> bool:
+        lines: list[dict[str, Any]] = history(run / "faulted")
+        started = [line["t"] for line in lines if line["op"] == "fault" and line["kind"] == "start_node"]
+        whole = {line["term"] for line in lines if line["op"] == "form" and line["world"] == size}
+        steps = (line["t"] for line in lines if line["op"] == "step" and line["term"] in whole)
+        return bool(started) and any(at > started[-1] for at in steps)
+
+    def wait() -> None:
+        while not is_over.wait(0.1):
+            if is_back():
+                until.touch()
+                return
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        waiting.join()
 
 
 def scenario(folder: Path, rows: Path, config: dict[str, object], **fields: object) -> str:
@@ -82,9 +124,11 @@ def test_every_sample_counts_once_through_four_worlds(
         {"kind": "stop_node", "node": "other", "within": [0.24, 0.3]},
         {"kind": "start_node", "node": 3, "within": [0.34, 0.4]},  # most of the job is left for it to come back
     ]
-    config = {**WITNESS, **paced(WITNESS, 36), "epochs": 10, "checkpoint": {"every_steps": 4, "every_s": None}}
+    until, checkpoint = tmp_path / "until", {"every_steps": 4, "every_s": None}
+    config = {**WITNESS, **paced(WITNESS, 36, until), "epochs": 10, "checkpoint": checkpoint}
     path = scenario(tmp_path, rows, config, nodes={"count": 4, **FORKED}, faults=faults)
-    found = verdict_of([path, "--seed", "1", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
+    with once_all_are_back(tmp_path / "run", 2, until):
+        found = verdict_of([path, "--seed", "1", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
     assert found["valid"], found["invariants"]
     assert Counter(np.load(tmp_path / "run" / "faulted" / "witness.npy").tolist()) == {10: 331}
     evidence = collect(tmp_path / "run" / "faulted")
@@ -118,9 +162,11 @@ def test_faults_change_no_bit(tmp_path: Path, rows: Path, capfd: pytest.CaptureF
         {"kind": "kill_node", "node": 1, "within": [0.2, 0.27]},
         {"kind": "start_node", "node": 1, "within": [0.34, 0.41]},
     ]
-    config = {**CLASSIFIER, **paced(CLASSIFIER, 36), "epochs": 10}
+    until = tmp_path / "until"
+    config = {**CLASSIFIER, **paced(CLASSIFIER, 36, until), "epochs": 10}
     path = scenario(tmp_path, rows, config, nodes={"count": 2, **FORKED}, faults=faults)
-    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
+    with once_all_are_back(tmp_path / "run", 2, until):
+        found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]
     assert found["weights_sha256"] == found["reference_weights_sha256"]
     assert found["coverage"] == {"min": 1, "max": 1, "samples": 331}
@@ -151,9 +197,11 @@ def test_survivors_continue_in_their_processes(tmp_path: Path, rows: Path, capfd
         {"kind": "start_node", "node": 1, "within": [0.3, 0.35]},  # most of the job is left for it to come back
     ]
     nodes = {"count": 2, "recovery": "live", **FORKED}
-    config = {**CLASSIFIER, **paced(CLASSIFIER, 40), "epochs": 14}
+    until = tmp_path / "until"
+    config = {**CLASSIFIER, **paced(CLASSIFIER, 40, until), "epochs": 14}
     path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults)
-    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
+    with once_all_are_back(tmp_path / "run", 2, until):
+        found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]
     assert found["rpo_steps"] == 0
     assert found["weights_sha256"] == found["reference_weights_sha256"]

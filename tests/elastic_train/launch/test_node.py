@@ -19,7 +19,7 @@ import elastic_train as et
 from elastic_train.cli import main
 from elastic_train.launch import job_etcd
 from elastic_train.launch.options import Flags, Launch, resolve
-from rendezvous import EtcdServer, EtcdStore, ServerError, TooFewNodesError, etcd_options, outage_log
+from rendezvous import EtcdServer, EtcdStore, ServerError, TooFewNodesError, outage_log
 from rendezvous.etcd.server import free_ports
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Keys
@@ -29,6 +29,7 @@ from rendezvous.torchelastic import entry_point, live_handler
 from rendezvous.torchelastic.conf import Conf
 from tests.conftest import PATIENCE_S, Finished, begin, run, start
 from tests.elastic_train.training.live.test_live import ENDLESS, PARAMS, eventually, history, until_whole, write_config
+from tests.rendezvous.rendezvous_sides import patient
 
 pytestmark = pytest.mark.slow
 
@@ -272,8 +273,8 @@ def test_two_slurm_jobs_on_one_first_node_have_an_etcd_each(tmp_path: Path, monk
     with etcd(plan("71", is_first=True)), etcd(plan("72", is_first=True)):
         for run_id in ("71", "72"):
             with etcd(plan(run_id, is_first=False)) as found:
-                EtcdStore(etcd_options(found.endpoint)).swap({f"/{run_id}": Put("")}, {})
-                assert len(EtcdStore(etcd_options(found.endpoint)).get("/").entries) == 1
+                patient(found.endpoint).swap({f"/{run_id}": Put("")}, {})
+                assert len(patient(found.endpoint).get("/").entries) == 1
     monkeypatch.setattr(job_etcd, "ETCD_PORTS", ports[:1])
     with etcd(plan("71", is_first=True)):
         with pytest.raises(ServerError, match="is taken"), etcd(plan("72", is_first=True)):
@@ -303,7 +304,7 @@ def test_the_jobs_etcd_outlives_the_signals_of_its_job_until_the_last_worker_has
 
     with job_etcd.job_etcd(plan) as found:
         found.keep()
-        store = EtcdStore(etcd_options(found.endpoint.replace(socket.gethostname(), "127.0.0.1")))
+        store = patient(found.endpoint.replace(socket.gethostname(), "127.0.0.1"))
         store.swap({Keys(plan.run_id).member("other"): Put("here")}, {})
         (etcd,) = [pid for pid in children_of(os.getpid()) if name_of(pid) == "etcd"]
         os.kill(etcd, signal.SIGTERM)

@@ -20,22 +20,22 @@ def port() -> Iterator[IdentityPort]:
 
 def test_an_agent_says_which_node_it_is(port: IdentityPort) -> None:
     """To everybody, as often as asked; asked for another node, it is not that one."""
-    assert [ask(port.endpoint, "node-a") for _ in range(3)] == ["itself"] * 3
-    assert ask(port.endpoint, "node-b") == "other"
+    assert [ask(port.endpoint, "node-a", PATIENCE_S) for _ in range(3)] == ["itself"] * 3
+    assert ask(port.endpoint, "node-b", PATIENCE_S) == "other"
 
 
 def test_an_agent_that_has_ended_refuses(port: IdentityPort) -> None:
     """As does any machine at whose address there is none."""
     port.close()
-    assert ask(port.endpoint, "node-a") == "refused"
+    assert ask(port.endpoint, "node-a", PATIENCE_S) == "refused"
 
 
 def test_a_quick_look_tells_a_refusal_from_all_else(port: IdentityPort) -> None:
     """It asks nothing, and keeps nobody from answering."""
-    assert not refuses(port.endpoint, 1.0) and not refuses("nowhere", 1.0)
-    assert ask(port.endpoint, "node-a") == "itself"
+    assert not refuses(port.endpoint, PATIENCE_S) and not refuses("nowhere", 1.0)
+    assert ask(port.endpoint, "node-a", PATIENCE_S) == "itself"
     port.close()
-    assert refuses(port.endpoint, 1.0)
+    assert refuses(port.endpoint, PATIENCE_S)
 
 
 def test_what_is_no_address_is_silent() -> None:

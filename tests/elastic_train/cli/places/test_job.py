@@ -15,11 +15,12 @@ import yaml
 from chaos.services.authority import Authority
 from elastic_train.cli.main import main
 from elastic_train.cli.places.job import nodes_of, row_of
-from rendezvous import EtcdServer, EtcdStore, MemoryStore, etcd_options
+from rendezvous import EtcdServer, MemoryStore
 from rendezvous.membership.records import Keys, Member, Seat, View, World, encode, read_view
 from rendezvous.membership.store import Put
 from tests.conftest import PATIENCE_S, begin
 from tests.elastic_train.training.live.test_live import ENDLESS, eventually, history, until_whole, write_config
+from tests.rendezvous.rendezvous_sides import patient
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -143,7 +144,7 @@ def test_a_request_is_read_from_the_store() -> None:
 def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A job that etcd does not know, a node that it does not have, and nodes that would not hear it."""
     assert "--etcd" in said(capsys, "ls")[2]
-    with EtcdServer() as etcd, closing(EtcdStore(etcd_options(etcd.endpoint))) as store:
+    with EtcdServer() as etcd, closing(patient(etcd.endpoint)) as store:
         where = ("--etcd", etcd.endpoint)
         assert said(capsys, "ls", *where)[:2] == (0, "no jobs\n")
         code, _, errors = said(capsys, "stop", "nobody", *where)

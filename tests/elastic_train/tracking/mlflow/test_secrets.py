@@ -16,6 +16,7 @@ from rendezvous.membership.records import Keys
 from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.live.test_live import finish, launch, nothing_left, until_whole, write_config
 from tests.rendezvous.etcd.test_refusals import Users, etcd_options
+from tests.rendezvous.rendezvous_sides import patient
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_left"]
@@ -43,7 +44,7 @@ def allow_only(users: Users, run_id: str) -> None:
 
 def all_values(server: EtcdServer) -> bytes:
     """Return everything that an etcd holds, as its root sees it."""
-    root = EtcdStore(etcd_options(server.endpoint, {"user": "root", "password": "right"}))
+    root = patient(server.endpoint, {"user": "root", "password": "right"})
     try:
         return repr(root.get("/")).encode()
     finally:

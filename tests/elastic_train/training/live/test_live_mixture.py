@@ -29,7 +29,7 @@ def test_a_killed_rank_costs_no_sample_of_any_source(tmp_path: Path, rows: Path,
     tree = {**WITNESS, "data": {"mixture": mixture}, "epochs": 2, "tracking": {"mlflow_uri": None}}
     whole = config(tmp_path / "alone", rows, tree)
     known = tmp_path / "known"
-    task = {"path": "tests.tasks:WitnessUntil", "params": {"lane_ms": 100.0, "until": str(known)}}
+    task = {"path": "tests.tasks:Witness", "params": {"lane_ms": 100.0, "until": str(known)}}
     job = launch(tmp_path, etcd, config(tmp_path, rows, {**tree, "task": task}), ranks=2)
     term, ranks = until_whole(tmp_path / "run", 2)
     os.kill(ranks[1], signal.SIGKILL)
