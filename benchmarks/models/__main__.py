@@ -19,6 +19,8 @@ over_ddp_on_slow_wire
                       30, 27 and 11 million parameters, on a network on which exchanging the gradient after the backward
                       pass is half of a step (goal: at least 0.97); needs root and iproute2
 overlap_on_slow_wire  the same over the trainer without overlap (goal: above 1.2)
+tutorials_s           how long the commands of the tutorials on a language model, a CSV and images take, from the data
+                      to the export, each in processes of its own (goal: at most 180 each)
 
 The jobs: a decoder of 1.2 M parameters on rows of 128 tokens, a BERT of 1.1 M on the same (30 M and 27 M for peaks),
 and a ResNet-18 on images of 64 x 64 pixels; every micro-batch has 8 of them. Both sides compute with one thread, in
@@ -36,6 +38,7 @@ from benchmarks.models.equal import CASES, MOST_APART, beside_transformers
 from benchmarks.models.hashes import hashes_of
 from benchmarks.models.jobs import JOBS, LARGE
 from benchmarks.models.slow_wire import beside_ddp
+from benchmarks.models.tutorials import TUTORIALS, seconds_of
 
 Keys = Mapping[str, object]
 
@@ -98,6 +101,10 @@ def on_slow_wire(effort: Effort) -> dict[str, object]:
     return {"over_ddp_on_slow_wire": over_ddp, "overlap_on_slow_wire": gained}
 
 
+def tutorials_s(effort: Effort) -> dict[str, object]:
+    return {"tutorials_s": {name: round(seconds_of(name, effort.say), 1) for name in TUTORIALS}}
+
+
 FIGURES: dict[str, Measure] = {
     "step_vs_plain": step_vs_plain,
     "peak_memory_vs_plain": peak_memory_vs_plain,
@@ -109,6 +116,7 @@ FIGURES: dict[str, Measure] = {
     "key_one_hash": key_one_hash,
     "over_ddp_on_slow_wire": on_slow_wire,
     "overlap_on_slow_wire": on_slow_wire,
+    "tutorials_s": tutorials_s,
 }
 
 

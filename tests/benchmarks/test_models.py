@@ -14,6 +14,7 @@ from benchmarks.models.beside import Turns, train_beside
 from benchmarks.models.equal import has_equal_weights
 from benchmarks.models.jobs import JOBS, write_job
 from benchmarks.models.ranks_beside_ddp import RanksInTurn
+from benchmarks.models.tutorials import commands_of
 from chaos.judge.evidence.run_files import collect, number
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
@@ -32,6 +33,19 @@ def test_every_figure_is_explained() -> None:
     """What --help prints has a paragraph for each, and for nothing else."""
     paragraph = (models.__doc__ or "").split("\n\n")[1]
     assert [line.split()[0] for line in paragraph.splitlines() if line[:1] != " "] == list(models.FIGURES)
+
+
+@pytest.mark.parametrize(
+    ("name", "commands"),
+    [
+        ("lm", ["data", "train", "generate", "evaluate", "export"]),
+        ("csv", ["python", "data", "init", "cd", "train", "audit", "evaluate", "ckpt"]),
+        ("images", ["init", "cd", "data", "train", "launch", "compare", "audit", "ckpt"]),
+    ],
+)
+def test_a_tutorial_is_followed_to_its_export(name: str, commands: list[str]) -> None:
+    words = [command.removeprefix("PYTHONPATH=. ").removeprefix("elastic-train ") for command in commands_of(name)]
+    assert [word.split()[0] for word in words] == commands
 
 
 @pytest.mark.slow
