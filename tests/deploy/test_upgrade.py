@@ -31,7 +31,7 @@ from tests.elastic_train.training.live.test_live import (
 
 pytestmark = pytest.mark.deploy
 __all__ = ["etcd", "nothing_left", "undisturbed"]
-PATIENT = ("--hang-timeout-s", "200", "--ttl-s", "60", "--grace-s", "100")
+PATIENT = ("--hang-timeout-s", "200", "--grace-s", "100")
 """A node that gets no processor for some seconds is neither lost nor hung: there are just the worlds of the test."""
 STEPS = 120
 FROM_TAG = "+tag"
@@ -100,6 +100,8 @@ def node_of(folder: Path, sources: Path, etcd: EtcdServer, config: str) -> Itera
         "launch",
         config,
         *PATIENT,
+        "--ttl-s",
+        "60",
         "--ranks",
         "1",
         "--nodes",
