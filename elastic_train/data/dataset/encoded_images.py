@@ -1,7 +1,7 @@
 """Whether encoded images decode: all of a dataset's for `data verify`, and some of them before a run's first step.
 
 An image is decoded to its last byte, so one that is cut off is found too; a JPEG at an eighth of its size, which takes
-a fifth of the time and fails on the same files.
+half of the time and fails on the same files.
 """
 
 from __future__ import annotations
