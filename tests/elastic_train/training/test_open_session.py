@@ -114,7 +114,7 @@ def test_hanging_storage_does_not_keep_a_process_from_leaving(
 
     where = {"write": (LocalStore, "write"), "sync": (RealDisk, "sync"), "read": (reader, "find_damage")}
     monkeypatch.setattr(*where[hung], hang)
-    monkeypatch.setattr(abandonment, "LEAST_S", 0.3)
+    monkeypatch.setattr(abandonment, "LEAST_S", 3.0)
     left: list[bool] = []
     worlds = SimpleNamespace(form=few, published=lambda: None, leave=lambda *, is_job_done: left.append(is_job_done))
     with pytest.raises(TooFewNodesError):
