@@ -36,8 +36,8 @@ STEPS_RATIO, BASELINE_LOOKS, MOST_LOOKS = 1.4, 6, 200
 """Steps are slow at so many times the best quarter of earlier looks, of which there must be so many. So are all ranks'
 round trips together, at `LINK_RATIO`."""
 ETCD_REQUESTS, ETCD_S, ETCD_SHARE = 4, 0.5, 0.5
-"""So many requests are judged together: etcd is slow if answers take so long, and silent if more than that share gets
-none. The alert rules have the same bounds."""
+"""Requests are judged in batches of this many: etcd is slow if answers take that long, and silent if more than that
+share gets none, in `LOOKS` batches in a row."""
 DATA_SHARE, SAVE_SHARE, SAVE_WINDOW = 0.2, 0.1, 50
 SPIKE_HISTORY, SPIKE_LEAST, SPIKE_DEVIATIONS, NORM_RATIO = 64, 16, 10.0, 10.0
 _MAD_TO_SIGMA = 1.4826
@@ -74,8 +74,9 @@ class Detector:
         self._standing: dict[Key, _Standing] = {}
         self._looks: deque[float] = deque(maxlen=MOST_LOOKS)
         self._trips: deque[float] = deque(maxlen=MOST_LOOKS)
-        self._etcd: Answers | None = None
-        self._of_etcd = list[Found]()
+        self._etcd: tuple[int, Answers] | None = None
+        """When the present batch of requests began."""
+        self._etcd_standing: tuple[Kind, _Standing] | None = None
         self._losses: deque[float] = deque(maxlen=SPIKE_HISTORY)
         self._norms: deque[float] = deque(maxlen=SPIKE_HISTORY)
         self._saves: deque[tuple[float, float]] = deque(maxlen=SAVE_WINDOW)
@@ -101,7 +102,7 @@ class Detector:
         self._num_steps += 1
         events = [*self._numbers(step, loss, norm), *self._failed(step, num_failed_saves)]
         if etcd is not None:
-            self._judge_etcd(etcd)
+            events += self._judge_etcd(step, etcd)
         if len(self._rows) == WINDOW and self._num_steps % LOOK_EVERY == 0:
             events += self._look(step)
         return events
@@ -116,7 +117,6 @@ class Detector:
                 *_slow_ranks(window, step_s, self._lanes, self._alike),
                 *self._of_all(window, step_s),
                 *self._slow_network(window, step_s),
-                *self._of_etcd,
             )
         }
         for key, (value, usual, unit) in found.items():
@@ -163,18 +163,27 @@ class Detector:
             looks.append(value)
         return usual
 
-    def _judge_etcd(self, etcd: Answers) -> None:
-        """Judge the last requests once there are enough; what is found stands until there are as many again."""
-        before = self._etcd = self._etcd or etcd
+    def _judge_etcd(self, step: int, etcd: Answers) -> Iterator[Event]:
+        """Judge this world's last requests once they are a batch; a few failures, as of an election, are none."""
+        began, before = self._etcd = self._etcd or (step, etcd)
         answers, failures = etcd.num_answers - before.num_answers, etcd.num_failures - before.num_failures
         if answers + failures < ETCD_REQUESTS:
             return
+        self._etcd = (step, etcd)
         seconds, share = (etcd.answer_s - before.answer_s) / max(1, answers), failures / (answers + failures)
-        self._etcd, self._of_etcd = etcd, []
-        if share > ETCD_SHARE:
-            self._of_etcd.append((("silent_etcd", None), 100 * share, 100 * ETCD_SHARE, " %"))
-        elif seconds > ETCD_S:
-            self._of_etcd.append((("slow_etcd", None), seconds, ETCD_S, " s"))
+        kind: Kind | None = "silent_etcd" if share > ETCD_SHARE else "slow_etcd" if seconds > ETCD_S else None
+        if self._etcd_standing is not None and self._etcd_standing[0] != kind:
+            (was, standing), self._etcd_standing = self._etcd_standing, None
+            if standing.is_said:
+                yield Event(was, step, standing.since, None, 0.0, 0.0, "", is_over=True)
+        if kind is None:
+            return
+        _, standing = self._etcd_standing = self._etcd_standing or (kind, _Standing(began + 1))
+        standing.num_found += 1
+        if standing.num_found == LOOKS:
+            standing.is_said = True
+            measured = (100 * share, 100 * ETCD_SHARE, " %") if kind == "silent_etcd" else (seconds, ETCD_S, " s")
+            yield Event(kind, step, standing.since, None, *measured)
 
     def _numbers(self, step: int, loss: float, norm: float) -> Iterator[Event]:
         """Judge a step's loss and norm by those before it."""

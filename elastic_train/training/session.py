@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,18 @@ MOST_REPEATS = 3
 """How often in a row a rank may say that it can read now what it could not read for its step, or compute it wrongly."""
 
 
+Unfit = tuple[int, int, str]
+"""The number of a dataset, a sample, and what is wrong with it."""
+
+
+class Inspected(NamedTuple):
+    """How many rows a process has had inspected, the unfit one, and the name and text of the error that ended it."""
+
+    num_rows: int
+    unfit: Unfit | None = None
+    failure: tuple[str, str] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """What a process keeps over all of its worlds."""
@@ -74,8 +87,8 @@ class Process:
     """Of the worlds that it has led."""
     warned: set[str] = field(default_factory=set)
     """What it has said about the file system of its commits."""
-    inspected: set[str] = field(default_factory=set)
-    """The datasets of which it has had its part of the rows inspected, before the run's first step."""
+    inspected: list[Inspected] = field(default_factory=list)
+    """What came of its part of the rows, once it has had that inspected before the run's first step."""
 
 
 @dataclass(slots=True)

@@ -12,18 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from elastic_train import errors
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups, num_decoders
-from elastic_train.errors import DataError, UnreadableError
+from elastic_train.errors import DataError, ElasticTrainError, UnreadableError
 from elastic_train.tasks.task import Inspecting
-from elastic_train.training.session import Process
+from elastic_train.training.session import Inspected, Process, Unfit
 from elastic_train.world.world import World
 
 LIMIT_S, LIMIT_SHARE = 10.0, 0.25
 """For how long a rank inspects rows, and for which part of the time that peers wait for a silent one."""
 _ROWS_AT_ONCE, _ROWS_PER_THREAD = 128, 16
-Unfit = tuple[int, int, str]
-"""The number of a dataset, a sample, and what is wrong with it."""
 
 
 def inspect_rows(process: Process, world: World) -> None:
@@ -31,31 +30,44 @@ def inspect_rows(process: Process, world: World) -> None:
     plan = process.plan
     if not isinstance(plan.task, Inspecting):
         return
-    num_rows, unfit, urls = 0, None, {manifest.url for manifest in plan.feed.manifests}
-    if not process.inspected >= urls:
+    if not process.inspected:
         limit_s = min(LIMIT_S, LIMIT_SHARE * plan.config.peer_timeout_s)
         with process.watchdog.resting():
-            num_rows, unfit = _inspect(plan.task, plan.feed.manifests, world.group.rank, world.group.size, limit_s)
-    found: list[tuple[int, Unfit | None]] = world.group.all_gather_objects((num_rows, unfit))
-    process.inspected.update(urls)
-    if wrong := [of_rank for _, of_rank in found if of_rank is not None]:
+            mine = _inspect(plan.task, plan.feed.manifests, world.group.rank, world.group.size, limit_s)
+        process.inspected.append(mine)
+    found = [Inspected(*of_rank) for of_rank in world.group.all_gather_objects(process.inspected[0])]
+    if wrong := [of_rank.unfit for of_rank in found if of_rank.unfit is not None]:
         number, sample, why = min(wrong)
         raise DataError(f"{_place(plan.feed.manifests[number], sample)}: {why}")
-    if inspected := sum(num for num, _ in found):
-        total = sum(manifest.num_rows for manifest in plan.feed.manifests)
-        world.announce(
-            f"{inspected:,} of {total:,} rows were inspected before the first step, and are fit for the task"
-        )
+    if failed := [of_rank.failure for of_rank in found if of_rank.failure is not None]:
+        name, text = failed[0]
+        raise getattr(errors, name, DataError)(text)
+    total = sum(manifest.num_rows for manifest in plan.feed.manifests)
+    inspected = min(total, sum(of_rank.num_rows for of_rank in found))  # ranks of an earlier world divided it otherwise
+    world.announce(f"{inspected:,} of {total:,} rows were inspected before the first step, and are fit for the task")
 
 
-def _inspect(
+def _inspect(task: Inspecting, manifests: Sequence[Manifest], rank: int, num_ranks: int, limit_s: float) -> Inspected:
+    """Inspect a rank's row groups, for so long or until a row is unfit.
+
+    What fails is returned like what is found: all ranks have to hear of it.
+    """
+    try:
+        return Inspected(*_unfit_row(task, manifests, rank, num_ranks, limit_s))
+    except ElasticTrainError as error:
+        return Inspected(0, None, (type(error).__name__, str(error)))
+
+
+def _unfit_row(
     task: Inspecting, manifests: Sequence[Manifest], rank: int, num_ranks: int, limit_s: float
 ) -> tuple[int, Unfit | None]:
-    """Inspect a rank's row groups, for so long or until a row is unfit; return how many rows, and the unfit one."""
+    """Return how many rows were inspected, and the unfit one, if any."""
     readers = [RowGroups(manifest, task.inspected_columns()) for manifest in manifests]
     until, num_rows = time.monotonic() + limit_s, 0
     with ThreadPoolExecutor(num_decoders(), "inspect") as pool:
         for number, group in _row_groups(manifests, rank, num_ranks):
+            if num_rows and time.monotonic() > until:
+                break
             try:
                 rows = readers[number].decode(group)
             except UnreadableError:
@@ -68,7 +80,7 @@ def _inspect(
                 parts = pool.map(task.unfit_rows, [rows.slice(begin, _ROWS_PER_THREAD) for begin in begins])
                 for begin, found in zip(begins, parts, strict=True):
                     for row, why in found:
-                        return num_rows, (number, first_id + begin + row, why)
+                        return num_rows, (number, first_id + begin + int(row), str(why))
                 num_rows += min(len(rows) - lo, _ROWS_AT_ONCE)
     return num_rows, None
 

@@ -123,7 +123,18 @@ def test_an_etcd_that_is_slow_or_silent_is_said_to_be_until_it_answers(
         now = Answers(*(sum(two) for two in zip(now, asked, strict=True)))
         events += detector.step(step, [QUIET, QUIET], 1.0, 1.0, 0, now)
     assert [(event.kind, event.is_over, pytest.approx(event.value)) for event in events] == said
-    assert all(event.rank is None and (event.is_over or 30 < event.step <= 30 + LATENCY + 4) for event in events)
+    assert all(event.rank is None and 26 <= event.since <= 31 for event in events)
+    assert all(90 <= event.step <= 94 if event.is_over else 38 <= event.step <= 42 for event in events)
+
+
+def test_a_burst_of_failures_is_no_silent_etcd() -> None:
+    """An election answers nobody for a second or two, and is over before it is said."""
+    detector, events, now = Detector([1, 1]), list[Event](), Answers(0, 0.0, 0)
+    for step in range(1, 300):
+        asked = Answers(0, 0.0, 7) if step == 50 else Answers(1, 0.003, 0) if step % 20 == 0 else Answers()
+        now = Answers(*(sum(two) for two in zip(now, asked, strict=True)))
+        events += detector.step(step, [QUIET, QUIET], 1.0, 1.0, 0, now)
+    assert events == []
 
 
 def test_a_slow_link_is_named_whatever_busy_peers_hold_back() -> None:
