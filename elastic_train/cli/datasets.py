@@ -24,7 +24,7 @@ from elastic_train.cli.output import Json, print_json, print_text
 from elastic_train.data.corpora import origin, synthetic
 from elastic_train.data.dataset import describe, row_lengths, verify
 from elastic_train.data.dataset.checksums import add_checksums
-from elastic_train.data.dataset.encoded_images import verify_images
+from elastic_train.data.dataset.encoded_images import check_images, verify_images
 from elastic_train.data.dataset.manifest import NAME, Manifest, load_manifest
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
@@ -114,16 +114,14 @@ def verify_(data: str, *, images: str | None = None, json_: Json = False) -> int
     Parameters
     ----------
     images
-        A column of encoded images: decode all of them, too, and list those that cannot be.
+        A column of encoded images: decode all of them, too, in the files that are whole, and list those that cannot be.
     """
     manifests = _manifests(data)
+    if images is not None:
+        for manifest in manifests:
+            check_images(manifest, images)
     found = [
-        (f"{manifest.url}/{verdict.path}", verdict)
-        for manifest in manifests
-        for verdict in (
-            *verify.verify(manifest, track=shown),
-            *(verify_images(manifest, images, track=shown) if images is not None else ()),
-        )
+        (f"{manifest.url}/{verdict.path}", verdict) for manifest in manifests for verdict in _verdicts(manifest, images)
     ]
     if json_:
         print_json(
@@ -147,6 +145,15 @@ def verify_(data: str, *, images: str | None = None, json_: Json = False) -> int
     if bad and not json_:
         raise DataError("; ".join(bad))
     return DataError.exit_code if bad else 0
+
+
+def _verdicts(manifest: Manifest, images: str | None) -> Sequence[verify.Verdict]:
+    """Return what `verify` says of a dataset, and what is wrong with the images in the files that are whole."""
+    verdicts = verify.verify(manifest, track=shown)
+    if images is None:
+        return verdicts
+    damaged = {verdict.path for verdict in verdicts if verdict.wrong}
+    return [*verdicts, *verify_images(manifest, images, leaving_out=damaged, track=shown)]
 
 
 def _manifests(data: str) -> Sequence[Manifest]:

@@ -242,9 +242,10 @@ def export(
     """Write the model of RUN, as its newest commit has it, to TARGET (by default a name in RUN's folder).
 
     --to hf (the default): a folder that transformers' AutoModel classes load, with the tokenizer; the package's own
-    decoder becomes a Llama, adapters a folder of peft, or with --merge a whole model. --to safetensors or torch: one
-    file of weights, of any task. --weights ema: their average, of a run with optimizer.ema. --commit: a step, term-step
-    or key. --train: where the training set is, if it has moved (once for each source of a mixture).
+    decoder becomes a Llama, with experts a Mixtral or Qwen2-MoE; adapters a folder of peft, or with --merge a whole
+    model. --to safetensors or torch: one file of weights, of any task. --weights ema: their average, of a run with
+    optimizer.ema. --commit: a step, term-step or key. --train: where the training set is, if it has moved (once for
+    each source of a mixture).
     """
     from elastic_train.cli.models import export as export_model
 

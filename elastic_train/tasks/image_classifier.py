@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.arrow.numbers import numbers_of
-from elastic_train.data.dataset.encoded_images import undecodable
+from elastic_train.data.dataset.encoded_images import decoding_errors, reason, undecodable
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.extras import needed_for
@@ -161,7 +161,7 @@ class ImageClassifier:
         return iter(self._first_weights)
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
-        return frozen_groups(model)
+        return () if self.adapter is None else frozen_groups(model)
 
     @property
     def _kind(self) -> Kind:
@@ -181,18 +181,17 @@ class ImageClassifier:
 
     def _pixels(self, rows: pa.Table, draw: SampleRandom) -> npt.NDArray[np.uint8]:
         """Return (rows, channels, size, size); DataError names a sample that does not decode."""
-        from PIL.Image import DecompressionBombError
-
         from elastic_train.tasks.images.augmentation import decode, view
 
+        refused = decoding_errors()
         draws = draw.uniform("view", _NUM_DRAWS) if draw.is_training else [None] * len(draw.ids)
         pixels = np.empty((len(draw.ids), self.channels, self.size, self.size), dtype=np.uint8)
         for at, content in enumerate(rows.column(self._image).to_pylist()):
             try:
                 pixels[at] = view(decode(content or b"", self.channels), self.size, self.augmentation, draws[at])
-            except (OSError, ValueError, SyntaxError, DecompressionBombError) as error:
+            except refused as error:
                 raise DataError(
-                    f"sample {draw.ids[at]}: its image in column '{self._image}' cannot be decoded ({error}); "
+                    f"sample {draw.ids[at]}: its image in column '{self._image}' cannot be decoded ({reason(error)}); "
                     f"{_REMEDY} (`elastic-train data verify --images {self._image}` lists all such rows)"
                 ) from error
         return pixels

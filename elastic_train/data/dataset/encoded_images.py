@@ -7,6 +7,7 @@ half of the time and fails on the same files.
 from __future__ import annotations
 
 import io
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
@@ -14,11 +15,26 @@ import pyarrow as pa
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups, num_decoders
 from elastic_train.data.dataset.verify import Verdict
-from elastic_train.errors import UnreadableError
+from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.extras import needed_for
 from elastic_train.system.progress_bar import Track, silent
 
 _IMAGES_AT_ONCE = 16
+_BINARY = ("binary", "large_binary")
+
+
+def decoding_errors() -> tuple[type[Exception], ...]:
+    """Return what Pillow raises for bytes that are not a whole image: for a damaged AVIF, RuntimeError."""
+    with needed_for("decoding images"):
+        from PIL.Image import DecompressionBombError
+    return OSError, ValueError, SyntaxError, RuntimeError, DecompressionBombError
+
+
+def reason(error: Exception) -> str:
+    """Return what one of `decoding_errors` says of the image; Pillow's own text may name an object in memory."""
+    with needed_for("decoding images"):
+        from PIL import UnidentifiedImageError
+    return "it is in no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
 
 
 def why_undecodable(content: bytes | None) -> str | None:
@@ -31,8 +47,8 @@ def why_undecodable(content: bytes | None) -> str | None:
         image = Image.open(io.BytesIO(content))
         image.draft("RGB", (1, 1))
         ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return f"is not an image that can be decoded: {error}"
+    except decoding_errors() as error:
+        return f"is not an image that can be decoded: {reason(error)}"
     return None
 
 
@@ -42,18 +58,35 @@ def undecodable(column: pa.ChunkedArray) -> list[tuple[int, str]]:
     return [(row, why) for row, why in found if why is not None]
 
 
-def verify_images(manifest: Manifest, column: str, *, track: Track = silent) -> list[Verdict]:
-    """Decode every image of a column; a verdict for each that cannot be, and for each row group that cannot be read."""
+def check_images(manifest: Manifest, column: str) -> None:
+    """Refuse a column that a dataset lacks, or that cannot hold encoded images; ConfigError names those that can."""
+    if manifest.columns.get(column) in _BINARY:
+        return
+    binary = [name for name, kind in manifest.columns.items() if kind in _BINARY]
+    found = f"is {manifest.columns[column]}, not binary" if column in manifest.columns else "is not there"
+    has = f"columns that can hold encoded images: {', '.join(binary)}" if binary else "no column holds encoded images"
+    raise ConfigError(f"{manifest.url}: column '{column}' {found}; {has}")
+
+
+def verify_images(
+    manifest: Manifest, column: str, *, leaving_out: Container[str] = (), track: Track = silent
+) -> list[Verdict]:
+    """Decode every image of a column; a verdict for each that cannot be, and for each row group that cannot be read.
+
+    The files of the paths in `leaving_out` are not read.
+    """
     verdicts, groups = list[Verdict](), RowGroups(manifest, [column])
     numbers = track(range(len(manifest.group_rows)), "decoding images", len(manifest.group_rows))
     with ThreadPoolExecutor(num_decoders(), "decode-images") as pool:
         for group in numbers:
             number, within = manifest.place_of_group(group)
             path = manifest.files[number].path
+            if path in leaving_out:
+                continue
             try:
                 images = groups.decode(group).column(column)
-            except UnreadableError as error:
-                verdicts.append(Verdict(path, str(error)))
+            except DataError as error:
+                verdicts.append(Verdict(path, str(error).removeprefix(f"{manifest.url.rstrip('/')}/{path}: ")))
                 continue
             begins = range(0, len(images), _IMAGES_AT_ONCE)
             parts = [images.slice(lo, _IMAGES_AT_ONCE) for lo in begins]

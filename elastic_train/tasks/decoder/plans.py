@@ -42,7 +42,7 @@ def stages_of(shape: DecoderShape, parts: Sequence[str], num_stages: int) -> lis
 def deal(parts: Sequence[str], num_before: int, num_blocks: int, num_stages: int) -> list[Sequence[str]]:
     """Deal a model's parts, of which so many come before its blocks, to stages of about as many blocks each.
 
-    Where it does not come out even, the last ones have more. What is no block stays with the block beside it.
+    Where it does not come out even, the last ones have more. Other parts stay with the block beside them.
     """
     ends = [num_before + stage * num_blocks // num_stages for stage in range(num_stages + 1)]
     ends[0], ends[-1] = 0, len(parts)

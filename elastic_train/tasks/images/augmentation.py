@@ -26,7 +26,7 @@ _MODES = {1: "L", 3: "RGB"}
 
 
 def decode(content: bytes, channels: int) -> Image.Image:
-    """Decode an image, turned upright, in grey or RGB. Raises OSError, ValueError or SyntaxError if it is none."""
+    """Decode an image, turned upright, in grey or RGB. Raises one of `decoding_errors` if it cannot be decoded."""
     image = Image.open(io.BytesIO(content))
     return ImageOps.exif_transpose(image).convert(_MODES[channels])
 

@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,15 +80,21 @@ class Adapter:
             raise ValueError(
                 f"adapter.type must be one of {', '.join(kinds)}, not {kind!r}{f', since {why}' if why else ''}"
             )
+        num_tokens = given.get("num_virtual_tokens")
+        if kind in PROMPTS and (type(num_tokens) is not int or num_tokens < 1):
+            raise ValueError(f"{kind} needs num_virtual_tokens, a whole number of at least 1, not {num_tokens!r}")
         return cls(key, str(kind), {name: value for name, value in given.items() if name != "type" or key == "lora"})
 
     @property
     def num_tokens(self) -> int:
         """How many tokens it puts before a row's own."""
-        return int(self.values.get("num_virtual_tokens", 0)) if self.kind in PROMPTS else 0
+        return int(self.values["num_virtual_tokens"]) if self.kind in PROMPTS else 0
 
     def config(self, **others: Any) -> Any:
-        """Return peft's configuration, with `others` as defaults; ConfigError for a value that it does not take."""
+        """Return peft's configuration, with `others` as defaults; ConfigError for a value that it does not take.
+
+        Of `modules_to_save`, those of both are taken.
+        """
         with needed_for(f"task.params.{self.key}"):
             import peft
         kind = getattr(peft, {**_IN_LAYERS, **PROMPTS}[self.kind])
@@ -101,12 +108,25 @@ class Adapter:
                 f"task.params.{self.key}: init_lora_weights: {start} changes the base's own weights, which stay in "
                 f"their folder: use {', '.join(map(str, _INITIAL))}, and no loftq_config"
             )
-        if self.kind in PROMPTS and self.num_tokens < 1:
-            raise ConfigError(f"task.params.{self.key}: {self.kind} needs num_virtual_tokens, of at least 1")
+        tokenizer = self.values.get("tokenizer_name_or_path")
+        if self.values.get("prompt_tuning_init") == "TEXT" and not Path(str(tokenizer)).is_dir():
+            raise ConfigError(
+                f"task.params.{self.key}: prompt_tuning_init: TEXT needs tokenizer_name_or_path, a local folder with a "
+                f"tokenizer, and {tokenizer!r} is not one"
+            )
+        values = {**others, **self.values}
+        if "modules_to_save" in others:
+            values["modules_to_save"] = [*others["modules_to_save"], *self._own_modules()]
         try:
-            return kind(**{**others, **self.values})
+            return kind(**values)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"task.params.{self.key}: peft cannot use {dict(self.values)}: {error}") from error
+
+    def _own_modules(self) -> Sequence[str]:
+        named = self.values.get("modules_to_save") or []
+        if not isinstance(named, list | tuple):
+            raise ConfigError(f"task.params.{self.key}: modules_to_save must be a list of modules, not {named!r}")
+        return named
 
     def attach(self, model: nn.Module, **others: Any) -> nn.Module:
         """Return a model of transformers with adapters, everything else frozen; ConfigError if peft cannot do it.
@@ -125,7 +145,7 @@ class Adapter:
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):
                 adapted: nn.Module = peft.get_peft_model(model, config)
-        except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OSError, NotImplementedError) as error:
             raise ConfigError(f"task.params.{self.key}: peft cannot use {dict(self.values)}: {error}") from error
         return adapted
 

@@ -24,16 +24,17 @@ def save_folder(model: nn.Module, folder: Path, *, is_merged: bool) -> None:
     if is_merged and hasattr(found, "peft_config"):
         if not hasattr(found, "merge_and_unload"):
             raise ConfigError(
-                "--merge adds adapters to their base's weights, and a prompt is no part of them: leave it out"
+                "--merge adds adapters to their base's weights, and a prompt is not part of them: leave it out"
             )
         found = found.merge_and_unload()
     found.save_pretrained(folder)
 
 
 def begin_llama(shape: DecoderShape, folder: Path) -> dict[str, str] | None:
-    """Write the configuration of a decoder as a Llama; return what its weights are called there, by ours.
+    """Write the configuration of a decoder without experts as a Llama; return what its weights are called there, by
+    ours.
 
-    None, and nothing is written, if it has experts: transformers joins and splits their weights.
+    Of one with experts, whose weights transformers joins and splits, nothing is written, and None is returned.
     """
     if shape.experts:
         return None

@@ -14,6 +14,7 @@ import pytest
 
 from elastic_train.cli.main import main
 from elastic_train.data.dataset.describe import LENGTH_BOUNDS, describe
+from elastic_train.data.dataset.encoded_images import verify_images
 from elastic_train.data.dataset.manifest import NAME, build_manifest, load_manifest
 from elastic_train.data.dataset.verify import verify
 from elastic_train.data.parquet.footer_index import NAME as FOOTERS
@@ -238,6 +239,43 @@ def test_verify_lists_every_image_that_does_not_decode(tmp_path: Path, call: Cal
     wrong = [verdict["wrong"] for verdict in verdicts if verdict["wrong"]]
     assert [text.partition(":")[0] for text in wrong] == ["row group 0, row 40", "row group 1, row 26"]
     assert all("column 'image' is not an image that can be decoded" in text for text in wrong)
+
+
+def test_verify_lists_images_beside_what_is_wrong_with_files(tmp_path: Path, call: Call) -> None:
+    """Once for each file, and images of whole files; read without these verdicts, no row group hides others."""
+    images = pa.array([b"none", b"none"])
+    for name in "abc":
+        pq.write_table(pa.table({"image": images, "label": [0, 1]}), tmp_path / f"{name}.parquet", row_group_size=1)
+    manifest = build_manifest(str(tmp_path))
+    longer, cut = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    longer.write_bytes(longer.read_bytes() + b"more")
+    cut.write_bytes(cut.read_bytes()[:-40])
+    done = call("verify", tmp_path, "--images", "image", "--json")
+    assert done.code == 65
+    verdicts, _ = json.JSONDecoder().raw_decode(done.output)
+    wrong = [(verdict["path"].rpartition("/")[2], verdict["wrong"]) for verdict in verdicts if verdict["wrong"]]
+    assert [(path, text.partition(":")[0]) for path, text in wrong[2:]] == [
+        ("c.parquet", "row group 0, row 0"),
+        ("c.parquet", "row group 1, row 0"),
+    ]
+    assert [path for path, _ in wrong[:2]] == ["a.parquet", "b.parquet"]
+    assert all("no format that Pillow knows" in text and "0x" not in text for _, text in wrong[2:])
+    alone = verify_images(manifest, "image")
+    assert [verdict.path for verdict in alone] == [f"{name}.parquet" for name in "aabbcc"]
+    assert not any(".parquet" in str(verdict.wrong) for verdict in alone)
+
+
+@pytest.mark.parametrize(
+    ("column", "why"), [("label", "column 'label' is int64, not binary"), ("imag", "column 'imag' is not there")]
+)
+def test_only_columns_that_can_hold_images_are_decoded(tmp_path: Path, call: Call, column: str, why: str) -> None:
+    """Refused before a file is read."""
+    pq.write_table(pa.table({"image": pa.array([b""]), "label": [0]}), tmp_path / "a.parquet")
+    build_manifest(str(tmp_path))
+    done = call("verify", tmp_path, "--images", column)
+    assert done.code == 2
+    assert f"{why}; columns that can hold encoded images: image" in done.output
+    assert "hashing" not in done.output
 
 
 def flip_a_byte(path: Path) -> None:

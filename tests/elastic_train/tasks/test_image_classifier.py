@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, features
 
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
@@ -144,10 +144,35 @@ def test_labels_must_be_counted_and_known(tmp_path: Path) -> None:
 
 def test_an_image_that_does_not_decode_is_named_by_its_sample(tmp_path: Path) -> None:
     task = prepared(described(tmp_path / "rows"))
-    for wrong in (b"none", None, image(1)[:60]):
+    unknown = "it is in no format that Pillow knows"
+    for wrong, why in (b"none", unknown), (None, unknown), (image(1)[:60], ""), (damaged_avif(), ""):
         rows = ROWS.set_column(0, "image", pa.array([*IMAGES.to_pylist()[:3], wrong]))
-        with pytest.raises(DataError, match="sample 73: its image in column 'image' cannot be decoded"):
+        with pytest.raises(DataError, match=rf"sample 73: its image in column 'image' cannot be decoded \({why}"):
             task.collate(rows, IDS, drawn())
+        ((row, said),) = task.unfit_rows(rows)
+        assert row == 3 and "0x" not in said
+        assert "column 'image' holds no image" in said if wrong is None else f"can be decoded: {why}" in said
+
+
+def damaged_avif() -> bytes:
+    """Return what Pillow opens, and refuses to decode with a RuntimeError."""
+    if not features.check("avif"):
+        pytest.skip("this Pillow does not decode AVIF")
+    content = io.BytesIO()
+    Image.open(io.BytesIO(image(1))).save(content, "avif")
+    damaged = bytearray(content.getvalue())
+    at = damaged.index(b"mdat") + 4
+    damaged[at:] = bytes(len(damaged) - at)
+    return bytes(damaged)
+
+
+def test_a_model_without_adapters_has_the_groups_that_its_optimizer_had_before(tmp_path: Path) -> None:
+    """What a task of one's own freezes stays in the optimizer's state, so its commits load."""
+    task = prepared(described(tmp_path / "rows"))
+    model = task.build_model()
+    for parameter in model.blocks.parameters():  # type: ignore[union-attr]
+        parameter.requires_grad_(False)
+    assert not task.parameter_groups(model)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +255,25 @@ def test_models_of_transformers_classify(tmp_path: Path, config: dict[str, Any])
     own = prepared(manifest)
     with pytest.raises(ConfigError, match=r"transformers does not know .*: use --to safetensors"):
         own.export(own.build_model(), tmp_path / "own", is_merged=False)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("transformers")
+@pytest.mark.parametrize("saved", [["layernorm"], None])
+def test_the_head_is_trained_beside_the_modules_that_a_user_names(tmp_path: Path, saved: list[str] | None) -> None:
+    """It was drawn, and would be in no commit otherwise."""
+    pytest.importorskip("peft")
+    whole = prepared(described(tmp_path / "three", labels=("a", "b", "c")), hf={"config": TINY_VIT})
+    whole.export(whole.build_model(), tmp_path / "vit", is_merged=False)
+    given = {"r": 2, "target_modules": "all-linear", "modules_to_save": saved}
+    task = prepared(
+        described(tmp_path / "four", labels=("a", "b", "c", "d")), hf={"path": str(tmp_path / "vit")}, lora=given
+    )
+    model = task.build_model()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kept = {name.split(".modules_to_save.")[0].rpartition(".")[2] for name in trained if "modules_to_save" in name}
+    assert kept == {"classifier", *(saved or [])}
+    assert trained <= model.state_dict().keys()
 
 
 @pytest.mark.slow

@@ -66,7 +66,12 @@ class WithBatchNorm(nn.Module):
         ({"type": "ia3", "r": 2}, "task.params.adapter: peft's IA3Config has no 'r'"),
         ({"type": "lora", "rr": 2}, "task.params.adapter: peft's LoraConfig has no 'rr'; did you mean 'r'"),
         ({"type": "lora", "init_lora_weights": "pissa"}, "init_lora_weights: pissa changes the base's own weights"),
-        ({"type": "prompt_tuning"}, "prompt_tuning needs num_virtual_tokens, of at least 1"),
+        ({"type": "lora", "modules_to_save": "norm"}, "modules_to_save must be a list of modules, not 'norm'"),
+        (
+            {"type": "prompt_tuning", "num_virtual_tokens": 2, "prompt_tuning_init": "TEXT"}
+            | {"prompt_tuning_init_text": "Classify:", "tokenizer_name_or_path": "some/model"},
+            "prompt_tuning_init: TEXT needs tokenizer_name_or_path, a local folder .*, and 'some/model' is not one",
+        ),
         ({"type": "lora", "target_modules": ["layer"]}, r"the base has BatchNorm \('norm'\), whose statistics move"),
     ],
 )
@@ -75,11 +80,30 @@ def test_what_peft_or_a_base_cannot_do_is_refused(values: dict[str, Any], why: s
     adapter = Adapter.of(Source(Path("models/base")), None, values, takes_prompts=True)
     assert adapter is not None
     with pytest.raises(ConfigError, match=why):
-        adapter.attach(WithBatchNorm())
+        adapter.attach(WithBatchNorm(), modules_to_save=["layer"])
+
+
+@pytest.mark.parametrize("num_tokens", [None, "abc", "8", 0, True, 2.0])
+def test_a_prompt_has_a_whole_number_of_tokens(num_tokens: object) -> None:
+    for given in ({"num_virtual_tokens": num_tokens}, {}):
+        with pytest.raises(ValueError, match="prompt_tuning needs num_virtual_tokens, a whole number of at least 1"):
+            CausalLM(hf=FOLDER, adapter={"type": "prompt_tuning", **given})
 
 
 class TestPrompts:
     pytestmark = WITH_TRANSFORMERS
+
+    def test_a_folder_without_a_tokenizer_is_refused(self, tmp_path: Path) -> None:
+        import transformers
+
+        sizes = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+        made = transformers.AutoConfig.for_model("llama", **sizes, num_hidden_layers=1)
+        values = {"type": "prompt_tuning", "num_virtual_tokens": 2, "prompt_tuning_init": "TEXT"}
+        values |= {"prompt_tuning_init_text": "Classify:", "tokenizer_name_or_path": str(tmp_path)}
+        adapter = Adapter.of(Source(Path("models/base")), None, values, takes_prompts=True)
+        assert adapter is not None
+        with pytest.raises(ConfigError, match=r"task\.params\.adapter: peft cannot use"):
+            adapter.attach(transformers.AutoModelForCausalLM.from_config(made), task_type="CAUSAL_LM")
 
     def test_a_prompt_is_for_rows_of_one_document(self, tmp_path: Path) -> None:
         """And takes positions of the model's."""

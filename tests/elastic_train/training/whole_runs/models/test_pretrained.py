@@ -226,7 +226,7 @@ def test_other_adapters_have_one_hash_and_are_exported(
         loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "folder").eval()
         assert loaded(input_ids=tokens).logits.equal(expected)
     if name in ("prompt_tuning", "p_tuning"):
-        with pytest.raises(ConfigError, match="a prompt is no part of them"):
+        with pytest.raises(ConfigError, match="a prompt is not part of them"):
             export_folder(str(folder / "run"), tmp_path / "merged", is_merged=True)
         return
     export_folder(str(folder / "run"), tmp_path / "merged", is_merged=True)
