@@ -41,7 +41,7 @@ PATIENCE_S = 240.0
 """So long a test waits for what has to come, on a machine however busy: how soon it comes is not what is tested."""
 MOST_UNSEEN = 50_000
 """So many objects are made before garbage is looked for."""
-standbys.FORKS_WITHIN_S = PATIENCE_S  # who cannot wait for a fork starts programs instead, and tests cannot
+standbys.FORKS_WITHIN_S = PATIENCE_S  # after it a node starts programs, not forks: tests cannot wait for those
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing of the law
 settings.register_profile("inner-loop", deadline=None, max_examples=25)  # a fourth of what `make test` tries
 settings.load_profile("any machine")

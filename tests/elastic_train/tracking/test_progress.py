@@ -180,7 +180,7 @@ def test_a_stream_that_fails_is_reported_once_and_retried(
 PROGRAM = """
 import select, sys
 from elastic_train.tracking.progress import Progress, Status, flush_streams
-if sys.argv[1] == "closed pipe":  # whoever was to read has to end first
+if sys.argv[1] == "closed pipe":  # the reader has to have ended first
     reader = select.poll()
     reader.register(1, 0)
     reader.poll()

@@ -160,6 +160,7 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
     monkeypatch.setattr(deadline, "ANSWER_S", 0.02)
     with pytest.raises(StorageError, match="no answer"):
         world.store.create("pins/00000001-000000000001", b"")
+    assert is_asked.wait(PATIENCE_S)
     may_answer.set()  # of that call; those of the save are answered later, too
     may_answer = threading.Event()
     is_asked.clear()

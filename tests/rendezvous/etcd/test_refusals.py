@@ -25,7 +25,7 @@ from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Keys, World
 from rendezvous.membership.rules.admission import Policy
-from rendezvous.membership.store import Put
+from rendezvous.membership.store import Put, Watch
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
 
@@ -114,7 +114,7 @@ def test_an_alarm_is_named_with_what_clears_it(alarm: int, run_id: str) -> None:
         check_permission(store, Keys(run_id))  # is silent about alarms: a node may start and wait
         clear_alarms(server.endpoint)
         assert patiently.swap({"/a": Put("1", lease)}, {}) is not None and not lease.is_lost
-        lease.revoke()
+        lease.abandon()
         for each in (store, patiently):
             each.close()
 
@@ -230,7 +230,7 @@ def test_tokens_that_expire_or_are_too_old_are_renewed(signed: EtcdServer) -> No
         written = store.swap({"/elastic/a": Put(str(number), lease)}, {})  # the token has expired
         assert written is not None and watch.wait(written - 1, PATIENCE_S) is not None
     assert not lease.is_lost
-    lease.revoke()
+    lease.abandon()
     watch.close()
     store.close()
 
@@ -252,26 +252,31 @@ def test_the_records_of_ten_thousand_workers_fit_into_an_answer(run_id: str) -> 
             each.close()
 
 
-def connected_for_a_moment(authority: Authority, server: EtcdServer) -> EtcdStore:
-    """Return a store that is connected by a certificate that ends soon, if not before the connection is made."""
+def connected_for_a_moment(authority: Authority, server: EtcdServer) -> tuple[EtcdStore, EtcdLease, Watch]:
+    """Return a store, a lease and a watch by a certificate that ends soon, but has lasted for a first write of /a."""
     for seconds in (4.0, 16.0, 64.0):
         options = etcd_options(server.endpoint, authority.issue("client", seconds=seconds))
         store = EtcdStore(options, give_up_after_s=seconds)
-        with contextlib.suppress(StoreUnavailableError):
-            store.get("/")
-            return store
-        store.close()
-    raise AssertionError("no certificate lasts until a connection is made")
+        with contextlib.ExitStack() as made, contextlib.suppress(StoreUnavailableError):
+            made.callback(store.close)
+            lease = store.lease(PATIENCE_S)
+            made.callback(lease.abandon)
+            watch = store.watch("/a")
+            made.callback(watch.close)
+            written = store.swap({"/a": Put("1", lease)}, {})
+            assert written is not None
+            if watch.wait(written - 1, seconds) is not None:
+                made.pop_all()
+                return store, lease, watch
+    raise AssertionError("no certificate lasts until all connections are made")
 
 
 def test_a_client_certificate_is_read_again_when_it_was_renewed(tmp_path: Path) -> None:
     """Once the old one has ended, a connection that breaks is made with the one that is on disk by then."""
     authority = Authority(tmp_path)
     with EtcdServer(tls=authority.issue("server")) as server:
-        store = connected_for_a_moment(authority, server)
+        store, lease, watch = connected_for_a_moment(authority, server)
         hasty = EtcdStore(store._connection.options, give_up_after_s=0.5)
-        lease, watch = store.lease(PATIENCE_S), store.watch("/a")
-        store.swap({"/a": Put("1", lease)}, {})
         server.kill()
         authority.wait_for_the_end("client")
         server.start()
@@ -289,7 +294,7 @@ def test_a_client_certificate_is_read_again_when_it_was_renewed(tmp_path: Path) 
         eventually(works, "the renewed certificate")
         assert written is not None and watch.wait(written - 1, PATIENCE_S) is not None
         assert renewed_s(lease) > PATIENCE_S - 1
-        lease.revoke()
+        lease.abandon()
         watch.close()
         for each in (store, hasty):
             each.close()

@@ -47,7 +47,7 @@ def test_watch_and_lease_survive_a_killed_etcd() -> None:
         assert written is not None
         seen = watch.wait(written - 1, timeout_s=PATIENCE_S)
         assert seen is not None and sorted(seen.entries) == ["/a/leased", "/a/new"]
-        lease.revoke()
+        lease.abandon()
         watch.close()
         store.close()
 
@@ -130,7 +130,7 @@ def test_leases_and_watches_survive_a_frozen_member_and_a_lost_leader(monkeypatc
         assert seen is not None and sorted(seen.entries) == ["/a/frozen", "/a/leased", "/a/lost"]
         renewals.await_next()
         assert not lease.is_lost
-        lease.revoke()
+        lease.abandon()
         for each in (watch, store, others):
             each.close()
 
@@ -183,9 +183,9 @@ def test_an_error_of_etcd_does_not_end_a_lease(
         return left_s
 
     monkeypatch.setattr(EtcdLease, "_refresh", fail_first)
-    lease = etcd_store.lease(9)
+    lease = etcd_store.lease(30)
     assert renewed.wait(PATIENCE_S) and not lease.is_lost
-    lease.revoke()
+    lease.abandon()
 
 
 def test_every_endpoint_is_tried(etcd: EtcdServer) -> None:
