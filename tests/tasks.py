@@ -24,9 +24,9 @@ from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.training.session import Session
 
-BRISK_S, SLOWEST_MS = 5.0, 500.0
-"""For so long a process that is paced until something keeps its pace; then each of its lanes takes so long, which is
-no hang yet. A test that is quick waits for no slow lane, and one that a busy machine holds up has steps left."""
+BRISK_S, SLOWEST_MS = 5.0, 200.0
+"""A process that is paced until something happens keeps its pace for a few seconds; after them each lane takes at least
+so many milliseconds. A quick test meets no slow lane, and one that a busy machine holds up has steps left."""
 
 
 class Until:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import yaml
+
 from chaos.services.slurm.cluster import SlurmCluster
 from chaos.services.slurm.machines import eventually
 from tests.conftest import ROOT
 from tests.deploy.pages import command
-from tests.elastic_train.training.live.test_live import JOB, history, write_config
+from tests.elastic_train.training.live.test_live import JOB, NO_HANG_S, history, write_config
 
 SCRIPTS = ROOT / "deploy" / "slurm"
 PATIENCE_S = 500.0
@@ -25,9 +27,7 @@ def write_patient_config(
 ) -> str:
     """Write a job's configuration in which nobody takes a process that gets no processor for one that hangs."""
     config = Path(write_config(folder, rows, steps, lane_ms, until))
-    text = config.read_text()
-    assert text.count("hang_timeout_s: 3.0") == 1
-    config.write_text(text.replace("hang_timeout_s: 3.0", "hang_timeout_s: 200.0"))
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"hang_timeout_s": NO_HANG_S}))
     return str(config)
 
 

@@ -17,6 +17,7 @@ from tests.elastic_train.training.jobs import history, result, succeed
 from tests.elastic_train.training.live.test_cells import MODEL
 from tests.elastic_train.training.live.test_cells import write_config as write_cells
 from tests.elastic_train.training.live.test_live import (
+    NO_HANG_S,
     etcd,
     eventually,
     finish,
@@ -46,6 +47,7 @@ def assert_named(
     tree = yaml.safe_load(path.read_text())
     tree["run"]["audit_lanes"], tree["task"]["path"] = 1, UNTIL[tree["task"]["path"]]
     tree["task"]["params"] |= {"lane_ms": lane_ms, "until": str(known)}
+    tree["hang_timeout_s"] = NO_HANG_S
     path.write_text(yaml.safe_dump(tree))
     points.mkdir()
     job = launch(folder, etcd, str(path), ranks=num_ranks, nnodes="1:1", ELASTIC_FAILPOINTS=str(points))

@@ -41,8 +41,10 @@ LANES = 4
 """Of a step of these jobs."""
 ENDLESS = 100_000
 """Steps of a job that a test ends."""
+NO_HANG_S = 200.0
+"""The `hang_timeout_s` of a job that no busy machine may make look hung."""
 LONGER_THAN_A_HANG_S = 12.0
-"""Longer than a process of these jobs may hang, in native code too, and than its lease lasts."""
+"""Longer than a process of these jobs may hang, in native code too, and than a lease of two seconds lasts."""
 STARTED: list[ForkedWorker] = []
 
 
@@ -55,6 +57,8 @@ def etcd() -> Iterator[EtcdServer]:
 def write_config(folder: Path, rows: Path, steps: int, lane_ms: float | None = None, until: Path | None = None) -> str:
     """Write a job's configuration; each lane of a step takes `lane_ms` longer, in all steps or until a file exists.
 
+    A job with such a file has time for slow lanes, and never counts as hung.
+
     Without a pace, steps are quick; those of an endless job leave the machine to others while it waits for something.
     """
     lane_ms = lane_ms if lane_ms is not None else 40.0 if steps == ENDLESS else 10.0
@@ -63,7 +67,7 @@ def write_config(folder: Path, rows: Path, steps: int, lane_ms: float | None = N
     tree["task"] = {"path": "chaos.tasks.paced_classifier:PacedClassifier", "params": {**PARAMS, "lane_ms": lane_ms}}
     if until is not None:
         params = {**PARAMS, "lane_ms": lane_ms, "until": str(until)}
-        tree["task"] = {"path": "tests.tasks:PacedUntil", "params": params}
+        tree |= {"task": {"path": "tests.tasks:PacedUntil", "params": params}, "hang_timeout_s": NO_HANG_S}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     return str(folder / "config.yaml")
