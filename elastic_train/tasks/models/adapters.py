@@ -7,6 +7,7 @@ as one with another model is.
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Mapping, Sequence, Set
@@ -179,9 +180,30 @@ def _do_not_miss(names: Set[str], model: nn.Module, keys: Any) -> None:
 
 
 def heads_of(model: nn.Module) -> list[str]:
-    """Return the modules with weights of a model of transformers that are not its body: they are trained whole."""
-    body = getattr(model, "base_model_prefix", "")
-    return [name for name, module in model.named_children() if name != body and any(True for _ in module.parameters())]
+    """Return the head of a classifier of transformers: modules whose weights change shape with the number of classes.
+
+    They are trained whole. Raises ConfigError where there is none, or where peft, which goes by the ends of names,
+    would take other modules for it.
+    """
+    config: Any = copy.deepcopy(model.config)
+    config.num_labels += 1
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in type(model)(config).named_parameters()}
+    found = [name for name, parameter in model.named_parameters() if parameter.shape != shapes.get(name)]
+    heads = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+    remedy = "train the whole model, without an adapter, or take another one, such as a ViT"
+    if not heads:
+        raise ConfigError(
+            f"task.params.hf: no weights of {type(model).__name__} change with the number of classes, so which ones to "
+            f"train beside adapters is not known: {remedy}"
+        )
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name not in heads]
+    if others := [name for name in modules if name.endswith(tuple(heads))]:
+        raise ConfigError(
+            f"task.params.hf: the head of {type(model).__name__} is {', '.join(map(repr, heads))}, and peft takes "
+            f"'{others[0]}' for it, too: {remedy}"
+        )
+    return heads
 
 
 def frozen_groups(model: nn.Module) -> Sequence[ParameterGroup]:

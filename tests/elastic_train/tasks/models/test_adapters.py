@@ -13,7 +13,7 @@ from elastic_train.config.schema import TaskConfig
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.image_classifier import ImageClassifier
-from elastic_train.tasks.models.adapters import Adapter
+from elastic_train.tasks.models.adapters import Adapter, heads_of
 from elastic_train.tasks.models.hugging_face import Source
 from elastic_train.tasks.sequence_classifier import SequenceClassifier
 from elastic_train.tasks.task import Task, load_task
@@ -88,6 +88,77 @@ def test_a_prompt_has_a_whole_number_of_tokens(num_tokens: object) -> None:
     for given in ({"num_virtual_tokens": num_tokens}, {}):
         with pytest.raises(ValueError, match="prompt_tuning needs num_virtual_tokens, a whole number of at least 1"):
             CausalLM(hf=FOLDER, adapter={"type": "prompt_tuning", **given})
+
+
+SMALL: dict[str, Any] = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "intermediate_size": 8}
+SMALL |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+TOWERS = {"vision_config": SMALL, "text_config": {**SMALL, "vocab_size": 40}}
+HEADS: list[tuple[str, str, dict[str, Any], list[str]]] = [
+    ("vit", "ViTForImageClassification", SMALL, ["classifier"]),
+    ("clip", "CLIPForImageClassification", TOWERS, ["classifier"]),
+    ("siglip", "SiglipForImageClassification", TOWERS, ["classifier"]),
+    (
+        "deit",
+        "DeiTForImageClassificationWithTeacher",
+        SMALL,
+        ["cls_classifier", "distillation_classifier"],
+    ),
+    ("swin", "SwinForImageClassification", {"depths": [1], "num_heads": [2], "embed_dim": 8}, ["classifier"]),
+    (
+        "perceiver",
+        "PerceiverForImageClassificationLearned",
+        {"num_latents": 2, "d_latents": 8, "d_model": 8, "num_blocks": 1, "num_self_attends_per_block": 1},
+        ["perceiver.decoder.decoder.final_layer"],
+    ),
+    ("poolformer", "PoolFormerForImageClassification", {}, ["classifier"]),
+]
+TARGETS = {kind: ["query", "key", "value", "q_proj", "v_proj"] for kind, *_ in HEADS} | {"poolformer": ["conv1"]}
+
+
+class TestHeads:
+    pytestmark = WITH_TRANSFORMERS
+
+    @pytest.mark.parametrize(("kind", "name", "sizes", "heads"), HEADS, ids=[each[0] for each in HEADS])
+    def test_the_head_is_what_depends_on_the_classes(
+        self, kind: str, name: str, sizes: dict[str, Any], heads: list[str]
+    ) -> None:
+        """And peft trains it alone beside the adapters."""
+        import transformers
+
+        pytest.importorskip("peft")
+        config = transformers.AutoConfig.for_model(kind, num_labels=3, **sizes)
+        with torch.device("meta"):
+            model = getattr(transformers, name)(config)
+            assert heads_of(model) == heads
+            adapter = Adapter.of(Source(Path("models/base")), {"r": 2, "target_modules": TARGETS[kind]}, None)
+            assert adapter is not None
+            adapted = adapter.attach(model, modules_to_save=heads)
+        trained = [one for one, parameter in adapted.named_parameters() if parameter.requires_grad]
+        whole = {one.partition(".modules_to_save.")[0] for one in trained if "lora_" not in one}
+        assert whole == {f"base_model.model.{head}" for head in heads}
+        assert any("lora_" in one for one in trained)
+
+    def test_a_model_without_a_head_is_refused(self) -> None:
+        import transformers
+
+        sizes = {**SMALL, "num_labels": 3}
+        model = transformers.ViTModel(transformers.AutoConfig.for_model("vit", **sizes))
+        with pytest.raises(ConfigError, match=r"no weights of ViTModel change with the number of classes.*: train the"):
+            heads_of(model)
+
+    def test_a_head_whose_name_others_end_with_is_refused(self) -> None:
+        import transformers
+
+        class Classifier(transformers.ViTForImageClassification):
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+                self.pre_classifier = nn.Linear(8, 8)
+
+        model = Classifier(transformers.AutoConfig.for_model("vit", **SMALL))
+        with pytest.raises(
+            ConfigError, match="the head of Classifier is 'classifier', and peft takes 'pre_classifier'"
+        ):
+            heads_of(model)
 
 
 class TestPrompts:
