@@ -19,6 +19,7 @@ from elastic_train.system.failpoints import VARIABLE, arm
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tasks.image_classifier import ImageClassifier
 from elastic_train.training.opening import inspection
+from elastic_train.training.session import Inspected
 from tests.conftest import PATIENCE_S, start
 from tests.elastic_train.training.jobs import config, history, result, succeed
 
@@ -129,16 +130,16 @@ def test_all_rows_of_a_small_dataset_are_inspected(digits: Path, monkeypatch: py
     feed = SimpleNamespace(manifests=manifests)
     limits = SimpleNamespace(peer_timeout_s=PATIENCE_S / inspection.LIMIT_SHARE)
     plan = SimpleNamespace(task=ImageClassifier(**PARAMS), feed=feed, config=limits)  # type: ignore[arg-type]
-    nums: list[int] = []
+    parts: list[Inspected] = []
     said: list[str] = []
 
-    def gather(found: tuple[int, None]) -> list[tuple[int, None]]:
-        nums.append(found[0])
-        return [(num, None) for num in nums]
+    def gather(part: Inspected) -> list[Inspected]:
+        parts.append(part)
+        return parts
 
     for rank in range(3):
-        process = SimpleNamespace(plan=plan, inspected=set(), watchdog=Watchdog())
+        process = SimpleNamespace(plan=plan, inspected=[], watchdog=Watchdog())
         group = SimpleNamespace(rank=rank, size=3, all_gather_objects=gather)
         inspection.inspect_rows(process, SimpleNamespace(group=group, announce=said.append))  # type: ignore[arg-type]
-    assert min(nums) > 0
+    assert all(part.num_rows > 0 for part in parts) and sum(part.num_rows for part in parts) == 1797
     assert said[-1] == "1,797 of 1,797 rows were inspected before the first step, and are fit for the task"
