@@ -46,7 +46,6 @@ BRANCHES = (
         "E",
         "a commit after every step, each awaited by the next",
         ("save",),
-        event="save_stall",
         keys={"checkpoint": {"every_steps": 1, "keep_last": 2}},
     ),
     Branch("F", "5 ms each way between two ranks", ("wait", "exchange"), event="slow_network", how="link"),
@@ -54,7 +53,7 @@ BRANCHES = (
     Branch(
         "H",
         "lanes of one row of four tokens",
-        ("optimizer", "rest"),
+        ("wait", "optimizer", "rest"),
         params=TINY,
         keys={"batch": {"global_batch": 2, "micro_batch": 1}},
     ),
