@@ -18,7 +18,7 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int64]
 
 
-_AXES = ("tensor", "pipeline", "expert")
+_AXES = ("tensor", "pipeline", "expert", "context")
 """What of `parallel` makes a replica one of several ranks."""
 
 
@@ -38,6 +38,17 @@ def crew_size(config: Mapping[str, object]) -> int:
     """Return how many ranks compute a lane together: those of a cell, unless each has some of the experts."""
     parallel = config.get("parallel")
     return cell_size(config) // (int(parallel.get("expert", 1)) if isinstance(parallel, dict) else 1)
+
+
+def context_size(config: Mapping[str, object]) -> int:
+    """Return how many neighbours in a cell hold the same part of the state: those that compute rows together."""
+    parallel = config.get("parallel")
+    return int(parallel.get("context", 1)) if isinstance(parallel, dict) else 1
+
+
+def has_parts(config: Mapping[str, object]) -> bool:
+    """Say whether ranks of a cell hold different parts of a replica's state."""
+    return cell_size(config) > context_size(config)
 
 
 @dataclass(frozen=True, slots=True)

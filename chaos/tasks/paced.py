@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
         def loss_of_part(self, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss: ...
 
+        def run_stage_of_part(
+            self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None, part: ContextPart
+        ) -> Tensor | LaneLoss: ...
+
 else:
     _Task = object
 
@@ -102,7 +106,15 @@ class PacedStages(Paced):
         if not model.training:
             return super().run_stage(model, modules, batch, given)
         self._begin_lane(model)
-        made = super().run_stage(model, modules, batch, given)
+        return self._left_or_spoilt(super().run_stage(model, modules, batch, given), batch)
+
+    def run_stage_of_part(
+        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None, part: ContextPart
+    ) -> Tensor | LaneLoss:
+        self._begin_lane(model)
+        return self._left_or_spoilt(super().run_stage_of_part(model, modules, batch, given, part), batch)
+
+    def _left_or_spoilt(self, made: Tensor | LaneLoss, batch: Batch) -> Tensor | LaneLoss:
         if isinstance(made, Tensor) or (said := self._spoils(batch)) is None:
             return made
         return _spoilt(made, said)

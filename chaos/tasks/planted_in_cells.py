@@ -71,11 +71,11 @@ def neighbours_part() -> None:
             found, cells=tuple(cell[:: 1 if stay else -1] for cell, stay in zip(found.cells, stays, strict=True))
         )
 
-    def keep_part(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group, column: Group) -> None:
+    def keep_part(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group, holders: Group) -> None:
         assert isinstance(state.shards, CellState), "it trains in cells"
         if state.shards.cut.place is not None:
             state.shards.cut.place = mesh.place
-        take_place(plan, state, mesh, cell, column)
+        take_place(plan, state, mesh, cell, holders)
 
     vars(admission)["arrange"] = arrange_crossed
     vars(open_session)["take_place"] = keep_part

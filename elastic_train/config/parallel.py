@@ -29,7 +29,8 @@ class ParallelConfig(Section):
     ranks computes lanes of its own and sends tokens to their experts. No degree shows in the bits."""
     context: PositiveInt = 1
     """How many workers of a node compute each row together, some of its tokens each (context parallelism), so that
-    activations of long rows fit: a cell, each of whose ranks holds the whole model. The task has to know how."""
+    activations of long rows fit: a cell, each of whose ranks holds the whole model, or its part with `tensor` or
+    `pipeline`. The task has to know how."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """In which order a stage computes its lanes: all forward passes first, or forward and backward passes in turn,
     which keeps fewer activations: of at most as many lanes as there are stages from it on. `interleaved` gives each
@@ -88,11 +89,15 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _stand_alone(self) -> ParallelConfig:
         """Refuse what was not tried beside spread experts, or beside rows of which ranks have parts."""
-        for key in ("expert", "context"):
-            others = {name: degree for name, degree in self.degrees.items() if name != key and degree > 1}
-            found = [f"{name}: {degree}" for name, degree in others.items()]
-            if key == "expert" and self.recompute != "none":
-                found.append(f"recompute: {self.recompute}")
+        others = {
+            "expert": {
+                **{f"{name}: {degree}": degree > 1 for name, degree in self.degrees.items() if name != "expert"},
+                f"recompute: {self.recompute}": self.recompute != "none",
+            },
+            "context": {"sequence: true": self.sequence},
+        }
+        for key, are_set in others.items():
+            found = [name for name, is_set in are_set.items() if is_set]
             if self.degrees[key] > 1 and found:
                 raise ValueError(
                     f"{key}: {self.degrees[key]} does not go together with {' and '.join(found)} yet: set one back"

@@ -5,17 +5,22 @@ fixed by the configuration. A world is as many cells as its ranks make. Lanes be
 are dealt cell by cell, so a replica's ranks are neighbours: rank = replica * cell.size + place.
 
 Ranks that hold some of the experts each compute lanes of their own, so their replica's lanes are dealt out among them:
-the *owner* of a lane is then one rank, and else a whole replica. Ranks along the axis `context` hold the whole model,
-and compute some tokens of each row of their lanes.
+the *owner* of a lane is then one of these, with all stages that compute it, and else a whole replica. Ranks that differ
+along the axis `context` alone hold the same *part* of the state, and compute some tokens of each row of their lanes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from elastic_train.core.lanes import Assignment, contiguous
+
+Axis = Literal["stage", "shard", "tensor", "expert", "context"]
+_AXES: tuple[Axis, ...] = ("stage", "shard", "tensor", "expert", "context")
+"""From the one along which places are furthest from one another to that of neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +34,29 @@ class Cell:
     context: int = 1
 
     def __post_init__(self) -> None:
-        degrees = (self.stage, self.shard, self.tensor, self.expert, self.context)
-        assert min(degrees) >= 1, f"a degree below 1 in {degrees}"
+        assert min(self.degrees) >= 1, f"a degree below 1 in {self.degrees}"
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The number of ranks along each axis, in their order."""
+        return self.stage, self.shard, self.tensor, self.expert, self.context
 
     @property
     def size(self) -> int:
         """The number of ranks of a replica."""
-        return self.stage * self.shard * self.tensor * self.expert * self.context
+        return math.prod(self.degrees)
+
+    def along(self, place: int, axis: Axis) -> range:
+        """Return the places that differ from one along an axis alone, and that one, by their coordinate."""
+        at = _AXES.index(axis)
+        stride, degree = math.prod(self.degrees[at + 1 :]), self.degrees[at]
+        first = place - place // stride % degree * stride
+        return range(first, first + degree * stride, stride)
+
+    def number_along(self, place: int, axis: Axis) -> tuple[int, int]:
+        """Return which of the places along an axis one is, and how many these are."""
+        places = self.along(place, axis)
+        return places.index(place), len(places)
 
     @property
     def stage_size(self) -> int:
@@ -45,7 +66,16 @@ class Cell:
     @property
     def holds_parts(self) -> bool:
         """Whether a rank holds a part of the model; those that differ in their tokens alone hold all of it."""
-        return self.size > self.context
+        return self.num_parts > 1
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts ranks of a replica hold its state."""
+        return self.size // self.context
+
+    def part_of(self, place: int) -> int:
+        """Return which part of the state a place holds."""
+        return place // self.context
 
     @property
     def crew(self) -> int:
@@ -60,6 +90,16 @@ class Cell:
     def speaker(self) -> int:
         """The place that knows what a lane has come to: the first of the last stage."""
         return self.size - self.stage_size
+
+    def owner_of(self, rank: int) -> int:
+        """Return who computes a rank's lanes, in [0, ranks / crew)."""
+        replica, place = divmod(rank, self.size)
+        return replica * self.expert + place // self.context % self.expert
+
+    def speaker_of(self, owner: int) -> int:
+        """Return the rank that knows what an owner's lanes have come to: the first of its last stage."""
+        replica, expert = divmod(owner, self.expert)
+        return replica * self.size + self.speaker + expert * self.context
 
 
 class Coordinates(NamedTuple):
@@ -101,30 +141,42 @@ class Mesh:
 
     @property
     def column(self) -> range:
-        """The ranks of this rank's place in all replicas, by replica: they sum gradients with one another."""
+        """The ranks of this rank's place in all replicas, by replica."""
         return range(self.place, self.size, self.cell.size)
+
+    def across(self, axis: Axis) -> list[int]:
+        """Return the ranks of all replicas whose places differ from this rank's along an axis alone, by replica."""
+        places = self.cell.along(self.place, axis)
+        return [replica * self.cell.size + place for replica in range(self.num_replicas) for place in places]
+
+    @property
+    def by_part(self) -> list[list[int]]:
+        """The ranks that hold each part of the state, by part: as long as one of them is left, it is held."""
+        context, firsts = self.cell.context, range(0, self.cell.size, self.cell.context)
+        return [
+            [rank + at for rank in range(first, self.size, self.cell.size) for at in range(context)] for first in firsts
+        ]
 
     @property
     def owner(self) -> int:
         """Who computes this rank's lanes, in [0, size / cell.crew)."""
-        return self.rank // self.cell.crew
+        return self.cell.owner_of(self.rank)
 
     @property
     def speaks(self) -> bool:
         """Whether this rank is the one of its lanes' that says which samples they have read."""
-        return self.rank % self.cell.crew == 0
+        return self.place in self.cell.along(0, "expert")
 
     def assigned(self, num_lanes: int) -> Assignment:
         """Return the lanes of every owner: neighbours to a replica, and of these in turn to ranks with experts."""
         by_replica, degree = contiguous(self.num_replicas, num_lanes), self.cell.expert
-        assert degree in (1, self.cell.size), "ranks of one lane are neighbours: experts alone make a cell, or none"
         return tuple(lanes[place::degree] for lanes in by_replica for place in range(degree))
 
     def num_lanes(self, assigned: Sequence[Sequence[int]]) -> list[int]:
         """Return how many lanes each rank computes, by rank, of what each owner is assigned."""
         crew = self.cell.crew
         assert len(assigned) * crew == self.size, f"lanes for {len(assigned)} of {self.size // crew} owners"
-        return [len(lanes) for lanes in assigned for _ in range(crew)]
+        return [len(assigned[self.cell.owner_of(rank)]) for rank in range(self.size)]
 
     @property
     def alike(self) -> list[list[int]]:
@@ -137,8 +189,4 @@ class Mesh:
     @property
     def coordinates(self) -> Coordinates:
         """This rank's coordinates; the context axis varies fastest, then that of experts; stages vary slowest."""
-        rest, context = divmod(self.place, self.cell.context)
-        rest, expert = divmod(rest, self.cell.expert)
-        rest, tensor = divmod(rest, self.cell.tensor)
-        stage, shard = divmod(rest, self.cell.shard)
-        return Coordinates(self.replica, stage, shard, tensor, expert, context)
+        return Coordinates(self.replica, *(self.cell.number_along(self.place, axis)[0] for axis in _AXES))

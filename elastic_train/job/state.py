@@ -264,7 +264,7 @@ def build_state(
         _check_state_is_whole(model)
     bucket_bytes = None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
     shards: StateShards
-    if parallel is not None and parallel.context > 1:
+    if parallel is not None and parallel.context > 1 and cell_plan is None:
         shards = ContextState(model, optimizer, scheduler, scaler, bucket_bytes)
     elif parallel is not None and cell_plan is not None:
         cut = CutModel(model, cell_plan, parallel.cell, CellLinks())

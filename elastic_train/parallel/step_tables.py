@@ -77,7 +77,7 @@ def _places(assigned: Assignment, cell: Cell) -> npt.NDArray[np.int64]:
     most = max(map(len, assigned))
     places = np.empty(sum(map(len, assigned)), dtype=np.int64)
     for owner, lanes in enumerate(assigned):
-        rank = owner * cell.crew + cell.speaker
+        rank = cell.speaker_of(owner)
         places[lanes.start : lanes.stop : lanes.step] = rank * most + np.arange(len(lanes))
     return places
 

@@ -247,6 +247,15 @@ class CausalLM:
         logits = model(mine["tokens"], mine["positions"], mask, gather=part.gather)
         return self._loss_of(logits, mine, is_training=True)
 
+    def run_stage_of_part(
+        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None, part: ContextPart
+    ) -> Tensor | LaneLoss:
+        assert isinstance(model, Decoder), "its parts were checked"
+        mine = part_of(batch, part)
+        mask = bias_of(mine["mask"], next(model.parameters()).dtype)
+        out = model.run(modules, mine["tokens"], mine["positions"], mask, given, gather=part.gather)
+        return self._loss_of(out, mine, is_training=True) if modules[-1] == "head" else out
+
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)
 

@@ -310,6 +310,20 @@ class Sequencing(Protocol):
         """
 
 
+@runtime_checkable
+class SequencingStages(Sequencing, Staging, Protocol):
+    """A task whose model can run in stages, each on several ranks that compute some tokens of each row
+    (`parallel.context` beside `parallel.pipeline`)."""
+
+    def run_stage_of_part(
+        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None, part: ContextPart
+    ) -> Tensor | LaneLoss:
+        """Run a stage's modules on a part of each row's tokens, and on what the stage before has returned of it.
+
+        All stages, one after the other, compute what `loss_of_part` does, to the last bit; else as `run_stage`.
+        """
+
+
 class Tokenizer(Protocol):
     """Turns a text into token ids, and back."""
 
@@ -392,6 +406,7 @@ __all__ = [
     "ParameterGroup",
     "Sampling",
     "Sequencing",
+    "SequencingStages",
     "Splitting",
     "StagePlan",
     "Staging",

@@ -68,9 +68,9 @@ def _open_in(process: Process, world: World) -> Session:
     check_can_be_sharded(world.group, plan, differing)
     world, before = form_cells(world, plan.config.parallel), state.reached.intervals
     if isinstance(state.shards, ContextState):
-        state.shards.enter(world.mesh, world.group)
+        state.shards.enter(world.mesh, world.holders)
     elif world.cell is not None:
-        take_place(plan, state, world.mesh, world.cell, world.replicas)
+        take_place(plan, state, world.mesh, world.cell, world.holders)
     head = restore(plan, world, state, before)
     if head is None and state.step == 0:
         inspect_rows(process, world)

@@ -206,12 +206,13 @@ class _StagePasses:
         session.lane = batch.lane
         assert batch.tensors is not None, "it has samples"
         if given is None:  # with what is given comes the generator's state
-            seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
+            _seed(session, batch.lane)
         tensors = session.to_device(batch.tensors)
         session.clock.mark("to_device")
         reach("forward")
+        part = None if session.context is None else session.context.part
         with session.plan.autocast():
-            made = self._stage.run(one.chunk, tensors, given)
+            made = self._stage.run(one.chunk, tensors, given, part)
         session.clock.mark("forward")
         if isinstance(made, Tensor):
             return made
@@ -237,8 +238,7 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums | Unread:
         return LaneSums()
     clock, context, session.lane = session.clock, session.context, batch.lane
     clock.mark("rest")
-    leaf = batch.lane if context is None else context.leaf(batch.lane)
-    seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, leaf))
+    _seed(session, batch.lane)
     tensors = session.to_device(batch.tensors)
     clock.mark("to_device")
     reach("forward")
@@ -252,6 +252,12 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums | Unread:
     given = _given(loss.total, loss.weight, session.buffers.digest())
     clock.mark("backward")
     return given
+
+
+def _seed(session: Session, lane: int) -> None:
+    """Begin the random numbers of a lane, or of this rank's part of it."""
+    leaf = lane if session.context is None else session.context.leaf(lane)
+    seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, leaf))
 
 
 def _audited(session: Session, lane: int) -> contextlib.AbstractContextManager[None]:

@@ -112,11 +112,11 @@ def _take_members_state(world: World, state: AppliedState, found: _Found) -> _Fo
     """Bring this rank to the furthest of the members' places, where states are whole."""
     if max(found.places).step == 0:
         begin_alike(world.group, state.shards.weights(), world.announce)
-    column = world.mesh.column
-    given_by = hand_over(world.replicas, state, [found.places[rank] for rank in column])
+    holders = world.mesh.across("context")
+    given_by = hand_over(world.holders, state, [found.places[rank] for rank in holders])
     if state.reached.is_fast:
         level(world.group, state)
-    return replace(found, given_by=None if given_by is None else column[given_by])
+    return replace(found, given_by=None if given_by is None else holders[given_by])
 
 
 def _take_parts(plan: Plan, world: World, state: AppliedState, shards: CellState, found: _Found) -> _Found:
@@ -125,7 +125,7 @@ def _take_parts(plan: Plan, world: World, state: AppliedState, shards: CellState
         state.drop_pending()
     else:
         places = settle_pending(world.group, state, shards, counts=found.counts)
-        found, whole = replace(found, places=places), furthest_whole(places, world.mesh.cell.size)
+        found, whole = replace(found, places=places), furthest_whole(places, world.mesh.by_part)
         if whole < max(places):
             what = f"every cell has lost the same part of the state ({world.mesh.cell.size} ranks hold it together)"
             found = _find_after_loss(plan, world, found, what, 1, whole.step)
@@ -134,7 +134,7 @@ def _take_parts(plan: Plan, world: World, state: AppliedState, shards: CellState
         _load_head(plan, world, state, found)
     else:
         if max(found.places).step == 0:
-            begin_alike(world.replicas, shards.cut_weights(), world.announce)
+            begin_alike(world.holders, shards.cut_weights(), world.announce)
         found = _take_members_state(world, state, found)
     shards.trained_in = world.term
     return found

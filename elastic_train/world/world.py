@@ -22,7 +22,7 @@ from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.schema import Config
-from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.core.mesh import Axis, Cell, Mesh
 from elastic_train.errors import ConfigError, ElasticTrainError, FencedError, StorageError
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
@@ -74,6 +74,10 @@ class World:
     """The ranks of this rank's cell, by place; None where every rank is a replica."""
     column: Group | None = None
     """The ranks of this rank's place in all cells; None where every rank is a replica."""
+    across_context: Group | None = None
+    """The ranks of all cells that differ from this one in their tokens alone; None where all compute whole rows."""
+    across_experts: Group | None = None
+    """The ranks of all cells that differ from this one in their experts alone; None where all have them all."""
 
     @property
     def mesh(self) -> Mesh:
@@ -86,9 +90,14 @@ class World:
         return self.group if self.column is None else self.column
 
     @property
+    def holders(self) -> Group:
+        """All ranks that hold the same part of the state as this one, by replica."""
+        return self.replicas if self.across_context is None else self.across_context
+
+    @property
     def owners(self) -> Group:
-        """One rank of every owner of lanes, which sum gradients; a rank's number is its owner's."""
-        return self.group if self.shape.crew == 1 else self.replicas
+        """One rank of every owner of lanes; a rank's number is its owner's."""
+        return self.replicas if self.across_experts is None else self.across_experts
 
     @property
     def is_leader(self) -> bool:
@@ -192,7 +201,16 @@ def form_cells(world: World, parallel: ParallelConfig) -> World:
     first = mesh.replica * shape.size
     cell = world.group.part(f"cell-{mesh.replica}", range(first, first + shape.size))
     column = world.group.part(f"column-{mesh.place}", mesh.column)
-    return replace(world, shape=shape, cell=cell, column=column)
+    context, experts = (_across(world.group, mesh, axis) for axis in ("context", "expert"))
+    return replace(world, shape=shape, cell=cell, column=column, across_context=context, across_experts=experts)
+
+
+def _across(group: Group, mesh: Mesh, axis: Axis) -> Group | None:
+    """Return the ranks that differ from this one along an axis alone; None where there is but one in each cell."""
+    ranks = mesh.across(axis)
+    if len(ranks) == mesh.num_replicas:
+        return None
+    return group if len(ranks) == group.size else group.part(f"{axis}-{ranks[0]}", ranks)
 
 
 def _word() -> str:

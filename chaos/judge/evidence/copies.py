@@ -2,7 +2,8 @@
 
 Every share has holders on as many nodes as there are copies, or as there are nodes that hold anything. So a world may
 say that shares were lost only if so many nodes lost a member since the last world that had taken its seats. Ranks of
-one place in all cells hold the same part, so where cells hold the state, every cell has to have lost that place.
+one place in all cells hold the same part, and so do neighbours that compute rows together: where cells hold the state,
+all of them have to have been lost.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from chaos.judge.evidence.applied import pids_of, restored_at
 from chaos.judge.evidence.recovery_cost import seats_of
 from chaos.judge.evidence.run_files import Evidence, number, once, part, whole
-from chaos.judge.job_shape import cell_size
+from chaos.judge.job_shape import cell_size, context_size, has_parts
 
 
 def in_words(parallel: Mapping[str, object]) -> str:
@@ -53,7 +54,7 @@ def node_of(run: Evidence) -> dict[object, object]:
 def holders_gone(run: Evidence, term: int) -> tuple[int, int]:
     """Return how many nodes had lost a member when a term's world formed, and how many it takes to lose a share.
 
-    Of cells: how many had lost the place that most of them had lost, and how many there were.
+    Of cells: how many ranks with the part that most were lost with, and how many there were.
 
     Members count from the last world that began to train on: whoever was in it, or in one since, and is in the term's
     no more. One that wrote nothing counts as a node of its own, on either side: who died before its first line. Where
@@ -62,8 +63,8 @@ def holders_gone(run: Evidence, term: int) -> tuple[int, int]:
     """
     pids, nodes, seats = pids_of(run), node_of(run), seats_of(run)
     base = max((other for other in restored_at(run) if other < term), default=0)
-    if (size := cell_size(run.config)) > 1:
-        return _cells_without_a_place(run, base, term, size)
+    if has_parts(run.config):
+        return _holders_of_a_part(run, base, term)
     since = {pid for other, members in pids.items() if base <= other < term for pid in members}
     unknown = sum(seats[other] - len(pids[other]) for other in pids if base <= other < term)
     lost = since - pids[term]
@@ -74,16 +75,18 @@ def holders_gone(run: Evidence, term: int) -> tuple[int, int]:
     return len(gone) + unknown, min(copies_of(run) or 1, max(1, len(held_on)))
 
 
-def _cells_without_a_place(run: Evidence, base: int, term: int, size: int) -> tuple[int, int]:
-    """Return how many cells of a world had lost the place that most had lost, by when a term's formed, of how many.
+def _holders_of_a_part(run: Evidence, base: int, term: int) -> tuple[int, int]:
+    """Return how many ranks of a world had been lost that held the part most were lost with, by when a term's formed,
+    and how many had held it.
 
     Who held nothing yet when the world broke holds nothing now.
     """
+    size, context = cell_size(run.config), context_size(run.config)
     rank_of = {whole(line, "pid"): whole(line, "rank") for line in run.in_term("form", base)}
     holds = {whole(line, "rank") for line in run.in_term("restore", base)}
-    num_cells = seats_of(run).get(base, size) // size
-    left = [rank % size for pid in pids_of(run)[term] if (rank := rank_of.get(pid)) in holds]
-    return num_cells - min(left.count(place) for place in range(size)), num_cells
+    num_holders = seats_of(run).get(base, size) // size * context
+    left = [rank % size // context for pid in pids_of(run)[term] if (rank := rank_of.get(pid)) in holds]
+    return num_holders - min(left.count(part) for part in range(size // context)), num_holders
 
 
 @once
@@ -104,7 +107,7 @@ def is_told_again(run: Evidence, term: int) -> bool:
 
 def is_begun_anew(run: Evidence, term: int) -> bool:
     """Say whether a term's world ended as it had lost shares, and there was no commit yet to continue from."""
-    if (copies_of(run) is None and cell_size(run.config) == 1) or term in restored_at(run):
+    if (copies_of(run) is None and not has_parts(run.config)) or term in restored_at(run):
         return False
     formed = min(number(line, "t") for line in run.in_term("form", term))
     if any(number(line, "t") < formed for line in run.of("commit")):

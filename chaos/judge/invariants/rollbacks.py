@@ -13,7 +13,7 @@ from chaos.judge.evidence.applied import branch_of, pids_of, reached_by
 from chaos.judge.evidence.copies import copies_of, holders_gone, is_told_again, losses_of
 from chaos.judge.evidence.run_files import Evidence, Line, whole
 from chaos.judge.findings import Violated
-from chaos.judge.job_shape import cell_size
+from chaos.judge.job_shape import cell_size, has_parts
 
 Branch = list[tuple[int, int, int]]
 
@@ -72,20 +72,22 @@ def _in_common(one: Branch, other: Branch) -> int:
 def copies(run: Evidence) -> str:
     """Where a world found shards lost, at least as many nodes were gone as hold each; all other worlds lost none.
 
-    Where cells hold the state: a world found a part lost only when every cell had lost that place.
+    Where cells hold the state: a world found a part lost only when all ranks that held it were gone.
     """
-    cell = cell_size(run.config)
+    cell, is_in_cells = cell_size(run.config), has_parts(run.config)
     for term, num_lost in sorted(losses_of(run).items()):
         gone, needed = holders_gone(run, term)
         if gone < needed and not is_told_again(run, term):
             since = "since the last world that trained"
             nodes = f"{gone} nodes had left {since}: with {copies_of(run)} copies it takes {needed}"
-            cells = f"at most {gone} of {needed} cells had lost the same place {since}"
-            raise Violated(f"term {term} found {num_lost} shards of the state lost, and {cells if cell > 1 else nodes}")
-    held = f"cells of {cell} ranks" if cell > 1 else f"{copies_of(run)} copies"
+            cells = f"at most {gone} of {needed} holders of one part were gone {since}"
+            raise Violated(
+                f"term {term} found {num_lost} shards of the state lost, and {cells if is_in_cells else nodes}"
+            )
+    held = f"cells of {cell} ranks" if is_in_cells else f"{copies_of(run)} copies"
     return f"{held}; {len(losses_of(run))} worlds had lost shards, each with all of their holders"
 
 
 def is_sharded(run: Evidence) -> bool:
     """Say whether no rank alone held the job's state."""
-    return copies_of(run) is not None or cell_size(run.config) > 1
+    return copies_of(run) is not None or has_parts(run.config)

@@ -20,6 +20,7 @@ from elastic_train.tasks.task import (
     SequencePlan,
     SequenceSplitting,
     Sequencing,
+    SequencingStages,
     Splitting,
     StagePlan,
     Staging,
@@ -74,6 +75,11 @@ def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:
             f"parallel.context: {parallel.context} needs a task that computes a part of a row's tokens, and {kind} "
             "does not (`loss_of_part`): set it to 1, or use parallel.recompute to keep less of each row"
         )
+    elif parallel.context > 1 and parallel.pipeline > 1 and not isinstance(task, SequencingStages):
+        wrong.append(
+            f"parallel.context: {parallel.context} beside parallel.pipeline: {parallel.pipeline} needs a task that "
+            f"computes a part of a row's tokens in stages, and {kind} does not (`run_stage_of_part`): set either to 1"
+        )
     if wrong:
         raise ConfigError(*wrong)
 
@@ -89,7 +95,8 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     if parallel.context > 1:
         assert isinstance(task, Sequencing), "it was checked"
         task.check_parts(model, parallel.context)
-        return None
+        if not parallel.cell.holds_parts:
+            return None
     tensor: TensorPlan = {}
     sequence: SequencePlan = {}
     pieces: StagePlan = ()

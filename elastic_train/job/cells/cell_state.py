@@ -1,9 +1,9 @@
 """The applied state of a rank that has a place in a cell: its part of each cut tensor, and all that is not cut.
 
-Peers of equal place in other cells hold the same. Where ranks give one another the state, they give what they hold; a
-commit has whole tensors, as that of any other job: a rank that holds all of one writes it, and others are put together
-by the rank that writes them, so no rank needs memory for more than it writes. What is read from one is cut again, so
-commits continue at any degree.
+Peers of equal place in other cells hold the same, and so do places that differ in their tokens alone. Where ranks give
+one another the state, they give what they hold; a commit has whole tensors, as that of any other job: a rank that holds
+all of one writes it, and others are put together by the rank that writes them, so no rank needs memory for more than it
+writes. What is read from one is cut again, so commits continue at any degree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
 from elastic_train.core.lanes import Assignment
-from elastic_train.core.mesh import Mesh
+from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.cells.state_parts import (
@@ -36,6 +36,7 @@ from elastic_train.job.cells.state_parts import (
 from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.cells.chunk_sum import ChunkSum
+from elastic_train.parallel.cells.context_sum import ContextSum
 from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
@@ -64,25 +65,37 @@ class CellState(ReplicatedState):
     """Where this rank is in the present world."""
     trained_in: int = 0
     """The last world in which this rank trained, by its term."""
-    _column: Group | None = None
+    _holders: Group | None = None
+    """The ranks that hold the same part."""
     _writers: Sequence[int] = ()
     _planner: Planner = field(default_factory=Planner)
     _measured: dict[str, Sequence[Measured]] = field(default_factory=dict)
 
-    def enter(self, mesh: Mesh, cell: Group, column: Group, weights: Iterable[tuple[str, Tensor]] | None) -> None:
-        """Take the place that a world gives this rank, of `weights` to begin with where it does not have them."""
-        self.mesh, self._column = mesh, column
+    def holds_part_of(self, mesh: Mesh) -> bool:
+        """Say whether this rank holds the part already that it is to hold in a world."""
+        place, cell = self.cut.place, mesh.cell
+        return place is not None and cell.part_of(place) == cell.part_of(mesh.place)
+
+    def enter(self, mesh: Mesh, cell: Group, holders: Group, weights: Iterable[tuple[str, Tensor]] | None) -> None:
+        """Take the place that a world gives this rank, of `weights` to begin with where it does not have them.
+
+        `holders` are the ranks that hold the same part, by replica.
+        """
+        holds_it = self.holds_part_of(mesh)
+        self.mesh, self._holders = mesh, holders
         self.cut.become_part()  # at the end of a world that broke it may have become whole
         self.cut.bind(mesh, cell)
-        if self.cut.place != mesh.place:
+        if holds_it:
+            self.cut.place = mesh.place
+        else:
             self.cut.take_place(mesh.place, weights)
             self.optimizer.state.clear()
             self._named = None
 
     @property
-    def cut_degree(self) -> int:
-        """How many parts the state has: as many as a cell has places."""
-        return self._mesh.cell.size
+    def cell(self) -> Cell:
+        """The shape of a replica."""
+        return self._mesh.cell
 
     def outlined(self) -> Mapping[str, Tensor]:
         return self.cut.outline
@@ -91,27 +104,30 @@ class CellState(ReplicatedState):
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in self.cut.cuts}
 
     def cut_weights(self) -> Mapping[str, Tensor]:
-        """Return the parts that ranks of equal place alone have alike, by name."""
+        """Return the parts that other ranks do not have, by name."""
         return {name: tensor for name, tensor in self.model.state_dict().items() if name in self.cut.cuts}
 
     def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
         return self._mesh.assigned(num_lanes)
 
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
-        """Sum over the ranks of equal place: `replicas` has one of each cell; where experts are spread, all ranks."""
+        """Sum over the ranks that hold the same: `replicas` has one of each owner of lanes."""
         assert kind == "canonical", "places hold parts of one and the same sum"
-        if self.cut.experts is None and self.cut.plan.num_chunks == 1:
+        assert self._holders is not None, "no world has given this rank a place"
+        degree, experts = self.cell.context, self.cut.experts
+        if experts is None and self.cut.plan.num_chunks == degree == 1:
             return ReplicatedState.sum_of(self, replicas, num_lanes, kind)
         if self._sum is not None:
             self._sum.close()
-        if self.cut.experts is None:
-            self._sum = ChunkSum(self.cut.by_chunk(), replicas, num_lanes, self.bucket_bytes)
-            return self._sum
-        named, cuts = list(self.model.named_parameters()), self.cut.cuts
-        whole, parts = ([one for name, one in named if (name in cuts) == is_cut] for is_cut in (False, True))
-        assert self._column is not None, "no world has given this rank a place"
-        lanes = self._mesh.assigned(num_lanes)
-        self._sum = ExpertSum(whole, parts, replicas, self._column, lanes, self.cut.experts, self.bucket_bytes)
+        lanes, bucket_bytes = self._mesh.assigned(num_lanes), self.bucket_bytes
+        if experts is not None:
+            named, cuts = list(self.model.named_parameters()), self.cut.cuts
+            whole, parts = ([one for name, one in named if (name in cuts) == is_cut] for is_cut in (False, True))
+            self._sum = ExpertSum(whole, parts, replicas, self._holders, lanes, experts, bucket_bytes)
+        elif self.cut.plan.num_chunks > 1:
+            self._sum = ChunkSum(self.cut.by_chunk(), self._holders, num_lanes, bucket_bytes, degree)
+        else:
+            self._sum = ContextSum(list(self.model.parameters()), self._holders, lanes, degree, bucket_bytes)
         return self._sum
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
@@ -159,10 +175,10 @@ class CellState(ReplicatedState):
     def _grains(self) -> Mapping[str, Sequence[Measured]]:
         """Return for each parameter that is trained which of a place's measured grains are its, by place."""
         if not self._measured:
-            ends = [0] * self.cut_degree
+            ends = [0] * self.cell.size
             for name, one in self.model.named_parameters():
                 if one.requires_grad:
-                    self._measured[name] = [self._grains_at(place, name, one, ends) for place in range(self.cut_degree)]
+                    self._measured[name] = [self._grains_at(place, name, one, ends) for place in range(self.cell.size)]
         return self._measured
 
     def _grains_at(self, place: int, name: str, one: Tensor, ends: list[int]) -> Measured:
@@ -188,15 +204,15 @@ class CellState(ReplicatedState):
         return self.cut.whole(name, tensor) if name in self.cut.cuts else tensor
 
     def check_copies(self, group: Group, step: int) -> None:
-        """Raise WeightsDifferError on every rank if ranks of equal place hold other parts."""
+        """Raise WeightsDifferError on every rank if ranks that hold one part have other weights of it."""
         mine = torch.tensor([checksum(tensor) for tensor in self.cut_weights().values()], dtype=torch.int64)
         seen = group.all_gather(torch.tensor(checksum(mine))).flatten().tolist()
-        for place in range(self._mesh.cell.size):
-            column = seen[place :: self._mesh.cell.size]
-            if len(set(column)) > 1:
-                who, _ = name_others(column)
+        for part, ranks in enumerate(self._mesh.by_part):
+            of_part = [seen[rank] for rank in ranks]
+            if len(set(of_part)) > 1:
+                who, _ = name_others(of_part)
                 raise WeightsDifferError(
-                    f"step {step}: of the ranks that hold part {place} of each cell, by cells, {who}: a kernel is not "
+                    f"step {step}: of the ranks that hold part {part} of each cell, by cells, {who}: a kernel is not "
                     "deterministic, or a device computes wrongly. The last commit is intact: all ranks end, and the "
                     "next start continues from it"
                 )
@@ -213,9 +229,8 @@ class CellState(ReplicatedState):
         return False
 
     def is_taken_along(self, leaving: Sequence[bool]) -> bool:
-        """Whether all ranks leave that hold one and the same place's part."""
-        degree = self.cut_degree
-        return any(all(leaving[place::degree]) for place in range(degree))
+        """Whether all ranks leave that hold one and the same part."""
+        return any(all(leaving[rank] for rank in ranks) for ranks in self._mesh.by_part)
 
     def to_save(self) -> State:
         """Return the whole state, in which tensors that this rank does not write have no memory; all ranks call it.

@@ -1,4 +1,4 @@
-"""Ranks that compute some tokens of each row: the state that each holds as a whole, and a rank's part in one world."""
+"""Ranks that compute some tokens of each row: what each holds of the state, if that is all, and its part of rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.core.mesh import Mesh
+from elastic_train.job.cells.cut_model import along_axis
 from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.cells.context_links import gathered
 from elastic_train.parallel.cells.context_sum import ContextSum, leaf_of
@@ -46,7 +47,8 @@ class Context:
 
     task: Sequencing
     part: ContextPart
-    cell: Group
+    peers: Group
+    """The ranks that compute the other parts, and this one, by part."""
     num_lanes: int
 
     def leaf(self, lane: int) -> int:
@@ -58,22 +60,23 @@ class Context:
         return self.task.loss_of_part(model, batch, self.part)
 
     def add_up(self, found: Mapping[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:
-        """Return losses and weights of lanes, in ascending order, from those of all places; alike on all of them."""
+        """Return losses and weights of lanes, in ascending order, from those of all parts; alike for all of these."""
         mine = torch.tensor([found[lane] for lane in sorted(found)], dtype=torch.float64).reshape(-1, 2)
-        totals = [[tree_sum(one) for one in zip(*rows, strict=True)] for rows in _by_lane(self.cell.all_gather(mine))]
+        totals = [[tree_sum(one) for one in zip(*rows, strict=True)] for rows in _by_lane(self.peers.all_gather(mine))]
         return {lane: (loss, weight) for lane, (loss, weight) in zip(sorted(found), totals, strict=True)}
 
 
 def _by_lane(rows: Tensor) -> list[list[list[float]]]:
-    """Return every place's values, by lane, of a tensor (places, lanes, 2)."""
+    """Return every part's values, by lane, of a tensor (parts, lanes, 2)."""
     found: list[list[list[float]]] = rows.transpose(0, 1).tolist()
     return found
 
 
 def context_of(task: Sequencing, mesh: Mesh, cell: Group, num_lanes: int) -> Context:
-    """Return the part of a rank in its cell."""
-    part = ContextPart(mesh.coordinates.context, mesh.cell.context, partial(gathered, group=cell))
-    return Context(task, part, cell, num_lanes)
+    """Return the part of a rank in its cell; all ranks of the cell call it."""
+    peers = along_axis(cell, mesh, "context")
+    part = ContextPart(peers.rank, peers.size, partial(gathered, group=peers))
+    return Context(task, part, peers, num_lanes)
 
 
 def lone_part(degree: int) -> ContextPart:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.core.mesh import Axis, Cell, Mesh
 from elastic_train.job.cells.cell_plan import DIMENSIONS, CellPlan
 from elastic_train.job.cells.layer_hooks import Hook, hooks_of
 from elastic_train.parallel.cells.expert_links import ExpertLinks
@@ -61,19 +61,21 @@ class Cut:
 
 def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
     """Return how parameters are cut, by each name of every one that is; in a pipeline all are."""
-    dims = {id(one): 0 for name in plan.experts for one in model.get_submodule(name).parameters()}
+    along: dict[int, tuple[int, Axis]] = {}
+    for name in plan.experts:
+        along |= {id(one): (0, "expert") for one in model.get_submodule(name).parameters()}
     for name, use in plan.tensor.items():
         if use in DIMENSIONS:
             layer = model.get_submodule(name)
             assert isinstance(layer, nn.Linear), "the plan was checked"
-            dims[id(layer.weight)] = DIMENSIONS[use]
+            along[id(layer.weight)] = DIMENSIONS[use], "tensor"
             if layer.bias is not None and use == "column":  # that of a row is added once, to the sum
-                dims[id(layer.bias)] = 0
+                along[id(layer.bias)] = 0, "tensor"
     stages = {id(one): piece % plan.num_stages for one, piece in pieces_of(model, plan)}
     return {
-        name: _cut(one, dims.get(id(one)), stages.get(id(one)), cell)
+        name: _cut(one, along.get(id(one)), stages.get(id(one)), cell)
         for name, one in model.named_parameters(remove_duplicate=False)
-        if id(one) in dims or id(one) in stages
+        if id(one) in along or id(one) in stages
     }
 
 
@@ -85,15 +87,16 @@ def pieces_of(model: nn.Module, plan: CellPlan) -> Iterator[tuple[nn.Parameter, 
                 yield one, piece
 
 
-def _cut(one: Tensor, dim: int | None, stage: int | None, cell: Cell) -> Cut:
-    """Cut a parameter for a cell, whose ranks of one stage are neighbours."""
-    spans, degree = list[Span](), cell.size // cell.stage
+def _cut(one: Tensor, along: tuple[int, Axis] | None, stage: int | None, cell: Cell) -> Cut:
+    """Cut a parameter for a cell: a dimension along an axis of its places, if any, and what is of a stage alone."""
+    dim, axis = along if along is not None else (0, None)
+    spans = list[Span]()
     for place in range(cell.size):
-        at, part = divmod(place, degree)
-        length = one.shape[dim] // degree if dim is not None else one.shape[0]
-        lo = part * length if dim is not None else 0
-        spans.append((lo, lo + length) if stage in (None, at) else (0, 0))
-    return Cut(dim or 0, one.shape, tuple(spans))
+        number, degree = (0, 1) if axis is None else cell.number_along(place, axis)
+        length = one.shape[dim] // degree
+        is_here = stage in (None, cell.number_along(place, "stage")[0])
+        spans.append((number * length, (number + 1) * length) if is_here else (0, 0))
+    return Cut(dim, one.shape, tuple(spans))
 
 
 class CutModel:
@@ -103,7 +106,7 @@ class CutModel:
         self.model, self.plan, self.links = model, plan, links
         self.place: int | None = None
         self.cell: Group | None = None
-        """All places, by number; `links` are to those of this one's stage."""
+        """All places, by number; `links` are to those that have the other parts of its cut layers."""
         self.has_weights = all(one.untyped_storage().nbytes() >= one.nbytes for one in model.parameters())
         """Whether there were any to begin with."""
         self._hooks = list[Hook]()
@@ -189,9 +192,14 @@ class CutModel:
 
     def bind(self, mesh: Mesh, cell: Group) -> None:
         """Exchange with the ranks of this cell from now on; all of them call it."""
+        self.cell = cell
         if self.experts is not None:
-            self.experts.bind(cell)
-        self.cell, stage, size = cell, mesh.coordinates.stage, mesh.cell.size // mesh.cell.stage
-        is_cut_both_ways = mesh.cell.stage > 1 and size > 1
-        links = cell.part(f"stage-{stage}", range(stage * size, (stage + 1) * size)) if is_cut_both_ways else cell
-        self.links.bind(links)
+            self.experts.bind(along_axis(cell, mesh, "expert"))
+        if self.plan.tensor:
+            self.links.bind(along_axis(cell, mesh, "tensor"))
+
+
+def along_axis(cell: Group, mesh: Mesh, axis: Axis) -> Group:
+    """Return the ranks of a cell that differ from this one along an axis alone; all of them call it."""
+    places = mesh.cell.along(mesh.place, axis)
+    return cell if len(places) == mesh.cell.size else cell.part(f"{axis}-{places[0]}", places)

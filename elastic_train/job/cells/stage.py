@@ -16,7 +16,7 @@ from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.parallel.cells.pipeline import run_schedule
 from elastic_train.parallel.cells.stage_links import StageLinks
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.task import Batch, LaneLoss, Staging
+from elastic_train.tasks.task import Batch, ContextPart, LaneLoss, SequencingStages, Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,16 @@ class Stage:
         """Return what this stage does in a step of so many lanes; by its own kind of schedule, or by another."""
         return schedule(Pipeline(kind or self.kind, self.plan.num_stages, num_lanes, self.plan.num_chunks), self.number)
 
-    def run(self, chunk: int, batch: Batch, given: Tensor | None) -> Tensor | LaneLoss:
-        """Run the modules of a chunk on a lane's micro-batch and what the piece before has made."""
+    def run(self, chunk: int, batch: Batch, given: Tensor | None, part: ContextPart | None = None) -> Tensor | LaneLoss:
+        """Run the modules of a chunk on a lane's micro-batch, or a part of its rows, and what the piece before has
+        made."""
         piece = chunk * self.plan.num_stages + self.number
-        made = self.task.run_stage(self.model, self.plan.pieces[piece], batch, given)
+        modules = self.plan.pieces[piece]
+        if part is None:
+            made = self.task.run_stage(self.model, modules, batch, given)
+        else:
+            assert isinstance(self.task, SequencingStages), "it was checked"
+            made = self.task.run_stage_of_part(self.model, modules, batch, given, part)
         is_last = piece == len(self.plan.pieces) - 1
         assert isinstance(made, LaneLoss) == is_last, "the last stage returns a loss, and no other does"
         return made
@@ -64,7 +70,7 @@ class _Forward:
         self.losses: list[LaneLoss | None] = [None] * len(batches)
 
     def key(self, number: int) -> Hashable | None:
-        return key_of(self._batches[number])
+        return key_of(self._batches[number], trains=False)
 
     def forward(self, one: Pass, given: Tensor | None) -> Tensor:
         tensors = self._batches[one.number].tensors
@@ -90,8 +96,11 @@ def stage_of(task: Staging, model: nn.Module, plan: CellPlan, kind: Kind, mesh: 
     return Stage(task, model, plan, number, kind, StageLinks(cell, before, after))
 
 
-def key_of(batch: LaneBatch) -> Hashable | None:
-    """Return what lanes have in common whose activations have one form; None for one without samples."""
+def key_of(batch: LaneBatch, *, trains: bool = True) -> Hashable | None:
+    """Return what lanes have in common whose activations have one form; None for one without samples.
+
+    In a validation rows are whole, also where they are trained in parts.
+    """
     if batch.tensors is None:
         return None
-    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(batch.tensors.items()))
+    return trains, *((name, tensor.shape, tensor.dtype) for name, tensor in sorted(batch.tensors.items()))

@@ -4,10 +4,10 @@ A rank that loses a peer where the ranks meet over a step's gradient holds the s
 applied it.
 
 * If a rank has applied it, those that hold it as pending apply it, too, with the norm that this rank knows.
-* If all that are left of its world hold it as pending, and know each place's part of the norm, they apply it.
+* If all that are left of its world hold it as pending, and know each part of the norm, they apply it.
 * Otherwise nobody can have applied it, and all drop it.
 
-So as long as each place is left in some cell, all of them come to one step.
+So as long as a rank with each part is left in some cell, all of them come to one step.
 """
 
 from __future__ import annotations
@@ -52,21 +52,23 @@ def settle_pending(group: Group, state: AppliedState, shards: CellState, *, coun
         return _apply(group, state, brought, late, torch.tensor(norm, dtype=torch.float64))
     term = max(one.pending for one in brought if one.place == furthest)
     left = [rank for rank, one in enumerate(brought) if one.place == furthest and one.trained_in == term]
-    size = shards.cut_degree
-    first_at = {rank % size: rank for rank in reversed(left)}
-    if term == 0 or len(first_at) < size or any(brought[rank].pending != term for rank in left):
+    cell = shards.cell
+    first_with = {cell.part_of(rank % cell.size): rank for rank in reversed(left)}
+    if term == 0 or len(first_with) < cell.num_parts or any(brought[rank].pending != term for rank in left):
         state.drop_pending()
         return [one.place for one in brought]
     rows = group.all_gather(_measured(state, shards)).numpy()
-    return _apply(
-        group, state, brought, left, shards.norm_of_places(np.stack([rows[first_at[p]] for p in range(size)]))
-    )
+    of_places = np.stack([rows[first_with[cell.part_of(place)]] for place in range(cell.size)])
+    return _apply(group, state, brought, left, shards.norm_of_places(of_places))
 
 
-def furthest_whole(places: Sequence[Place], cell_size: int) -> Place:
-    """Return the furthest place at which each part of the state is held, by ranks' places in the world's order."""
-    columns = [set(places[place::cell_size]) for place in range(cell_size)]
-    return max(set.intersection(*columns), default=Place(0, 0))
+def furthest_whole(places: Sequence[Place], by_part: Sequence[Sequence[int]]) -> Place:
+    """Return the furthest place at which each part of the state is held, from where all ranks are.
+
+    `by_part` are the ranks that may hold each part.
+    """
+    held = [{places[rank] for rank in ranks} for ranks in by_part]
+    return max(set.intersection(*held), default=Place(0, 0))
 
 
 def _apply(

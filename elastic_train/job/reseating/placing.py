@@ -10,15 +10,18 @@ from elastic_train.parallel.group import Group
 from elastic_train.system.wording import counted
 
 
-def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group, column: Group) -> None:
-    """Take the place in a cell that a world gives this rank; what it held at another place is of no use there."""
+def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group, holders: Group) -> None:
+    """Take the place in a cell that a world gives this rank; what it held of another part is of no use there.
+
+    `holders` are the ranks that hold the same part.
+    """
     assert isinstance(state.shards, CellState), "the ranks of this cell hold parts"
-    cut = state.shards.cut
-    if cut.place not in (None, mesh.place):
+    cut, holds_it = state.shards.cut, state.shards.holds_part_of(mesh)
+    if cut.place is not None and not holds_it:
         state.drop_pending()
         state.reached = Reached()
-    has_them = cut.place == mesh.place or (cut.place is None and cut.has_weights)
-    state.shards.enter(mesh, cell, column, None if has_them else plan.first_weights())
+    has_them = holds_it or (cut.place is None and cut.has_weights)
+    state.shards.enter(mesh, cell, holders, None if has_them else plan.first_weights())
 
 
 def redundancy_of(mesh: Mesh) -> str:
@@ -28,6 +31,11 @@ def redundancy_of(mesh: Mesh) -> str:
         return (
             f"{counted(mesh.num_replicas, 'cell')} of {num_ranks}, which compute each row together: every rank holds "
             "the whole state, so a fault that leaves one of them costs no applied step"
+        )
+    if mesh.num_replicas == 1 and mesh.cell.context > 1:
+        return (
+            f"{num_ranks} make one cell, and {mesh.cell.context} hold each part of the state: a fault that leaves one "
+            "of these costs no applied step"
         )
     if mesh.num_replicas == 1:
         return (

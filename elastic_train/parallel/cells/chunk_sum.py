@@ -14,6 +14,7 @@ from torch import nn
 
 from elastic_train.core.lanes import contiguous
 from elastic_train.parallel.buckets import Turns
+from elastic_train.parallel.cells.context_sum import ContextSum
 from elastic_train.parallel.gradient_sum import CanonicalSum, GradientSum, OfPart, place_gradients
 from elastic_train.parallel.group import Group
 
@@ -22,11 +23,17 @@ class ChunkSum:
     """Sums gradients by chunk; see `GradientSum`."""
 
     def __init__(
-        self, chunks: Sequence[Sequence[nn.Parameter]], replicas: Group, num_lanes: int, bucket_bytes: float | None
+        self,
+        chunks: Sequence[Sequence[nn.Parameter]],
+        ranks: Group,
+        num_lanes: int,
+        bucket_bytes: float | None,
+        degree: int = 1,
     ) -> None:
-        """`chunks` are the parameters of each, which have elements in one of them alone."""
-        self._turns = Turns(replicas)
-        self.chunks = [_sum_of(one, replicas, num_lanes, bucket_bytes, self._turns) for one in chunks]
+        """`chunks` are the parameters of each, which have elements in one of them alone; `ranks` hold the same, by
+        cell, and so many of a cell compute some tokens of each row."""
+        self._turns = Turns(ranks)
+        self.chunks = [_sum_of(one, ranks, num_lanes, bucket_bytes, degree, self._turns) for one in chunks]
 
     def begin(self, lanes: range) -> None:
         for one in self.chunks:
@@ -57,10 +64,18 @@ class ChunkSum:
 
 
 def _sum_of(
-    parameters: Sequence[nn.Parameter], replicas: Group, num_lanes: int, bucket_bytes: float | None, turns: Turns
-) -> CanonicalSum:
+    parameters: Sequence[nn.Parameter],
+    ranks: Group,
+    num_lanes: int,
+    bucket_bytes: float | None,
+    degree: int,
+    turns: Turns,
+) -> CanonicalSum | ContextSum:
+    lanes = contiguous(ranks.size // degree, num_lanes)
+    if degree > 1:
+        return ContextSum(parameters, ranks, lanes, degree, bucket_bytes, turns)
     flats, placed = place_gradients(parameters)
-    total = CanonicalSum(flats, replicas, contiguous(replicas.size, num_lanes))
+    total = CanonicalSum(flats, ranks, lanes)
     total.exchange_beside(placed, bucket_bytes, turns)
     return total
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from elastic_train.core.lanes import Assignment
+from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.gradient_sum import CanonicalSum, OfPart, place_gradients
 from elastic_train.parallel.group import Group
 
@@ -31,8 +32,9 @@ class ContextSum:
         lanes: Assignment,
         degree: int,
         bucket_bytes: float | None,
+        turns: Turns | None = None,
     ) -> None:
-        """`ranks` are those of all cells, by cell, and `lanes` the cells'."""
+        """`ranks` are those of all cells that hold these parameters, by cell, and `lanes` the cells'."""
         num_lanes = sum(map(len, lanes))
         self._first = leaf_of(0, ranks.rank % degree, num_lanes)
         leaves = tuple(
@@ -42,7 +44,7 @@ class ContextSum:
         )
         flats, placed = place_gradients(parameters)
         self._sum = CanonicalSum(flats, ranks, leaves)
-        self._sum.exchange_beside(placed, bucket_bytes)
+        self._sum.exchange_beside(placed, bucket_bytes, turns)
 
     def begin(self, lanes: range) -> None:
         self._sum.begin(range(self._first + lanes.start, self._first + lanes.stop))

@@ -1,7 +1,8 @@
 """Layouts: how a run is spread over devices, and what rules one out before anything is worked out.
 
-What the trainer runs today are shards, copies and offload over single ranks, tensor ranks and stages with whole state,
-or experts, and recomputation. All else (such as cells in shards) is arithmetic: then `runs_today` is false.
+What the trainer runs today are shards, copies and offload over single ranks, tensor ranks, stages and ranks that
+compute rows together with whole state, or experts, and recomputation. All else (such as cells in shards) is arithmetic:
+then `runs_today` is false.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Layout:
         """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
         is_whole = self.shards == "none" and self.offload == "none"
         has_experts_alone = self.expert == self.cell and self.recompute == "none"
-        fits = (self.expert == 1 or has_experts_alone) and self.context in (1, self.cell) and not self.cuts_rest
+        has_parts_of_rows = self.context > 1 and self.sequence
+        fits = (self.expert == 1 or has_experts_alone) and not has_parts_of_rows and not self.cuts_rest
         return self.cell == 1 or (is_whole and fits)
 
     @property
@@ -92,7 +94,7 @@ class Layout:
 
     def without_copies(self, world: int) -> bool:
         """Whether the loss of one rank loses a part of the state."""
-        return self.replicas(world) == 1 or (self.shards != "none" and self.copies == 1)
+        return self.summing(world) == 1 or (self.shards != "none" and self.copies == 1)
 
 
 def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -> list[str]:

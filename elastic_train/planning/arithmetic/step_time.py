@@ -145,7 +145,7 @@ def _tensor_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
     passes = 3 if layout.recompute == "units" else 2
     seconds = 0.0
     link = cluster.inside if layout.tensor * layout.expert * layout.context <= cluster.per_node else cluster.between
-    everywhere = [(layout.tensor, 2 * passes, 2.0), (layout.context, passes, 2.0)]
+    everywhere = [(layout.tensor, 2 * passes, 2.0 / layout.context), (layout.context, passes, 2.0 / layout.tensor)]
     everywhere += [(layout.tensor, 2, 1.0)] if layout.sequence else []  # inputs of column layers, once more
     with_experts = [(layout.expert, 2 * passes, 1.0)]
     for unit in model.blocks:
@@ -159,13 +159,14 @@ def _tensor_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
 def _pipeline_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
     """Return what a lane's passes wait for what comes from the stage before, each of them once for every piece.
 
-    Each rank of a tensor group sends all of its block's output, or its own tokens of it.
+    Each rank of a tensor group sends all of its block's output, or its own tokens of it; one of a context group does.
     """
     if layout.pipeline == 1:
         return 0.0
     link = cluster.inside if layout.cell <= cluster.per_node else cluster.between
     bytes_per_s = link.bytes_per_s if link is cluster.inside else cluster.between_bytes_per_s
-    output = max(unit.output_bytes for unit in model.blocks) / (layout.tensor if layout.sequence else 1)
+    split = layout.context * (layout.tensor if layout.sequence else 1)
+    output = max(unit.output_bytes for unit in model.blocks) / split
     return 2 * layout.interleave * (link.alpha_s + output / bytes_per_s)
 
 

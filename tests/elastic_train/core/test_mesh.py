@@ -49,6 +49,21 @@ def test_the_ranks_of_a_replica_own_the_same_lanes(cell: Cell, num_replicas: int
     assert sorted(lane for lanes in owned.values() for lane in lanes) == list(range(num_lanes))
 
 
+@given(cells, st.integers(1, 3), st.integers(0))
+def test_ranks_that_differ_along_one_axis_are_a_group(cell: Cell, num_replicas: int, at: int) -> None:
+    """Each in every replica, by replica; and those that differ in their tokens alone hold one part of the state."""
+    size = num_replicas * cell.size
+    mesh = Mesh(at % size, size, cell)
+    coordinates = [Mesh(rank, size, cell).coordinates for rank in range(size)]
+    for number, axis in enumerate(("stage", "shard", "tensor", "expert", "context"), start=1):
+        found = mesh.across(axis)  # type: ignore[arg-type]
+        alike = [[*one[1:number], *one[number + 1 :]] for one in coordinates]
+        assert found == sorted(found) == [rank for rank in range(size) if alike[rank] == alike[mesh.rank]]
+        assert len({coordinates[rank][number] for rank in found}) == len(found) // num_replicas
+    assert mesh.across("context") == mesh.by_part[cell.part_of(mesh.place)]
+    assert sorted(rank for ranks in mesh.by_part for rank in ranks) == list(range(size))
+
+
 def test_a_rank_is_a_replica_by_default() -> None:
     mesh = Mesh(2, 5)
     assert (mesh.replica, mesh.num_replicas, mesh.place, mesh.column) == (2, 5, 0, range(5))
@@ -76,16 +91,20 @@ def test_ranks_of_a_replica_compute_its_lanes_together() -> None:
     assert Mesh(3, 4, Cell(tensor=2)).num_lanes([range(3), range(3, 5)]) == [3, 3, 2, 2]
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 20))
-def test_ranks_with_experts_compute_lanes_of_their_own(degree: int, num_replicas: int, more: int) -> None:
-    """Neighbouring lanes at a time, by place, of the replica's; only in the last turn a rank may have none."""
-    cell = Cell(expert=degree)
-    num_lanes, size = num_replicas * degree + more, num_replicas * degree
+@given(cells, st.integers(1, 4), st.integers(0, 20))
+def test_ranks_with_experts_compute_lanes_of_their_own(cell: Cell, num_replicas: int, more: int) -> None:
+    """Neighbouring lanes at a time, by their experts, of the replica's; only in the last turn a rank may have none."""
+    degree = cell.expert
+    num_lanes, size = num_replicas * degree + more, num_replicas * cell.size
     assert cell.most_ranks(num_lanes) >= size
     meshes = [Mesh(rank, size, cell) for rank in range(size)]
     lanes = meshes[0].assigned(num_lanes)
-    assert [mesh.owner for mesh in meshes] == list(range(size)) and all(mesh.speaks for mesh in meshes)
-    assert meshes[0].num_lanes(lanes) == [len(one) for one in lanes] and min(map(len, lanes)) > 0
+    assert [mesh.owner for mesh in meshes] == [mesh.replica * degree + mesh.coordinates.expert for mesh in meshes]
+    assert meshes[0].num_lanes(lanes) == [len(lanes[mesh.owner]) for mesh in meshes] and min(map(len, lanes)) > 0
+    for owner in range(num_replicas * degree):
+        ranks = [mesh for mesh in meshes if mesh.owner == owner]
+        assert len(ranks) == cell.crew and [mesh.speaks for mesh in ranks] == [True] + [False] * (cell.crew - 1)
+        assert meshes[cell.speaker_of(owner)].coordinates[1:] == (cell.stage - 1, 0, 0, owner % degree, 0)
     for replica in range(num_replicas):
         ranks = lanes[replica * degree : (replica + 1) * degree]
         turns = [one[turn] for turn in range(len(ranks[0])) for one in ranks if turn < len(one)]

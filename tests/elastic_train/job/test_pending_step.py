@@ -151,9 +151,13 @@ def test_what_somebody_lacks_nobody_has_applied(
 
 def test_only_what_each_place_holds_is_whole() -> None:
     a, b, none = Place(5, 2), Place(4, 2), Place(0, 0)
-    assert furthest_whole([a, b, b, a], 2) == a
-    assert furthest_whole([a, b, b, none], 2) == b
-    assert furthest_whole([a, none, b, none], 2) == none
+    two_cells = Mesh(0, 4, Cell(tensor=2)).by_part
+    assert furthest_whole([a, b, b, a], two_cells) == a
+    assert furthest_whole([a, b, b, none], two_cells) == b
+    assert furthest_whole([a, none, b, none], two_cells) == none
+    pairs = Mesh(0, 4, Cell(stage=2, context=2)).by_part
+    assert furthest_whole([a, none, none, a], pairs) == a, "of a cell whose neighbours hold the same"
+    assert furthest_whole([a, a, none, b], pairs) == none
 
 
 def test_copies_of_a_part_have_one_gradient() -> None:

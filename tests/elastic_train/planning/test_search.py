@@ -107,7 +107,8 @@ def test_tensor_ranks_and_stages_run_with_whole_state() -> None:
     layouts = (Layout(tensor=2), Layout(pipeline=2), Layout(tensor=2, pipeline=2), Layout("optimizer", tensor=2))
     assert [layout.runs_today for layout in layouts] == [True, True, True, False]
     assert Layout(pipeline=2, interleave=2).runs_today
-    assert Layout(context=2, recompute="units").runs_today and not Layout(context=2, tensor=2).runs_today
+    assert Layout(context=2, recompute="units").runs_today and Layout(context=2, tensor=2, pipeline=2).runs_today
+    assert not Layout(context=2, tensor=2, sequence=True).runs_today and not Layout(context=2, expert=2).runs_today
 
 
 def test_a_part_of_each_row_takes_a_part_of_the_activations_and_of_the_work() -> None:

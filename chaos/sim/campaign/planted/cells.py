@@ -40,14 +40,14 @@ def arrange_crossed(
     return replace(found, cells=tuple(crossed))
 
 
-def keep_part(plan: ModelledPlan, state: PlacedState, mesh: Mesh, cell: Group, column: Group) -> None:
+def keep_part(plan: ModelledPlan, state: PlacedState, mesh: Mesh, cell: Group, holders: Group) -> None:
     """Take the part of another place for that of the new one."""
     if state.shards.cut.place is not None:
         state.shards.cut.place = mesh.place
-    _TAKE_PLACE(plan, state, mesh, cell, column)  # type: ignore[arg-type]  # what is simulated in their place
+    _TAKE_PLACE(plan, state, mesh, cell, holders)  # type: ignore[arg-type]  # what is simulated in their place
 
 
-def furthest_of_any(places: list[Place], cell_size: int) -> Place:
+def furthest_of_any(places: list[Place], by_part: list[list[int]]) -> Place:
     """Count a step as held if one rank holds its part of it."""
     return max(places)
 

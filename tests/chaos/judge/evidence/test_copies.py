@@ -140,7 +140,7 @@ def test_a_part_is_lost_once_every_cell_has_lost_its_place(left: list[int], is_l
     if is_lawful:
         assert copies(run).startswith("cells of 2 ranks; 1 worlds")
     else:
-        with pytest.raises(Violated, match=r"at most [12] of 3 cells had lost the same place"):
+        with pytest.raises(Violated, match=r"at most [12] of 3 holders of one part were gone"):
             copies(run)
 
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from chaos.judge.invariants.whole_run import check_kept
+from chaos.judge.job_shape import cell_size
 from elastic_train.system.failpoints import VARIABLE
 from rendezvous import EtcdServer
 from tests.conftest import start
@@ -62,7 +63,7 @@ def assert_nothing_is_lost(
     num_cells: int = 2,
     sizes: Mapping[str, object] = MODEL,
 ) -> None:
-    """Kill a rank of cells of two at each place in turn: others go on with their processes and parts.
+    """Kill a rank of cells at each place in turn: others go on with their processes and parts.
 
     A new process takes the place, and gets the part. In the end weights are those of as many steps of an undisturbed
     job, `alone`.
@@ -70,21 +71,24 @@ def assert_nothing_is_lost(
     points = folder / "points"
     points.mkdir()
     config = write_config(folder, rows, ENDLESS, parallel, sizes)
-    job = launch(folder, etcd, config, ranks=2 * num_cells, **{VARIABLE: str(points)})
+    per_cell = cell_size({"parallel": parallel})
+    size = per_cell * num_cells
+    job = launch(folder, etcd, config, ranks=size, **{VARIABLE: str(points)})
     try:
-        term, _ = until_whole(folder / "run", 2 * num_cells)
-        lose_ranks(folder, points, 2 * num_cells, [(place, "kill") for place in places])
+        term, _ = until_whole(folder / "run", size)
+        lose_ranks(folder, points, size, [(place, "kill") for place in places])
         log = (folder / "node.log").read_text()
         run = leave(job, folder)
     finally:
         job.kill()
-    assert f"{num_cells} cells of 2 ranks" in log and "Traceback" not in log, log
+    held = f"{num_cells} cells of {per_cell} ranks" if num_cells > 1 else f"{per_cell} ranks make one cell, and"
+    assert held in log and "Traceback" not in log, log
     check_kept(run)
     restored = [line for line in run.of("restore") if int(str(line["term"])) > term]
     assert len({line["term"] for line in restored}) >= len(places)
     assert all(int(str(line["step"])) > 0 for line in restored) and not run.of("rollback")
-    num_ranks = 2 if alone == parallel else 1
-    succeed(start([write_config(folder / "alone", rows, steps_of(run), alone, sizes)], num_ranks=num_ranks))
+    undisturbed = write_config(folder / "alone", rows, steps_of(run), alone, sizes)
+    succeed(start([undisturbed], num_ranks=cell_size({"parallel": alone})))
     assert weights(run) == result(folder / "alone")["weights_sha256"]
 
 

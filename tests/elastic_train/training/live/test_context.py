@@ -13,8 +13,20 @@ from tests.elastic_train.training.live.test_live import etcd, nothing_left
 __all__ = ["etcd", "nothing_left"]  # fixtures
 
 
-@pytest.mark.slow
+pytestmark = pytest.mark.slow
+
+
 def test_ranks_with_parts_of_rows_that_die_cost_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """In the midst of a block a rank's cell waits for its keys and values, and the other cell for its gradients."""
     places = ("forward", "backward", "exchange", "apply")
     assert_nothing_is_lost(tmp_path, rows, etcd, {"context": 2}, places, alone={"context": 2})
+
+
+def test_stages_of_ranks_with_parts_of_rows_lose_no_step_with_one(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """In a single cell, too: a stage's other rank holds the same part, and gives it to the newcomer.
+
+    The bits are those of one stage.
+    """
+    parallel = {"context": 2, "pipeline": 2}
+    places = ("forward 6", "backward 7", "exchange 2", "apply 3", "applied", "commit")
+    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={"context": 2}, num_cells=1)

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic_train.tasks.decoder.shape import DecoderShape
 from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, losses, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, MODEL, TERMS, newest_weights
-from tests.rounding import assert_same_but_for_rounding
+from tests.rounding import assert_same_but_for_rounding, num_terms
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("context")]  # one run to compare with
 CONTEXT = ["--parallel.context", "2"]
+STAGES, TENSOR = ["--parallel.pipeline", "2"], ["--parallel.tensor", "2"]
+STAGED = {"depth": 4, "tied": False}
+"""A model that can be run in two stages with two chunks each."""
+STAGED_TERMS = num_terms(DecoderShape(**{**MODEL, **STAGED, "dropout": 0.0}), num_tokens=16, num_rows=24)  # type: ignore[arg-type]
 
 
 def write(folder: Path, rows: Path, **changes: object) -> str:
@@ -54,6 +59,62 @@ def test_commits_continue_with_any_cells_with_the_same_bits(tmp_path: Path, rows
     assert average_of(tmp_path) == average_of(one_cell)
 
 
+@pytest.fixture(scope="module")
+def one_stage(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
+    """A run of two ranks that hold the whole model and compute rows together."""
+    folder = tmp_path_factory.mktemp("stage")
+    succeed(start([write(folder, few_rows, **STAGED), *CONTEXT], num_ranks=2))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "how"),
+    [
+        (4, [*STAGES, "--parallel.recompute", "units"]),
+        (4, [*STAGES, "--parallel.schedule", "interleaved", "--parallel.bucket_mb", "0.001"]),
+        (8, [*STAGES, "--parallel.schedule", "gpipe"]),
+    ],
+)
+def test_stages_of_ranks_with_parts_of_rows_have_the_bits_of_one_stage(
+    tmp_path: Path, few_rows: Path, one_stage: Path, num_ranks: int, how: list[str]
+) -> None:
+    succeed(start([write(tmp_path, few_rows, **STAGED), *CONTEXT, *how], num_ranks=num_ranks))
+    assert_same_bits(tmp_path, one_stage)
+
+
+def test_commits_of_stages_continue_with_and_without_them(tmp_path: Path, few_rows: Path, one_stage: Path) -> None:
+    """A commit has whole tensors; each is written by one rank of the stage that holds it."""
+    run = write(tmp_path, few_rows, **STAGED)
+    for until, how, num_ranks in [(2, STAGES, 4), (4, [], 2)]:
+        succeed(start([run, *CONTEXT, *how, "--max_steps", str(until)], num_ranks=num_ranks))
+        newest_weights(tmp_path)
+    done = succeed(start([run, *CONTEXT, *STAGES], num_ranks=4))
+    assert "4 ranks make one cell, and 2 hold each part of the state" in done.output
+    assert_same_bits(tmp_path, one_stage)
+
+
+def test_heads_and_rows_are_shared_out_at_once(tmp_path: Path, few_rows: Path, one_stage: Path) -> None:
+    """One hash on one cell, on two, and in stages; near to that of ranks with all heads, by rounding."""
+    cells = {"one": (4, []), "two": (8, ["--parallel.recompute", "units"]), "staged": (8, STAGES)}
+    for name, (num_ranks, how) in cells.items():
+        run = write(tmp_path / name, few_rows, **STAGED)
+        succeed(start([run, *CONTEXT, *TENSOR, *how], num_ranks=num_ranks))
+    for name in ("two", "staged"):
+        assert_same_bits(tmp_path / name, tmp_path / "one")
+    mine, whole = newest_weights(tmp_path / "one"), newest_weights(one_stage)
+    assert result(tmp_path / "one")["weights_sha256"] != result(one_stage)["weights_sha256"]
+    assert_same_but_for_rounding(losses(tmp_path / "one"), losses(one_stage), STAGED_TERMS)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=0, atol=2e-5)
+
+
+def assert_same_bits(folder: Path, other: Path) -> None:
+    for what in ("weights_sha256", "metrics", "num_samples"):
+        assert result(folder)[what] == result(other)[what]
+    assert average_of(folder) == average_of(other)
+    assert losses(folder) == losses(other)
+
+
 def test_no_degree_changes_more_than_roundings(tmp_path: Path, rows: Path) -> None:
     """Of one rank, of three for each row, and of one, two and three in turn, without random numbers."""
     ended = {}
@@ -81,7 +142,14 @@ def test_no_degree_changes_more_than_roundings(tmp_path: Path, rows: Path) -> No
     [
         ({}, [], 3, "a world of 3 ranks is not of whole cells of 2 (parallel.context: 2): start a multiple of 2"),
         ({"experts": 4}, [], 2, "routers weigh whole rows, and task.params.model.experts is 4: set either"),
-        ({}, ["--parallel.tensor", "2"], 4, "context: 2 does not go together with tensor: 2 yet: set one back"),
+        ({}, ["--parallel.expert", "2"], 4, "expert: 2 does not go together with context: 2 yet: set one back"),
+        (
+            {},
+            [*TENSOR, "--parallel.sequence", "true"],
+            4,
+            "context: 2 does not go together with sequence: true yet: set one back",
+        ),
+        ({}, STAGES, 4, "tied: true has one matrix in the first stage and in the last: set it to false"),
         ({}, ["--parallel.shards", "optimizer"], 2, "parallel.context: 2 does not go together with parallel.shards"),
         ({}, ["--run.audit_lanes", "2"], 2, "run.audit_lanes: 2 does not go together with parallel.context: 2 yet"),
     ],
