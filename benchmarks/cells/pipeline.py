@@ -120,9 +120,11 @@ class _Lanes:
         made = self.stage.run(one.chunk, self._batches[one.number], given)
         return made if isinstance(made, Tensor) else made.total
 
-    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
-        if made is not None:
-            torch.autograd.backward(made, gradient)
+    def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
+        torch.autograd.backward(made, gradient)
+
+    def left_out(self, one: Pass) -> None:
+        """All lanes have samples."""
 
     def waited(self) -> None: ...
 

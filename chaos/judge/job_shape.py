@@ -34,16 +34,40 @@ def stage_size(config: Mapping[str, object]) -> int:
     return cell_size(config) // (int(parallel.get("pipeline", 1)) if isinstance(parallel, dict) else 1)
 
 
-def crew_size(config: Mapping[str, object]) -> int:
-    """Return how many ranks compute a lane together: those of a cell, unless each has some of the experts."""
-    parallel = config.get("parallel")
-    return cell_size(config) // (int(parallel.get("expert", 1)) if isinstance(parallel, dict) else 1)
-
-
 def context_size(config: Mapping[str, object]) -> int:
     """Return how many neighbours in a cell hold the same part of the state: those that compute rows together."""
     parallel = config.get("parallel")
     return int(parallel.get("context", 1)) if isinstance(parallel, dict) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Crews:
+    """Who computes lanes together: the ranks of a cell, or those of them that have the same experts of each stage."""
+
+    cell: int
+    num_crews: int
+    stride: int
+    """How far apart neighbouring crews' places are."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, object]) -> Crews:
+        parallel = config.get("parallel")
+        experts = int(parallel.get("expert", 1)) if isinstance(parallel, dict) else 1
+        return cls(cell_size(config), experts, context_size(config))
+
+    @property
+    def size(self) -> int:
+        return self.cell // self.num_crews
+
+    def crew_of(self, rank: int) -> int:
+        """Return the number of a rank's crew, in [0, ranks / size)."""
+        cell, place = divmod(rank, self.cell)
+        return cell * self.num_crews + place // self.stride % self.num_crews
+
+    def number_of(self, place: int) -> int:
+        """Return which of its crew's ranks is at a place, in [0, size)."""
+        group, at = divmod(place, self.stride * self.num_crews)
+        return group * self.stride + at % self.stride
 
 
 def has_parts(config: Mapping[str, object]) -> bool:

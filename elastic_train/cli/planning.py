@@ -67,7 +67,7 @@ def plan(
         Stages of a pipeline, parallel.pipeline by default; with parallel.tensor and --ep they make a cell.
     ep
         Ranks over which experts are spread, parallel.expert by default. The trainer does not run them beside tensor
-        ranks or stages yet.
+        ranks yet.
     cells
         Compare cells, too.
     html

@@ -25,8 +25,9 @@ class ParallelConfig(Section):
     """How many stages a model runs in, each on other workers (pipeline parallelism): they are a cell, too, and may be
     of different nodes. The task has to say what the stages are. No number of stages shows in the bits."""
     expert: PositiveInt = 1
-    """Over how many workers of a node the experts of each block are spread (expert parallelism): a cell, each of whose
-    ranks computes lanes of its own and sends tokens to their experts. No degree shows in the bits."""
+    """Over how many workers of a node the experts of each block are spread (expert parallelism): a cell, or a stage of
+    one, each of whose ranks computes lanes of its own and sends tokens to their experts. No degree shows in the
+    bits."""
     context: PositiveInt = 1
     """How many workers of a node compute each row together, some of its tokens each (context parallelism), so that
     activations of long rows fit: a cell, each of whose ranks holds the whole model, or its part with `tensor` or
@@ -91,7 +92,9 @@ class ParallelConfig(Section):
         """Refuse what was not tried beside spread experts, or beside rows of which ranks have parts."""
         others = {
             "expert": {
-                **{f"{name}: {degree}": degree > 1 for name, degree in self.degrees.items() if name != "expert"},
+                f"tensor: {self.tensor}": self.tensor > 1,
+                f"context: {self.context}": self.context > 1,
+                f"schedule: {self.schedule}": self.num_chunks > 1,
                 f"recompute: {self.recompute}": self.recompute != "none",
             },
             "context": {"sequence: true": self.sequence},

@@ -29,7 +29,7 @@ from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig, checked_best
 from elastic_train.config.section import Section, Value, folder, home
-from elastic_train.system.wording import nearest
+from elastic_train.system.wording import counted, nearest
 
 
 class RunConfig(Section):
@@ -215,10 +215,12 @@ class Config(Section):
             for key, degree in parallel.degrees.items()
             if degree > 1 and found
         ]
-        if self.parallel.pipeline > self.batch.num_lanes:
+        of_each = self.batch.num_lanes // parallel.expert
+        if parallel.pipeline > 1 and parallel.pipeline > of_each:
+            dealt = f" for each of {parallel.expert} ranks with experts" if parallel.expert > 1 else ""
             wrong.append(
-                f"parallel.pipeline: {self.parallel.pipeline} stages would wait for one another with "
-                f"{self.batch.num_lanes} lanes (batch.global_batch {self.batch.global_batch} / batch.micro_batch "
+                f"parallel.pipeline: {parallel.pipeline} stages would wait for one another with "
+                f"{counted(of_each, 'lane')}{dealt} (batch.global_batch {self.batch.global_batch} / batch.micro_batch "
                 f"{self.batch.micro_batch}): make batch.micro_batch smaller, or use fewer stages"
             )
         if parallel.expert > self.batch.num_lanes:

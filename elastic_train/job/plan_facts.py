@@ -28,7 +28,8 @@ def describe_sources(order: Mixture, sources: Sequence[Source], length: int) -> 
 def describe_pipeline(config: Config) -> str:
     """Return what a pipeline's stages wait for one another in one cell; more cells have fewer lanes each."""
     parallel, num_lanes = config.parallel, config.batch.num_lanes
-    waits = bubble(Pipeline(parallel.schedule, parallel.pipeline, num_lanes, parallel.num_chunks))
+    of_each = -(-num_lanes // parallel.expert)  # ranks with experts have a pipeline each
+    waits = bubble(Pipeline(parallel.schedule, parallel.pipeline, of_each, parallel.num_chunks))
     chunks = f" with {parallel.num_chunks} chunks each" if parallel.num_chunks > 1 else ""
     return (
         f"{parallel.pipeline} stages{chunks}, {parallel.schedule}; with all {num_lanes} lanes in one cell they wait "

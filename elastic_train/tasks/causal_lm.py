@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
-from elastic_train.tasks.decoder.experts import RouterLosses
+from elastic_train.tasks.decoder.experts import RouterLosses, with_terms, without_terms
 from elastic_train.tasks.decoder.model import Decoder, drawn_weights
 from elastic_train.tasks.decoder.plans import SEQUENCE_PLAN, TENSOR_PLAN, stages_of
 from elastic_train.tasks.decoder.shape import DecoderShape
@@ -222,12 +222,22 @@ class CausalLM:
         self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
     ) -> Tensor | LaneLoss:
         if isinstance(model, Decoder):
-            out, last = model.run(modules, batch["tokens"], batch.get("positions"), _mask_of(batch), given), "head"
-        else:
-            assert self._parts is not None, "the plan has found them"
-            out = run_parts(model, self._parts, modules, given, lambda: self._logits(model, batch, None))
-            last = self._parts.last
-        return self._loss_of(out, batch, is_training=model.training) if modules[-1] == last else out
+            return self._run_decoder(model, modules, batch, given)
+        assert self._parts is not None, "the plan has found them"
+        out = run_parts(model, self._parts, modules, given, lambda: self._logits(model, batch, None))
+        return self._loss_of(out, batch, is_training=model.training) if modules[-1] == self._parts.last else out
+
+    def _run_decoder(
+        self, model: Decoder, modules: Sequence[str], batch: Batch, given: Tensor | None
+    ) -> Tensor | LaneLoss:
+        """Run a stage; with what it gives to the next one go the losses of its routers, and of those before."""
+        tokens, losses = batch["tokens"], self._router_losses(model, batch)
+        if losses is not None and given is not None:
+            given = without_terms(given, (*tokens.shape, model.shape.dim), losses)
+        out = model.run(modules, tokens, batch.get("positions"), _mask_of(batch), given, losses)
+        if modules[-1] == "head":
+            return _with_losses(self._loss_of(out, batch, is_training=model.training), losses)
+        return out if losses is None else with_terms(out, losses)
 
     def check_parts(self, model: nn.Module, num_parts: int) -> None:
         if not isinstance(model, Decoder):
@@ -260,11 +270,15 @@ class CausalLM:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
-        losses = None
-        if model.training and self.source is None and self._sizes.get("experts"):
-            losses = RouterLosses(batch["places"], self.balance_loss, self.router_z_loss)
+        losses = self._router_losses(model, batch)
         found = self._loss_of(self._logits(model, batch, losses), batch, is_training=model.training)
-        return found if losses is None else replace(found, total=found.total + losses.total())
+        return _with_losses(found, losses)
+
+    def _router_losses(self, model: nn.Module, batch: Batch) -> RouterLosses | None:
+        """Return what takes the losses of routers; None outside of training, and without any."""
+        if not (model.training and self.source is None and self._sizes.get("experts")):
+            return None
+        return RouterLosses(batch["places"], self.balance_loss, self.router_z_loss)
 
     def _loss_of(self, logits: Tensor, batch: Batch, *, is_training: bool) -> LaneLoss:
         """Compute the loss from logits for every token; shape (rows, width, vocabulary)."""
@@ -333,6 +347,10 @@ class CausalLM:
         named = {"position_ids": positions, "attention_mask": mask} if mask is not None else {}
         logits: Tensor = model(input_ids=batch["tokens"], use_cache=False, **named).logits
         return logits[:, self._num_prompt :]
+
+
+def _with_losses(found: LaneLoss, losses: RouterLosses | None) -> LaneLoss:
+    return found if losses is None else replace(found, total=found.total + losses.total())
 
 
 def _mask_of(batch: Batch) -> Tensor | None:

@@ -72,9 +72,9 @@ def _open_in(process: Process, world: World) -> Session:
     elif world.cell is not None:
         take_place(plan, state, world.mesh, world.cell, world.holders)
     head = restore(plan, world, state, before)
-    stuck = check_progress(world, plan)
-    if head is None and state.step == 0 and stuck.num_terms < TRIAL_EVERY:  # a row may end whoever looks at it
+    if head is None and state.step == 0:
         inspect_rows(process, world)
+    stuck = check_progress(world, plan)
     kind = _pick_reduction(plan, world, differing)
     assigned = state.shards.assigned(world.mesh.num_replicas, plan.num_lanes)
     gradients = sum_of_gradients(state, kind, world.owners, plan.num_lanes)
@@ -133,7 +133,8 @@ def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage | None:
     if parallel.pipeline == 1:
         return None
     assert isinstance(task, Staging) and isinstance(shards, CellState) and world.cell is not None, "it was checked"
-    return stage_of(task, state.model, shards.cut.plan, parallel.schedule, world.mesh, world.cell)
+    cut = shards.cut
+    return stage_of(task, state.model, cut.plan, parallel.schedule, world.mesh, world.cell, cut.experts)
 
 
 def _open_context(plan: Plan, world: World) -> Context | None:

@@ -184,10 +184,17 @@ def _run_stage(session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> di
     """Run this rank's stage of its replica's lanes; the last stage alone learns what they give."""
     passes = _StagePasses(session, stage, lanes)
     session.clock.mark("rest")
-    run_schedule(stage.actions(len(lanes)), stage.links, passes)
+    run_schedule(stage.actions(_num_passes(session)), stage.links, passes)
     stage.links.finish()
     session.clock.mark("wait")
     return passes.results
+
+
+def _num_passes(session: Session) -> int:
+    """Return how many lanes those of this cell's ranks have that have most: all keep to one schedule."""
+    mesh = session.world.mesh
+    first = mesh.replica * mesh.cell.expert
+    return max(len(lanes) for lanes in session.assigned[first : first + mesh.cell.expert])
 
 
 class _StagePasses:
@@ -199,7 +206,7 @@ class _StagePasses:
         self.results: dict[int, LaneSums | Unread] = {batch.lane: LaneSums() for batch in lanes}
 
     def key(self, number: int) -> Hashable | None:
-        return self._keys[number]
+        return self._keys[number] if number < len(self._keys) else None
 
     def forward(self, one: Pass, given: Tensor | None) -> Tensor:
         session, batch = self._session, self._lanes[one.number]
@@ -211,7 +218,7 @@ class _StagePasses:
         session.clock.mark("to_device")
         reach("forward")
         part = None if session.context is None else session.context.part
-        with session.plan.autocast():
+        with session.plan.autocast(), self._with_experts(one):
             made = self._stage.run(one.chunk, tensors, given, part)
         session.clock.mark("forward")
         if isinstance(made, Tensor):
@@ -219,14 +226,31 @@ class _StagePasses:
         self.results[batch.lane] = _given(made.total, made.weight)
         return session.state.scaler.scale(made.total)
 
-    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
+    def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
         lane = self._session.lane = self._lanes[one.number].lane
         reach("backward")
         with self._sums[one.chunk].lane(lane):
-            if made is not None and made.requires_grad:
+            if made.requires_grad:
                 with _audited(self._session, lane):
                     torch.autograd.backward(made, gradient)
         self._session.clock.mark("backward")
+
+    def left_out(self, one: Pass) -> None:
+        """Take part in what others do with their lanes; where they have one more, this rank has none left."""
+        total = self._sums[one.chunk]
+        if one.direction == "forward":
+            with self._with_experts(one):
+                pass
+        elif one.number < len(self._lanes):
+            with total.lane(self._lanes[one.number].lane):
+                pass
+        else:
+            total.serve()
+
+    def _with_experts(self, one: Pass) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a forward pass whose tokens go to experts, wherever these are."""
+        experts = self._stage.experts
+        return contextlib.nullcontext() if experts is None else experts.forward_pass(one.number, trains=True)
 
     def waited(self) -> None:
         self._session.clock.mark("wait")

@@ -26,7 +26,7 @@ from chaos.judge.evidence.run_files import (
     whole,
 )
 from chaos.judge.findings import Unknown, Violated
-from chaos.judge.job_shape import MixedShape, Shape, cell_size
+from chaos.judge.job_shape import Crews, MixedShape, Shape
 
 _ROUNDED = 10_000
 """What shares add up to that weights had to be rounded to."""
@@ -268,10 +268,10 @@ def reached_by(run: Evidence) -> dict[tuple[int, int], int]:
 @once
 def counts_of(run: Evidence) -> dict[int, Counts]:
     """Count, for every epoch, how often each (offset, lane) is in the lineage; shape (offsets, lanes)."""
-    shape, size = shape_of(run), cell_size(run.config)
+    shape, crews = shape_of(run), Crews.of(run.config)
     counts = {epoch: np.zeros((shape.offsets(epoch), shape.num_lanes), np.int32) for epoch in range(shape.num_epochs)}
     for applied in lineage_of(run):
-        for line in _completed(_of_each_cell(applied.lines, size), shape.num_lanes, size):
+        for line in _completed(_of_each_crew(applied.lines, crews), shape.num_lanes, crews):
             epoch, lo, hi = whole(line, "epoch"), whole(line, "lo"), whole(line, "hi")
             if epoch not in counts or not 0 <= lo < hi <= len(counts[epoch]):
                 where = f"step {applied.step} of term {applied.term}"
@@ -292,18 +292,20 @@ def first_miscount(run: Evidence) -> str | None:
     return None
 
 
-def _of_each_cell(lines: tuple[Line, ...], size: int) -> tuple[Line, ...]:
-    """Return one line of a step for each cell, whose ranks have computed the same lanes."""
-    return lines if size == 1 else tuple({whole(line, "rank") // size: line for line in reversed(lines)}.values())
+def _of_each_crew(lines: tuple[Line, ...], crews: Crews) -> tuple[Line, ...]:
+    """Return one line of a step for each crew, whose ranks have computed the same lanes."""
+    if crews.size == 1:
+        return lines
+    return tuple({crews.crew_of(whole(line, "rank")): line for line in reversed(lines)}.values())
 
 
-def _completed(lines: tuple[Line, ...], num_lanes: int, size: int) -> Iterator[Line]:
+def _completed(lines: tuple[Line, ...], num_lanes: int, crews: Crews) -> Iterator[Line]:
     """Yield a step's lines, and one more for lanes of replicas that died before they could write theirs.
 
     A rank that has applied a step proves that the reduction of all lanes was complete.
     """
     yield from lines
-    if not lines or whole(lines[0], "world") == size * len(lines):
+    if not lines or whole(lines[0], "world") == crews.size * len(lines):
         return
     for lane in sorted(set(range(num_lanes)).difference(*map(lanes_of, lines))):
         yield {**lines[0], "lanes": [lane, lane + 1]}

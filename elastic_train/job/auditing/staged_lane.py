@@ -56,8 +56,7 @@ class _Passes:
             made = self._stage.run(one.chunk, self._batch, given)
         return made if isinstance(made, Tensor) else self._scaler.scale(made.total)
 
-    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
-        assert made is not None, "the lane has samples"
+    def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
         given = self._given.pop(one.chunk, None)
         if not made.requires_grad:  # a first stage of which nothing is trained
             return
@@ -68,5 +67,8 @@ class _Passes:
                 self.sums[number] = checksum(own)
         if given is not None:
             given.grad = found[-1]
+
+    def left_out(self, one: Pass) -> None:
+        """The lane has samples."""
 
     def waited(self) -> None: ...

@@ -121,9 +121,11 @@ class CellState(ReplicatedState):
             self._sum.close()
         lanes, bucket_bytes = self._mesh.assigned(num_lanes), self.bucket_bytes
         if experts is not None:
-            named, cuts = list(self.model.named_parameters()), self.cut.cuts
-            whole, parts = ([one for name, one in named if (name in cuts) == is_cut] for is_cut in (False, True))
-            self._sum = ExpertSum(whole, parts, replicas, self._holders, lanes, experts, bucket_bytes)
+            whole, parts = self.cut.by_spread()
+            is_staged = self.cell.stage > 1
+            self._sum = ExpertSum(
+                whole, parts, replicas, self._holders, lanes, experts, bucket_bytes, is_staged=is_staged
+            )
         elif self.cut.plan.num_chunks > 1:
             self._sum = ChunkSum(self.cut.by_chunk(), self._holders, num_lanes, bucket_bytes, degree)
         else:

@@ -184,6 +184,12 @@ class CutModel:
             found[pieces[id(one)] // self.plan.num_stages].append(one)
         return found
 
+    def by_spread(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters that ranks with other experts have, too, and those of the experts."""
+        spread = {id(one) for experts in self._spread for one in experts.parameters()}
+        whole, parts = ([one for one in self.model.parameters() if (id(one) in spread) == it] for it in (False, True))
+        return whole, parts
+
     @property
     def known_cell(self) -> Group:
         """All places of the present world's cell."""

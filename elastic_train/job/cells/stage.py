@@ -13,6 +13,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.core.schedules import Action, Kind, Pass, Pipeline, schedule
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.cells.cell_plan import CellPlan
+from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.pipeline import run_schedule
 from elastic_train.parallel.cells.stage_links import StageLinks
 from elastic_train.parallel.group import Group
@@ -29,6 +30,8 @@ class Stage:
     number: int
     kind: Kind
     links: StageLinks
+    experts: ExpertLinks | None = None
+    """Those to ranks of this stage that have other experts, if they are spread."""
 
     def actions(self, num_lanes: int, kind: Kind | None = None) -> Sequence[Action]:
         """Return what this stage does in a step of so many lanes; by its own kind of schedule, or by another."""
@@ -81,25 +84,36 @@ class _Forward:
         self.losses[one.number] = made
         return made.total
 
-    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
+    def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
         """The schedule has none."""
+
+    def left_out(self, one: Pass) -> None:
+        """Where experts are spread, the turn takes part in the others'."""
 
     def waited(self) -> None: ...
 
 
-def stage_of(task: Staging, model: nn.Module, plan: CellPlan, kind: Kind, mesh: Mesh, cell: Group) -> Stage:
+def stage_of(
+    task: Staging,
+    model: nn.Module,
+    plan: CellPlan,
+    kind: Kind,
+    mesh: Mesh,
+    cell: Group,
+    experts: ExpertLinks | None = None,
+) -> Stage:
     """Return the stage of a rank in its cell."""
     number, stride = mesh.coordinates.stage, mesh.cell.stage_size
     goes_round = plan.num_chunks > 1
     before = (mesh.place - stride) % mesh.cell.size if number or goes_round else None
     after = (mesh.place + stride) % mesh.cell.size if number < plan.num_stages - 1 or goes_round else None
-    return Stage(task, model, plan, number, kind, StageLinks(cell, before, after))
+    return Stage(task, model, plan, number, kind, StageLinks(cell, before, after), experts)
 
 
 def key_of(batch: LaneBatch, *, trains: bool = True) -> Hashable | None:
     """Return what lanes have in common whose activations have one form; None for one without samples.
 
-    In a validation rows are whole, also where they are trained in parts.
+    In a validation rows are whole, also where they are trained in parts, and routers add nothing to a loss.
     """
     if batch.tensors is None:
         return None

@@ -2,7 +2,9 @@
 
 Each rank computes lanes of its own, all of them one at a time in step: a *turn*. An expert's rank computes the product
 of one lane's tokens by itself, as one rank with all experts would, and keeps each lane's gradient of its weights apart.
-So no degree is in any bit. A rank without a lane, or with one without samples, takes part in the others' turn.
+So no degree is in any bit. A rank without a lane, or with one without samples, takes part in the others' turn. In a
+pipeline the ranks of a stage run the passes of one schedule in step, so forward passes of several turns may come before
+the first one's backward pass.
 
 Who sends how many tokens is gathered first; then tensors go from each rank to each, and are put together in the order
 of the ranks. Backward passes go the same way in the opposite order. A peer that is lost ends any of it with
@@ -51,13 +53,16 @@ class _Kept(NamedTuple):
 
 
 class ExpertLinks:
-    """This rank's exchanges with the others of its cell, block by block, in the order of `units`."""
+    """This rank's exchanges with the others of its cell, or of its stage, block by block, in the order of `units`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
+        """`units` are those of the whole model; a rank has none of the experts of those that other stages run."""
         self._units = units
         self._group: Group | None = None
-        self._at = 0
-        """How many units have run forward in this turn."""
+        self._left: list[Unit] = []
+        """The units that have not run forward in this turn yet, the next one last."""
+        self._taken_part: dict[int, list[_Kept]] = {}
+        """What forward passes of turns keep in which this rank has run none itself."""
         self.leaves: Sequence[Leaf] = ()
         """Of this turn, by rank of the cell, whose lanes' gradients they are."""
 
@@ -68,19 +73,39 @@ class ExpertLinks:
 
     def bind(self, group: Group) -> None:
         """Exchange with the ranks of this group from now on; a rank's number says which experts it has."""
-        self._group = group
+        self._group, self._taken_part = group, {}
+
+    @property
+    def here(self) -> list[Unit]:
+        """The units of which this rank has some experts, in the order in which they run."""
+        return [unit for unit in self._units if len(unit.stacked[0])]
 
     @contextlib.contextmanager
     def turn(self, *, trains: bool) -> Iterator[None]:
         """Return the context of this rank's passes; if it has run none, it takes part in the others'."""
-        self._at, self.leaves = 0, [{} for _ in range(self.group.size)]
+        with self.backward_pass(0), self.forward_pass(0, trains=trains):
+            yield
+
+    @contextlib.contextmanager
+    def forward_pass(self, turn: int, *, trains: bool) -> Iterator[None]:
+        """Return the context of this rank's forward pass in a turn."""
+        units = self.here
+        self._left = units[::-1]
         yield
-        if self._at == 0:
-            kept = [self.forward(unit, None, (), trains=trains)[1] for unit in self._units]
-            for unit, one in zip(reversed(self._units), reversed(kept), strict=True):
-                if trains:
-                    self.backward(unit, one, None)
-        assert self._at == len(self._units), f"{self._at} of {len(self._units)} blocks with experts were run"
+        if len(self._left) == len(units):
+            kept = [self.forward(unit, None, (), trains=trains)[1] for unit in units]
+            if trains:
+                self._taken_part[turn] = kept
+        assert not self._left, f"{len(self._left)} of {len(units)} blocks with experts were not run"
+
+    @contextlib.contextmanager
+    def backward_pass(self, turn: int) -> Iterator[None]:
+        """Return the context of this rank's backward pass in a turn; `leaves` are the turn's after it."""
+        self.leaves = [{} for _ in range(self.group.size)]
+        yield
+        if (kept := self._taken_part.pop(turn, None)) is not None:
+            for unit, one in zip(reversed(self.here), reversed(kept), strict=True):
+                self.backward(unit, one, None)
 
     def turns(self, items: Iterator[T]) -> Iterator[T]:
         """Yield what this rank runs forward passes with, one in a turn, until no rank of the cell has any left."""
@@ -99,8 +124,8 @@ class ExpertLinks:
 
     def forward(self, unit: Unit, x: Tensor | None, counts: Sequence[int], *, trains: bool) -> tuple[Tensor, _Kept]:
         """Send tokens to their experts, compute those that come, and return what others have made of this rank's."""
-        assert self._units[self._at] is unit, "experts run in the order of the model's blocks, each once"
-        self._at += 1
+        expected = self._left.pop() if self._left else None
+        assert expected is unit, "experts run in the order of the model's blocks, each once"
         group, mine = self.group, self.group.rank
         table = self._counts(unit, x, counts)
         sources = [_Source.of(row) for row in table]

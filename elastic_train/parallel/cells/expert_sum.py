@@ -2,7 +2,7 @@
 
 Two sums along one tree of lanes: what every rank has, over all ranks, each of which adds its own lanes; and the experts
 of a place, over the cells, each of which adds all of its lanes. In a turn a cell's ranks compute neighbouring lanes,
-one each, so a cell's lanes come in ascending order.
+one each, so a cell's lanes come in ascending order; in a pipeline their backward passes do.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ class ExpertSum:
         lanes: Assignment,
         links: ExpertLinks,
         bucket_bytes: float | None,
+        *,
+        is_staged: bool = False,
     ) -> None:
-        """`lanes` are those of every rank; `column` has the ranks of this one's place in all cells."""
+        """`lanes` are those of every owner, of which `ranks` has one each; `column` has the ranks of this one's place
+        in all cells. Where the model is run in stages, forward passes are not between a lane's beginning and its end.
+        """
         size = links.group.size
         by_cell = tuple(_together(lanes[first : first + size]) for first in range(0, len(lanes), size))
         flats, placed = place_gradients(whole)
@@ -40,6 +44,7 @@ class ExpertSum:
         self._experts = [one for one in parts if one.requires_grad]
         self._parts = CanonicalSum(bind_gradients(parts), column, by_cell)
         self._lanes, self._links, self._num_turns = by_cell[column.rank], links, 0
+        self._is_staged = is_staged
 
     def begin(self, lanes: range) -> None:
         self._whole.begin(lanes)
@@ -49,13 +54,13 @@ class ExpertSum:
     @contextlib.contextmanager
     def lane(self, lane: int) -> Iterator[None]:
         assert lane == self._turn[self._links.group.rank], "a rank's lanes come in their order"
-        with self._whole.lane(lane), self._links.turn(trains=True):
+        with self._whole.lane(lane), self._passes():
             yield
         self._end_turn()
 
     def serve(self) -> None:
         while self._turn:
-            with self._links.turn(trains=True):
+            with self._passes():
                 pass
             self._end_turn()
 
@@ -76,6 +81,10 @@ class ExpertSum:
         """The lanes of the present turn, by rank of the cell."""
         size = self._links.group.size
         return self._lanes[self._num_turns * size :][:size]
+
+    def _passes(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of what a rank runs in a turn between a lane's beginning and its end."""
+        return self._links.backward_pass(self._num_turns) if self._is_staged else self._links.turn(trains=True)
 
     def _end_turn(self) -> None:
         """Add what the turn's lanes have given to this place's experts, in their order."""

@@ -25,8 +25,11 @@ class Passes(Protocol):
     def forward(self, one: Pass, given: Tensor | None) -> Tensor:
         """Return what a chunk makes of what the piece before has given, None to the first; the last, its loss."""
 
-    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
-        """Add the gradients of a lane, given that of what `forward` has made; both None where there are no samples."""
+    def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
+        """Add the gradients of a lane, given that of what `forward` has made; the last is given none."""
+
+    def left_out(self, one: Pass) -> None:
+        """Note that the turn of a lane without samples has come."""
 
     def waited(self) -> None:
         """Note that an exchange has ended."""
@@ -56,8 +59,7 @@ def run_schedule(actions: Iterable[Action], links: StageLinks, passes: Passes) -
             _exchange(action, links, passes, alive, made)
             passes.waited()
         elif passes.key(action.number) is None:
-            if action.direction == "backward":
-                passes.backward(action, None, None)
+            passes.left_out(action)
         else:
             given = links.arrived(action)
             passes.waited()

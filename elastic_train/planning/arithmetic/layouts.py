@@ -1,8 +1,8 @@
 """Layouts: how a run is spread over devices, and what rules one out before anything is worked out.
 
 What the trainer runs today are shards, copies and offload over single ranks, tensor ranks, stages and ranks that
-compute rows together with whole state, or experts, and recomputation. All else (such as cells in shards) is arithmetic:
-then `runs_today` is false.
+compute rows together with whole state, or experts alone or in stages, and recomputation. All else (such as cells in
+shards) is arithmetic: then `runs_today` is false.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Layout:
     def runs_today(self) -> bool:
         """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
         is_whole = self.shards == "none" and self.offload == "none"
-        has_experts_alone = self.expert == self.cell and self.recompute == "none"
-        has_parts_of_rows = self.context > 1 and self.sequence
-        fits = (self.expert == 1 or has_experts_alone) and not has_parts_of_rows and not self.cuts_rest
+        in_the_way = self.tensor > 1 or self.context > 1 or self.interleave > 1 or self.recompute != "none"
+        fits_experts = self.expert == 1 or not in_the_way
+        fits = fits_experts and not (self.context > 1 and self.sequence) and not self.cuts_rest
         return self.cell == 1 or (is_whole and fits)
 
     @property
@@ -118,10 +118,10 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
         wrong.append(f"tp {layout.tensor} reaches beyond a node of {cluster.per_node} devices")
     if layout.context > cluster.per_node:
         wrong.append(f"cp {layout.context} reaches beyond a node of {cluster.per_node} devices")
-    ranks = layout.tensor * layout.context  # of a stage, which are of one node
+    ranks = layout.tensor * layout.expert * layout.context  # of a stage, which are of one node
     if cluster.nodes > 1 and ranks <= cluster.per_node and (idle := cluster.per_node % ranks):
         wrong.append(
-            f"tp x cp = {ranks} leaves {idle} of a node's {cluster.per_node} devices over: stages are not of two nodes"
+            f"tp x {'ep x ' if layout.expert > 1 else ''}cp = {ranks} leaves {idle} of a node's {cluster.per_node} devices over: stages are not of two nodes"
         )
     if layout.pipeline > 1 and len(model.blocks) % (layout.pipeline * layout.interleave):
         pieces = f"pp {layout.pipeline}" + (f" x vpp {layout.interleave}" if layout.interleave > 1 else "")

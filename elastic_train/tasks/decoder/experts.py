@@ -8,6 +8,7 @@ the order in which the lane has them, so bits depend on the lane alone. What rou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -46,6 +47,20 @@ class RouterLosses:
     def total(self) -> Tensor:
         """Return what all blocks have added."""
         return torch.stack(self.terms).sum()
+
+
+def with_terms(out: Tensor, losses: RouterLosses) -> Tensor:
+    """Return in one vector what a stage gives to the next: its output, and what routers so far add to the loss."""
+    assert all(term.dtype == out.dtype for term in losses.terms), "both are in fp32"
+    return torch.cat((out.flatten(), torch.stack(losses.terms)))
+
+
+def without_terms(given: Tensor, shape: Sequence[int], losses: RouterLosses) -> Tensor:
+    """Return the output, of this shape, that the stage before has given; `losses` take what its routers add."""
+    size = math.prod(shape)
+    out, terms = torch.split(given, [size, len(given) - size])
+    losses.terms.extend(terms.unbind())
+    return out.view(*shape)
 
 
 def shares_of(chosen: Tensor, num_experts: int) -> Tensor:

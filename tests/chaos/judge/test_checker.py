@@ -425,9 +425,31 @@ def test_where_experts_are_spread_each_rank_computes_lanes_of_its_own(healthy: P
         for lines in run.processes
     ]
     cells = replace(run, config={**run.config, "parallel": {"expert": 2}}, processes=placed)
-    assert _partition_of(cells) == "true"
+    assert _partition_of(cells) == find("coverage", lambda: coverage(cells)).truth == "true"
     assert _partition_of(replace(cells, config={**run.config, "parallel": {"tensor": 2}})) == "false"
     assert _partition_of(replace(cells, processes=run.processes)) == "false", "no rank says its place"
+
+
+def test_ranks_with_equal_experts_of_each_stage_are_a_crew(healthy: Path) -> None:
+    """In a cell of two stages of two ranks, which have other experts, the first ranks of both compute its lanes."""
+    run = collect(healthy / "faulted")
+    staged = [
+        [_at_stage(line, stage) if line["op"] == "step" else line for line in lines]
+        for stage in (0, 1)
+        for lines in run.processes
+    ]
+    parallel = {"expert": 2, "pipeline": 2}
+    cells = replace(run, config={**run.config, "parallel": parallel}, processes=staged)
+    assert _partition_of(cells) == find("coverage", lambda: coverage(cells)).truth == "true"
+    tensor = {"tensor": 2, "pipeline": 2}
+    assert _partition_of(replace(cells, config={**run.config, "parallel": tensor})) == "false"
+
+
+def _at_stage(line: Line, stage: int) -> Line:
+    """Return a rank's line as that of a stage of a cell of four, each of whose stages has two ranks."""
+    cell, expert = divmod(line["rank"], 2)  # type: ignore[operator, call-overload, misc]
+    place = 2 * stage + expert
+    return {**line, "rank": 4 * cell + place, "place": place, "world": 2 * line["world"]}  # type: ignore[operator]
 
 
 def _at_place(line: Line, place: int) -> Line:

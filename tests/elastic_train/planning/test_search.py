@@ -40,6 +40,7 @@ def job(on: str = "2x8xH100", lanes: int = 64) -> Job:
         (Layout(tensor=4, pipeline=4), 3, "pp 4: 4 stages, but only 3 lanes"),
         (Layout(expert=8), 6, "ep 8: 8 ranks with experts, but only 6 lanes"),
         (Layout(tensor=3), 48, "tp x cp = 3 leaves 2 of a node's 8 devices over"),
+        (Layout(pipeline=2, expert=3), 48, "tp x ep x cp = 3 leaves 2 of a node's 8 devices over"),
         (Layout(pipeline=8), 64, "does not divide the model's 12 blocks"),
         (Layout(expert=2), 64, "has no experts"),
         (Layout(context=16), 64, "cp 16 reaches beyond a node"),

@@ -9,7 +9,7 @@ from chaos.judge.evidence.applied import Steps, restored_at, result_of, shape_of
 from chaos.judge.evidence.holes import left_out_of
 from chaos.judge.evidence.run_files import Evidence, Line, lanes_of, number, whole
 from chaos.judge.findings import Violated
-from chaos.judge.job_shape import cell_size, crew_size
+from chaos.judge.job_shape import Crews
 
 _UNWRITTEN_S = 0.25
 """How long a line may wait for the thread that writes it, on a machine that is busy."""
@@ -77,10 +77,10 @@ def partition(run: Evidence) -> str:
     last_term, ended_at = whole(result_of(run), "term"), dict[int, float]()
     for (term, _), lines in steps.items():
         ended_at[term] = max(ended_at.get(term, 0.0), *(number(line, "t") for line in lines))
-    size, crew = cell_size(run.config), crew_size(run.config)
-    if size > 1:
-        _check_cells(steps, size, crew)
-    in_places = ((key, lines, alike) for key, lines in steps.items() for alike in _by_place(lines, crew))
+    crews = Crews.of(run.config)
+    if crews.cell > 1:
+        _check_cells(steps, crews)
+    in_places = ((key, lines, alike) for key, lines in steps.items() for alike in _by_number(lines, crews))
     for (term, step), lines, alike in in_places:
         if _tile(alike, num_lanes):
             continue
@@ -96,14 +96,14 @@ def partition(run: Evidence) -> str:
     return f"{len(steps)} applied steps, {num_lanes} lanes, each lane once in each"
 
 
-def _check_cells(steps: Steps, size: int, crew: int) -> None:
-    """Each rank of a cell is at its own place, and neighbours that are a crew compute the same lanes."""
+def _check_cells(steps: Steps, crews: Crews) -> None:
+    """Each rank of a cell is at its own place, and those of a crew compute the same lanes."""
     for (term, step), lines in steps.items():
         lanes: dict[int, Line] = {}
         for line in lines:
             rank = whole(line, "rank")
-            place = rank % size
-            first, where = lanes.setdefault(rank // crew, line), f"term {term}, step {step}: rank {line['rank']}"
+            place = rank % crews.cell
+            first, where = lanes.setdefault(crews.crew_of(rank), line), f"term {term}, step {step}: rank {line['rank']}"
             if line.get("place") != place:
                 raise Violated(f"{where} computed as place {line.get('place')} of its cell, it is place {place}")
             if lanes_of(line) != lanes_of(first):
@@ -111,9 +111,14 @@ def _check_cells(steps: Steps, size: int, crew: int) -> None:
                 raise Violated(f"{where} computed lanes {mine}, rank {first['rank']} of its cell {others}")
 
 
-def _by_place(lines: list[Line], size: int) -> list[list[Line]]:
-    """Return a step's lines by their ranks' places in cells; all together where every rank is a replica."""
-    return [[line for line in lines if line.get("place", 0) == place] for place in range(size)] if size > 1 else [lines]
+def _by_number(lines: list[Line], crews: Crews) -> list[list[Line]]:
+    """Return a step's lines by their ranks' numbers in crews; all together where every rank computes its own lanes."""
+    if crews.size == 1:
+        return [lines]
+    found: list[list[Line]] = [[] for _ in range(crews.size)]
+    for line in lines:
+        found[crews.number_of(whole(line, "place"))].append(line)
+    return found
 
 
 def _is_unwritten_to_the_end(run: Evidence, term: int, at: float, lanes: list[int]) -> bool:

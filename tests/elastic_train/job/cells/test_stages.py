@@ -90,9 +90,11 @@ class Lanes:
         self.losses.append(float(made.total.detach()))
         return made.total
 
-    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
-        if made is not None:
-            torch.autograd.backward(made, gradient)
+    def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
+        torch.autograd.backward(made, gradient)
+
+    def left_out(self, one: Pass) -> None:
+        assert not WIDTHS[one.number]
 
     def waited(self) -> None: ...
 
@@ -136,6 +138,20 @@ def of_rank(rank: int, size: int, folder: str, kind: str, make: Callable[[], Sub
 def test_stages_compute_the_bits_of_the_whole(tmp_path: Path, size: int, kind: str) -> None:
     """Losses and gradients, with dropout, lanes of several shapes, and one without samples."""
     run_ranks(of_rank, size, str(tmp_path), kind)
+
+
+def with_experts() -> Subject:
+    sizes = {"dim": 16, "depth": 5, "heads": 4, "tied": False, "experts": 3, "expert_hidden": 6, "dropout": 0.3}
+    shape = DecoderShape(vocabulary=11, **sizes)  # type: ignore[arg-type]
+    task = CausalLM(model=sizes, balance_loss=0.1, router_z_loss=0.01)
+    return Subject(task, lambda: Decoder(shape), lambda: drawn_weights(shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "kind"), [(3, "1f1b"), (2, "interleaved")])
+def test_the_routers_of_all_stages_add_to_the_loss(tmp_path: Path, size: int, kind: str) -> None:
+    """What those of the first ones add goes through all that follow, and their gradients come back."""
+    run_ranks(of_rank, size, str(tmp_path), kind, with_experts)
 
 
 @pytest.mark.parametrize(("num_stages", "num_blocks"), [(2, [2, 3]), (3, [1, 2, 2]), (5, [1] * 5)])

@@ -14,7 +14,9 @@ __all__ = ["etcd", "nothing_left"]  # fixtures
 SIZES = {**MODEL, "experts": 4, "hidden": 16}
 
 
-@pytest.mark.slow
+pytestmark = pytest.mark.slow
+
+
 def test_ranks_with_experts_that_die_cost_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """In the midst of a turn a rank's cell waits for its tokens, and the other cell for its gradients.
 
@@ -22,3 +24,11 @@ def test_ranks_with_experts_that_die_cost_no_applied_step(tmp_path: Path, rows: 
     """
     places = ("backward", "exchange", "apply")
     assert_nothing_is_lost(tmp_path, rows, etcd, {"expert": 2}, places, alone={"expert": 1}, sizes=SIZES)
+
+
+def test_ranks_of_stages_with_experts_that_die_cost_no_applied_step(
+    tmp_path: Path, rows: Path, etcd: EtcdServer
+) -> None:
+    """The other pipeline of a rank's cell waits for its experts, its own for activations and gradients."""
+    parallel, places = {"expert": 2, "pipeline": 2}, ("forward 11", "backward 13", "exchange 3")
+    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={"expert": 1}, sizes=SIZES)

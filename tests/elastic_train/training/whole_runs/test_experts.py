@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import start
-from tests.elastic_train.training.jobs import average_of, config, result, succeed
+from tests.elastic_train.training.jobs import average_of, config, losses, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, newest_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("experts")]  # one run to compare with
@@ -17,6 +17,11 @@ MODEL = {
 PARAMS = {"model": MODEL, "max_tokens": 16}
 # 30 samples in lanes of 5: six lanes, so of two cells of two ranks each computes three, the last of them alone.
 JOB = {**LANGUAGE, "batch": {"global_batch": 30, "micro_batch": 5}}
+
+
+STAGES = ["--parallel.pipeline", "2"]
+STAGED = {"tied": False, "depth": 4}
+"""A model that can be run in two stages with two chunks each."""
 
 
 def write(folder: Path, few_rows: Path, **changes: object) -> str:
@@ -59,6 +64,47 @@ def test_commits_continue_at_any_degree_with_the_same_bits(tmp_path: Path, few_r
     assert all(mine[name].equal(tensor) for name, tensor in whole.items())
 
 
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
+    """A run of one process whose model could be run in stages."""
+    folder = tmp_path_factory.mktemp("untied")
+    succeed(start([write(folder, few_rows, **STAGED)], num_ranks=1))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "how"),
+    [
+        (2, [*STAGES, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
+        (2, [*STAGES, "--parallel.schedule", "interleaved"]),
+        (4, [*STAGES, "--parallel.expert", "2", "--parallel.bucket_mb", "0.001"]),
+        (8, [*STAGES, "--parallel.expert", "2", "--parallel.schedule", "gpipe"]),
+    ],
+)
+def test_stages_with_experts_have_the_bits_of_one_process(
+    tmp_path: Path, few_rows: Path, untied: Path, num_ranks: int, how: list[str]
+) -> None:
+    """Losses, too, of which routers of all stages are a part; of three lanes in each of two cells a rank has one."""
+    succeed(start([write(tmp_path, few_rows, **STAGED), *how], num_ranks=num_ranks))
+    assert_same_bits(tmp_path, untied)
+
+
+def test_commits_of_stages_with_experts_continue_at_any_degree(tmp_path: Path, few_rows: Path, untied: Path) -> None:
+    run, both = write(tmp_path, few_rows, **STAGED), [*STAGES, "--parallel.expert", "2"]
+    for until, how, num_ranks in [(2, both, 4), (3, ["--parallel.expert", "2"], 4), (4, STAGES, 2)]:
+        succeed(start([run, *how, "--max_steps", str(until)], num_ranks=num_ranks))
+        newest_weights(tmp_path)
+    succeed(start([run, *both], num_ranks=4))
+    assert_same_bits(tmp_path, untied)
+
+
+def assert_same_bits(folder: Path, other: Path) -> None:
+    for what in ("weights_sha256", "metrics", "num_samples"):
+        assert result(folder)[what] == result(other)[what]
+    assert average_of(folder) == average_of(other)
+    assert losses(folder) == losses(other)
+
+
 @pytest.mark.parametrize(
     ("changes", "how", "num_ranks", "message"),
     [
@@ -68,6 +114,13 @@ def test_commits_continue_at_any_degree_with_the_same_bits(tmp_path: Path, few_r
         ({}, ["--batch.global_batch", "5"], 2, "parallel.expert: 2 ranks compute a lane each, and there are 1"),
         ({}, ["--batch.global_batch", "15"], 4, "4 ranks, but only 3 lanes"),
         ({}, ["--parallel.tensor", "2"], 4, "expert: 2 does not go together with tensor: 2 yet: set one back"),
+        (STAGED, [*STAGES, "--parallel.schedule", "interleaved"], 4, "together with schedule: interleaved yet: set"),
+        (
+            STAGED,
+            [*STAGES, "--batch.global_batch", "15"],
+            4,
+            "2 stages would wait for one another with 1 lane for each of 2 ranks with experts (batch.global_batch 15",
+        ),
         ({}, ["--parallel.recompute", "units"], 2, "expert: 2 does not go together with recompute: units yet"),
         ({}, ["--parallel.shards", "optimizer"], 2, "parallel.expert: 2 does not go together with parallel.shards"),
         ({}, ["--optimizer.name", "muon"], 2, "and parallel.tensor, pipeline and expert to 1"),
