@@ -167,6 +167,17 @@ class Poisoned(TextClassifier):
         return replace(loss, total=loss.total * torch.nan)
 
 
+class Uninspectable(TextClassifier):
+    """Has a row that ends every process that inspects it."""
+
+    def inspected_columns(self) -> list[str]:
+        return ["label"]
+
+    def unfit_rows(self, rows: pa.Table) -> list[tuple[int, str]]:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return []
+
+
 class WiderByRank(TextClassifier):
     """Has a wider model on every rank but the first, as where a helper of the task is not the same on all nodes."""
 

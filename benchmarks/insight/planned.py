@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import statistics
 import tempfile
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from elastic_train.job.plan import Plan, make_plan
 from elastic_train.planning.arithmetic.catalogue import Cluster, Link, shipped
 from elastic_train.planning.arithmetic.layouts import Layout
 from elastic_train.planning.arithmetic.memory import memory_of
-from elastic_train.planning.arithmetic.step_time import passes_of, step_time
+from elastic_train.planning.arithmetic.step_time import crowding, passes_of, step_time
 from elastic_train.planning.calibrating import measure_device
 from elastic_train.planning.reading import Read, read_config
 
@@ -143,11 +144,11 @@ def _foreseen_s(read: Read, shards: Mode, world: int, timed: list[dict[str, floa
         call_s=slowest["call_s"],
         matmul_share=1.0,
         memory_share=1.0,
-        node=1 << 10,  # that ranks share cores is in what was measured
+        node=len(os.sched_getaffinity(0)),
     )
-    passes = passes_of(read.facts, Layout(), device)
-    device = replace(device, pace=slowest["lane_s"] / (passes.forward_s + passes.backward_s))
     wire = Link("wire", BYTES_PER_S / 1e9, ALPHA_S)
+    passes = passes_of(read.facts, Layout(), device, crowding(Cluster(device, wire, wire, 1, world), threads=1))
+    device = replace(device, pace=slowest["lane_s"] / (passes.forward_s + passes.backward_s))
     layout = replace(read.layout, shards=shards, copies=1)
     return step_time(read.facts, layout, read.batch, Cluster(device, wire, wire, 1, world)).total_s
 

@@ -1,7 +1,8 @@
-"""Small files that are replaced in one step."""
+"""Small files that are replaced in one step, and what appears in one."""
 
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
 
@@ -24,3 +25,20 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+def publish(draft: Path, target: Path) -> None:
+    """Rename a file, or a folder, that is on the disk by then: after a loss of power it is whole, or is not there."""
+    for path in draft.rglob("*"):
+        _sync(path)
+    _sync(draft)
+    draft.rename(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

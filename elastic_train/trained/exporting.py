@@ -7,12 +7,12 @@ one after the other. Any other is, and saves itself.
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_train.checkpoint.commits.weights import Weights
 from elastic_train.errors import ConfigError, StorageError
+from elastic_train.system.atomic_files import draft_of, publish
 from elastic_train.tasks.task import Exporting, ExportingByName
 from elastic_train.trained.opening import Opened, open_commit
 from elastic_train.trained.weight_files import MOST_BYTES, write_weights
@@ -33,14 +33,14 @@ def export_folder(
     With `is_merged` adapters are added to their base's weights. A file has `most_bytes` of weights, or one weight. For
     the rest see `open_commit`.
     """
-    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    unfinished = draft_of(target)
     with open_commit(run, commit, train=train, weights=weights) as opened:
         if target.exists():
             raise ConfigError(f"{target}: exists already; name another folder")
         try:
             unfinished.mkdir(parents=True)
             _export(opened, unfinished, most_bytes, is_merged=is_merged)
-            unfinished.rename(target)
+            publish(unfinished, target)
         except OSError as error:
             raise StorageError(f"{target}: cannot write: {error.strerror or error}") from error
         finally:

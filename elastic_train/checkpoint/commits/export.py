@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +11,7 @@ from elastic_train.checkpoint.format.safetensors_file import write_safetensors
 from elastic_train.checkpoint.format.torch_file import write_torch
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import ConfigError, StorageError
+from elastic_train.system.atomic_files import draft_of, publish
 
 Format = Literal["safetensors", "torch"]
 
@@ -23,14 +23,14 @@ def export(store: Store, record: CommitRecord, target: Path, kind: Format, weigh
     """
     if target.exists():
         raise ConfigError(f"{target}: exists already; name another file")
-    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    unfinished = draft_of(target)
     try:
         with open_weights(store, record, weights) as found, unfinished.open("wb") as file:
             if kind == "torch":
                 write_torch(file, found.kinds, found.read)
             else:
                 write_safetensors(file, found.kinds, found.read, _origin(record, weights))
-        unfinished.rename(target)
+        publish(unfinished, target)
     except OSError as error:
         raise StorageError(f"{target}: cannot write: {error.strerror or error}") from error
     finally:

@@ -7,7 +7,6 @@ as one with another model is.
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from collections.abc import Mapping, Sequence, Set
@@ -23,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
 from elastic_train.system.wording import did_you_mean, nearest
-from elastic_train.tasks.models.hugging_face import Source
+from elastic_train.tasks.models.hugging_face import Source, head_of
 from elastic_train.tasks.task import ParameterGroup
 
 BASE = "base_blake3_"
@@ -185,12 +184,7 @@ def heads_of(model: nn.Module) -> list[str]:
     They are trained whole. Raises ConfigError where there is none, or where peft, which goes by the ends of names,
     would take other modules for it.
     """
-    config: Any = copy.deepcopy(model.config)
-    config.num_labels += 1
-    with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in type(model)(config).named_parameters()}
-    found = [name for name, parameter in model.named_parameters() if parameter.shape != shapes.get(name)]
-    heads = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+    heads = list(dict.fromkeys(name.rpartition(".")[0] for name in head_of(model)))
     remedy = "train the whole model, without an adapter, or take another one, such as a ViT"
     if not heads:
         raise ConfigError(

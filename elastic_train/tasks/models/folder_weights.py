@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from elastic_train.tasks.models.hugging_face import Kind, Source, is_drawn
+from elastic_train.tasks.models.hugging_face import Kind, Source, drawn_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,20 +86,20 @@ def open_folder(source: Source, kind: Kind) -> tuple[PreTrainedModel, FolderWeig
     buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     if not buffers <= named.keys() or (buffers and source.dtype != torch.float32):
         return None
-    places, drawn = dict[str, tuple[Path, str]](), list[str]()
+    places, lacking = dict[str, tuple[Path, str]](), set[str]()
     for name, aliases in _aliases(model).items():
         found = [named[alias] for alias in (*aliases, source.copied_from(model, name)) if alias in named]
         if len(found) > 1:  # tied here, and not in the folder
             return None
         if found and _shape_of(*found[0]) == model.get_parameter(name).shape:
             places[name] = found[0]
-        elif kind.draws_head and is_drawn(model, name):
-            drawn.append(name)
         else:
-            return None
+            lacking.add(name)
+    if lacking - drawn_of(model, kind, lacking):
+        return None
     for name, tensor in _read({name: named[name] for name in sorted(buffers)}):
         model.get_buffer(name).copy_(tensor)
-    return model, FolderWeights(source, kind, places, drawn)
+    return model, FolderWeights(source, kind, places, [name for name in _aliases(model) if name in lacking])
 
 
 def hollow(source: Source, kind: Kind) -> PreTrainedModel:

@@ -6,8 +6,9 @@ is computed, and not what is trained. Attention is torch's own (SDPA). Needs the
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,11 +116,8 @@ class Source:
         copies = {name: other for name in found["missing_keys"] if (other := self.copied_from(model, name))}
         for name, other in copies.items():
             model.get_parameter(name).data.copy_(model.get_parameter(other))
-        lacks = sorted(
-            name
-            for name in (*found["missing_keys"], *(wrong[0] for wrong in found["mismatched_keys"]))
-            if name not in copies and (not kind.draws_head or not is_drawn(model, name))
-        )
+        lacking = {*found["missing_keys"], *(wrong[0] for wrong in found["mismatched_keys"])} - copies.keys()
+        lacks = sorted(lacking - drawn_of(model, kind, lacking))
         if lacks:
             raise ConfigError(
                 f"task.params.hf.path: {self.path} lacks {len(lacks)} of the weights of a {type(model).__name__}, or "
@@ -150,9 +148,33 @@ class Source:
             raise ConfigError(f"{where}: transformers cannot use it: {str(error).strip()}") from error
 
 
-def is_drawn(model: PreTrainedModel, name: str) -> bool:
-    """Say whether a weight that a folder lacks may be drawn: one outside of the model's body, or of its pooler."""
-    return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
+def drawn_of(model: PreTrainedModel, kind: Kind, lacking: Set[str]) -> Set[str]:
+    """Return which of the weights that a folder lacks may be drawn: the model's head, and its body's pooler."""
+    if not kind.draws_head:
+        return frozenset()
+    body = model.base_model_prefix
+    is_known = bool(body) and isinstance(getattr(model, body, None), nn.Module)
+    outside = {name for name in lacking if is_known and (not name.startswith(f"{body}.") or ".pooler." in name)}
+    return outside if outside == lacking else outside | {*head_of(model)}
+
+
+def head_of(model: nn.Module) -> Sequence[str]:
+    """Return the weights of a classifier of transformers that change shape with the number of classes.
+
+    Raises ConfigError for a model that transformers does not build without memory, of which this is not known.
+    """
+    config: Any = copy.deepcopy(model.config)
+    config.num_labels += 1
+    try:
+        with torch.device("meta"):
+            shapes = {name: parameter.shape for name, parameter in type(model)(config).named_parameters()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"task.params.hf: which weights of {type(model).__name__} change with the number of classes is not known, "
+            f"since it cannot be built on the meta device: {str(error).strip()}; give the folder of a whole model with "
+            "as many classes as the data has, and train it without an adapter"
+        ) from error
+    return [name for name, parameter in model.named_parameters() if parameter.shape != shapes.get(name)]
 
 
 def check_positions(model: PreTrainedModel, max_tokens: int) -> None:

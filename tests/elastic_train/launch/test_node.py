@@ -145,6 +145,18 @@ def test_a_sample_that_ends_its_process_is_found_and_left_out(tmp_path: Path, ro
     assert head is not None and head.account is not None and [h.lo for h in head.account.holes] == [POISON]
 
 
+def test_a_row_that_ends_every_process_that_inspects_it_keeps_no_job_from_training(tmp_path: Path, rows: Path) -> None:
+    """The job begins without an inspection once the worlds of several have ended, and the row's turn comes."""
+    config = Path(write_config(tmp_path, rows, 10))
+    tree = yaml.safe_load(config.read_text())
+    tree["task"] = {"path": "tests.tasks:Uninspectable", "params": PARAMS}
+    config.write_text(yaml.safe_dump(tree | {"hang_timeout_s": 60.0}))
+    done = run(command(str(config), "--ranks", "1"))
+    assert done.code == 0, done.output
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["step"] == 10
+    assert "3 worlds in a row did not get past step 0" in done.output
+
+
 @pytest.mark.long
 def test_a_sample_that_ends_its_process_is_named_where_none_may_be_left_out(tmp_path: Path, rows: Path) -> None:
     """With the code for data that are wrong, after which nobody starts it again."""

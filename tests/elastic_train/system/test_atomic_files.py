@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.atomic_files import publish, write_atomically
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from tests.conftest import PATIENCE_S
@@ -40,3 +40,29 @@ def test_processes_with_equal_ids_do_not_share_a_history(tmp_path: Path, monkeyp
         history.close()
     assert files.flush(PATIENCE_S)
     assert [len(path.read_text().splitlines()) for path in (tmp_path / "history").iterdir()] == [1, 1]
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file and folder of it, and afterwards the folder that it is in."""
+    draft, target, done = tmp_path / "draft", tmp_path / "target", list[str]()
+    (draft / "within").mkdir(parents=True)
+    for name in ("config.json", "within/weights"):
+        (draft / name).write_bytes(b"text")
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    def renamed(source: Path, name: Path) -> Path:
+        done.append("renamed")
+        return rename(source, name)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    publish(draft, target)
+    before, after = done[: done.index("renamed")], done[done.index("renamed") + 1 :]
+    assert sorted(before) == sorted(
+        map(str, [draft, draft / "config.json", draft / "within", draft / "within/weights"])
+    )
+    assert after == [str(tmp_path)] and (target / "within/weights").read_bytes() == b"text" and not draft.exists()

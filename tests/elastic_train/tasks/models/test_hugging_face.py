@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.as_transformers import llama_name
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
-from elastic_train.tasks.models.hugging_face import Kind, Source
+from elastic_train.tasks.models.folder_weights import open_folder
+from elastic_train.tasks.models.hugging_face import Kind, Source, head_of
 from tests.elastic_train.tasks.language_rows import (
     BERT,
     GPT2,
@@ -137,3 +140,76 @@ def test_weights_are_fp32_unless_another_type_is_asked_for(tmp_path: Path) -> No
         model = source.build(Kind("AutoModelForCausalLM", source.load_config()))
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         assert model.config._attn_implementation == "sdpa"
+
+
+SMALL: dict[str, Any] = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "intermediate_size": 8}
+SMALL |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+CLASSIFIERS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "vit": (SMALL, {"classifier.weight", "classifier.bias"}),
+    "clip": (
+        {"vision_config": SMALL, "text_config": {**SMALL, "vocab_size": 40}},
+        {"classifier.weight", "classifier.bias"},
+    ),
+    "perceiver": (
+        {"num_latents": 2, "d_latents": 8, "d_model": 8, "num_blocks": 1, "num_self_attends_per_block": 1}
+        | {"num_cross_attention_heads": 1, "num_self_attention_heads": 1, "image_size": 8}
+        | {"architectures": ["PerceiverForImageClassificationLearned"]},
+        {"perceiver.decoder.decoder.final_layer.weight", "perceiver.decoder.decoder.final_layer.bias"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_the_head_is_drawn_where_a_folder_has_other_classes(tmp_path: Path, kind: str) -> None:
+    """Wherever a model keeps it: beside a body of transformers' name for it, beside another one, or within."""
+    folder, theirs = classifier(tmp_path / "model", kind)
+    model = Source.of({"path": str(folder)}).build(images(folder, 5))
+    mine = dict(model.named_parameters())
+    assert {name for name, tensor in theirs.items() if not tensor.equal(mine[name])} == CLASSIFIERS[kind][1]
+    assert {len(mine[name]) for name in CLASSIFIERS[kind][1]} == {5}
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_a_folder_that_lacks_a_weight_of_the_body_is_refused(tmp_path: Path, kind: str) -> None:
+    folder, theirs = classifier(tmp_path / "model", kind)
+    lost = min(set(theirs) - CLASSIFIERS[kind][1])
+    keep = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name != lost}
+    save_file(keep, folder / "model.safetensors", {"format": "pt"})
+    source = Source.of({"path": str(folder)})
+    for num_classes in (3, 5):
+        assert open_folder(source, images(folder, num_classes)) is None
+        with pytest.raises(ConfigError, match=f"lacks 1 of the weights of a .*, first '{re.escape(lost)}'"):
+            source.build(images(folder, num_classes))
+
+
+def test_a_model_that_is_not_built_without_memory_says_that_its_head_is_not_known() -> None:
+    import transformers
+
+    class Measured(transformers.ViTForImageClassification):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scale = float(self.classifier.weight.mean())
+
+    model = Measured(transformers.AutoConfig.for_model("vit", **SMALL, num_labels=3))
+    with pytest.raises(
+        ConfigError, match=r"which weights of Measured change with .*cannot be built on the meta device"
+    ):
+        head_of(model)
+
+
+def classifier(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Write the folder of a classifier of images in three classes with drawn weights; return these, too."""
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(kind, num_labels=3, **CLASSIFIERS[kind][0])
+    model = transformers.AutoModelForImageClassification.from_config(config)
+    model.save_pretrained(folder)
+    return folder, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def images(folder: Path, num_classes: int) -> Kind:
+    """What a task for images makes of a folder, with so many classes."""
+    names = {number: str(number) for number in range(num_classes)}
+    config = Source.of({"path": str(folder)}).load_config(id2label=names, label2id={})
+    return Kind("AutoModelForImageClassification", config, draws_head=True, attention=None)
