@@ -120,8 +120,10 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
         wrong.append(f"cp {layout.context} reaches beyond a node of {cluster.per_node} devices")
     ranks = layout.tensor * layout.expert * layout.context  # of a stage, which are of one node
     if cluster.nodes > 1 and ranks <= cluster.per_node and (idle := cluster.per_node % ranks):
+        degrees = "tp x ep x cp" if layout.expert > 1 else "tp x cp"
         wrong.append(
-            f"tp x {'ep x ' if layout.expert > 1 else ''}cp = {ranks} leaves {idle} of a node's {cluster.per_node} devices over: stages are not of two nodes"
+            f"{degrees} = {ranks} leaves {idle} of a node's {cluster.per_node} devices over: stages are not of two "
+            "nodes"
         )
     if layout.pipeline > 1 and len(model.blocks) % (layout.pipeline * layout.interleave):
         pieces = f"pp {layout.pipeline}" + (f" x vpp {layout.interleave}" if layout.interleave > 1 else "")
