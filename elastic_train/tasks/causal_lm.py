@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from elastic_train.tasks.decoder.model import Decoder, drawn_weights
 from elastic_train.tasks.decoder.plans import SEQUENCE_PLAN, TENSOR_PLAN, stages_of
 from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.models.adapters import Adapter, frozen_groups, leave_base_out
+from elastic_train.tasks.models.context_parts import check_computes_parts, logits_of_part
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed, stand_ins
 from elastic_train.tasks.models.folders import begin_llama, save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, check_positions
@@ -103,6 +105,7 @@ class CausalLM:
         self.source = None if hf is None else Source.of(hf)
         self.adapter = Adapter.of(self.source, lora, adapter, takes_prompts=True)
         self._parts: Parts | None = None
+        self._tried_parts = set[int]()
         self._runs_as_listed: bool | None = None
         self.max_tokens, self.z_loss = max_tokens, z_loss
         self.balance_loss, self.router_z_loss = balance_loss, router_z_loss
@@ -241,11 +244,11 @@ class CausalLM:
 
     def check_parts(self, model: nn.Module, num_parts: int) -> None:
         if not isinstance(model, Decoder):
-            raise ConfigError(
-                f"parallel.context: {num_parts} computes rows of the package's own decoder (task.params.model) in "
-                "parts, not of models of transformers: set it to 1, or use parallel.recompute to keep less of each row"
-            )
-        if model.shape.experts:
+            check_no_adapters(self.adapter, f"parallel.context: {num_parts}")
+            if num_parts not in self._tried_parts:  # it takes several passes of the whole model, once
+                check_computes_parts(model, num_parts, self.max_tokens)
+                self._tried_parts.add(num_parts)
+        elif model.shape.experts:
             raise ConfigError(
                 f"parallel.context: {num_parts}: routers weigh whole rows, and task.params.model.experts is "
                 f"{model.shape.experts}: set either to its default"
@@ -253,18 +256,25 @@ class CausalLM:
 
     def loss_of_part(self, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss:
         mine = part_of(batch, part)
+        if not isinstance(model, Decoder):
+            return self._loss_of(logits_of_part(model, mine, batch["tokens"].shape[1], part.gather), mine)
         mask = bias_of(mine["mask"], next(model.parameters()).dtype)
         logits = model(mine["tokens"], mine["positions"], mask, gather=part.gather)
-        return self._loss_of(logits, mine, is_training=True)
+        return self._loss_of(logits, mine)
 
     def run_stage_of_part(
         self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None, part: ContextPart
     ) -> Tensor | LaneLoss:
-        assert isinstance(model, Decoder), "its parts were checked"
         mine = part_of(batch, part)
-        mask = bias_of(mine["mask"], next(model.parameters()).dtype)
-        out = model.run(modules, mine["tokens"], mine["positions"], mask, given, gather=part.gather)
-        return self._loss_of(out, mine, is_training=True) if modules[-1] == "head" else out
+        if isinstance(model, Decoder):
+            mask, last = bias_of(mine["mask"], next(model.parameters()).dtype), "head"
+            out = model.run(modules, mine["tokens"], mine["positions"], mask, given, gather=part.gather)
+        else:
+            assert self._parts is not None, "the plan has found them"
+            width, last = batch["tokens"].shape[1], self._parts.last
+            run = partial(logits_of_part, model, mine, width, part.gather)
+            out = run_parts(model, self._parts, modules, given, run)
+        return self._loss_of(out, mine) if modules[-1] == last else out
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)
@@ -280,7 +290,7 @@ class CausalLM:
             return None
         return RouterLosses(batch["places"], self.balance_loss, self.router_z_loss)
 
-    def _loss_of(self, logits: Tensor, batch: Batch, *, is_training: bool) -> LaneLoss:
+    def _loss_of(self, logits: Tensor, batch: Batch, *, is_training: bool = True) -> LaneLoss:
         """Compute the loss from logits for every token; shape (rows, width, vocabulary)."""
         places, targets = batch["places"], batch["targets"]
         logits = logits.flatten(0, 1).float()

@@ -139,6 +139,13 @@ def stand_ins(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def weights_to_try(model: nn.Module) -> Mapping[str, Tensor]:
+    """Return a model's weights, or stand-ins where it has none."""
+    named = dict(model.named_parameters())
+    has_memory = all(not one.is_meta and one.untyped_storage().nbytes() >= one.nbytes for one in named.values())
+    return named if has_memory else stand_ins(model)
+
+
 @torch.no_grad()
 def runs_as_listed(model: nn.Module, **inputs: Tensor) -> bool:
     """Say whether a model without weights runs each entry of its lists of modules once, in the order of the lists."""

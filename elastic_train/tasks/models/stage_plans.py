@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import first_line
 from elastic_train.tasks.decoder.plans import deal
-from elastic_train.tasks.models.folder_weights import stand_ins
+from elastic_train.tasks.models.folder_weights import weights_to_try
 
 _GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h", "transformer.ln_f", "lm_head")
 _PLANS: Mapping[str, Sequence[str]] = {"gpt2": _GPT2, "gpt_bigcode": _GPT2}
@@ -83,7 +83,7 @@ def check_runs_in_parts(model: nn.Module, parts: Parts) -> None:
 
     A model without weights is tried with stand-ins.
     """
-    weights, where = _weights_of(model), f"parallel.pipeline: {type(model).__name__} does not run in stages"
+    weights, where = weights_to_try(model), f"parallel.pipeline: {type(model).__name__} does not run in stages"
     nothing = {name: torch.empty(0, dtype=one.dtype) for name, one in weights.items()}
     names = {id(one): name for name, one in model.named_parameters()}
 
@@ -104,12 +104,6 @@ def check_runs_in_parts(model: nn.Module, parts: Parts) -> None:
                 raise ConfigError(f"{where}: {modules[0]}: {first_line(error)}: {_INSTEAD}") from error
     if made is None or not made.equal(whole):
         raise ConfigError(f"{where}: its layers, one by one, make something else than all of them: {_INSTEAD}")
-
-
-def _weights_of(model: nn.Module) -> Mapping[str, Tensor]:
-    named = dict(model.named_parameters())
-    has_memory = all(not one.is_meta and one.untyped_storage().nbytes() >= one.nbytes for one in named.values())
-    return named if has_memory else stand_ins(model)
 
 
 class _Ended(Exception):  # noqa: N818 - it is none

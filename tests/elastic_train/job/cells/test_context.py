@@ -96,6 +96,4 @@ def test_what_cannot_be_computed_in_parts_is_refused() -> None:
         ConfigError, match=r"context: 2 needs a task that computes a part of a row's tokens, .*recompute"
     ):
         cell_plan_of(Witness(), nn.Linear(2, 2), parallel)
-    with pytest.raises(ConfigError, match=r"context: 2 computes rows of the package's own decoder .* not of models of"):
-        cell_plan_of(TASK, nn.Linear(2, 2), parallel)
     assert cell_plan_of(TASK, make_model(), parallel) is None, "every rank holds the whole model"

@@ -1,0 +1,157 @@
+"""How ranks compute rows of a model of transformers together, some of the tokens each: by an attention of our own.
+
+Transformers calls attention by a name (`AttentionInterface`), and what a forward pass is given beside its inputs comes
+to that function, layer by layer. Ours brings together keys and values of all parts, and then does what torch's
+(`sdpa`) does, with the mask of this part's tokens. Without such a part it is torch's.
+
+Whether a model computes the same so is tried before it is trained: with rows in parts, each of which gets what a pass
+of whole rows has made of the other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from elastic_train.errors import ConfigError
+from elastic_train.system.wording import first_line
+from elastic_train.tasks.models.folder_weights import weights_to_try
+from elastic_train.tasks.rows.token_parts import bias_of, tokens_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ATTENTION = "elastic_train_parts"
+_GATHER = "gather_keys_and_values"
+_INSTEAD = "set it to 1, or use parallel.recompute to keep less of each row"
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+_RUNS = 3
+"""How many tokens a run of each part has in the trial."""
+Gather = Callable[[Tensor], Tensor]
+
+
+def attend_in_parts(model: nn.Module) -> None:
+    """Let a model of transformers attend by our function from now on, which is torch's wherever rows are whole."""
+    inner: Any = model
+    if inner.config._attn_implementation == ATTENTION:
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+    ) -> tuple[Tensor, None]:
+        gather: Gather | None = named.pop(_GATHER, None)
+        if gather is not None:
+            key, value = _gathered(gather, key, value)
+        made: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+        return made
+
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    inner.set_attn_implementation(ATTENTION)
+
+
+def _gathered(gather: Gather, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    if key.shape != value.shape:
+        return gather(key), gather(value)
+    both = gather(torch.stack((key, value)))
+    return both[0], both[1]
+
+
+def logits_of_part(model: nn.Module, mine: Mapping[str, Tensor], width: int, gather: Gather) -> Tensor:
+    """Return logits of a part of rows of a width, given its tokens, positions and mask (`part_of`)."""
+    attend_in_parts(model)
+    tokens, weights = mine["tokens"], next(model.parameters())
+    positions = mine["positions"].clamp(max=width - 1).expand(tokens.shape)  # what pads rows has no other
+    named = {"attention_mask": bias_of(mine["mask"], weights.dtype), "position_ids": positions, _GATHER: gather}
+    found: Tensor = model(input_ids=tokens, use_cache=False, **named).logits
+    return found
+
+
+def check_computes_parts(model: nn.Module, count: int, max_tokens: int) -> None:
+    """Refuse a model whose rows of up to so many tokens ranks cannot compute together; ConfigError names it.
+
+    Of one on fakes, which have no values, nothing is tried.
+    """
+    inner: Any = model
+    kind, config = type(model).__name__, inner.config.get_text_config()
+    where = f"parallel.context: {count}: {kind}"
+    if wrong := _depends_on_length(config, max_tokens):
+        raise ConfigError(f"{where} {wrong}: {_INSTEAD}")
+    if any(isinstance(one, FakeTensor) for one in model.parameters()):
+        return
+    try:
+        is_same = all(_trial(model, count, config.vocab_size))
+    except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{where} does not compute rows in parts: {first_line(error)}: {_INSTEAD}") from error
+    if not is_same:
+        raise ConfigError(f"{where} computes something else of rows in parts than of whole ones: {_INSTEAD}")
+
+
+def _depends_on_length(config: PretrainedConfig, max_tokens: int) -> str:
+    """Say in what a model is another for rows of so many tokens than for a few; nothing if it is not."""
+    for name in _WINDOWS:
+        size = getattr(config, name, None)
+        if isinstance(size, int) and size < max_tokens:
+            return f"attends within windows ({name}: {size}), which parts of rows of {max_tokens} tokens do not know"
+    rotations = getattr(config, "rope_parameters", None) or {}
+    for one in (rotations, *(value for value in rotations.values() if isinstance(value, dict))):
+        original = one.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if one.get("rope_type") == "longrope" and (original is None or original < max_tokens):
+            return f"turns positions by how long a row is (longrope, from {original} tokens on)"
+    return ""
+
+
+@torch.no_grad()
+def _trial(model: nn.Module, count: int, vocabulary: int) -> Iterator[bool]:
+    """Yield whether a pass of whole rows by our attention, and each part's, make what the model's own does.
+
+    A model without weights is tried with stand-ins.
+    """
+    weights, was_training = dict(weights_to_try(model)), model.training
+    width = 2 * count * _RUNS
+    tokens = torch.arange(2 * width).view(2, width) * 7 % vocabulary
+
+    def run(**inputs: Any) -> Tensor:
+        return torch.func.functional_call(model, weights, (), {"use_cache": False, **inputs}).logits  # type: ignore[no-any-return]
+
+    def part(places: Tensor, order: Tensor, gather: Gather) -> Tensor:
+        mask = bias_of((order <= places[:, None])[None, None], next(model.parameters()).dtype)
+        mine = tokens[:, places]
+        named = {"position_ids": places.expand(mine.shape), "attention_mask": mask, _GATHER: gather}
+        return run(input_ids=mine, **named)
+
+    model.eval()
+    try:
+        own = run(input_ids=tokens)
+        attend_in_parts(model)
+        gathered, places = list[Tensor](), torch.arange(width)
+        yield _is_like(part(places, places, lambda tensor: gathered.append(tensor) or tensor), own)  # type: ignore[func-returns-value]
+        yield bool(gathered)
+        by_part = [tokens_of(width, number, count) for number in range(count)]
+        for mine in by_part:
+            left, same = iter(gathered), list[bool]()
+            logits = part(mine, torch.cat(by_part), lambda tensor: _all_of(tensor, next(left), mine, by_part, same))  # noqa: B023 - called at once
+            yield _is_like(logits, own[:, mine]) and all(same) and next(left, None) is None
+    finally:
+        model.train(was_training)
+
+
+def _all_of(tensor: Tensor, whole: Tensor, mine: Tensor, by_part: list[Tensor], same: list[bool]) -> Tensor:
+    """Return what a pass of whole rows has gathered, in the order of the parts; note whether this part's is its own."""
+    same.append(_is_like(tensor, whole[..., mine, :]))
+    return whole[..., torch.cat(by_part), :]
+
+
+def _is_like(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors are equal but for rounding, of as many layers as models have."""
+    most = torch.finfo(other.dtype).eps ** (2 / 3) * float(other.abs().max())
+    return one.shape == other.shape and bool(((one - other).abs() <= most).all())

@@ -1,0 +1,150 @@
+"""Models of transformers whose rows ranks compute together: the sums of whole rows, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.context import context_of
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.models.context_parts import check_computes_parts
+from elastic_train.tasks.models.folder_weights import hollow
+from elastic_train.tasks.models.hugging_face import Kind, Source
+from tests.conftest import run_ranks, standby_with
+from tests.elastic_train.job.cells.test_context import batches
+from tests.elastic_train.job.cells.test_cut_transformers import SIZES
+from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS
+
+pytestmark = WITH_TRANSFORMERS
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "granite",
+    "cohere",
+    "phi",
+    "starcoder2",
+    "olmo2",
+    "gpt2",
+    "gpt_neox",
+    "mixtral",
+)
+
+
+def built(config: dict[str, Any]) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return model
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_parts_compute_what_whole_rows_do(kind: str) -> None:
+    """And afterwards the model computes whole rows as before, to the bit."""
+    model: Any = built({"model_type": kind, **SIZES}).eval()
+    tokens = torch.arange(12)[None] % 11
+    before = model(input_ids=tokens, use_cache=False).logits
+    check_computes_parts(model.train(), 3, max_tokens=16)
+    assert model.training
+    assert torch.equal(model.eval()(input_ids=tokens, use_cache=False).logits, before)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_model_without_weights_is_tried_with_others(config: dict[str, Any]) -> None:
+    source = Source.of({"config": config})
+    model = hollow(source, Kind("AutoModelForCausalLM", source.load_config()))
+    assert all(one.is_meta for one in model.parameters())
+    check_computes_parts(model, 2, max_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mistral", "sliding_window": 8}, r"Mistral\w+ attends within windows \(sliding_window: 8\)"),
+        ({"model_type": "gemma2"}, r"Gemma2ForCausalLM does not compute rows in parts: `sdpa` attention does not supp"),
+        ({"model_type": "mamba", "state_size": 4}, r"MambaForCausalLM does not compute rows in parts: "),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+            r"Lfm2ForCausalLM (does not|computes some)",
+        ),
+        (
+            {
+                "model_type": "phi3",
+                "original_max_position_embeddings": 8,
+                "max_position_embeddings": 32,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "short_factor": [1.0],
+                    "long_factor": [2.0],
+                },
+            },
+            r"Phi3ForCausalLM turns positions by how long a row is \(longrope, from 8 tokens on\)",
+        ),
+    ],
+    ids=["window", "softcap", "no attention", "convolution", "longrope"],
+)
+def test_what_is_not_the_same_in_parts_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"parallel.context: 2: {message}.*set it to 1, or use parallel.recompute"):
+        check_computes_parts(built({**SIZES, **config}), 2, max_tokens=16)
+
+
+def test_a_layer_that_looks_at_other_tokens_by_itself_is_refused() -> None:
+    model: Any = built({"model_type": "llama", **SIZES})
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: _[2] + _[2].cumsum(1))
+    with pytest.raises(ConfigError, match="LlamaForCausalLM computes something else of rows in parts than of whole"):
+        check_computes_parts(model, 2, max_tokens=16)
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    task = CausalLM(hf={"path": str(tmp_path)}, lora={"r": 2})
+    with pytest.raises(ConfigError, match=r"parallel.context: 2 does not go together with task.params.lora: set it to"):
+        cell_plan_of(task, nn.Linear(2, 2), ParallelConfig(context=2))
+
+
+def of_rank(rank: int, size: int, folder: str, kind: str) -> None:
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    config = {"model_type": kind, **SIZES}
+    task = CausalLM(hf={"config": config}, z_loss=0.1)
+    whole, model = built(config), built(config)
+    context = context_of(task, Mesh(rank, size, Cell(context=size)), group, num_lanes=3)
+    expected, found = [], {}
+    for lane, batch in enumerate(batches()):
+        loss, mine = task.loss(whole, batch), context.loss(model, batch)
+        for one in (loss, mine):
+            one.total.backward()  # type: ignore[no-untyped-call]
+        expected.append((float(loss.total.detach()), loss.weight))
+        found[lane] = float(mine.total.detach()), mine.weight
+    added = context.add_up(found)
+    for lane, (total, weight) in enumerate(expected):
+        assert added[lane] == (pytest.approx(total, rel=1e-6), weight)
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        close(group.all_gather(one.grad).sum(0), other.grad)
+    group.close()
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=4e-6 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize(("kind", "size"), [("qwen3", 2), ("starcoder2", 3)])
+def test_gradients_of_all_parts_are_those_of_whole_rows(tmp_path: Path, kind: str, size: int) -> None:
+    """Of padded rows, and of several documents in a row."""
+    standby_with("tests.preload_transformers")
+    run_ranks(partial(of_rank, kind=kind), size, str(tmp_path))
