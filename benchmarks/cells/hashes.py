@@ -54,6 +54,24 @@ CONTEXT: Cases = {
     "2 cells, recomputed": (4, ("context", "2", "recompute", "units")),
     "2 cells, a rank killed": (4, ("context", "2")),
 }
+CONTEXT_STAGES: Cases = {
+    "1 cell": (4, ("context", "2", "pipeline", "2")),
+    "1 cell, interleaved": (4, ("context", "2", "pipeline", "2", "schedule", "interleaved")),
+    "2 cells": (8, ("context", "2", "pipeline", "2")),
+    "1 cell, a rank killed": (4, ("context", "2", "pipeline", "2")),
+}
+CONTEXT_TENSOR: Cases = {
+    "2 cells": (8, ("context", "2", "tensor", "2")),
+    "1 cell, in 2 stages": (8, ("context", "2", "tensor", "2", "pipeline", "2")),
+    "1 cell, a rank killed": (4, ("context", "2", "tensor", "2")),
+}
+EXPERT_STAGES: Cases = {
+    "2 stages": (2, ("pipeline", "2")),
+    "2 stages, interleaved": (2, ("pipeline", "2", "schedule", "interleaved")),
+    "1 cell": (4, ("expert", "2", "pipeline", "2")),
+    "2 cells": (8, ("expert", "2", "pipeline", "2")),
+    "2 cells, a rank killed": (8, ("expert", "2", "pipeline", "2")),
+}
 
 
 def of_tensor(effort: Effort) -> dict[str, object]:
@@ -81,6 +99,23 @@ def of_context(effort: Effort) -> dict[str, object]:
     """Say for each case of rows in parts whether its weights are those of one cell."""
     one_cell = ("one cell", 2, ("context", "2"))
     return {"one_hash.cp2": compared(effort, CONTEXT, {}, one_cell)}
+
+
+def of_context_stages(effort: Effort) -> dict[str, object]:
+    """Say for each case of rows in parts and stages whether its weights are those of one cell without stages."""
+    one_cell = ("one cell", 2, ("context", "2"))
+    return {"one_hash.cp2_pp2": compared(effort, CONTEXT_STAGES, {"tied": False}, one_cell)}
+
+
+def of_context_tensor(effort: Effort) -> dict[str, object]:
+    """Say for each case of rows in parts and tensor ranks whether its weights are those of one cell of both."""
+    one_cell = ("one cell", 4, ("context", "2", "tensor", "2"))
+    return {"one_hash.cp2_tp2": compared(effort, CONTEXT_TENSOR, {"tied": False}, one_cell)}
+
+
+def of_expert_stages(effort: Effort) -> dict[str, object]:
+    """Say for each case of stages with experts whether its weights are those of one rank."""
+    return {"one_hash.ep2_pp2": compared(effort, EXPERT_STAGES, {"tied": False, "experts": 4})}
 
 
 def compared(
