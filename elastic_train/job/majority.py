@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def name_others(sums: Sequence[int], what: str = "weights") -> tuple[str, int]:
+def name_others(sums: Sequence[int], what: str = "weights", ranks: Sequence[int] | None = None) -> tuple[str, int]:
     """Say which ranks hold another `what` than most ranks, by numbers that stand for it; and name one of the others.
 
-    Without a majority nothing says who is right.
+    The numbers are of `ranks`, by default of all. Without a majority nothing says who is right.
     """
+    ranks = ranks or range(len(sums))
     alike: dict[int, list[int]] = {}
-    for rank, value in enumerate(sums):
+    for rank, value in zip(ranks, sums, strict=True):
         alike.setdefault(value, []).append(rank)
     most = max(alike.values(), key=len)
     if 2 * len(most) > len(sums):
-        others = [rank for rank in range(len(sums)) if rank not in most]
+        others = [rank for rank in ranks if rank not in most]
         return f"ranks {others} hold other {what} than the {len(most)} others", most[0]
     if len(sums) == 2:
-        return f"ranks 0 and 1 hold different {what}, and nothing says which of them is right", 0
+        return f"ranks {ranks[0]} and {ranks[1]} hold different {what}, and nothing says which of them is right", ranks[
+            0
+        ]
     sets = " and ".join(str(ranks) for ranks in alike.values())
-    return f"ranks {sets} hold different {what}, and no majority says which are right", 0
+    return f"ranks {sets} hold different {what}, and no majority says which are right", ranks[0]

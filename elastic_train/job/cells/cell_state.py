@@ -212,11 +212,11 @@ class CellState(ReplicatedState):
         for part, ranks in enumerate(self._mesh.by_part):
             of_part = [seen[rank] for rank in ranks]
             if len(set(of_part)) > 1:
-                who, _ = name_others(of_part)
+                who, _ = name_others(of_part, ranks=ranks)
                 raise WeightsDifferError(
-                    f"step {step}: of the ranks that hold part {part} of each cell, by cells, {who}: a kernel is not "
-                    "deterministic, or a device computes wrongly. The last commit is intact: all ranks end, and the "
-                    "next start continues from it"
+                    f"step {step}: of the ranks {list(ranks)}, which hold part {part} of the model, {who}: a kernel is "
+                    "not deterministic, or a device computes wrongly. The last commit is intact: all ranks end, and "
+                    "the next start continues from it"
                 )
 
     def make_whole(self, group: Group) -> None:

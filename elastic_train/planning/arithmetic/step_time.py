@@ -159,7 +159,8 @@ def _tensor_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
 def _pipeline_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
     """Return what a lane's passes wait for what comes from the stage before, each of them once for every piece.
 
-    Each rank of a tensor group sends all of its block's output, or its own tokens of it; one of a context group does.
+    Each rank of a tensor group sends all of its block's output, or its own tokens of it; one of a context group sends
+    its own tokens only.
     """
     if layout.pipeline == 1:
         return 0.0

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import first_line
-from elastic_train.tasks.models.folder_weights import weights_to_try
+from elastic_train.tasks.models.folder_weights import stand_ins, weights_to_try
 from elastic_train.tasks.rows.token_parts import bias_of, tokens_of
 
 if TYPE_CHECKING:
@@ -105,8 +105,10 @@ def _depends_on_length(config: PretrainedConfig, max_tokens: int) -> str:
         original = one.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
-        if one.get("rope_type") == "longrope" and (original is None or original < max_tokens):
-            return f"turns positions by how long a row is (longrope, from {original} tokens on)"
+        if one.get("rope_type") == "dynamic":
+            original = config.max_position_embeddings
+        if one.get("rope_type") in ("longrope", "dynamic") and (original is None or original < max_tokens):
+            return f"turns positions by how long a row is ({one['rope_type']}, from {original} tokens on)"
     return ""
 
 
@@ -114,9 +116,10 @@ def _depends_on_length(config: PretrainedConfig, max_tokens: int) -> str:
 def _trial(model: nn.Module, count: int, vocabulary: int) -> Iterator[bool]:
     """Yield whether a pass of whole rows by our attention, and each part's, make what the model's own does.
 
-    A model without weights is tried with stand-ins.
+    A model without weights, or with others than of fp32, whose rounding would hide a difference, is tried with
+    stand-ins.
     """
-    weights, was_training = dict(weights_to_try(model)), model.training
+    weights, was_training = _weights_in_fp32(model), model.training
     width = 2 * count * _RUNS
     tokens = torch.arange(2 * width).view(2, width) * 7 % vocabulary
 
@@ -124,7 +127,7 @@ def _trial(model: nn.Module, count: int, vocabulary: int) -> Iterator[bool]:
         return torch.func.functional_call(model, weights, (), {"use_cache": False, **inputs}).logits  # type: ignore[no-any-return]
 
     def part(places: Tensor, order: Tensor, gather: Gather) -> Tensor:
-        mask = bias_of((order <= places[:, None])[None, None], next(model.parameters()).dtype)
+        mask = bias_of((order <= places[:, None])[None, None], torch.float32)
         mine = tokens[:, places]
         named = {"position_ids": places.expand(mine.shape), "attention_mask": mask, _GATHER: gather}
         return run(input_ids=mine, **named)
@@ -143,6 +146,13 @@ def _trial(model: nn.Module, count: int, vocabulary: int) -> Iterator[bool]:
             yield _is_like(logits, own[:, mine]) and all(same) and next(left, None) is None
     finally:
         model.train(was_training)
+
+
+def _weights_in_fp32(model: nn.Module) -> Mapping[str, Tensor]:
+    if all(one.dtype == torch.float32 for one in model.parameters()):
+        return weights_to_try(model)
+    floating = {name: one.float() for name, one in model.named_buffers() if one.is_floating_point()}
+    return {**stand_ins(model, torch.float32), **floating}
 
 
 def _all_of(tensor: Tensor, whole: Tensor, mine: Tensor, by_part: list[Tensor], same: list[bool]) -> Tensor:

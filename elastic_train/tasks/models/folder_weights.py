@@ -121,20 +121,21 @@ def hollow(source: Source, kind: Kind) -> PreTrainedModel:
         hook.remove()
 
 
-def stand_ins(model: nn.Module) -> dict[str, Tensor]:
+def stand_ins(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return weights that take hardly any memory, to try out what a model without weights computes.
 
-    Those of more than one dimension are a line of random numbers, seen with small strides; the others are ones.
+    They are of the model's own types unless `dtype` is given. Those of more than one dimension are a line of random
+    numbers, seen with small strides; the others are ones.
     """
     generator, found = torch.Generator().manual_seed(0), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
-        shape, dtype = parameter.shape, parameter.dtype
+        shape, kind = parameter.shape, dtype or parameter.dtype
         if parameter.ndim < 2:
-            found[name] = torch.ones((), dtype=dtype).expand(shape)
+            found[name] = torch.ones((), dtype=kind).expand(shape)
             continue
         strides = [1 + 2 * place for place in range(parameter.ndim)]
         length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        line = torch.randn(length, generator=generator).mul_(0.1).to(dtype)
+        line = torch.randn(length, generator=generator).mul_(0.1).to(kind)
         found[name] = line.as_strided(shape, strides)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -13,8 +14,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import context_of, lone_part
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
@@ -97,3 +99,14 @@ def test_what_cannot_be_computed_in_parts_is_refused() -> None:
     ):
         cell_plan_of(Witness(), nn.Linear(2, 2), parallel)
     assert cell_plan_of(TASK, make_model(), parallel) is None, "every rank holds the whole model"
+
+
+def test_of_ranks_that_hold_a_part_those_that_differ_are_named_by_their_numbers_in_the_world() -> None:
+    """Two cells of two stages of two ranks: the second cell's first rank holds other weights of the first stage."""
+    seen = torch.ones(8, dtype=torch.int64).index_fill(0, torch.tensor(4), 9)
+    state = SimpleNamespace(cut_weights=dict, _mesh=Mesh(0, 8, Cell(stage=2, context=2)))
+    group = SimpleNamespace(all_gather=lambda mine: seen)
+    with pytest.raises(
+        WeightsDifferError, match=r"of the ranks \[0, 1, 4, 5\], which hold part 0 of.*ranks \[4\] hold"
+    ):
+        CellState.check_copies(state, group, 3)  # type: ignore[arg-type]

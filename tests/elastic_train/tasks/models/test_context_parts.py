@@ -95,18 +95,38 @@ def test_a_model_without_weights_is_tried_with_others(config: dict[str, Any]) ->
             },
             r"Phi3ForCausalLM turns positions by how long a row is \(longrope, from 8 tokens on\)",
         ),
+        (
+            {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "max_position_embeddings": 8,
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+            },
+            r"LlamaForCausalLM turns positions by how long a row is \(dynamic, from 8 tokens on\)",
+        ),
     ],
-    ids=["window", "softcap", "no attention", "convolution", "longrope"],
+    ids=["window", "softcap", "no attention", "convolution", "longrope", "dynamic"],
 )
 def test_what_is_not_the_same_in_parts_is_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"parallel.context: 2: {message}.*set it to 1, or use parallel.recompute"):
         check_computes_parts(built({**SIZES, **config}), 2, max_tokens=16)
 
 
-def test_a_layer_that_looks_at_other_tokens_by_itself_is_refused() -> None:
-    model: Any = built({"model_type": "llama", **SIZES})
-    model.model.layers[1].mlp.register_forward_hook(lambda *_: _[2] + _[2].cumsum(1))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_looks_at_other_tokens_by_itself_is_refused(dtype: torch.dtype) -> None:
+    """A little, too, in weights whose rounding would hide it; and a model that does not is taken in any type."""
+    model: Any = built({"model_type": "llama", **SIZES}).to(dtype)
+    check_computes_parts(model, 2, max_tokens=16)
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: _[2] + _[2].cumsum(1) / 100)
     with pytest.raises(ConfigError, match="LlamaForCausalLM computes something else of rows in parts than of whole"):
+        check_computes_parts(model, 2, max_tokens=16)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "falcon_h1"])
+def test_models_that_mix_tokens_outside_of_attention_are_refused_whatever_their_weights_are(kind: str) -> None:
+    layers = {"layer_types": ["conv", "full_attention"]} if kind == "lfm2" else {}
+    model = built({"model_type": kind, **SIZES, **layers}).bfloat16()
+    with pytest.raises(ConfigError, match=r"(does not compute rows in parts|computes something else of rows in parts)"):
         check_computes_parts(model, 2, max_tokens=16)
 
 

@@ -22,6 +22,14 @@ def test_ranks_with_parts_of_rows_that_die_cost_no_applied_step(tmp_path: Path, 
     assert_nothing_is_lost(tmp_path, rows, etcd, {"context": 2}, places, alone={"context": 2})
 
 
+def test_a_rank_of_the_only_cell_is_given_the_state_by_those_beside_it(
+    tmp_path: Path, rows: Path, etcd: EtcdServer
+) -> None:
+    """Each rank with some of the tokens holds the whole state."""
+    places = ("backward", "applied")
+    assert_nothing_is_lost(tmp_path, rows, etcd, {"context": 2}, places, alone={"context": 2}, num_cells=1)
+
+
 def test_stages_of_ranks_with_parts_of_rows_lose_no_step_with_one(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """In a single cell, too: a stage's other rank holds the same part, and gives it to the newcomer.
 
