@@ -148,9 +148,9 @@ def _trial(model: nn.Module, count: int, vocabulary: int) -> Iterator[bool]:
         model.train(was_training)
 
 
-def _weights_in_fp32(model: nn.Module) -> Mapping[str, Tensor]:
+def _weights_in_fp32(model: nn.Module) -> dict[str, Tensor]:
     if all(one.dtype == torch.float32 for one in model.parameters()):
-        return weights_to_try(model)
+        return dict(weights_to_try(model))
     floating = {name: one.float() for name, one in model.named_buffers() if one.is_floating_point()}
     return {**stand_ins(model, torch.float32), **floating}
 
