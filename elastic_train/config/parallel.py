@@ -14,7 +14,7 @@ from elastic_train.core.mesh import Cell
 class ParallelConfig(Section):
     shards: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     """What ranks hold shares of: nothing, the optimizer's state (ZeRO-1), the gradients, too (ZeRO-2), or all
-    (ZeRO-3)."""
+    (ZeRO-3). Beside `tensor` and `pipeline`, optimizer: over the ranks of each place in all cells."""
     tensor: PositiveInt = 1
     """How many ranks, workers of one node, hold the model together and compute each lane together (tensor parallelism):
     a cell. The task has to say how its model is cut. A state is lost when all cells have lost the same part of it."""

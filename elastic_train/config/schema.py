@@ -201,19 +201,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _cells_are_whole(self) -> Config:
-        others = {
-            f"parallel.shards: {self.parallel.shards}": self.parallel.shards != "none",
-            f"parallel.offload: {self.parallel.offload}": self.parallel.has_offload,
-            f"reduction: {self.reduction}": self.reduction == "fast",
-            f"precision: {self.precision}": self.precision == "fp16",
-            "compile: true": self.compile,
-        }
-        found = [key for key, is_set in others.items() if is_set]
         parallel = self.parallel
         wrong = [
             f"parallel.{key}: {degree} does not go together with {' and '.join(found)} yet: set one back"
             for key, degree in parallel.degrees.items()
-            if degree > 1 and found
+            if degree > 1 and (found := self._not_in_cells(key))
         ]
         of_each = self.batch.num_lanes // parallel.expert
         if parallel.pipeline > 1 and parallel.pipeline > of_each:
@@ -232,6 +224,18 @@ class Config(Section):
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
+
+    def _not_in_cells(self, key: str) -> list[str]:
+        """Return what is set and was not tried in cells that a key of `parallel` makes."""
+        spread = ("none", "optimizer") if key in ("tensor", "pipeline") else ("none",)
+        others = {
+            f"parallel.shards: {self.parallel.shards}": self.parallel.shards not in spread,
+            f"parallel.offload: {self.parallel.offload}": self.parallel.has_offload,
+            f"reduction: {self.reduction}": self.reduction == "fast",
+            f"precision: {self.precision}": self.precision == "fp16",
+            "compile: true": self.compile,
+        }
+        return [name for name, is_set in others.items() if is_set]
 
     @model_validator(mode="after")
     def _audits_lanes_of_one_rank(self) -> Config:

@@ -27,13 +27,14 @@ from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import ContextState
 from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.seated_cell import SeatedCellState, columns_of, holding
 from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.optimizers.averaging import keep_average
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.parameter_groups import build_groups, describe_groups
 from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.sharded.dealt_state import DealtState
-from elastic_train.job.sharded.elementwise import slots_of
+from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.gathered_state import GatheredState
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.shared_scaler import SharedScaler
@@ -264,21 +265,33 @@ def build_state(
         _check_state_is_whole(model)
     bucket_bytes = None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
     shards: StateShards
+
+    def slots() -> Slots:
+        found = slots_of(optimizer, choice.make, next(model.parameters()).device)
+        return found if config.ema is None else found.with_moment(AVERAGE)
+
     if parallel is not None and parallel.context > 1 and cell_plan is None:
         shards = ContextState(model, optimizer, scheduler, scaler, bucket_bytes)
     elif parallel is not None and cell_plan is not None:
         cut = CutModel(model, cell_plan, parallel.cell, CellLinks())
-        shards = CellState(model, optimizer, scheduler, scaler, bucket_bytes, cut=cut)
+        if kind is None:
+            shards = CellState(model, optimizer, scheduler, scaler, bucket_bytes, cut=cut)
+        else:
+            columns = columns_of(model, optimizer, cut, parallel.cell.size)
+            hold = holding(model, optimizer, scheduler, scaler, slots(), parallel.copies, bucket_bytes)
+            shards = SeatedCellState(
+                model, optimizer, scheduler, scaler, bucket_bytes, cut=cut, columns=columns, hold=hold
+            )
     elif parallel is None or kind is None:
         shards = ReplicatedState(model, optimizer, scheduler, scaler, bucket_bytes)
     else:
-        slots = slots_of(optimizer, choice.make, next(model.parameters()).device)
-        slots = slots if config.ema is None else slots.with_moment(AVERAGE)
         offload = None
         if parallel.has_offload:
             offload = Offload(host_memory_of(next(model.parameters()).device), parallel.offload == "all")
         copies = parallel.copies if parallel.shards != "none" else EVERYWHERE
-        shards = kind(model, optimizer, scheduler, scaler, layout, slots, copies, bucket_bytes, parallel.wire, offload)
+        shards = kind(
+            model, optimizer, scheduler, scaler, layout, slots(), copies, bucket_bytes, parallel.wire, offload
+        )
     return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
 
 

@@ -8,7 +8,7 @@ shows in no bit: the tree is the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,6 +29,14 @@ class Shares:
     owned: Sequence[Runs]
     given: Sequence[Runs]
     taken: Sequence[Runs]
+
+    def within(self, flats: Container[int]) -> Shares:
+        """Return what they have of some flat vectors, by number."""
+        owned, given, taken = (
+            [[run for run in runs if run.flat in flats] for runs in by_rank]
+            for by_rank in (self.owned, self.given, self.taken)
+        )
+        return Shares(owned, given, taken)
 
 
 class OwnedSum(TreeSum):

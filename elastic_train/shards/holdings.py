@@ -11,7 +11,7 @@ their groups. That is what keeps copies apart (see `domains`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -53,6 +53,31 @@ def circle_of(layout: Layout) -> Circle:
     spans = layout.span[grains]
     ends = np.cumsum(spans)
     return Circle(grains, ends - spans, int(spans.sum()))
+
+
+class Column(NamedTuple):
+    """What ranks of one place hold together, each a share by its seat: the grains of a layout, on their circle.
+
+    Where every rank is a replica, all of them are one column, which holds the whole state.
+    """
+
+    layout: Layout
+    circle: Circle
+
+    def trained_by(self, seat: Seat | None) -> Int64s:
+        """Return the trained grains that a seat holds, ascending; none without a seat."""
+        grains = np.empty(0, dtype=np.int64) if seat is None else held(self.circle, seat)
+        return np.intersect1d(grains, self.layout.trained, assume_unique=True)
+
+    def missing(self, by_rank: Iterable[Sequence[Arc]]) -> int:
+        """Return how many grains are in none of several ranks' arcs."""
+        arcs = tuple(dict.fromkeys(arc for arcs in by_rank for arc in arcs))
+        return self.layout.num_grains - grains_in(self.circle, arcs).size
+
+
+def column_of(layout: Layout) -> Column:
+    """Return the column of ranks that hold the grains of a layout."""
+    return Column(layout, circle_of(layout))
 
 
 def held(circle: Circle, seat: Seat) -> Int64s:

@@ -16,6 +16,7 @@ from elastic_train.insight.phases import StepClock
 from elastic_train.job.auditing.auditor import Auditor
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import Context, ContextState, context_of
+from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.job.plan import Plan
 from elastic_train.job.reseating.placing import redundancy_of, take_place
@@ -120,7 +121,8 @@ def _open_in(process: Process, world: World) -> Session:
         if state.shards.offload is not None:
             world.announce(_saving_of(state.shards, plan.device))
     if world.cell is not None:
-        world.announce(redundancy_of(world.mesh))
+        num_copies = state.shards.num_copies if isinstance(state.shards, SeatedCellState) else None
+        world.announce(redundancy_of(world.mesh, num_copies))
     if plan.config.compile:
         world.announce(f"{state.compiled}")
     _warn_of_file_system(process, world)

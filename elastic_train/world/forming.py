@@ -137,7 +137,9 @@ class LiveWorlds:
         self._standstill, self._unformed = standstill, unformed
         self._has_trained = False
         self._config = config
-        self._cell = CellShape(config.parallel.cell.stage, config.parallel.cell.stage_size)
+        parallel = config.parallel
+        copies = parallel.copies if parallel.shards != "none" else None
+        self._cell = CellShape(parallel.cell.stage, parallel.cell.stage_size, copies)
         self._max_members = config.parallel.cell.most_ranks(config.batch.num_lanes)
         self._timeout_s = config.peer_timeout_s
         self._device = device_of(device, config.parallel.transport)

@@ -18,15 +18,16 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at
 from elastic_train.errors import CommitError, ElasticTrainError, StateLostError, StorageError
 from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.plan import Plan
 from elastic_train.job.reseating import (
     Brought,
     bring,
     is_first,
     leave_out_unfinished,
-    reseat,
+    reseat_columns,
     roll_forward,
-    take_first_seats,
+    take_first_columns,
 )
 from elastic_train.job.reseating.pending_step import furthest_whole, settle_pending
 from elastic_train.job.sharded.held_state import HeldState
@@ -53,7 +54,7 @@ def restore(plan: Plan, world: World, state: AppliedState, before: Sequence[Inte
     found = _find(world, state, published)
     if found.head is not None:
         plan.check_continues(found.head)
-    if isinstance(state.shards, HeldState):
+    if isinstance(state.shards, HeldState | SeatedCellState):
         found = _take_seats(plan, world, state, state.shards, found)
     elif isinstance(state.shards, CellState):
         found = _take_parts(plan, world, state, state.shards, found)
@@ -140,8 +141,13 @@ def _take_parts(plan: Plan, world: World, state: AppliedState, shards: CellState
     return found
 
 
-def _take_seats(plan: Plan, world: World, state: AppliedState, shards: HeldState, found: _Found) -> _Found:
-    """Bring this rank to the furthest step, on a seat; return what was found, and whether a commit had to be loaded."""
+def _take_seats(
+    plan: Plan, world: World, state: AppliedState, shards: HeldState | SeatedCellState, found: _Found
+) -> _Found:
+    """Bring this rank to the furthest step, on a seat; return what was found, and whether a commit had to be loaded.
+
+    Where cells hold the state, a seat is in the column of this rank's place.
+    """
     path = own_path(plan.config.parallel.domain)
     brought: Sequence[Brought] = bring(world.group, state, shards, path, counts=found.counts, may_hold=world.writes)
     if not found.is_loaded:
@@ -152,21 +158,29 @@ def _take_seats(plan: Plan, world: World, state: AppliedState, shards: HeldState
             what = f"all holders of {num_lost} of the state's shards are lost (parallel.copies: {copies})"
             found = _find_after_loss(plan, world, found, what, num_lost, whole.step)
         brought = kept
+    held = shards if isinstance(shards, HeldState) else shards.share
     if not found.is_loaded:
         brought = roll_forward(world.group, state, shards, brought)
-        if is_first(shards, brought):
-            begin_alike(world.group, shards.weights(), world.announce)
-        if reseat(world.group, state, shards, brought).size:
+        if is_first(held, brought):
+            _begin_alike(world, shards)
+        if reseat_columns(world.holders, state, shards, brought).size:
             raise StateLostError(
                 "all holders of some of the first weights are lost, before the first step: start again"
             )
     else:
         state.drop_pending()
-        take_first_seats(world.group, shards, brought)
+        take_first_columns(world.holders, shards, brought)
         _load_head(plan, world, state, found)
-    shards.agree_on_order(world.group)
+    held.agree_on_order(world.group)
     shards.trained_in = world.term
     return found
+
+
+def _begin_alike(world: World, shards: HeldState | SeatedCellState) -> None:
+    """Let all ranks begin a run with the same weights."""
+    if isinstance(shards, SeatedCellState):
+        begin_alike(world.holders, shards.cut_weights(), world.announce)
+    begin_alike(world.group, shards.weights(), world.announce)
 
 
 def _find_after_loss(plan: Plan, world: World, found: _Found, what: str, num_lost: int, whole: int) -> _Found:
@@ -212,7 +226,7 @@ def _report(world: World, state: AppliedState, found: _Found, before: Sequence[I
         skipped=list(found.skipped),
         resumed=asdict(banner) if banner else None,
         num_lost=found.num_lost,
-        holds_nothing=isinstance(state.shards, HeldState) and state.shards.holds_nothing,
+        holds_nothing=isinstance(state.shards, HeldState | SeatedCellState) and state.shards.holds_nothing,
     )
     if banner is not None and world.progress is not None:
         world.progress.banner(banner)

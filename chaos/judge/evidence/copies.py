@@ -3,7 +3,7 @@
 Every share has holders on as many nodes as there are copies, or as there are nodes that hold anything. So a world may
 say that shares were lost only if so many nodes lost a member since the last world that had taken its seats. Ranks of
 one place in all cells hold the same part, and so do neighbours that compute rows together: where cells hold the state,
-all of them have to have been lost.
+all of them have to have been lost; or, where each holds a share of its part, as many as there are copies.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from chaos.judge.job_shape import cell_size, context_size, has_parts
 
 def in_words(parallel: Mapping[str, object]) -> str:
     """Say what of a job's state is in shards, from its configuration."""
-    what = parallel.get("shards", "none")
-    if (size := cell_size({"parallel": parallel})) > 1:
-        return f"cells of {size} ranks"
-    return "state whole on every rank" if what == "none" else f"{what} in shards, copies: {parallel.get('copies')}"
+    what, size = parallel.get("shards", "none"), cell_size({"parallel": parallel})
+    spread = None if what == "none" else f"{what} in shards, copies: {parallel.get('copies')}"
+    if size > 1:
+        return f"cells of {size} ranks" + (f", {spread}" if spread else "")
+    return spread or "state whole on every rank"
 
 
 def parallel_of(run: Evidence) -> dict[str, object]:
@@ -54,7 +55,7 @@ def node_of(run: Evidence) -> dict[object, object]:
 def holders_gone(run: Evidence, term: int) -> tuple[int, int]:
     """Return how many nodes had lost a member when a term's world formed, and how many it takes to lose a share.
 
-    Of cells: how many ranks with the part that most were lost with, and how many there were.
+    Of cells: how many ranks with the part that most were lost with, and how many there were, or hold each share.
 
     Members count from the last world that began to train on: whoever was in it, or in one since, and is in the term's
     no more. One that wrote nothing counts as a node of its own, on either side: who died before its first line. Where
@@ -86,7 +87,8 @@ def _holders_of_a_part(run: Evidence, base: int, term: int) -> tuple[int, int]:
     holds = {whole(line, "rank") for line in run.in_term("restore", base)}
     num_holders = seats_of(run).get(base, size) // size * context
     left = [rank % size // context for pid in pids_of(run)[term] if (rank := rank_of.get(pid)) in holds]
-    return num_holders - min(left.count(part) for part in range(size // context)), num_holders
+    needed = min(copies_of(run) or num_holders, num_holders)
+    return num_holders - min(left.count(part) for part in range(size // context)), needed
 
 
 @once

@@ -84,7 +84,8 @@ def copies(run: Evidence) -> str:
             raise Violated(
                 f"term {term} found {num_lost} shards of the state lost, and {cells if is_in_cells else nodes}"
             )
-    held = f"cells of {cell} ranks" if is_in_cells else f"{copies_of(run)} copies"
+    of_cells, num_copies = f"cells of {cell} ranks" if is_in_cells else "", copies_of(run)
+    held = " with ".join(filter(None, (of_cells, f"{num_copies} copies" if num_copies is not None else "")))
     return f"{held}; {len(losses_of(run))} worlds had lost shards, each with all of their holders"
 
 

@@ -38,7 +38,7 @@ class SameShares:
         self._runs, self._owned, self._cuts = Known(), Known(), Known()
         self._slots = Known() if is_planted else _SLOTS
         self._common = memory_of(lambda seats, layout, circle: _CommonSeating(layout, circle, seats, 0))
-        self.seats_of = memory_of(taking._seats_of)
+        self.seats_of = memory_of(taking.seats_at)
         self.plan_of = memory_of(taking._plan_of)
         self._left = memory_of(lambda brought, shards: leave_out_unfinished(shards, brought))
 

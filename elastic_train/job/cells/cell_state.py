@@ -24,7 +24,7 @@ from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, 
 from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, WeightsDifferError
-from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.cut_model import Cut, CutModel
 from elastic_train.job.cells.state_parts import (
     cut_at,
     part_read,
@@ -35,7 +35,7 @@ from elastic_train.job.cells.state_parts import (
 )
 from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
-from elastic_train.parallel.cells.chunk_sum import ChunkSum
+from elastic_train.parallel.cells.chunk_sum import chunk_sum
 from elastic_train.parallel.cells.context_sum import ContextSum
 from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.devices.squares import squares_of_tensors
@@ -127,7 +127,7 @@ class CellState(ReplicatedState):
                 whole, parts, replicas, self._holders, lanes, experts, bucket_bytes, is_staged=is_staged
             )
         elif self.cut.plan.num_chunks > 1:
-            self._sum = ChunkSum(self.cut.by_chunk(), self._holders, num_lanes, bucket_bytes, degree)
+            self._sum = chunk_sum(self.cut.by_chunk(), self._holders, num_lanes, bucket_bytes, degree)
         else:
             self._sum = ContextSum(list(self.model.parameters()), self._holders, lanes, degree, bucket_bytes)
         return self._sum
@@ -240,32 +240,47 @@ class CellState(ReplicatedState):
         What a place holds as a whole is written by one that does. All else its places send to the one of them, if any,
         which writes the tensor.
         """
-        cuts, cell, mine, size = self.cut.cuts, self.cut.known_cell, self._mesh.place, self._mesh.cell.size
+        cuts, mine, size = self.cut.cuts, self._mesh.place, self._mesh.cell.size
         held = self.held()
-        parts = {path: leaf for path, leaf in leaves_by_path(held).items() if isinstance(leaf, Tensor)}
-        cut = {path: one for path, leaf in parts.items() if (one := cut_at(path, leaf, cuts, mine))}
-        places = [rank % size for rank in self._writers]
-        written = {
-            path: pieces
-            for turn, (path, one) in enumerate(cut.items())
-            if (pieces := to_write(parts[path], one, places, turn)) is not None
-        }
+        leaves = {path: leaf for path, leaf in leaves_by_path(held).items() if isinstance(leaf, Tensor | Pieces)}
+        cut = {path: one for path, leaf in leaves.items() if (one := cut_at(path, leaf, cuts, mine))}
+        written = self._written(leaves, cut)
 
-        def without_memory(path: StatePath, leaf: Tensor) -> Tensor | Pieces:
-            if path not in cut:
-                return leaf
-            return written.get(path) or torch.empty(cut[path].shape, dtype=leaf.dtype, device="meta")
+        def without_memory(path: StatePath, leaf: Tensor | Pieces) -> Tensor | Pieces:
+            if path in written or path not in cut:
+                return written.get(path, leaf)
+            return torch.empty(cut[path].shape, dtype=leaf.dtype, device="meta")
 
         outline = with_tensors(held, without_memory)
         plan = self._planner.plan(outline, leaves_by_path(outline), len(self._writers))
-        wholes: dict[StatePath, Tensor] = {}
-        for part, rank in zip(plan.parts, self._writers, strict=False):
+        apart = [
+            (rank, slot.path)
+            for part, rank in zip(plan.parts, self._writers, strict=False)
+            for slot in part.slots
+            if slot.path in cut and slot.path not in written
+        ]
+        parts, wholes = self._parts_of(leaves, apart), dict[StatePath, Tensor]()
+        for rank, path in apart:
             replica, place = divmod(rank, size)
-            for slot in part.slots if replica == self._mesh.replica else ():
-                if slot.path in cut and slot.path not in written:
-                    whole = put_together_at(place, parts[slot.path], cut[slot.path], cell)
-                    wholes |= {} if whole is None else {slot.path: whole}
+            if replica == self._mesh.replica:
+                whole = put_together_at(place, parts[path], cut[path], self.cut.known_cell)
+                wholes |= {} if whole is None else {path: whole}
         return with_tensors(outline, lambda path, leaf: wholes.get(path, leaf))
+
+    def _written(
+        self, leaves: Mapping[StatePath, Tensor | Pieces], cut: Mapping[StatePath, Cut]
+    ) -> dict[StatePath, Pieces]:
+        """Return the cut leaves that are written where they are held."""
+        places = [rank % self._mesh.cell.size for rank in self._writers]
+        tensors = [(path, leaf, one) for path, one in cut.items() if isinstance(leaf := leaves[path], Tensor)]
+        found = ((path, to_write(leaf, one, places, turn)) for turn, (path, leaf, one) in enumerate(tensors))
+        return {path: pieces for path, pieces in found if pieces is not None}
+
+    def _parts_of(
+        self, leaves: Mapping[StatePath, Tensor | Pieces], apart: Sequence[tuple[int, StatePath]]
+    ) -> Mapping[StatePath, Tensor]:
+        """Return this place's parts of leaves that ranks write, each of this one's replica if its writer is."""
+        return {path: leaf for _, path in apart if isinstance(leaf := leaves[path], Tensor)}
 
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
         ReplicatedState.take(self, lambda tree: self._fill_parts(tree, fill), keeps_rates=keeps_rates)

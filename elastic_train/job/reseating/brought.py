@@ -1,4 +1,8 @@
-"""What every rank brings into a world whose state is in shards, told to all others."""
+"""What every rank brings into a world whose state is in shards, told to all others.
+
+Ranks of equal place in all cells are a *column*, and hold shares of that place's part of the state; where there are no
+cells, all ranks are one. A step counts as held where all columns hold all of theirs.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,40 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
-from elastic_train.job.sharded.held_state import HeldState
+from torch import Tensor
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.job.sharded.held_tree import Spare
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.shards.arcs import Arc
 from elastic_train.shards.domains import Path
-from elastic_train.shards.holdings import grains_in
+from elastic_train.shards.holdings import Column
 from elastic_train.shards.seats import Seat
+
+
+class Seated(Protocol):
+    """State of which a rank holds a share by its seat."""
+
+    trained_in: int
+
+    @property
+    def columns(self) -> Sequence[Column]:
+        """All columns of a world, by place: rank r is of column r modulo their number."""
+
+    @property
+    def seat(self) -> Seat | None:
+        """This rank's seat in its column."""
+
+    @property
+    def spare(self) -> Spare:
+        """What this rank holds beside its seat."""
+
+    def norm_of_rows(self, gathered: Tensor, holders: Sequence[tuple[int, Int64s]]) -> Tensor:
+        """Return the norm from rows of some ranks, with the grains that each has measured: together, all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +67,23 @@ class Brought:
 
 
 def bring(
-    group: Group, state: AppliedState, shards: HeldState, path: Path, *, counts: bool, may_hold: bool = True
+    group: Group, state: AppliedState, shards: Seated, path: Path, *, counts: bool, may_hold: bool = True
 ) -> list[Brought]:
-    """Return what every rank brings, by rank; a rank whose state does not count brings nothing. Rank 0 may hold."""
+    """Return what every rank brings, by rank; a rank whose state does not count brings nothing.
+
+    Where no rank of a column can write commits, all of it may hold something, and so may rank 0 anyway.
+    """
     place = state.place if counts else Place(0, 0)
     seat = shards.seat if counts else None
     pending = state.pending.facts.term if state.pending is not None and counts else 0
     may_hold = may_hold or group.rank == 0
     norm, spare = _bits(state.reached.norm), _encoded_arcs(shards.spare.arcs if counts else ())
     mine = [*place, _encoded(seat), list(path), pending, shards.trained_in, norm, may_hold, spare]
-    return _read(group.all_gather_objects(mine))
+    brought, size = _read(group.all_gather_objects(mine)), len(shards.columns)
+    able = {rank % size for rank, one in enumerate(brought) if one.may_hold}
+    if len(able) == size:
+        return brought
+    return [one if rank % size in able else replace(one, may_hold=True) for rank, one in enumerate(brought)]
 
 
 def _read(told: Sequence[Sequence[Any]]) -> list[Brought]:
@@ -59,7 +94,7 @@ def _read(told: Sequence[Sequence[Any]]) -> list[Brought]:
     ]
 
 
-def leave_out_unfinished(shards: HeldState, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
+def leave_out_unfinished(shards: Seated, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
     """Return what ranks bring, without those that are further than all of the state is held; and how much is lost.
 
     A rank that was away while its peers' shares were lost may come back further than they are now: what it holds is of
@@ -79,11 +114,14 @@ def comes_to(one: Brought) -> Place:
     return Place(one.place.step + 1, one.pending)
 
 
-def _num_missing(shards: HeldState, brought: Sequence[Brought], place: Place) -> int:
-    """Return how many grains nobody holds at a place, or can bring there."""
-    there = (one for one in brought if one.place == place or (one.pending and comes_to(one) == place))
-    arcs = tuple(dict.fromkeys(arc for one in there for arc in all_arcs_of(one)))
-    return shards.layout.num_grains - grains_in(shards.circle, arcs).size
+def _num_missing(shards: Seated, brought: Sequence[Brought], place: Place) -> int:
+    """Return how many grains nobody of their column holds at a place, or can bring there."""
+    there = [one.place == place or bool(one.pending and comes_to(one) == place) for one in brought]
+    size = len(shards.columns)
+    return sum(
+        column.missing(all_arcs_of(brought[rank]) for rank in range(number, len(brought), size) if there[rank])
+        for number, column in enumerate(shards.columns)
+    )
 
 
 def all_arcs_of(one: Brought) -> tuple[Arc, ...]:

@@ -26,10 +26,9 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import PeerLostError
-from elastic_train.job.reseating.brought import Brought, all_arcs_of, comes_to
+from elastic_train.job.reseating.brought import Brought, Seated, all_arcs_of, comes_to
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.held_tree import HeldRun, Spare, run_around
-from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.job.state_shards import Place
 from elastic_train.job.tree_transfer import give_tree, take_tree
@@ -42,7 +41,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.system.huge_pages import on_huge_pages
 
 
-def roll_forward(group: Group, state: AppliedState, shards: HeldState, brought: Sequence[Brought]) -> Sequence[Brought]:
+def roll_forward(group: Group, state: AppliedState, shards: Seated, brought: Sequence[Brought]) -> Sequence[Brought]:
     """Apply a pending step if it may have been applied, else drop it; return what ranks bring then."""
     furthest = max(one.place for one in brought)
     ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
@@ -55,26 +54,35 @@ def roll_forward(group: Group, state: AppliedState, shards: HeldState, brought: 
     if not able:
         state.drop_pending()
         return brought
-    holders = [(rank, shards.trained_by(brought[rank].seat)) for rank in able]
+    holders = [(rank, _trained_by(shards, rank, brought[rank].seat)) for rank in able]
     most = max(1, *(grains.size for _, grains in holders))
     mine = torch.zeros(most, dtype=torch.float64)
     if group.rank in able:
         assert state.pending is not None, "this rank has said so"
-        size = shards.trained_by(shards.seat).size
+        size = _trained_by(shards, group.rank, shards.seat).size
         mine[:size] = state.pending.measured[:size]
-    norm = norm_of_grains(shards.layout, group.all_gather(mine), holders)
+    norm = shards.norm_of_rows(group.all_gather(mine), holders)
     return _apply(group, state, brought, able, norm, Place(furthest.step + 1, term))
 
 
-def _all_left(shards: HeldState, brought: Sequence[Brought], ahead: Sequence[int], term: int) -> list[int]:
+def _trained_by(shards: Seated, rank: int, seat: Seat | None) -> Int64s:
+    """Return the grains of its column that a rank holds and updates."""
+    return shards.columns[rank % len(shards.columns)].trained_by(seat)
+
+
+def _all_left(shards: Seated, brought: Sequence[Brought], ahead: Sequence[int], term: int) -> list[int]:
     """Return the ranks that can apply the step that is pending since a term; none if not all left of it can."""
     if term == 0:
         return []
     left = [rank for rank in ahead if brought[rank].trained_in == term]
     if any(brought[rank].pending != term for rank in left):
         return []
-    known = np.unique(np.concatenate([shards.trained_by(brought[rank].seat) for rank in left]))
-    return left if known.size == shards.layout.trained.size else []
+    for number, column in enumerate(shards.columns):
+        trained = column.layout.trained
+        held = [column.trained_by(brought[rank].seat) for rank in left if rank % len(shards.columns) == number]
+        if np.unique(np.concatenate([trained[:0], *held])).size < trained.size:
+            return []
+    return left
 
 
 def _apply(
@@ -104,7 +112,7 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
         take_first_seats(group, shards, brought, begins=True)
         return np.empty(0, dtype=np.int64)
     mine = brought[group.rank] if brought[group.rank].place == furthest else Brought(Place(0, 0), None, ())
-    seats = _seats_of(brought, shards.copies, furthest)
+    seats = seats_at(brought, shards.copies, furthest)
     seating = Seating(shards.layout, shards.circle, seats, group.rank)
     plan = _plan_of(brought, shards, furthest, seating)
     if plan.lost.size:
@@ -151,14 +159,14 @@ def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:
 
 def take_first_seats(group: Group, shards: HeldState, brought: Sequence[Brought], *, begins: bool = False) -> None:
     """Take the seats of a world that has no updates yet, and begins with the first weights, or with a commit."""
-    seating = Seating(shards.layout, shards.circle, _seats_of(brought, shards.copies, None), group.rank)
+    seating = Seating(shards.layout, shards.circle, seats_at(brought, shards.copies, None), group.rank)
     runs = shards.room_for(seating)
     if begins:
         shards.begin(runs)
     shards.sit(seating, runs, [0.0] * len(shards.optimizer.param_groups))
 
 
-def _seats_of(brought: Sequence[Brought], copies: int, furthest: Place | None) -> list[Seat]:
+def seats_at(brought: Sequence[Brought], copies: int, furthest: Place | None) -> list[Seat]:
     """Return every rank's seat; those that ranks bring count at the furthest step, and none do without it."""
     before = [one.seat if one.place == furthest else None for one in brought]
     return seats_of_holders([one.path for one in brought], copies, before, [one.may_hold for one in brought])

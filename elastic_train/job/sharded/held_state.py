@@ -12,10 +12,9 @@ layout's alignment.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -47,13 +46,14 @@ from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.shared_weights import grain_run
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state_shards import stillness_of
+from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.devices.squares import squares_of_grains
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.parallel.owned_sum import OwnedSum, Shares
 from elastic_train.shards.grains import Layout
-from elastic_train.shards.holdings import Run, circle_of, held, runs_of
+from elastic_train.shards.holdings import Run, column_of, runs_of
 from elastic_train.shards.norm import clip_factor
 from elastic_train.shards.owners import owned_by_some
 from elastic_train.shards.seating import Seating
@@ -79,7 +79,9 @@ class HeldState:
         offload: Offload | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.layout, self.circle, self.copies = layout, circle_of(layout), copies
+        self.columns = (column_of(layout),)
+        """The one that all ranks are in, or those of this rank's place."""
+        (self.layout, self.circle), self.copies = self.columns[0], copies
         self.flat, self._bucket_bytes, self._wire = FlatModel(model, layout), bucket_bytes, wire
         self._sum: GradientSum | None = None
         self.make_gradients()
@@ -220,16 +222,30 @@ class HeldState:
 
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         assert kind == "canonical", "copies have to have the same bits"
-        if self._sum is not None:
-            self._sum.close()
+        self.close()
         self._sum = self.make_sum(replicas, num_lanes)
         return self._sum
 
+    def close(self) -> None:
+        """Leave the model's parameters alone from now on."""
+        if self._sum is not None:
+            self._sum.close()
+            self._sum = None
+
     def make_sum(self, replicas: Group, num_lanes: int) -> GradientSum:
         """Return the sum that leaves the mean gradient where it is held."""
+        self.flat.bind()
+        return self.sum_of_flats(replicas, num_lanes, range(len(self.layout.flats)))
+
+    def sum_of_flats(
+        self, replicas: Group, num_lanes: int, numbers: Container[int], turns: Turns | None = None
+    ) -> OwnedSum:
+        """Return the sum of some flat vectors, by number, to which gradients are bound; see `TreeSum` for `turns`."""
         shares = Shares(self.seated.owned_runs(), self.seated.given_runs(), self.seated.taken_runs())
-        total = OwnedSum(self.flat.bind(), replicas, num_lanes, shares)
-        total.exchange_beside(self.flat.placed(), self._bucket_bytes)
+        flats = [flat if number in numbers else flat[:0] for number, flat in enumerate(self.flat.gradients)]
+        total = OwnedSum(flats, replicas, num_lanes, shares.within(numbers))
+        placed = [one for one in self.flat.placed() if one.flat in numbers]
+        total.exchange_beside(placed, self._bucket_bytes, turns)
         return total
 
     def refresh(self, group: Group, *, everything: bool = False) -> None:
@@ -254,7 +270,11 @@ class HeldState:
         return squares
 
     def norm_of(self, gathered: Tensor) -> Tensor:
-        return norm_of_grains(self.layout, gathered, enumerate(self.seated.trained))
+        return self.norm_of_rows(gathered, enumerate(self.seated.trained))
+
+    def norm_of_rows(self, gathered: Tensor, holders: Iterable[tuple[int, Int64s]]) -> Tensor:
+        """Return the norm from rows of some ranks, which hold all of the grains that are trained."""
+        return norm_of_grains(self.layout, gathered, holders)
 
     def norm_alone(self, measured: Tensor) -> Tensor | None:
         """Only all ranks together know the norm."""
@@ -271,11 +291,6 @@ class HeldState:
 
     def _trained_flats(self) -> list[int]:
         return [number for number, flat in enumerate(self.layout.flats) if flat.group is not None]
-
-    def trained_by(self, seat: Seat | None) -> Int64s:
-        """Return the trained grains that a seat holds, ascending."""
-        grains = np.empty(0, dtype=np.int64) if seat is None else held(self.circle, seat)
-        return np.intersect1d(grains, self.layout.trained, assume_unique=True)
 
     def clip(self, limit: float, norm: Tensor) -> None:
         if (factor := clip_factor(float(norm), limit)) != 1.0:

@@ -15,25 +15,16 @@ from torch import nn
 from elastic_train.core.lanes import contiguous
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.context_sum import ContextSum
-from elastic_train.parallel.gradient_sum import CanonicalSum, GradientSum, OfPart, place_gradients
+from elastic_train.parallel.gradient_sum import CanonicalSum, GradientSum, OfPart, TreeSum, place_gradients
 from elastic_train.parallel.group import Group
 
 
 class ChunkSum:
     """Sums gradients by chunk; see `GradientSum`."""
 
-    def __init__(
-        self,
-        chunks: Sequence[Sequence[nn.Parameter]],
-        ranks: Group,
-        num_lanes: int,
-        bucket_bytes: float | None,
-        degree: int = 1,
-    ) -> None:
-        """`chunks` are the parameters of each, which have elements in one of them alone; `ranks` hold the same, by
-        cell, and so many of a cell compute some tokens of each row."""
-        self._turns = Turns(ranks)
-        self.chunks = [_sum_of(one, ranks, num_lanes, bucket_bytes, degree, self._turns) for one in chunks]
+    def __init__(self, chunks: Sequence[TreeSum | ContextSum], turns: Turns) -> None:
+        """`chunks` are the sums of each; what they exchange beside the backward passes is in `turns`."""
+        self.chunks, self._turns = chunks, turns
 
     def begin(self, lanes: range) -> None:
         for one in self.chunks:
@@ -61,6 +52,21 @@ class ChunkSum:
     def tensors(self) -> Iterator[OfPart]:
         for one in self.chunks:
             yield from one.tensors()
+
+
+def chunk_sum(
+    chunks: Sequence[Sequence[nn.Parameter]],
+    ranks: Group,
+    num_lanes: int,
+    bucket_bytes: float | None,
+    degree: int = 1,
+) -> ChunkSum:
+    """Return the sum over the parameters of each chunk, which have elements in one of them alone.
+
+    `ranks` hold the same, by cell, and so many of a cell compute some tokens of each row.
+    """
+    turns = Turns(ranks)
+    return ChunkSum([_sum_of(one, ranks, num_lanes, bucket_bytes, degree, turns) for one in chunks], turns)
 
 
 def _sum_of(

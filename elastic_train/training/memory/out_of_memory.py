@@ -145,11 +145,13 @@ def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -
     if keys.recompute == "none" and keys.expert == 1:
         found.append("parallel.recompute: units")
     more = {"none": "optimizer", "optimizer": "gradients", "gradients": "parameters"}.get(keys.shards)
-    may_share = keys.cell.size == 1 and config.reduction == "canonical"
+    is_canonical, is_whole = config.reduction == "canonical", keys.cell.size == 1
     is_audited = config.run.audit_lanes is not None and keys.shards != "none"
-    if may_share and num_ranks > keys.copies and more is not None and not is_audited:
+    in_cells = keys.expert == keys.context == 1 and more == "optimizer"
+    may_share = is_canonical and not is_audited and (is_whole or in_cells)
+    if may_share and num_ranks // keys.cell.size > keys.copies and more is not None:
         found.append(f"parallel.shards: {more}")
-    if may_share and is_on_gpu and not keys.has_offload:
+    if is_canonical and is_whole and is_on_gpu and not keys.has_offload:
         found.append("parallel.offload: optimizer")
     if facts is not None and facts.reserved and facts.reserved - facts.peak > FRAGMENTED * facts.reserved:
         found.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment")

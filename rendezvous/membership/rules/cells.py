@@ -28,10 +28,14 @@ Group = tuple[Member, ...]
 
 @dataclass(frozen=True, slots=True)
 class CellShape:
-    """How many members make up a cell: so many stages, each of so many members of one node."""
+    """How many members make up a cell: so many stages, each of so many members of one node.
+
+    `copies` is how many members of a place hold each share of its part; None where each holds all of it.
+    """
 
     num_stages: int = 1
     stage_size: int = 1
+    copies: int | None = None
 
     @property
     def size(self) -> int:
@@ -84,10 +88,31 @@ def arrange(members: Sequence[Member], shape: CellShape, last: World | None, mos
 def is_a_part_left_behind(
     chosen: Sequence[Member], ready: Sequence[Member], shape: CellShape, last: World | None
 ) -> bool:
-    """Say whether some place is kept by none of those who had it in the last world: they alone may hold its part."""
-    had = {name: place for name, (_, place) in places_had(ready, shape, last).items()}
-    kept = {place for number, member in enumerate(chosen) if (place := had.get(member.id)) == number % shape.size}
-    return not set(had.values()) <= kept
+    """Say whether some place is kept by too few of those who had it in the last world: others may hold its part alone.
+
+    Too few are none; or, where each holds a share, so few that as many are missing as hold each.
+    """
+    seats = places_had(ready, shape, last)
+    had = {name: place for name, (_, place) in seats.items()}
+    kept = [place for number, member in enumerate(chosen) if (place := had.get(member.id)) == number % shape.size]
+    return not set(had.values()) <= set(kept) or _is_a_share_left_behind(seats, Counter(kept), shape, last)
+
+
+def _is_a_share_left_behind(
+    seats: Mapping[str, tuple[int, int]], kept: Mapping[int, int], shape: CellShape, last: World | None
+) -> bool:
+    """Say whether so many members of a place are kept from the next world that they may alone hold a share.
+
+    Nobody is waited for if as many of one place are gone: then no wait brings back what they held.
+    """
+    if shape.copies is None or not seats:
+        return False
+    num_cells = 1 + max(cell for cell, _ in seats.values())
+    if last is not None:
+        num_cells = max(num_cells, len(last.seats) // shape.size)
+    left, places = Counter(place for _, place in seats.values()), range(shape.size)
+    are_there = all(num_cells - left[place] < shape.copies for place in places)
+    return are_there and any(num_cells - kept[place] >= shape.copies for place in places)
 
 
 def places_had(members: Sequence[Member], shape: CellShape, last: World | None) -> dict[str, tuple[int, int]]:

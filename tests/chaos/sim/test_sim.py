@@ -202,7 +202,6 @@ def test_shares_that_are_worked_out_once_are_those_of_every_rank(shards: Shards)
     own: dict[str, object] = {f"elastic_train.parallel.dealt_sum:{runs_of.__name__}": runs_of}
     for module, names in {
         "job.reseating.taking": (Seating, seats_of_holders, plan_recut, grains_in),
-        "job.reseating.brought": (grains_in,),
         "job.sharded.held_state": (runs_of, owned_by_some),
     }.items():
         own |= {f"elastic_train.{module}:{one.__name__}": one for one in names}

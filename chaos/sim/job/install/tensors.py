@@ -118,7 +118,7 @@ def _of_real_models(same: SameShares) -> Iterable[Replacement]:
     yield from within(
         "elastic_train.job.reseating.taking",
         Seating=same.seating,
-        _seats_of=same.seats_of,
+        seats_at=same.seats_of,
         _plan_of=same.plan_of,
     )
     yield from within("elastic_train.job.reseating.brought", _read=memory_of(brought._read))

@@ -144,6 +144,29 @@ def test_a_part_is_lost_once_every_cell_has_lost_its_place(left: list[int], is_l
             copies(run)
 
 
+@pytest.mark.parametrize(
+    ("left", "num_copies", "is_lawful"),
+    [
+        ([8, 10, 11, 12], 2, True),
+        ([8, 9, 10, 11, 12], 2, False),
+        ([8, 9, 10, 11, 12], 1, True),
+        ([8, 9, 11, 12], 2, False),
+    ],
+    ids=["two of place 0", "one of two holders", "the only holder", "one of each place"],
+)
+def test_a_share_of_a_part_is_lost_with_as_many_of_its_place_as_there_are_copies(
+    left: list[int], num_copies: int, is_lawful: bool
+) -> None:
+    """Ranks of one place hold shares of one part: the others of a cell hold none of it."""
+    after = a_world(2.0, 2, [*left, 90], 0, lost=1)
+    run = evidence_of(a_world(1.0, 1, ALL, 0), after, num_copies=num_copies, cell=2)
+    if is_lawful:
+        assert copies(run).startswith(f"cells of 2 ranks with {num_copies} copies; 1 worlds")
+    else:
+        with pytest.raises(Violated, match="at most 1 of 2 holders of one part were gone"):
+            copies(run)
+
+
 def test_who_held_nothing_yet_is_no_holder_of_a_part() -> None:
     """A member whose world broke while it waited for its part lives on without it."""
     world = [line for line in a_world(1.0, 1, [7, 8, 9, 10], 0) if not (line["op"] != "form" and line["rank"] == 2)]

@@ -14,7 +14,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.core.lanes import contiguous
 from elastic_train.core.schedules import Pipeline, passes_of
-from elastic_train.parallel.cells.chunk_sum import ChunkSum, by_chunk
+from elastic_train.parallel.cells.chunk_sum import by_chunk, chunk_sum
 from elastic_train.parallel.gradient_sum import GradientSum, make_gradient_sum
 from elastic_train.parallel.group import Group
 from tests.conftest import PATIENCE_S, run_ranks
@@ -57,7 +57,7 @@ def whole() -> list[list[float]]:
 def in_chunks(group: Group, bucket_bytes: float | None) -> list[list[float]]:
     """Run this rank's lanes as the first of two stages does; the first time, a step is begun that is not finished."""
     chunks = make_chunks()
-    total = ChunkSum([list(chunk.parameters()) for chunk in chunks], group, LANES, bucket_bytes)
+    total = chunk_sum([list(chunk.parameters()) for chunk in chunks], group, LANES, bucket_bytes)
     lanes = contiguous(group.size, LANES)[group.rank]
     passes = passes_of(Pipeline("interleaved", 2, len(lanes), 3), 0)
     for _ in range(2):
@@ -101,7 +101,7 @@ def test_exchanges_of_chunks_beside_their_last_lanes_do_not_meet(tmp_path: Path,
 
 def test_a_lane_that_runs_whole_is_in_all_chunks() -> None:
     chunks = make_chunks()
-    total = ChunkSum([list(chunk.parameters()) for chunk in chunks], Group(0, 1, None, 60), LANES, None)
+    total = chunk_sum([list(chunk.parameters()) for chunk in chunks], Group(0, 1, None, 60), LANES, None)
     run_whole(total, chunks)
     total.close()
     assert gradients_of(chunks) == whole()

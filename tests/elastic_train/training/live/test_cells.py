@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from chaos.judge.invariants.rollbacks import copies
 from chaos.judge.invariants.whole_run import check_kept
 from chaos.judge.job_shape import cell_size
 from elastic_train.system.failpoints import VARIABLE
@@ -85,6 +86,7 @@ def assert_nothing_is_lost(
     assert whole in log or (num_cells == 1 and f"1 cell of {per_cell} ranks" in log), log
     assert "Traceback" not in log, log
     check_kept(run)
+    copies(run)
     restored = [line for line in run.of("restore") if int(str(line["term"])) > term]
     assert len({line["term"] for line in restored}) >= len(places)
     assert all(int(str(line["step"])) > 0 for line in restored) and not run.of("rollback")

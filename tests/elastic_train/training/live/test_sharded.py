@@ -123,7 +123,7 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     until_whole(tmp_path / "run", 2)
     eventually(lambda: any(line["op"] == "commit" for line in history(tmp_path / "run")), "a commit")
     _, ranks = until_whole(tmp_path / "run", 2)
-    eventually(lambda: _is_beyond_its_commit(tmp_path / "run"), "a step that no commit has")
+    eventually(lambda: is_beyond_its_commit(tmp_path / "run"), "a step that no commit has")
     os.kill(ranks[1], signal.SIGKILL)
     known.touch()
     run, log = finish(job, tmp_path)
@@ -132,7 +132,7 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     assert weights(run) == undisturbed(LIVE_STEPS)
 
 
-def _is_beyond_its_commit(run: Path) -> bool:
+def is_beyond_its_commit(run: Path) -> bool:
     """Say whether steps were applied that the newest commit does not have, nor one that may be under way."""
     lines = history(run)
     committed, applied = (max(line["step"] for line in lines if line["op"] == op) for op in ("commit", "step"))

@@ -157,6 +157,12 @@ def test_where_there_is_no_memory_for_a_snapshot_the_error_goes_on(
             ["parallel.recompute: units"],
         ),
         ({"parallel": {"tensor": 2, "recompute": "units"}}, 4, ["in a new run, batch.micro_batch below 8"]),
+        (
+            {"parallel": {"tensor": 2, "recompute": "units"}, "batch": {"micro_batch": 1}},
+            6,
+            ["parallel.shards: optimizer"],
+        ),
+        ({"parallel": {"expert": 2}}, 6, ["in a new run, batch.micro_batch below 8"]),
         ({"reduction": "fast", "parallel": {"recompute": "units"}, "batch": {"micro_batch": 1}}, 4, []),
     ],
 )

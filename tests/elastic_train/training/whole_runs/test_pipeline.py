@@ -120,8 +120,8 @@ def files_of(folder: Path, name: str) -> str:
     [
         (stages(6), "parallel.pipeline: 6 stages would wait for one another with 5 lanes"),
         (
-            [*stages(2), "--precision", "fp16", "--parallel.shards", "optimizer"],
-            "parallel.pipeline: 2 does not go together with parallel.shards: optimizer and precision: fp16 yet",
+            [*stages(2), "--precision", "fp16", "--parallel.shards", "parameters"],
+            "parallel.pipeline: 2 does not go together with parallel.shards: parameters and precision: fp16 yet",
         ),
         ([*stages(4), "--max_steps", "3"], "a world of 1 rank is not of whole cells of 4 (parallel.pipeline: 4)"),
         ([*stages(2), "--optimizer.name", "muon"], "and parallel.tensor, pipeline and expert to 1"),

@@ -160,6 +160,30 @@ def test_a_spare_node_takes_the_place_of_one_that_makes_no_cell_any_more() -> No
     assert decisions.decide(back, "b0", two_nodes, 0.0) == Seal(3, filled, "restart")
 
 
+@pytest.mark.parametrize(
+    ("left", "copies", "is_waited_for"),
+    [
+        (("a1", "b0", "c0", "c1"), 2, True),
+        (("a1", "b0", "c0", "c1"), 3, False),
+        (("a1", "b0", "c0", "c1"), None, False),
+        (("a1", "b1", "c0", "c1"), 2, False),
+        (("a1", "b0", "b1", "c0", "c1"), 2, False),
+        (("a1", "b0", "b1", "c0", "c1"), 1, False),
+    ],
+    ids=["a holder has no mate", "more copies", "whole parts", "both holders are gone", "one cell less", "no copy"],
+)
+def test_members_that_may_alone_hold_a_share_are_waited_for(
+    left: tuple[str, ...], copies: int | None, is_waited_for: bool
+) -> None:
+    """Of three nodes with a cell each two have lost a worker, of different places: what is left of both has no cell."""
+    policy = Policy(1, 4, 0.0, max_members=6, cell=CellShape(1, 2, copies))
+    last = world(1, "a0", "a1", "b0", "b1", "c0", "c1")
+    view = View(9, tuple(worker(name, after=1) for name in left), last)
+    leader = "c0" if "b1" not in left or "b0" not in left else "b0"
+    found = decisions.decide(view, leader, policy, 1.0)
+    assert found == Wait("holder", 29.0) if is_waited_for else isinstance(found, Seal)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_members_of_one_node_meet_in_whole_cells(store: MemoryStore, pool: ThreadPoolExecutor, lost: int) -> None:
     """Three workers make one cell and a spare, which takes the place of the one that leaves."""

@@ -1,0 +1,274 @@
+"""The applied state of a rank in a cell that holds moments by its seat: a share of its place's part of the state.
+
+Ranks of equal place in all cells, a column, hold the same part of the weights. What an optimizer keeps of that part is
+spread over them as over all ranks of a job without cells (`HeldState`): grains, seats and copies are those of the
+part's own layout, and the gradient's sum, the update and the exchange of weights are within the column. The norm needs
+all columns; of what several places hold alike, it counts the first one's, as where every cell has all of it.
+
+A commit has whole tensors and moments, of which a rank writes what it holds wherever that is a run of the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.pieces import Pieces, Span
+from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.mesh import Mesh
+from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.cells.cut_model import Cut, CutModel
+from elastic_train.job.cells.spread_moments import filled_shares, in_whole, is_run, put_spans_together, written_in_whole
+from elastic_train.job.model_layout import layout_of
+from elastic_train.job.sharded.elementwise import Slots
+from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.sharded.held_tree import Cuts, Held, Spare, cuts_of
+from elastic_train.job.sharded.shared_norm import squares_of_holders
+from elastic_train.job.sharded.shared_scaler import SharedScaler
+from elastic_train.job.units.blocks import unit_names, unit_of
+from elastic_train.parallel.buckets import Turns
+from elastic_train.parallel.cells.chunk_sum import ChunkSum
+from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
+from elastic_train.parallel.group import Group
+from elastic_train.shards.holdings import Column, column_of
+from elastic_train.shards.owners import owned_of
+from elastic_train.shards.seating import Seating
+from elastic_train.shards.seats import Seat
+
+
+@dataclass(slots=True, kw_only=True)
+class SeatedCellState(CellState):
+    """A place's part of a replica, of whose moments this rank holds a share.
+
+    `hold` makes what holds the share of a layout, once the model has the part that is laid out.
+    """
+
+    columns: Sequence[Column]
+    hold: Callable[[Column], HeldState]
+    _share: HeldState | None = None
+    _seatings: Sequence[Seating] = ()
+    """The seats of every column, by place."""
+    _cuts: Sequence[Cuts] = ()
+    """By place: which spans of each tensor of its part each rank of its column speaks for, in commits."""
+    _numbers: Mapping[str, int] = field(default_factory=dict)
+    """The number of each tensor in the layouts, by all of its names."""
+    _spans: dict[int, Sequence[Sequence[Span]]] = field(default_factory=dict)
+    """By number: which spans of a whole tensor each writer writes."""
+
+    @property
+    def share(self) -> HeldState:
+        """What this rank holds of its place's part."""
+        assert self._share is not None, "no world has given this rank a place"
+        return self._share
+
+    @property
+    def column(self) -> Group:
+        """The ranks of this rank's place in all cells."""
+        assert self._holders is not None, "no world has given this rank a place"
+        return self._holders
+
+    @property
+    def seat(self) -> Seat | None:
+        return self.share.seat
+
+    @property
+    def spare(self) -> Spare:
+        return self.share.spare
+
+    @property
+    def holds_nothing(self) -> bool:
+        return self.share.holds_nothing
+
+    @property
+    def num_copies(self) -> int:
+        """How many ranks hold each share of any place's part, at least."""
+        return min(seating.num_copies for seating in self._seatings)
+
+    def enter(self, mesh: Mesh, cell: Group, holders: Group, weights: Iterable[tuple[str, Tensor]] | None) -> None:
+        is_new = not self.holds_part_of(mesh)
+        CellState.enter(self, mesh, cell, holders, weights)
+        if is_new:
+            self._close_sums()
+            self._share = self.hold(self.columns[mesh.place])
+
+    def know(self, seats: Sequence[Sequence[Seat]]) -> None:
+        """Know the seats of all columns, by place, once this rank has taken its own."""
+        self._seatings = [Seating(*column, of_place, 0) for column, of_place in zip(self.columns, seats, strict=True)]
+
+    def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
+        self._close_sums()
+        if self.cut.plan.num_chunks == 1:
+            return self.share.sum_of(replicas, num_lanes, kind)
+        assert kind == "canonical", "copies have to have the same bits"
+        self.share.flat.bind()
+        turns, placed = Turns(replicas), self.share.flat.placed()
+        chunks = [{id(one) for one in parameters} for parameters in self.cut.by_chunk()]
+        numbers = [{one.flat for one in placed if id(one.parameter) in chunk} for chunk in chunks]
+        self._sum = ChunkSum([self.share.sum_of_flats(replicas, num_lanes, some, turns) for some in numbers], turns)
+        return self._sum
+
+    def _close_sums(self) -> None:
+        """Leave the model's parameters alone from now on."""
+        if self._share is not None:
+            self._share.close()
+        if self._sum is not None:
+            self._sum.close()
+            self._sum = None
+
+    def refresh(self, group: Group) -> None:
+        self.share.refresh(self.column)
+
+    @contextlib.contextmanager
+    def averaged(self, group: Group) -> Iterator[None]:
+        with self.share.averaged(self.column):
+            yield
+
+    def measure(self) -> Tensor:
+        """Return the sums of the squares of this rank's grains, and zeros up to the most that any rank has."""
+        mine = self.share.measure()
+        most = max(1, *(grains.size for _, grains in self._updaters()))
+        measured = torch.zeros(most, dtype=torch.float64)
+        measured[: mine.numel()] = mine
+        return measured
+
+    def norm_of(self, gathered: Tensor) -> Tensor:
+        return self.norm_of_rows(gathered, self._updaters())
+
+    def norm_of_rows(self, gathered: Tensor, holders: Sequence[tuple[int, Int64s]]) -> Tensor:
+        """Return the norm from rows of some ranks, which hold all of the grains that are trained."""
+        size, rows = len(self.columns), np.zeros((len(self.columns), self.num_grains))
+        for place, column in enumerate(self.columns):
+            of_place = [(rank, grains) for rank, grains in holders if rank % size == place]
+            squares = squares_of_holders(column.layout, gathered, of_place)
+            rows[place, : squares.size] = squares
+        return self.norm_of_places(rows)
+
+    def _updaters(self) -> list[tuple[int, Int64s]]:
+        """Return all ranks of the world, and the grains that each updates."""
+        size = len(self.columns)
+        return [
+            (rank * size + place, grains)
+            for place, seating in enumerate(self._seatings)
+            for rank, grains in enumerate(seating.trained)
+        ]
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        self.share.clip(limit, norm)
+
+    def tensors(self) -> Iterator[OfPart]:
+        return iter(()) if self._share is None else self._share.tensors()
+
+    def is_taken_along(self, leaving: Sequence[bool]) -> bool:
+        """Whether some share's holders all leave, or all ranks of one and the same place."""
+        by_place = [leaving[place :: len(self.columns)] for place in range(len(self.columns))]
+        pairs = zip(self._seatings, by_place, strict=True)
+        return any(all(ranks) or seating.are_sole_holders(ranks) for seating, ranks in pairs)
+
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
+        """Let ranks write commits; all do where these hold less than everything: then those that cannot say so."""
+        size = len(self.columns)
+        try:
+            owned = [
+                owned_of(
+                    seating.holdings, seating.layout.span, [rank // size for rank in writers if rank % size == place]
+                )
+                for place, seating in enumerate(self._seatings)
+            ]
+        except LookupError:
+            writers = range(self._mesh.size)
+            owned = [seating.all_owned() for seating in self._seatings]
+        self._writers, self._spans = tuple(writers), {}
+        self._cuts = [
+            cuts_of(seating.layout, [Held(grains, seating.sections_of(rank)) for rank, grains in enumerate(by_rank)])
+            for seating, by_rank in zip(self._seatings, owned, strict=True)
+        ]
+        tensors = self.columns[0].layout.tensors
+        self._numbers = {name: number for number, one in enumerate(tensors) for name in one.names}
+        return writers
+
+    def held(self) -> State:
+        """Return this rank's part of the weights, and its share of that part's moments, in pieces of the part."""
+        return self.share.held()
+
+    def _written(
+        self, leaves: Mapping[StatePath, Tensor | Pieces], cut: Mapping[StatePath, Cut]
+    ) -> dict[StatePath, Pieces]:
+        written = CellState._written(self, leaves, cut)
+        for path, leaf in leaves.items():
+            if isinstance(leaf, Pieces) and is_run(one := cut.get(path)):
+                number = self._numbers[str(path[2])]
+                if number not in self._spans:
+                    self._spans[number] = written_in_whole([cuts[number] for cuts in self._cuts], one, self._writers)
+                written[path] = in_whole(leaf, one, self._mesh.place, self._spans[number])
+        return written
+
+    def _parts_of(
+        self, leaves: Mapping[StatePath, Tensor | Pieces], apart: Sequence[tuple[int, StatePath]]
+    ) -> Mapping[StatePath, Tensor]:
+        """Put moments together within the column, at the rank of the replica whose rank writes them."""
+        size = len(self.columns)
+        wanted = [
+            (rank // size, path, leaf, self._cuts[self._mesh.place][self._numbers[str(path[2])]])
+            for rank, path in apart
+            if isinstance(leaf := leaves[path], Pieces)
+        ]
+        found = put_spans_together(self.column, [(taker, leaf, spans) for taker, _, leaf, spans in wanted])
+        moments = {path: part for (_, path, *_), part in zip(wanted, found, strict=True) if part is not None}
+        return {**CellState._parts_of(self, leaves, apart), **moments}
+
+    def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
+        place, cuts = self._mesh.place, self.cut.cuts
+        self.share.take(lambda tree: filled_shares(tree, fill, cuts, place), keeps_rates=keeps_rates)
+
+
+def holding(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LambdaLR,
+    scaler: SharedScaler,
+    slots: Slots,
+    copies: int,
+    bucket_bytes: float | None,
+) -> Callable[[Column], HeldState]:
+    """Return what makes a column's share of an optimizer's state, which has the model's parameters as yet.
+
+    A share takes them away, so they are given back for the next one: a rank may come to another place.
+    """
+    parameters = [list(group["params"]) for group in optimizer.param_groups]
+
+    def hold(column: Column) -> HeldState:
+        for group, own in zip(optimizer.param_groups, parameters, strict=True):
+            group["params"] = list(own)
+        return HeldState(model, optimizer, scheduler, scaler, column.layout, slots, copies, bucket_bytes)
+
+    return hold
+
+
+def columns_of(model: nn.Module, optimizer: Optimizer, cut: CutModel, num_places: int) -> list[Column]:
+    """Return what the ranks of each place hold together of a model that is whole, or without memory.
+
+    What is exchanged together is a block's; of a stage with several chunks, a chunk's, since each is summed by itself.
+    """
+    units, chunks = unit_names(model), cut.by_chunk() if cut.plan.num_chunks > 1 else []
+    ids = {id(one): str(number) for number, chunk in enumerate(chunks) for one in chunk}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def unit(name: str) -> str:
+        return ids[id(parameters[name])] if chunks else unit_of(name, units)
+
+    def shape_at(place: int) -> Callable[[str, Tensor], torch.Size]:
+        def shape(name: str, parameter: Tensor) -> torch.Size:
+            return cut.cuts[name].part_shape(place) if name in cut.cuts else parameter.shape
+
+        return shape
+
+    return [column_of(layout_of(model, optimizer, unit, shape_at(place))) for place in range(num_places)]

@@ -1,0 +1,198 @@
+"""Seats in cells: the bits of cells whose ranks hold all of their parts, through faults; a share comes from its column.
+
+Real ranks over real connections; a rank that dies leaves its process, and its peers learn of it by their connections.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_train.errors import PeerLostError
+from elastic_train.job.state import AppliedState
+from elastic_train.shards.grains import GRAIN
+from tests.conftest import run_ranks
+from tests.elastic_train.job.cells.cell_jobs import (
+    SIZE,
+    Ranks,
+    Shards,
+    build,
+    compute,
+    elements_held,
+    enter,
+    facts_of,
+    fingerprint,
+    meet,
+    train,
+)
+
+pytestmark = pytest.mark.slow
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At `step` the `dying` leave at a point of the step; `missing` survivors miss the norm that others have, and
+    `unable` ones a part of the gradient.
+
+    Points: `computing`, before the exchange; `summed`, after it and before the ranks meet; `applied`, after the update.
+    """
+
+    step: int
+    point: str
+    dying: Sequence[int]
+    missing: Sequence[int] = ()
+    unable: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class World:
+    """The members of a world, cell by cell, and the fault that ends it, None for the last one."""
+
+    members: Sequence[int]
+    fault: Fault | None = None
+
+
+def step_with(fault: Fault, who: int, ranks: Ranks, state: AppliedState, term: int) -> None:
+    """Compute the step in which a world ends, as far as this member comes in it."""
+    if fault.point == "computing" and who in fault.dying:
+        os._exit(0)
+    try:
+        measured = compute(ranks, state)
+    except PeerLostError:
+        return
+    if fault.point == "summed" and who in fault.dying:
+        os._exit(0)
+    if who in fault.unable:
+        return
+    try:
+        norm = state.shards.norm_of(ranks.world.all_gather(measured))
+    except PeerLostError:
+        state.hold(facts_of(state, term), measured)
+        return
+    if who in fault.missing:
+        state.hold(facts_of(state, term), measured)
+        return
+    state.apply(facts_of(state, term), norm)
+    if who in fault.dying:
+        os._exit(0)
+
+
+def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int, shards: Shards) -> None:
+    """Live through the worlds that this member is in; leave what it saw at their beginnings, and at the end."""
+    torch.set_num_threads(1)
+    state, seen = build(shards, copies), []
+    for term, world in enumerate(worlds, start=1):
+        if who not in world.members:
+            continue
+        ranks = meet(Path(folder), f"world-{term}", world.members.index(who), len(world.members))
+        num_lost = enter(ranks, state, who, term)
+        seen.append([term, state.step, fingerprint(ranks, state), num_lost])
+        if num_lost:
+            break
+        train(ranks, state, world.fault.step if world.fault else STEPS, term)
+        if world.fault is not None:
+            step_with(world.fault, who, ranks, state, term)
+            ranks.world.abandon()
+        else:
+            seen.append([term, state.step, fingerprint(ranks, state), 0])
+            if shards != "none":
+                seen.append([elements_held(state), sum(one.numel() for one in state.model.parameters())])
+            ranks.world.barrier()
+    (Path(folder) / f"{who}.json").write_text(json.dumps(seen))
+    os._exit(0)
+
+
+def live_through(
+    folder: Path, worlds: Sequence[World], copies: int = 2, shards: Shards = "optimizer"
+) -> dict[int, list[list[object]]]:
+    """Return what each member that did not die saw: [term, step, weights, shards lost] at every beginning and the end,
+    and then how many numbers of moments it holds, and how many weights it has."""
+    folder.mkdir(exist_ok=True)
+    num = 1 + max(who for world in worlds for who in world.members)
+    run_ranks(member, num, str(folder), worlds, copies, shards)
+    found = {who: folder / f"{who}.json" for who in range(num)}
+    return {who: json.loads(path.read_text()) for who, path in found.items() if path.exists()}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """The weights after every step of one cell whose ranks hold all of their parts."""
+    folder = tmp_path_factory.mktemp("whole")
+    worlds = [World([0, 1], Fault(step, "computing", dying=[])) for step in range(STEPS)]
+    seen = live_through(folder, [*worlds, World([0, 1])], shards="none")
+    return [row[2] for row in seen[0][1:]]
+
+
+@pytest.mark.parametrize(("num_cells", "copies"), [(1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+def test_a_rank_holds_its_share_of_its_places_moments(
+    tmp_path: Path, expected: list[object], num_cells: int, copies: int
+) -> None:
+    """And the weights are those of cells that hold all of them: over any number of cells, however often each share."""
+    seen = live_through(tmp_path, [World(range(num_cells * SIZE))], copies)
+    assert {row[1][2] for row in seen.values()} == {expected[-1]}
+    held, weights = (sum(int(str(row[2][column])) for row in seen.values()) for column in (0, 1))
+    num_copies = min(copies, num_cells)
+    assert held == pytest.approx(2 * num_copies * weights / num_cells, rel=0.01), "two moments of each weight"
+    most = max(int(str(row[2][0])) for row in seen.values())
+    of_a_copy = held / (num_copies * SIZE)
+    assert most < of_a_copy / (num_cells // num_copies) + 2 * GRAIN, "as evenly as groups and grains allow"
+
+
+@pytest.mark.parametrize(
+    ("fault", "kept"),
+    [
+        (Fault(3, "computing", dying=[5]), 3),
+        (Fault(3, "summed", dying=[5]), 4),
+        (Fault(3, "summed", dying=[0]), 4),
+        (Fault(3, "summed", dying=[5], unable=[0]), 3),
+        (Fault(3, "applied", dying=[5], missing=[0, 1, 2, 3, 4]), 4),
+        (Fault(3, "applied", dying=[2], missing=[0, 5]), 4),
+        (Fault(3, "applied", dying=[3], missing=[]), 4),
+    ],
+    ids=["computing", "summed", "summed-by-0", "one-cannot", "all-left-missed-it", "two-missed-it", "all-applied-it"],
+)
+def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, expected: list[object], fault: Fault, kept: int) -> None:
+    """Three cells lose a rank, and go on as two: its mate is a spare, which comes back with a newcomer at the end."""
+    [dead] = fault.dying
+    mate = dead ^ 1
+    left = [who for who in range(3 * SIZE) if who not in (dead, mate)]
+    pair = [mate, 6] if mate % SIZE == 0 else [6, mate]
+    worlds = [World(range(6), fault), World(left, Fault(5, "summed", dying=[])), World([*left, *pair])]
+    seen = live_through(tmp_path, worlds)
+    for who in left:
+        rows = seen[who][:-1]
+        assert [row[1:3] for row in rows[1:]] == [[kept, expected[kept - 1]], [6, expected[5]], [6, expected[5]]]
+        assert not any(row[3] for row in rows)
+    for who in pair:
+        assert seen[who][-2][:3] == [3, 6, expected[5]]
+
+
+def test_a_rank_that_comes_to_another_place_gets_its_part(tmp_path: Path, expected: list[object]) -> None:
+    """What it held at its old place is of no use there, and at the beginning it has the weights of neither."""
+    worlds = [World([0, 1, 2, 3], Fault(3, "applied", dying=[2])), World([0, 1, 4, 3], Fault(4, "summed", dying=[]))]
+    seen = live_through(tmp_path, [*worlds, World([0, 1, 3, 5])])
+    assert [row[:4] for row in seen[3][:-1]][1:] == [
+        [2, 4, expected[3], 0],
+        [3, 5, expected[4], 0],
+        [3, 6, expected[5], 0],
+    ]
+    assert {seen[who][-2][2] for who in (0, 1, 3, 5)} == {expected[5]}
+
+
+@pytest.mark.parametrize("dying", [[4], [0, 2]])
+def test_what_no_rank_of_a_column_holds_any_more_is_said_to_be_lost(
+    tmp_path: Path, expected: list[object], dying: Sequence[int]
+) -> None:
+    """Of one copy, with one rank: nothing has changed then."""
+    gone = {one for dead in dying for one in (dead, dead ^ 1)}
+    left = [who for who in range(3 * SIZE) if who not in gone]
+    seen = live_through(tmp_path, [World(range(6), Fault(3, "computing", dying=dying)), World(left)], copies=1)
+    for who in left:
+        assert seen[who][1][1:3] == [3, expected[2]] and int(str(seen[who][1][3])) > 0
