@@ -35,8 +35,9 @@ saving as often as Young and Daly say). `benchmarks/cells/simulated.py` says wha
 one rank, bit for bit (goal: true). `one_hash.tp2`, `one_hash.cp2`: whether live jobs of tensor ranks, and with rows in
 parts, of any number of cells, end with the weights of one cell; `one_hash.tp2_pp2`, `one_hash.cp2_pp2`: whether those
 of tensor ranks, or with rows in parts, in stages do; `one_hash.cp2_tp2`: whether those of both do, in stages, too;
-`one_hash.ep2_pp2`: whether those in stages with experts, all on one rank or spread, end with the weights of one rank
-(goal: true). In each a rank is killed once, and no applied step is given up.
+`one_hash.ep2_pp2`: whether those in stages with experts, all on one rank or spread, end with the weights of one rank;
+`one_hash.ep2_tp2`: whether those of tensor ranks with experts that are spread end with the weights of one cell where
+they are not (goal: true). In each a rank is killed once, and no applied step is given up.
 
 `cp2_kept_ratio`: bytes that a lane's forward pass keeps for its backward pass on a rank that computes half of each
 row, over those of a rank that computes whole rows (goal: at most 0.6).
@@ -66,7 +67,7 @@ def figures() -> dict[str, Measure]:
     one_hash |= {"one_hash.pp2": hashes.of_stages, "one_hash.ep2": hashes.of_experts}
     one_hash |= {"one_hash.cp2": hashes.of_context, "cp2_kept_ratio": context.kept_ratio}
     one_hash |= {"one_hash.cp2_pp2": hashes.of_context_stages, "one_hash.cp2_tp2": hashes.of_context_tensor}
-    one_hash |= {"one_hash.ep2_pp2": hashes.of_expert_stages}
+    one_hash |= {"one_hash.ep2_pp2": hashes.of_expert_stages, "one_hash.ep2_tp2": hashes.of_expert_tensor}
     one_hash |= dict.fromkeys(("sp2_kept_ratio", "tp2_kept_ratio"), sequence.kept_ratio)
     return {**beside, **staged, **lost, **spread, **in_time, **one_hash}
 

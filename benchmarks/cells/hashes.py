@@ -72,6 +72,11 @@ EXPERT_STAGES: Cases = {
     "2 cells": (8, ("expert", "2", "pipeline", "2")),
     "2 cells, a rank killed": (8, ("expert", "2", "pipeline", "2")),
 }
+EXPERT_TENSOR: Cases = {
+    "1 cell, spread": (4, ("tensor", "2", "expert", "2")),
+    "2 cells, spread, a rank killed": (8, ("tensor", "2", "expert", "2")),
+    "1 cell, spread, in 2 stages": (8, ("tensor", "2", "expert", "2", "pipeline", "2")),
+}
 
 
 def of_tensor(effort: Effort) -> dict[str, object]:
@@ -116,6 +121,12 @@ def of_context_tensor(effort: Effort) -> dict[str, object]:
 def of_expert_stages(effort: Effort) -> dict[str, object]:
     """Say for each case of stages with experts whether its weights are those of one rank."""
     return {"one_hash.ep2_pp2": compared(effort, EXPERT_STAGES, {"tied": False, "experts": 4})}
+
+
+def of_expert_tensor(effort: Effort) -> dict[str, object]:
+    """Say for each case of tensor ranks with experts whether its weights are those of one cell of tensor ranks."""
+    one_cell = ("one cell", 2, ("tensor", "2"))
+    return {"one_hash.ep2_tp2": compared(effort, EXPERT_TENSOR, {"tied": False, "experts": 4}, one_cell)}
 
 
 def compared(

@@ -66,8 +66,7 @@ def plan(
     pp
         Stages of a pipeline, parallel.pipeline by default; with parallel.tensor and --ep they make a cell.
     ep
-        Ranks over which experts are spread, parallel.expert by default. The trainer does not run them beside tensor
-        ranks yet.
+        Ranks over which experts are spread, parallel.expert by default.
     cells
         Compare cells, too.
     html

@@ -92,7 +92,6 @@ class ParallelConfig(Section):
         """Refuse what was not tried beside spread experts, or beside rows of which ranks have parts."""
         others = {
             "expert": {
-                f"tensor: {self.tensor}": self.tensor > 1,
                 f"context: {self.context}": self.context > 1,
                 f"schedule: {self.schedule}": self.num_chunks > 1,
                 f"recompute: {self.recompute}": self.recompute != "none",

@@ -188,12 +188,8 @@ class CausalLM:
         if not isinstance(model, Decoder):
             check_no_adapters(self.adapter, f"parallel.tensor: {degree}")
             return tensor_plan_of(model, degree)
-        if model.shape.experts:
-            raise ConfigError(
-                f"parallel.tensor: {degree} cuts MLPs, and task.params.model.experts is {model.shape.experts}: set "
-                "either to its default, or use parallel.shards to hold less on each rank"
-            )
-        for name in ("heads", "kv_heads", "hidden"):
+        widths = ("shared_hidden",) if model.shape.experts else ("hidden",)
+        for name in ("heads", "kv_heads", *widths):
             if (size := getattr(model.shape, name)) % degree:
                 raise ConfigError(
                     f"parallel.tensor: {degree} does not divide task.params.model.{name}, which is {size}: change "
@@ -204,6 +200,11 @@ class CausalLM:
     def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
         if wrong := why_not_in_parts(degree, self.max_tokens, has_fixed_width=self._fixed_width):
             raise ConfigError(f"parallel.sequence: true shares out rows between {degree} ranks: {wrong}")
+        if isinstance(model, Decoder) and model.shape.experts:
+            raise ConfigError(
+                "parallel.sequence: true shares out tokens, all of which routers look at, and "
+                f"task.params.model.experts is {model.shape.experts}: set it to false"
+            )
         return SEQUENCE_PLAN if isinstance(model, Decoder) else sequence_plan_of(model, degree)
 
     def stage_plan(self, model: nn.Module, num_stages: int) -> StagePlan:

@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
-from elastic_train.tasks.decoder.experts import Experts
+from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 from elastic_train.tasks.task import (
     SequencePlan,
     SequenceSplitting,
@@ -117,22 +117,35 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
         pieces = tuple(tuple(piece) for piece in task.stage_plan(model, parallel.num_pieces))
         if wrong := list(_mistakes(pieces, model, parallel.num_pieces)):
             raise ConfigError(*wrong)
-    experts = _experts_of(task, model, parallel.expert) if parallel.expert > 1 else ()
+    experts = _experts_of(task, model, parallel) if parallel.expert > 1 or parallel.tensor > 1 else ()
     return CellPlan(tensor, sequence, pieces, parallel.num_chunks, experts)
 
 
-def _experts_of(task: Task, model: nn.Module, degree: int) -> tuple[str, ...]:
-    """Return the modules that are experts, in the order in which they run."""
+def _experts_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> tuple[str, ...]:
+    """Return the modules whose experts are dealt to ranks, in the order in which they run.
+
+    To tensor ranks are dealt those of mixtures, which add what each of them has made.
+    """
+    degree = parallel.expert * parallel.tensor
     found = {name: one for name, one in model.named_modules() if isinstance(one, Experts)}
-    if not found:
+    mixed = [one.experts for one in model.modules() if isinstance(one, MixtureOfExperts)]
+    if parallel.tensor > 1:
+        if alone := [name for name, one in found.items() if one not in mixed and parallel.expert > 1]:
+            raise ConfigError(
+                f"parallel.expert: {parallel.expert} beside parallel.tensor: {parallel.tensor} is for experts of a "
+                f"MixtureOfExperts, and '{alone[0]}' is in none: set either to 1"
+            )
+        found = {name: one for name, one in found.items() if one in mixed}
+    if not found and parallel.expert > 1:
         raise ConfigError(
-            f"parallel.expert: {degree} spreads experts over ranks, and the model of {type(task).__name__} has none: "
-            "set it to 1, or give the package's own decoder some (task.params.model.experts)"
+            f"parallel.expert: {parallel.expert} spreads experts over ranks, and the model of {type(task).__name__} "
+            "has none: set it to 1, or give the package's own decoder some (task.params.model.experts)"
         )
+    what = "parallel.expert" if parallel.tensor == 1 else "parallel.tensor x parallel.expert"
     for name, one in found.items():
         if one.num_experts % degree:
             raise ConfigError(
-                f"parallel.expert: {degree} does not divide the {one.num_experts} experts of '{name}' "
+                f"{what}: {degree} does not divide the {one.num_experts} experts of '{name}' "
                 "(task.params.model.experts): change either"
             )
     return tuple(found)

@@ -8,7 +8,7 @@ last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from elastic_train.job.cells.layer_hooks import Hook, hooks_of
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.decoder.experts import Experts
+from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 
 Span = tuple[int, int]
 
@@ -61,16 +61,16 @@ class Cut:
 
 def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
     """Return how parameters are cut, by each name of every one that is; in a pipeline all are."""
-    along: dict[int, tuple[int, Axis]] = {}
+    along: dict[int, tuple[int, Sequence[Axis]]] = {}
     for name in plan.experts:
-        along |= {id(one): (0, "expert") for one in model.get_submodule(name).parameters()}
+        along |= {id(one): (0, ("tensor", "expert")) for one in model.get_submodule(name).parameters()}
     for name, use in plan.tensor.items():
         if use in DIMENSIONS:
             layer = model.get_submodule(name)
             assert isinstance(layer, nn.Linear), "the plan was checked"
-            along[id(layer.weight)] = DIMENSIONS[use], "tensor"
+            along[id(layer.weight)] = DIMENSIONS[use], ("tensor",)
             if layer.bias is not None and use == "column":  # that of a row is added once, to the sum
-                along[id(layer.bias)] = 0, "tensor"
+                along[id(layer.bias)] = 0, ("tensor",)
     stages = {id(one): piece % plan.num_stages for one, piece in pieces_of(model, plan)}
     return {
         name: _cut(one, along.get(id(one)), stages.get(id(one)), cell)
@@ -87,12 +87,15 @@ def pieces_of(model: nn.Module, plan: CellPlan) -> Iterator[tuple[nn.Parameter, 
                 yield one, piece
 
 
-def _cut(one: Tensor, along: tuple[int, Axis] | None, stage: int | None, cell: Cell) -> Cut:
-    """Cut a parameter for a cell: a dimension along an axis of its places, if any, and what is of a stage alone."""
-    dim, axis = along if along is not None else (0, None)
+def _cut(one: Tensor, along: tuple[int, Sequence[Axis]] | None, stage: int | None, cell: Cell) -> Cut:
+    """Cut a parameter for a cell: a dimension along axes of its places, if any, and what is of a stage alone."""
+    dim, axes = along if along is not None else (0, ())
     spans = list[Span]()
     for place in range(cell.size):
-        number, degree = (0, 1) if axis is None else cell.number_along(place, axis)
+        number, degree = 0, 1
+        for axis in axes:
+            at, count = cell.number_along(place, axis)
+            number, degree = number * count + at, degree * count
         length = one.shape[dim] // degree
         is_here = stage in (None, cell.number_along(place, "stage")[0])
         spans.append((number * length, (number + 1) * length) if is_here else (0, 0))
@@ -113,7 +116,8 @@ class CutModel:
         self._parts = dict[str, Tensor]()
         """What a place keeps while the model is whole."""
         self._spread = [one for name in plan.experts if isinstance(one := model.get_submodule(name), Experts)]
-        self.experts = ExpertLinks(self._spread) if self._spread else None
+        self._mixtures = [one for one in model.modules() if isinstance(one, MixtureOfExperts)] if plan.tensor else []
+        self.experts = ExpertLinks(self._spread) if self._spread and cell.expert > 1 else None
         """What ranks exchange that have some of the experts each."""
         self.cuts = cuts_of(model, plan, cell)
         """By each name of every parameter that is cut."""
@@ -141,6 +145,8 @@ class CutModel:
     def _begin_to_exchange(self) -> None:
         for one in self._spread:
             one.links = self.experts
+        for mixture in self._mixtures:
+            mixture.links = self.links
         if not self._hooks:
             self._hooks = list(hooks_of(self.model, self.plan, self.links))
 
@@ -164,6 +170,8 @@ class CutModel:
                 parameters[name].data = self.whole(name, parameters[name])
         for one in self._spread:
             one.links = None
+        for mixture in self._mixtures:
+            mixture.links = None
         while self._hooks:
             self._hooks.pop().remove()
 

@@ -1,8 +1,8 @@
 """Layouts: how a run is spread over devices, and what rules one out before anything is worked out.
 
 What the trainer runs today are shards, copies and offload over single ranks; tensor ranks and stages with whole state
-or the optimizer's in shards; ranks that compute rows together with whole state; experts alone or in stages; and
-recomputation. All else (such as cells with gradients in shards) is arithmetic: then `runs_today` is false.
+or the optimizer's in shards; ranks that compute rows together with whole state; experts on tensor ranks and in
+stages; and recomputation. All else (such as cells with gradients in shards) is arithmetic: then `runs_today` is false.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Layout:
         """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
         may_spread = self.expert == self.context == 1
         is_whole = self.shards in (("none", "optimizer") if may_spread else ("none",)) and self.offload == "none"
-        in_the_way = self.tensor > 1 or self.context > 1 or self.interleave > 1 or self.recompute != "none"
+        in_the_way = self.context > 1 or self.interleave > 1 or self.recompute != "none"
         fits_experts = self.expert == 1 or not in_the_way
         fits = fits_experts and not (self.context > 1 and self.sequence) and not self.cuts_rest
         return self.cell == 1 or (is_whole and fits)

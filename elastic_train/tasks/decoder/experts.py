@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from elastic_train.parallel.cells.expert_links import ExpertLinks
+from elastic_train.parallel.cells.links import CellLinks, shared, summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +111,16 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """What takes the place of a block's MLP; `shared`, if there is one, sees every token."""
+    """What takes the place of a block's MLP; `shared`, if there is one, sees every token.
+
+    With `links` tensor ranks have equal runs of the experts each: every rank routes all tokens, and what these ranks
+    make of them is added.
+    """
 
     def __init__(self, dim: int, hidden: int, num_experts: int, per_token: int, shared: nn.Module | None) -> None:
         super().__init__()
         self.num_experts, self.per_token = num_experts, per_token
+        self.links: CellLinks | None = None
         self.router = nn.Linear(dim, num_experts, bias=False)
         self.experts = Experts(dim, hidden, num_experts)
         self.shared = shared
@@ -129,10 +135,23 @@ class MixtureOfExperts(nn.Module):
         if losses is not None:
             losses.add(logits, chosen)
         order = chosen.flatten().argsort(stable=True)
+        if self.links is not None:
+            tokens, weights = shared(tokens, self.links), shared(weights, self.links)
         # Copies first, and an index without repetitions: a token's gradients are then added in one order.
         copies = tokens[:, None].expand(-1, self.per_token, -1).reshape(-1, tokens.shape[-1])
-        made = self.experts(copies.index_select(0, order), counts_of(chosen, self.num_experts))
+        made = self._made(copies, order, counts_of(chosen, self.num_experts))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         made = made.index_select(0, back).view(len(tokens), self.per_token, tokens.shape[-1])
         out: Tensor = (made * weights[..., None].to(made.dtype)).sum(1).view_as(x)
+        out = out if self.links is None else summed(out, self.links)
         return out if self.shared is None else out + self.shared(x)
+
+    def _made(self, copies: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return what experts make of copies in an order, by expert; zeros where a tensor rank does not have them."""
+        if self.links is None:
+            return self.experts(copies.index_select(0, order), counts)  # type: ignore[no-any-return]
+        group, each = self.links.group, self.num_experts // self.links.group.size
+        mine = slice(group.rank * each, (group.rank + 1) * each)
+        before, own = sum(counts[: mine.start]), sum(counts[mine])
+        made = self.experts(copies.index_select(0, order[before : before + own]), counts[mine])
+        return F.pad(made, (0, 0, before, len(order) - before - own))

@@ -13,8 +13,10 @@ TENSOR_PLAN: Mapping[str, Literal["column", "row"]] = {
     "blocks.*.attention.o": "row",
     **{f"blocks.*.mlp.{name}": "column" for name in ("gate", "up")},
     "blocks.*.mlp.down": "row",
+    **{f"blocks.*.mlp.shared.{name}": "column" for name in ("gate", "up")},
+    "blocks.*.mlp.shared.down": "row",
 }
-"""How ranks share a block: some heads of its attention each, and a part of its MLP's width."""
+"""How ranks share a block: some heads of its attention each, and a part of its MLP's width; experts are dealt out."""
 SEQUENCE_PLAN: Mapping[str, Literal["split", "tokens", "dropout", "join"]] = {
     "dropout": "split",
     "blocks.*.norm_attention": "tokens",

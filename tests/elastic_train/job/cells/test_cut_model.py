@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,26 @@ def compare(make_model: Callable[[], nn.Module], group: Group, share: float, tol
 def test_parts_compute_what_the_whole_does(tmp_path: Path, size: int) -> None:
     """Outputs and gradients, in float64, where a wrong or missing sum would show in the first digits."""
     run_ranks(of_rank, size, str(tmp_path))
+
+
+def with_experts(rank: int, size: int, folder: str) -> None:
+    """Routers compute in fp32 whatever the rest is in, so that is how far the sums over ranks may be off."""
+    shape = replace(SHAPE, experts=8, expert_hidden=6, shared_hidden=12)
+    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+
+    def make() -> Decoder:
+        torch.manual_seed(3)
+        return Decoder(shape).double()
+
+    compare(make, group, 0.7, tolerance=1e-6)
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_a_model_with_experts_compute_what_the_whole_does(tmp_path: Path, size: int) -> None:
+    """Each rank has some of the experts, and all route all tokens."""
+    run_ranks(with_experts, size, str(tmp_path))
 
 
 @pytest.mark.parametrize(

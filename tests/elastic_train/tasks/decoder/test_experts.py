@@ -126,7 +126,7 @@ def test_a_plan_counts_experts_and_the_work_of_those_that_a_token_goes_to(tmp_pa
     assert [unit.experts for unit in read.facts.blocks] == [experts, experts]
     spread = read_config(load_config(path, {"parallel.expert": 4})).layout
     assert spread.runs_today and replace(spread, pipeline=2).runs_today
-    assert not replace(spread, recompute="units").runs_today and not replace(spread, tensor=2).runs_today
+    assert not replace(spread, recompute="units").runs_today and replace(spread, tensor=2).runs_today
     whole = place_elements(read.facts, Layout(), trained=False)
     assert whole - place_elements(read.facts, spread, trained=False) == 2 * experts * 3 // 4
     dense = read_config(load_config(config(tmp_path / "dense", rows, {**LANGUAGE, "task": task_of({"hidden": 40})})))
@@ -167,8 +167,8 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int], message: str
 
 
 @pytest.mark.slow
-def test_cells_that_cannot_hold_experts_are_refused(tmp_path: Path, rows: Path) -> None:
-    path = config(tmp_path, rows, {**LANGUAGE, "task": task_of({**MODEL, "tied": False})})
-    done = start([path, "--parallel.tensor", "2"], num_ranks=2)
-    message = "cuts MLPs, and task.params.model.experts is 4"
+def test_tokens_whose_experts_are_chosen_are_not_shared_out(tmp_path: Path, rows: Path) -> None:
+    path = config(tmp_path, rows, {**LANGUAGE, "task": task_of(MODEL)})
+    done = start([path, "--parallel.tensor", "2", "--parallel.sequence", "true"], num_ranks=2)
+    message = "all of which routers look at, and task.params.model.experts is 4: set it to false"
     assert done.code == 2 and message in done.output.replace("\n", " "), done.output

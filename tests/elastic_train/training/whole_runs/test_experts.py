@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from elastic_train.tasks.decoder.shape import DecoderShape
 from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, losses, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, newest_weights
+from tests.rounding import assert_same_but_for_rounding, num_terms
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("experts")]  # one run to compare with
 MODEL = {
@@ -19,9 +22,10 @@ PARAMS = {"model": MODEL, "max_tokens": 16}
 JOB = {**LANGUAGE, "batch": {"global_batch": 30, "micro_batch": 5}}
 
 
-STAGES = ["--parallel.pipeline", "2"]
+STAGES, TENSOR = ["--parallel.pipeline", "2"], ["--parallel.tensor", "2"]
 STAGED = {"tied": False, "depth": 4}
 """A model that can be run in two stages with two chunks each."""
+TERMS = num_terms(DecoderShape(**{**MODEL, **STAGED, "dropout": 0.0}), num_tokens=16, num_rows=30)  # type: ignore[arg-type]
 
 
 def write(folder: Path, few_rows: Path, **changes: object) -> str:
@@ -98,6 +102,26 @@ def test_commits_of_stages_with_experts_continue_at_any_degree(tmp_path: Path, f
     assert_same_bits(tmp_path, untied)
 
 
+def test_experts_of_tensor_ranks_have_one_hash_however_they_are_spread(
+    tmp_path: Path, few_rows: Path, untied: Path
+) -> None:
+    """On one cell and on two, with all of a tensor rank's experts or half of them, and in stages; near to one rank."""
+    cells = {
+        "one": (2, []),
+        "two": (4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]),
+        "spread": (4, ["--parallel.expert", "2"]),
+        "shares": (4, ["--parallel.shards", "optimizer"]),
+        "staged": (8, ["--parallel.expert", "2", *STAGES]),
+    }
+    for name, (num_ranks, how) in cells.items():
+        succeed(start([write(tmp_path / name, few_rows, **STAGED), *TENSOR, *how], num_ranks=num_ranks))
+        assert_same_bits(tmp_path / name, tmp_path / "one")
+    mine, whole = newest_weights(tmp_path / "spread"), newest_weights(untied)
+    assert_same_but_for_rounding(losses(tmp_path / "one"), losses(untied), TERMS)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=0, atol=2e-5)
+
+
 def assert_same_bits(folder: Path, other: Path) -> None:
     for what in ("weights_sha256", "metrics", "num_samples"):
         assert result(folder)[what] == result(other)[what]
@@ -113,7 +137,8 @@ def assert_same_bits(folder: Path, other: Path) -> None:
         ({}, [], 3, "a world of 3 ranks is not of whole cells of 2 (parallel.expert: 2): start a multiple of 2"),
         ({}, ["--batch.global_batch", "5"], 2, "parallel.expert: 2 ranks compute a lane each, and there are 1"),
         ({}, ["--batch.global_batch", "15"], 4, "4 ranks, but only 3 lanes"),
-        ({}, ["--parallel.tensor", "2"], 4, "expert: 2 does not go together with tensor: 2 yet: set one back"),
+        ({}, ["--parallel.context", "2"], 4, "expert: 2 does not go together with context: 2 yet: set one back"),
+        ({"experts": 6}, TENSOR, 4, "tensor x parallel.expert: 4 does not divide the 6 experts of 'blocks.0.mlp."),
         (STAGED, [*STAGES, "--parallel.schedule", "interleaved"], 4, "together with schedule: interleaved yet: set"),
         (
             STAGED,
