@@ -50,6 +50,9 @@ from elastic_train.tasks.task import ParameterGroup
 
 SHARDED: Mapping[str, type[HeldState]] = {"optimizer": HeldState, "gradients": DealtState, "parameters": GatheredState}
 
+Made = tuple[nn.Module, Optimizer, LambdaLR, SharedScaler]
+"""What holds a state: the model, its optimizer, their schedule and the scaler of losses."""
+
 EVERYWHERE = 1 << 30
 """More copies than there are ranks: each holds all. So is whole state held where it is offloaded."""
 
@@ -261,38 +264,56 @@ def build_state(
         "the parameters": describe_layout(layout),
         "the list of parameter groups": describe_groups(model, optimizer),
     }
-    if kind is GatheredState:
-        _check_state_is_whole(model)
-    bucket_bytes = None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
-    shards: StateShards
 
     def slots() -> Slots:
         found = slots_of(optimizer, choice.make, next(model.parameters()).device)
         return found if config.ema is None else found.with_moment(AVERAGE)
 
-    if parallel is not None and parallel.context > 1 and cell_plan is None:
-        shards = ContextState(model, optimizer, scheduler, scaler, bucket_bytes)
-    elif parallel is not None and cell_plan is not None:
-        cut = CutModel(model, cell_plan, parallel.cell, CellLinks())
-        if kind is None:
-            shards = CellState(model, optimizer, scheduler, scaler, bucket_bytes, cut=cut)
-        else:
-            columns = columns_of(model, optimizer, cut, parallel.cell.size)
-            hold = holding(model, optimizer, scheduler, scaler, slots(), parallel.copies, bucket_bytes)
-            shards = SeatedCellState(
-                model, optimizer, scheduler, scaler, bucket_bytes, cut=cut, columns=columns, hold=hold
-            )
-    elif parallel is None or kind is None:
-        shards = ReplicatedState(model, optimizer, scheduler, scaler, bucket_bytes)
+    made = (model, optimizer, scheduler, scaler)
+    if parallel is None or (kind is None and cell_plan is None):
+        shards = _make_whole(made, parallel)
+    elif cell_plan is not None:
+        shards = _make_cell(made, parallel, cell_plan, None if kind is None else slots())
     else:
-        offload = None
-        if parallel.has_offload:
-            offload = Offload(host_memory_of(next(model.parameters()).device), parallel.offload == "all")
-        copies = parallel.copies if parallel.shards != "none" else EVERYWHERE
-        shards = kind(
-            model, optimizer, scheduler, scaler, layout, slots(), copies, bucket_bytes, parallel.wire, offload
-        )
+        assert kind is not None, "no cells, and not whole"
+        shards = _make_shards(made, parallel, kind, layout, slots())
     return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
+
+
+def _make_whole(made: Made, parallel: ParallelConfig | None) -> StateShards:
+    """Return state of which every rank holds all."""
+    if parallel is not None and parallel.context > 1:
+        return ContextState(*made, _bucket_bytes(parallel))
+    return ReplicatedState(*made, _bucket_bytes(parallel))
+
+
+def _make_cell(made: Made, parallel: ParallelConfig, cell_plan: CellPlan, slots: Slots | None) -> StateShards:
+    """Return state of which each rank of a cell holds a part, and with `slots` a share of that part's moments."""
+    model, optimizer, *_ = made
+    cut, bucket_bytes = CutModel(model, cell_plan, parallel.cell, CellLinks()), _bucket_bytes(parallel)
+    if slots is None:
+        return CellState(*made, bucket_bytes, cut=cut)
+    columns = columns_of(model, optimizer, cut, parallel.cell.size)
+    hold = holding(*made, slots, parallel.copies, bucket_bytes)
+    return SeatedCellState(*made, bucket_bytes, cut=cut, columns=columns, hold=hold)
+
+
+def _make_shards(
+    made: Made, parallel: ParallelConfig, kind: type[HeldState], layout: Layout, slots: Slots
+) -> StateShards:
+    """Return state of which every rank holds a share by its seat."""
+    model, *_ = made
+    if kind is GatheredState:
+        _check_state_is_whole(model)
+    offload = None
+    if parallel.has_offload:
+        offload = Offload(host_memory_of(next(model.parameters()).device), parallel.offload == "all")
+    copies = parallel.copies if parallel.shards != "none" else EVERYWHERE
+    return kind(*made, layout, slots, copies, _bucket_bytes(parallel), parallel.wire, offload)
+
+
+def _bucket_bytes(parallel: ParallelConfig | None) -> float | None:
+    return None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
 
 
 def _check_state_is_whole(model: nn.Module) -> None:

@@ -139,7 +139,7 @@ class LiveWorlds:
         self._config = config
         parallel = config.parallel
         copies = parallel.copies if parallel.shards != "none" else None
-        self._cell = CellShape(parallel.cell.stage, parallel.cell.stage_size, copies)
+        self._cell = CellShape(parallel.cell.stage, parallel.cell.stage_size, copies, alike=parallel.cell.context)
         self._max_members = config.parallel.cell.most_ranks(config.batch.num_lanes)
         self._timeout_s = config.peer_timeout_s
         self._device = device_of(device, config.parallel.transport)

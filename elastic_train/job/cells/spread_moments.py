@@ -84,6 +84,8 @@ def filled_shares(tree: State, fill: Callable[[State], None], cuts: Cuts, place:
 
     def wanted(path: StatePath, leaf: Tensor | Pieces) -> Tensor | Pieces:
         cut = cut_at(path, leaf, cuts, place)
+        if cut is not None and cut.first_with(place) is None:
+            return Pieces(leaf.dtype, cut.shape, {}, ())
         if cut is not None and not is_run(cut):
             matrices.append((leaf, cut, torch.empty(cut.shape, dtype=leaf.dtype)))
             return matrices[-1][2]

@@ -48,8 +48,8 @@ def with_tensors(tree: T, change: Callable[[StatePath, Any], object], at: StateP
 
 
 def to_read(leaf: Tensor, cut: Cut, place: int) -> Pieces | Tensor:
-    """Return what is to be read of a tensor whose part a place has: that alone, or all where it is in many runs."""
-    if cut.dim != 0:
+    """Return what is to be read of a tensor of which a place may have a part: that, or all where it is in many runs."""
+    if cut.dim != 0 and cut.first_with(place) is not None:
         return leaf.new_empty(cut.shape)
     lo, hi = (end * cut.row for end in cut.spans[place])
     return Pieces(leaf.dtype, cut.shape, {(lo, hi): leaf.new_empty(hi - lo)} if lo < hi else {}, ())

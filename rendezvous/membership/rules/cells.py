@@ -15,7 +15,7 @@ members.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
@@ -30,16 +30,22 @@ Group = tuple[Member, ...]
 class CellShape:
     """How many members make up a cell: so many stages, each of so many members of one node.
 
-    `copies` is how many members of a place hold each share of its part; None where each holds all of it.
+    `copies` is how many members of a place hold each share of its part; None where each holds all of it. So many
+    neighbours as `alike` says hold the same part of the state as one another.
     """
 
     num_stages: int = 1
     stage_size: int = 1
     copies: int | None = None
+    alike: int = 1
 
     @property
     def size(self) -> int:
         return self.num_stages * self.stage_size
+
+    def part_of(self, place: int) -> int:
+        """Return which part of the state the member at a place holds, counted from 0."""
+        return place // self.alike
 
     def __str__(self) -> str:
         if self.num_stages == 1:
@@ -88,14 +94,16 @@ def arrange(members: Sequence[Member], shape: CellShape, last: World | None, mos
 def is_a_part_left_behind(
     chosen: Sequence[Member], ready: Sequence[Member], shape: CellShape, last: World | None
 ) -> bool:
-    """Say whether some place is kept by too few of those who had it in the last world: others may hold its part alone.
+    """Say whether some part is kept by too few of those who held it in the last world: others may hold it alone.
 
     Too few are none; or, where each holds a share, so few that as many are missing as hold each.
     """
     seats = places_had(ready, shape, last)
-    had = {name: place for name, (_, place) in seats.items()}
-    kept = [place for number, member in enumerate(chosen) if (place := had.get(member.id)) == number % shape.size]
-    return not set(had.values()) <= set(kept) or _is_a_share_left_behind(seats, Counter(kept), shape, last)
+    had = {name: shape.part_of(place) for name, (_, place) in seats.items()}
+    places = [number % shape.size for number in range(len(chosen))]
+    kept = [place for place, member in zip(places, chosen, strict=True) if had.get(member.id) == shape.part_of(place)]
+    left = set(had.values()) - {shape.part_of(place) for place in kept}
+    return bool(left) or _is_a_share_left_behind(seats, Counter(kept), shape, last)
 
 
 def _is_a_share_left_behind(
@@ -159,16 +167,16 @@ def _by_place(members: Sequence[Member], had: Mapping[str, tuple[int, int]]) -> 
 def _keeps(seated: Sequence[_Seated], shape: CellShape) -> list[list[list[int]]]:
     """Return how many members would stay at their places in each node's first, second... group of each stage.
 
-    One that is alone in having had its place counts for more than all others: nobody else may hold its part.
+    Those of the only node that has a part count for more than all others: nobody else may hold it.
     """
     counts = [Counter(place for cell in one.old.values() for place in cell) for one in seated]
-    nodes_with = Counter(place for count in counts for place in count)
+    nodes_with = Counter(part for count in counts for part in {shape.part_of(place) for place in count})
     alone = sum(count.total() for count in counts) + 1
     return [
         [
             [
                 sum(count[place] > number for place in places)
-                + (number == 0) * alone * _sole(count, places, nodes_with)
+                + (number == 0) * alone * _sole({shape.part_of(one) for one in places if count[one]}, nodes_with)
                 for number in range(max(count[place] for place in places))
             ]
             for places in (
@@ -179,9 +187,9 @@ def _keeps(seated: Sequence[_Seated], shape: CellShape) -> list[list[list[int]]]
     ]
 
 
-def _sole(count: Counter[int], places: range, nodes_with: Counter[int]) -> int:
-    """Count the places of which no other node has anybody who had them."""
-    return sum(count[place] > 0 and nodes_with[place] == 1 for place in places)
+def _sole(parts: Set[int], nodes_with: Mapping[int, int]) -> int:
+    """Count the parts of which no other node has anybody who held them."""
+    return sum(nodes_with[part] == 1 for part in parts)
 
 
 def _groups_of(seated: _Seated, counts: Sequence[int], shape: CellShape) -> Iterator[tuple[int, Group]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,10 +20,9 @@ from tests.elastic_train.training.live.test_live import (
     leave,
     nothing_left,
     steps_of,
-    until_whole,
     weights,
 )
-from tests.elastic_train.training.live.test_sharded import is_beyond_its_commit
+from tests.elastic_train.training.live.test_sharded import lose_a_share
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
 pytestmark = pytest.mark.slow
@@ -60,10 +57,7 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(tmp_path: Path,
     job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS, parallel), ranks=4)
     try:
         eventually(lambda: any(line["op"] == "commit" for line in history(tmp_path / "run")), "a commit")
-        term, ranks = until_whole(tmp_path / "run", 4)
-        eventually(lambda: is_beyond_its_commit(tmp_path / "run"), "a step that no commit has")
-        os.kill(ranks[3], signal.SIGKILL)
-        until_whole(tmp_path / "run", 4, above=term)
+        term = lose_a_share(tmp_path / "run", 4)
         log = (tmp_path / "node.log").read_text()
         run = leave(job, tmp_path)
     finally:

@@ -122,14 +122,23 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     job = launch(tmp_path, etcd, config, ranks=2, ELASTIC_TRAIN__PARALLEL__COPIES="1", **SHARDED)
     until_whole(tmp_path / "run", 2)
     eventually(lambda: any(line["op"] == "commit" for line in history(tmp_path / "run")), "a commit")
-    _, ranks = until_whole(tmp_path / "run", 2)
-    eventually(lambda: is_beyond_its_commit(tmp_path / "run"), "a step that no commit has")
-    os.kill(ranks[1], signal.SIGKILL)
+    lose_a_share(tmp_path / "run", 2)
     known.touch()
     run, log = finish(job, tmp_path)
     assert "is held once" in log
     assert "all holders of" in log and "is given up for step" in log
     assert weights(run) == undisturbed(LIVE_STEPS)
+
+
+def lose_a_share(run: Path, size: int) -> int:
+    """Kill the last rank until its share was lost, which it is unless a commit has the very step; return the term."""
+    first, ranks = until_whole(run, size)
+    term = first
+    while not any(line["op"] == "restore" and line.get("lost") for line in history(run)):
+        eventually(lambda: is_beyond_its_commit(run), "a step that no commit has")
+        os.kill(ranks[size - 1], signal.SIGKILL)
+        term, ranks = until_whole(run, size, above=term)
+    return first
 
 
 def is_beyond_its_commit(run: Path) -> bool:

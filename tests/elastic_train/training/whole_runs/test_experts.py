@@ -81,8 +81,8 @@ def untied(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
     [
         (2, [*STAGES, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (2, [*STAGES, "--parallel.schedule", "interleaved"]),
-        (4, [*STAGES, "--parallel.expert", "2", "--parallel.bucket_mb", "0.001"]),
-        (8, [*STAGES, "--parallel.expert", "2", "--parallel.schedule", "gpipe"]),
+        (4, [*STAGES, "--parallel.expert", "2", "--parallel.schedule", "gpipe", "--parallel.bucket_mb", "0.001"]),
+        (8, [*STAGES, "--parallel.expert", "2"]),
     ],
 )
 def test_stages_with_experts_have_the_bits_of_one_process(

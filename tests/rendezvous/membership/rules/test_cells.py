@@ -184,6 +184,25 @@ def test_members_that_may_alone_hold_a_share_are_waited_for(
     assert found == Wait("holder", 29.0) if is_waited_for else isinstance(found, Seal)
 
 
+@pytest.mark.parametrize(
+    ("stages", "names", "left", "new"),
+    [
+        (1, ("a0", "a1", "b0", "b1"), ("a0", "b1"), "an"),
+        (2, ("a0", "a1", "b2", "b3", "c0", "c1", "d2", "d3"), ("a0", "a1", "b2", "d3"), "bn"),
+    ],
+)
+@pytest.mark.parametrize("alike", [1, 2])
+def test_nobody_is_waited_for_who_holds_what_a_neighbour_does(
+    stages: int, names: tuple[str, ...], left: tuple[str, ...], new: str, alike: int
+) -> None:
+    """A cell of which each place is there would wait for another's mate only if places held parts of their own."""
+    shape, last = CellShape(stages, 2, alike=alike), world(1, *names)
+    members = [*(worker(name, after=1) for name in left), worker(new, after=1)]
+    leader = arrange(members, shape, last).members[0].id
+    found = decisions.decide(View(9, tuple(members), last), leader, Policy(1, 4, 0.0, cell=shape), 1.0)
+    assert isinstance(found, Seal) if alike == 2 else found == Wait("holder", 29.0)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_members_of_one_node_meet_in_whole_cells(store: MemoryStore, pool: ThreadPoolExecutor, lost: int) -> None:
     """Three workers make one cell and a spare, which takes the place of the one that leaves."""
