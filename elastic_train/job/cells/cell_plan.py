@@ -118,6 +118,11 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
         if wrong := list(_mistakes(pieces, model, parallel.num_pieces)):
             raise ConfigError(*wrong)
     experts = _experts_of(task, model, parallel) if parallel.expert > 1 or parallel.tensor > 1 else ()
+    if experts and parallel.sequence:
+        raise ConfigError(
+            f"parallel.sequence shares out tokens, and tensor ranks have some of the experts of '{experts[0]}' each, "
+            "which need all of them: set sequence to false"
+        )
     return CellPlan(tensor, sequence, pieces, parallel.num_chunks, experts)
 
 

@@ -115,13 +115,15 @@ def comes_to(one: Brought) -> Place:
 
 
 def _num_missing(shards: Seated, brought: Sequence[Brought], place: Place) -> int:
-    """Return how many grains nobody of their column holds at a place, or can bring there."""
-    there = [one.place == place or bool(one.pending and comes_to(one) == place) for one in brought]
-    size = len(shards.columns)
-    return sum(
-        column.missing(all_arcs_of(brought[rank]) for rank in range(number, len(brought), size) if there[rank])
-        for number, column in enumerate(shards.columns)
-    )
+    """Return how many grains nobody of their column holds at a place, or can bring there.
+
+    A column without anybody there lacks something, even if it has no grains.
+    """
+    missing, size = 0, len(shards.columns)
+    for number, column in enumerate(shards.columns):
+        there = [one for one in brought[number::size] if place in (one.place, comes_to(one) if one.pending else None)]
+        missing += max(column.missing(map(all_arcs_of, there)), 0 if there else 1)
+    return missing
 
 
 def all_arcs_of(one: Brought) -> tuple[Arc, ...]:

@@ -78,10 +78,12 @@ def _all_left(shards: Seated, brought: Sequence[Brought], ahead: Sequence[int], 
     if any(brought[rank].pending != term for rank in left):
         return []
     for number, column in enumerate(shards.columns):
+        of_column = [brought[rank] for rank in left if rank % len(shards.columns) == number]
         trained = column.layout.trained
-        held = [column.trained_by(brought[rank].seat) for rank in left if rank % len(shards.columns) == number]
-        if np.unique(np.concatenate([trained[:0], *held])).size < trained.size:
-            return []
+        held = [column.trained_by(one.seat) for one in of_column]
+        is_known = np.unique(np.concatenate([trained[:0], *held])).size == trained.size
+        if not of_column or not is_known or column.missing(map(all_arcs_of, of_column)):
+            return []  # a column that trains nothing, too, has to come to the same step as the others
     return left
 
 

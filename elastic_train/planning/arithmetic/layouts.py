@@ -70,7 +70,7 @@ class Layout:
         is_whole = self.shards in (("none", "optimizer") if may_spread else ("none",)) and self.offload == "none"
         in_the_way = self.context > 1 or self.interleave > 1 or self.recompute != "none"
         fits_experts = self.expert == 1 or not in_the_way
-        fits = fits_experts and not (self.context > 1 and self.sequence) and not self.cuts_rest
+        fits = fits_experts and not (self.sequence and self.context * self.expert > 1) and not self.cuts_rest
         return self.cell == 1 or (is_whole and fits)
 
     @property
@@ -120,8 +120,10 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
     if layout.context > cluster.per_node:
         wrong.append(f"cp {layout.context} reaches beyond a node of {cluster.per_node} devices")
     ranks = layout.tensor * layout.expert * layout.context  # of a stage, which are of one node
+    degrees = "tp x ep x cp" if layout.expert > 1 else "tp x cp"
+    if max(layout.tensor, layout.context) <= cluster.per_node < ranks:
+        wrong.append(f"{degrees} = {ranks} reaches beyond a node of {cluster.per_node} devices")
     if cluster.nodes > 1 and ranks <= cluster.per_node and (idle := cluster.per_node % ranks):
-        degrees = "tp x ep x cp" if layout.expert > 1 else "tp x cp"
         wrong.append(
             f"{degrees} = {ranks} leaves {idle} of a node's {cluster.per_node} devices over: stages are not of two "
             "nodes"
@@ -131,6 +133,8 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
         wrong.append(f"{pieces} does not divide the model's {len(model.blocks)} blocks")
     if layout.expert > 1 and not any(unit.experts for unit in model.units):
         wrong.append(f"ep {layout.expert}, but the model has no experts")
+    if layout.sequence and any(unit.experts for unit in model.units):
+        wrong.append("sequence shares out tokens, and ranks with some of the model's experts need all of them")
     if layout.offload == "all" and layout.shards != "parameters":
         wrong.append("offload all keeps weights in host memory, and only with shards parameters a pass gathers them")
     if layout.offload != "none" and cluster.device.is_cpu:

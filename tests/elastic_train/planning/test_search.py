@@ -44,6 +44,7 @@ def job(on: str = "2x8xH100", lanes: int = 64) -> Job:
         (Layout(pipeline=8), 64, "does not divide the model's 12 blocks"),
         (Layout(expert=2), 64, "has no experts"),
         (Layout(context=16), 64, "cp 16 reaches beyond a node"),
+        (Layout(tensor=4, context=4), 64, "tp x cp = 16 reaches beyond a node"),
         (Layout("optimizer", copies=32), 64, "only 16 replicas"),
     ],
 )
@@ -112,6 +113,7 @@ def test_tensor_ranks_and_stages_run_with_whole_state_or_the_optimizers_in_shard
     assert not Layout("optimizer", offload="optimizer", tensor=2).runs_today
     assert Layout(pipeline=2, interleave=2).runs_today
     assert Layout(context=2, recompute="units").runs_today and Layout(context=2, tensor=2, pipeline=2).runs_today
+    assert not Layout(expert=2, tensor=2, sequence=True).runs_today
     assert not Layout(context=2, tensor=2, sequence=True).runs_today and not Layout(context=2, expert=2).runs_today
 
 

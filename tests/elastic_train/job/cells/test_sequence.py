@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ class Biased(Witness):
 
     def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
         return {"0": "split", "4": "tokens", "5": "join"}
+
+
+class WithExperts(CausalLM):
+    """Lets ranks share out tokens around mixtures, as was right while each of them had all experts."""
+
+    def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
+        return {"blocks.*.mlp": "tokens"}
+
+
+def test_tokens_of_models_with_experts_are_not_shared_out() -> None:
+    model = Decoder(replace(SHAPE, experts=8, expert_hidden=6))
+    with pytest.raises(ConfigError, match=r"some of the experts of 'blocks.0.mlp[\w.]*' each.*: set sequence to false"):
+        cell_plan_of(WithExperts(model=SIZES), model, ParallelConfig(tensor=2, sequence=True))
 
 
 def make_biased() -> nn.Sequential:

@@ -134,11 +134,13 @@ def lose_a_share(run: Path, size: int) -> int:
     """Kill the last rank until its share was lost, which it is unless a commit has the very step; return the term."""
     first, ranks = until_whole(run, size)
     term = first
-    while not any(line["op"] == "restore" and line.get("lost") for line in history(run)):
+    for _ in range(10):
         eventually(lambda: is_beyond_its_commit(run), "a step that no commit has")
         os.kill(ranks[size - 1], signal.SIGKILL)
         term, ranks = until_whole(run, size, above=term)
-    return first
+        if any(line["op"] == "restore" and line.get("lost") for line in history(run)):
+            return first
+    raise AssertionError("ten ranks were killed, and no share was lost")
 
 
 def is_beyond_its_commit(run: Path) -> bool:
