@@ -281,11 +281,12 @@ def test_a_model_that_is_cut_by_its_own_plan_has_one_hash_at_any_number_of_cells
     params = {"max_tokens": 16, "hf": {"config": {**LLAMA, **sizes}}}
     task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}
     found = []
-    for num_ranks in (2, 4):
+    shards = ["--parallel.shards", "optimizer", "--parallel.copies", "1"]
+    for num_ranks, how in ((2, []), (4, []), (6, shards)):
         run = config(tmp_path / str(num_ranks), rows, JOB, task=task)
-        succeed(start([run, "--parallel.tensor", "2"], num_ranks=num_ranks))
-        found.append(result(tmp_path / str(num_ranks)))
-    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+        succeed(start([run, "--parallel.tensor", "2", *how], num_ranks=num_ranks))
+        found.append(result(tmp_path / str(num_ranks))["weights_sha256"])
+    assert found[0] == found[1] == found[2]
     run = config(tmp_path / "1", rows, JOB, task=task)
     succeed(start([run, "--parallel.tensor", "2", "--max_steps", "4"], num_ranks=2))
     succeed(start([run]))
