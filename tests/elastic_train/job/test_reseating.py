@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,14 @@ from elastic_train.errors import PeerLostError
 from elastic_train.job.reseating import Brought, bring, leave_out_unfinished, reseat, roll_forward, taking
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
-from elastic_train.parallel.group import Group
 from elastic_train.shards.seats import seats_of
 from tests.conftest import run_ranks
+from tests.elastic_train.job.faults import Fault, step_with
 from tests.elastic_train.job.sharded.shard_jobs import (
     Offloads,
     Shards,
     build,
     compute,
-    facts_of,
     fingerprint,
     meet,
     replicated,
@@ -35,21 +35,6 @@ from tests.elastic_train.job.sharded.shard_jobs import (
 )
 
 STEPS = 6
-
-
-@dataclass(frozen=True)
-class Fault:
-    """At `step` the `dying` leave at a point of the step; `missing` survivors miss the norm that others have, and
-    `unable` ones miss a part of the gradient.
-
-    Points: `computing`, before the exchange; `summed`, after it and before the ranks meet; `applied`, after the update.
-    """
-
-    step: int
-    point: str
-    dying: Sequence[int]
-    missing: Sequence[int] = ()
-    unable: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -72,31 +57,6 @@ class Leave:
         self._num_reached += 1
         if self._num_reached == 2:
             raise PeerLostError("the world has changed")
-
-
-def step_with(fault: Fault, who: int, group: Group, state: AppliedState, term: int) -> None:
-    """Compute the step in which a world ends, as far as this member comes in it."""
-    if fault.point == "computing" and who in fault.dying:
-        os._exit(0)
-    try:
-        measured = compute(group, state)
-    except PeerLostError:
-        return
-    if fault.point == "summed" and who in fault.dying:
-        os._exit(0)
-    if who in fault.unable:
-        return
-    try:
-        norm = state.shards.norm_of(group.all_gather(measured))
-    except PeerLostError:
-        state.hold(facts_of(state, term), measured)
-        return
-    if who in fault.missing:
-        state.hold(facts_of(state, term), measured)
-        return
-    state.apply(facts_of(state, term), norm)
-    if who in fault.dying:
-        os._exit(0)
 
 
 def member(
@@ -136,7 +96,7 @@ def member(
             break
         train(group, state, world.fault.step if world.fault else STEPS, term)
         if world.fault is not None:
-            step_with(world.fault, who, group, state, term)
+            step_with(world.fault, who, group, state, term, partial(compute, group, state))
             group.abandon()
         else:
             seen.append([term, state.step, fingerprint(group, state), 0, 0, 0])

@@ -9,46 +9,29 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from elastic_train.errors import PeerLostError
-from elastic_train.job.state import AppliedState
 from elastic_train.shards.grains import GRAIN
 from tests.conftest import run_ranks
 from tests.elastic_train.job.cells.cell_jobs import (
     SIZE,
-    Ranks,
     Shards,
     build,
     compute,
     elements_held,
     enter,
-    facts_of,
     fingerprint,
     meet,
     train,
 )
+from tests.elastic_train.job.faults import Fault, step_with
 
 pytestmark = pytest.mark.slow
 STEPS = 6
-
-
-@dataclass(frozen=True)
-class Fault:
-    """At `step` the `dying` leave at a point of the step; `missing` survivors miss the norm that others have, and
-    `unable` ones a part of the gradient.
-
-    Points: `computing`, before the exchange; `summed`, after it and before the ranks meet; `applied`, after the update.
-    """
-
-    step: int
-    point: str
-    dying: Sequence[int]
-    missing: Sequence[int] = ()
-    unable: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -57,31 +40,6 @@ class World:
 
     members: Sequence[int]
     fault: Fault | None = None
-
-
-def step_with(fault: Fault, who: int, ranks: Ranks, state: AppliedState, term: int) -> None:
-    """Compute the step in which a world ends, as far as this member comes in it."""
-    if fault.point == "computing" and who in fault.dying:
-        os._exit(0)
-    try:
-        measured = compute(ranks, state)
-    except PeerLostError:
-        return
-    if fault.point == "summed" and who in fault.dying:
-        os._exit(0)
-    if who in fault.unable:
-        return
-    try:
-        norm = state.shards.norm_of(ranks.world.all_gather(measured))
-    except PeerLostError:
-        state.hold(facts_of(state, term), measured)
-        return
-    if who in fault.missing:
-        state.hold(facts_of(state, term), measured)
-        return
-    state.apply(facts_of(state, term), norm)
-    if who in fault.dying:
-        os._exit(0)
 
 
 def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int, shards: Shards) -> None:
@@ -98,7 +56,7 @@ def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int
             break
         train(ranks, state, world.fault.step if world.fault else STEPS, term)
         if world.fault is not None:
-            step_with(world.fault, who, ranks, state, term)
+            step_with(world.fault, who, ranks.world, state, term, partial(compute, ranks, state))
             ranks.world.abandon()
         else:
             seen.append([term, state.step, fingerprint(ranks, state), 0])

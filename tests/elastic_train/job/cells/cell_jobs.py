@@ -7,58 +7,27 @@ from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.lanes import lane_seed
 from elastic_train.core.mesh import Cell, Mesh
-from elastic_train.core.order import Cursor
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.reseating import bring, leave_out_unfinished, reseat_columns, roll_forward
 from elastic_train.job.reseating.placing import take_place
-from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.job.state import AppliedState, build_state
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.task import ParameterGroup
+from tests.elastic_train.job.sharded.shard_jobs import CLIPPING, GROUPS, NUM_LANES, Net, compute_lanes, facts_of
 
-NUM_LANES, SIZE = 7, 2
-"""Lanes of a step, and ranks of a cell."""
-CLIPPING = 1e-3
-"""So small that every step is clipped."""
+SIZE = 2
+"""Ranks of a cell."""
 Shards = Literal["none", "optimizer"]
 PLAN = CellPlan({"blocks.0.0": "column", "blocks.0.3": "row", "blocks.1.0": "column", "blocks.1.3": "row"})
-GROUPS = (
-    ParameterGroup(("norm.weight", "norm.bias"), lr_factor=0.5, weight_decay=0.0),
-    ParameterGroup(("frozen",), is_frozen=True),
-)
-
-
-class Net(nn.Module):
-    """Matrices cut by columns and by rows, several grains of some, tied weights, frozen ones, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(301, 250)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(250, width), nn.Dropout(0.3), nn.GELU(), nn.Linear(width, 250))
-            for width in (602, 90)
-        )
-        self.head = nn.Linear(250, 301, bias=False)
-        self.head.weight = self.embed.weight
-        self.norm = nn.LayerNorm(250)
-        self.frozen = nn.Parameter(torch.full((5,), 2.0))
-        self.register_buffer("scale", torch.ones(2))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(self.norm(x)) * self.frozen.sum()  # type: ignore[no-any-return]
+WIDTHS = 602, 90
+"""Of matrices that are cut by columns and by rows, with several grains in some."""
 
 
 class Ranks(NamedTuple):
@@ -76,7 +45,7 @@ def build(shards: Shards, copies: int = 2) -> AppliedState:
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
     parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, tensor=SIZE)
     return build_state(
-        Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel, cell_plan=PLAN
+        Net(WIDTHS).train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel, cell_plan=PLAN
     )
 
 
@@ -112,26 +81,8 @@ def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
 
 def compute(ranks: Ranks, state: AppliedState) -> Tensor:
     """Compute the next step's gradient; return what this rank measures of it."""
-    gradients = state.shards.sum_of(ranks.column, NUM_LANES)
     lanes = state.shards.assigned(ranks.mesh.num_replicas, NUM_LANES)[ranks.mesh.replica]
-    gradients.begin(lanes)
-    for lane in lanes:
-        with gradients.lane(lane):
-            loss_of(state, lane).backward()
-    ranks.world.barrier()  # as the training loop gathers its tables here
-    gradients.finish(3.0 * NUM_LANES)
-    return state.measure()
-
-
-def loss_of(state: AppliedState, lane: int) -> Tensor:
-    """Return the loss of what is drawn for a lane of the next step."""
-    torch.manual_seed(lane_seed(1, state.step, lane))
-    tokens = torch.randint(0, 301, (3, 4))
-    return state.model(tokens).logsumexp(-1).square().sum()  # type: ignore[no-any-return]
-
-
-def facts_of(state: AppliedState, term: int) -> StepFacts:
-    return StepFacts(Cursor(epoch=0, offset=state.step + 1), CoverageSums(), term, SampleAccount())
+    return compute_lanes(state, lanes, state.shards.sum_of(ranks.column, NUM_LANES), ranks.world)
 
 
 def train(ranks: Ranks, state: AppliedState, until: int, term: int) -> None:

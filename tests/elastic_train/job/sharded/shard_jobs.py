@@ -20,6 +20,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.job import state as state_module
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.tasks.task import ParameterGroup
@@ -33,12 +34,11 @@ CLIPPING = 1e-3
 class Net(nn.Module):
     """Several grains and odd sizes, dropout, tied weights, frozen ones, a buffer, and one that no lane uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int] = (301, 90)) -> None:
         super().__init__()
         self.embed = nn.Embedding(301, 250)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(250, width), nn.Dropout(0.3), nn.GELU(), nn.Linear(width, 250))
-            for width in (301, 90)
+            nn.Sequential(nn.Linear(250, width), nn.Dropout(0.3), nn.GELU(), nn.Linear(width, 250)) for width in widths
         )
         self.head = nn.Linear(250, 301, bias=False)
         self.head.weight = self.embed.weight
@@ -96,14 +96,18 @@ def meet(folder: Path, name: str, rank: int, size: int) -> Group:
 
 def compute(group: Group, state: AppliedState) -> Tensor:
     """Compute the next step's gradient; return what this rank measures of it."""
-    gradients = state.shards.sum_of(group, NUM_LANES)
     lanes = state.shards.assigned(group.size, NUM_LANES)[group.rank]
+    return compute_lanes(state, lanes, state.shards.sum_of(group, NUM_LANES), group)
+
+
+def compute_lanes(state: AppliedState, lanes: Sequence[int], gradients: GradientSum, world: Group) -> Tensor:
+    """Compute lanes of the next step, and finish the sum of all; return what this rank measures of it."""
     gradients.begin(lanes)
     for lane in lanes:
         with gradients.lane(lane):
             loss_of(state, lane).backward()
     gradients.serve()
-    group.barrier()  # as the training loop gathers its tables here
+    world.barrier()  # as the training loop gathers its tables here
     gradients.finish(3.0 * NUM_LANES)
     return state.measure()
 

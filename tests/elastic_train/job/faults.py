@@ -1,0 +1,56 @@
+"""Faults at any point of a step, which ranks of a small job live through, or do not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from elastic_train.errors import PeerLostError
+from elastic_train.job.state import AppliedState
+from elastic_train.parallel.group import Group
+from tests.elastic_train.job.sharded.shard_jobs import facts_of
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At `step` the `dying` leave at a point of the step; `missing` survivors miss the norm that others have, and
+    `unable` ones miss a part of the gradient.
+
+    Points: `computing`, before the exchange; `summed`, after it and before the ranks meet; `applied`, after the update.
+    """
+
+    step: int
+    point: str
+    dying: Sequence[int]
+    missing: Sequence[int] = ()
+    unable: Sequence[int] = ()
+
+
+def step_with(
+    fault: Fault, who: int, group: Group, state: AppliedState, term: int, compute: Callable[[], Tensor]
+) -> None:
+    """Compute the step in which a world ends, as far as this member comes in it."""
+    if fault.point == "computing" and who in fault.dying:
+        os._exit(0)
+    try:
+        measured = compute()
+    except PeerLostError:
+        return
+    if fault.point == "summed" and who in fault.dying:
+        os._exit(0)
+    if who in fault.unable:
+        return
+    try:
+        norm = state.shards.norm_of(group.all_gather(measured))
+    except PeerLostError:
+        state.hold(facts_of(state, term), measured)
+        return
+    if who in fault.missing:
+        state.hold(facts_of(state, term), measured)
+        return
+    state.apply(facts_of(state, term), norm)
+    if who in fault.dying:
+        os._exit(0)
