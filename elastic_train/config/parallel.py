@@ -94,7 +94,6 @@ class ParallelConfig(Section):
             "expert": {
                 f"context: {self.context}": self.context > 1,
                 f"schedule: {self.schedule}": self.num_chunks > 1,
-                f"recompute: {self.recompute}": self.recompute != "none",
             },
             "context": {"sequence: true": self.sequence},
         }

@@ -15,6 +15,7 @@ from torch import nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
+from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 from elastic_train.tasks.task import (
     SequencePlan,
@@ -46,6 +47,8 @@ class CellPlan:
     pieces: StagePlan = ()
     num_chunks: int = 1
     experts: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+    """Of the modules with experts those in blocks that a backward pass computes again."""
 
     @property
     def num_stages(self) -> int:
@@ -123,7 +126,9 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
             f"parallel.sequence shares out tokens, and tensor ranks have some of the experts of '{experts[0]}' each, "
             "which need all of them: set sequence to false"
         )
-    return CellPlan(tensor, sequence, pieces, parallel.num_chunks, experts)
+    units = unit_names(model) if parallel.recompute != "none" else []
+    again = tuple(name for name in experts if name in units or unit_of(name, units))
+    return CellPlan(tensor, sequence, pieces, parallel.num_chunks, experts, again)
 
 
 def _experts_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> tuple[str, ...]:

@@ -115,9 +115,10 @@ class CutModel:
         self._hooks = list[Hook]()
         self._parts = dict[str, Tensor]()
         """What a place keeps while the model is whole."""
-        self._spread = [one for name in plan.experts if isinstance(one := model.get_submodule(name), Experts)]
+        self._spread = _experts_at(plan.experts, model)
         self._mixtures = [one for one in model.modules() if isinstance(one, MixtureOfExperts)] if plan.tensor else []
-        self.experts = ExpertLinks(self._spread) if self._spread and cell.expert > 1 else None
+        is_spread = self._spread and cell.expert > 1
+        self.experts = ExpertLinks(self._spread, _experts_at(plan.again, model)) if is_spread else None
         """What ranks exchange that have some of the experts each."""
         self.cuts = cuts_of(model, plan, cell)
         """By each name of every parameter that is cut."""
@@ -211,6 +212,10 @@ class CutModel:
             self.experts.bind(along_axis(cell, mesh, "expert"))
         if self.plan.tensor:
             self.links.bind(along_axis(cell, mesh, "tensor"))
+
+
+def _experts_at(names: Sequence[str], model: nn.Module) -> list[Experts]:
+    return [one for name in names if isinstance(one := model.get_submodule(name), Experts)]
 
 
 def along_axis(cell: Group, mesh: Mesh, axis: Axis) -> Group:

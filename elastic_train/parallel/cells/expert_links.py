@@ -7,21 +7,25 @@ pipeline the ranks of a stage run the passes of one schedule in step, so forward
 the first one's backward pass.
 
 Who sends how many tokens is gathered first; then tensors go from each rank to each, and are put together in the order
-of the ranks. Backward passes go the same way in the opposite order. A peer that is lost ends any of it with
-PeerLostError.
+of the ranks. Backward passes go the same way in the opposite order. Where a block is computed again, its tokens are
+sent again just before its backward pass, and its experts keep nothing until then. A peer that is lost ends any of it
+with PeerLostError.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
+from elastic_train.errors import ConfigError
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.unit_weights import is_in_backward
 
 T = TypeVar("T")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -55,14 +59,21 @@ class _Kept(NamedTuple):
 class ExpertLinks:
     """This rank's exchanges with the others of its cell, or of its stage, block by block, in the order of `units`."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        """`units` are those of the whole model; a rank has none of the experts of those that other stages run."""
-        self._units = units
+    def __init__(self, units: Sequence[Unit], again: Collection[Unit] = ()) -> None:
+        """`units` are those of the whole model; a rank has none of the experts of those that other stages run.
+
+        A forward pass of those in `again` keeps nothing: their blocks are computed again in the backward pass.
+        """
+        self._units, self._again = units, frozenset(map(id, again))
         self._group: Group | None = None
         self._left: list[Unit] = []
         """The units that have not run forward in this turn yet, the next one last."""
-        self._taken_part: dict[int, list[_Kept]] = {}
-        """What forward passes of turns keep in which this rank has run none itself."""
+        self._left_back: list[Unit] = []
+        """The same of its backward pass."""
+        self._computed: dict[int, _Kept] = {}
+        """What units keep that were computed again, by their identity, until their backward pass."""
+        self._taken_part: dict[int, list[_Kept | None]] = {}
+        """What forward passes of turns keep in which this rank has run none itself; None of units in `again`."""
         self.leaves: Sequence[Leaf] = ()
         """Of this turn, by rank of the cell, whose lanes' gradients they are."""
 
@@ -73,7 +84,7 @@ class ExpertLinks:
 
     def bind(self, group: Group) -> None:
         """Exchange with the ranks of this group from now on; a rank's number says which experts it has."""
-        self._group, self._taken_part = group, {}
+        self._group, self._taken_part, self._computed = group, {}, {}
 
     @property
     def here(self) -> list[Unit]:
@@ -102,9 +113,12 @@ class ExpertLinks:
     def backward_pass(self, turn: int) -> Iterator[None]:
         """Return the context of this rank's backward pass in a turn; `leaves` are the turn's after it."""
         self.leaves = [{} for _ in range(self.group.size)]
+        self._left_back = self.here
         yield
         if (kept := self._taken_part.pop(turn, None)) is not None:
             for unit, one in zip(reversed(self.here), reversed(kept), strict=True):
+                if one is None:
+                    self.forward_again(unit, None, ())
                 self.backward(unit, one, None)
 
     def turns(self, items: Iterator[T]) -> Iterator[T]:
@@ -122,10 +136,28 @@ class ExpertLinks:
             return self.forward(unit, x, counts, trains=False)[0]
         return _Spread.apply(x if x.requires_grad else x.detach().requires_grad_(), unit, counts, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def forward(self, unit: Unit, x: Tensor | None, counts: Sequence[int], *, trains: bool) -> tuple[Tensor, _Kept]:
+    def forward(
+        self, unit: Unit, x: Tensor | None, counts: Sequence[int], *, trains: bool
+    ) -> tuple[Tensor, _Kept | None]:
         """Send tokens to their experts, compute those that come, and return what others have made of this rank's."""
         expected = self._left.pop() if self._left else None
         assert expected is unit, "experts run in the order of the model's blocks, each once"
+        is_kept = trains and not self.is_again(unit)
+        made, kept = self._forward(unit, x, counts, trains=is_kept)
+        return made, kept if is_kept else None
+
+    def is_again(self, unit: Unit) -> bool:
+        """Say whether a unit is computed again in the backward pass."""
+        return id(unit) in self._again
+
+    def forward_again(self, unit: Unit, x: Tensor | None, counts: Sequence[int]) -> Tensor:
+        """Do once more what `forward` has done, and keep what the unit's backward pass needs, which is the next."""
+        assert self._left_back and self._left_back[-1] is unit, "what is computed again has its backward pass next"
+        with saved_tensors_hooks(Tensor.detach, _as_kept):
+            made, self._computed[id(unit)] = self._forward(unit, x, counts, trains=True)
+        return made
+
+    def _forward(self, unit: Unit, x: Tensor | None, counts: Sequence[int], *, trains: bool) -> tuple[Tensor, _Kept]:
         group, mine = self.group, self.group.rank
         table = self._counts(unit, x, counts)
         sources = [_Source.of(row) for row in table]
@@ -143,8 +175,18 @@ class ExpertLinks:
         made = [part if one is None else one[1].detach() for part, one in zip(parts, passes, strict=True)]
         return self._trade(made, given), _Kept(passes, given, taken)
 
-    def backward(self, unit: Unit, kept: _Kept, gradient: Tensor | None) -> Tensor:
-        """Send gradients of outputs to their experts, and return those of this rank's tokens."""
+    def backward(self, unit: Unit, kept: _Kept | None, gradient: Tensor | None) -> Tensor:
+        """Send gradients of outputs to their experts, and return those of this rank's tokens.
+
+        `kept` is None for a unit that was computed again.
+        """
+        expected = self._left_back.pop() if self._left_back else None
+        assert expected is unit, "backward passes come in the opposite order of the blocks"
+        if kept is None and (kept := self._computed.pop(id(unit), None)) is None:
+            raise ConfigError(
+                "parallel.recompute: experts run by themselves, not as a part of the block that they are in, which "
+                "would be computed again: call the block, or set it to none"
+            )
         if gradient is None:
             dtype = next((one[0].dtype for one in kept.passes if one is not None), torch.float32)
             gradient = unit.stacked[0].new_empty(0, unit.width, dtype=dtype)
@@ -214,15 +256,25 @@ def _pass(
         return tokens, unit.compute(tokens, counts)
 
 
+def _as_kept(tensor: Tensor) -> Tensor:
+    """Return what experts' graph has kept: torch must not count it among what their block kept the first time."""
+    return tensor
+
+
 class _Spread(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, unit: Unit, counts: Sequence[int], links: ExpertLinks) -> Tensor:
-        ctx.unit, ctx.links = unit, links
+        ctx.unit, ctx.links, ctx.kept = unit, links, None
+        if links.is_again(unit):
+            ctx.save_for_backward(x.new_empty(0))  # whoever asks for it has the block computed again
+            if is_in_backward():
+                return links.forward_again(unit, x, counts)
         made, ctx.kept = links.forward(unit, x, counts, trains=True)
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        _ = ctx.saved_tensors
         found = ctx.links.backward(ctx.unit, ctx.kept, gradients[0])
         ctx.kept = None
         return found, None, None, None

@@ -142,7 +142,7 @@ def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -
     """Return what takes less memory, what changes least first: keys of `parallel` may change when a run resumes."""
     keys, is_on_gpu = config.parallel, facts is not None and facts.reserved is not None
     found = []
-    if keys.recompute == "none" and keys.expert == 1:
+    if keys.recompute == "none":
         found.append("parallel.recompute: units")
     more = {"none": "optimizer", "optimizer": "gradients", "gradients": "parameters"}.get(keys.shards)
     is_canonical, is_whole = config.reduction == "canonical", keys.cell.size == 1

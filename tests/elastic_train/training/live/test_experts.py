@@ -30,5 +30,6 @@ def test_ranks_of_stages_with_experts_that_die_cost_no_applied_step(
     tmp_path: Path, rows: Path, etcd: EtcdServer
 ) -> None:
     """The other pipeline of a rank's cell waits for its experts, its own for activations and gradients."""
-    parallel, places = {"expert": 2, "pipeline": 2}, ("forward 11", "backward 13", "exchange 3")
+    parallel: dict[str, object] = {"expert": 2, "pipeline": 2, "recompute": "units"}
+    places = ("forward 11", "backward 13", "exchange 3")
     assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={"expert": 1}, sizes=SIZES)

@@ -45,7 +45,11 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("degree", "num_ranks", "how"),
-    [(2, 2, ["--parallel.bucket_mb", "0.001"]), (2, 4, []), (4, 4, ["--parallel.bucket_mb", "null"])],
+    [
+        (2, 2, ["--parallel.bucket_mb", "0.001", "--parallel.recompute", "selective"]),
+        (2, 4, ["--parallel.recompute", "units"]),
+        (4, 4, ["--parallel.bucket_mb", "null"]),
+    ],
 )
 def test_no_degree_is_in_any_bit(
     tmp_path: Path, few_rows: Path, one_rank: Path, degree: int, num_ranks: int, how: list[str]
@@ -82,7 +86,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
         (2, [*STAGES, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (2, [*STAGES, "--parallel.schedule", "interleaved"]),
         (4, [*STAGES, "--parallel.expert", "2", "--parallel.schedule", "gpipe", "--parallel.bucket_mb", "0.001"]),
-        (8, [*STAGES, "--parallel.expert", "2"]),
+        (8, [*STAGES, "--parallel.expert", "2", "--parallel.recompute", "units"]),
     ],
 )
 def test_stages_with_experts_have_the_bits_of_one_process(
@@ -146,7 +150,6 @@ def assert_same_bits(folder: Path, other: Path) -> None:
             4,
             "2 stages would wait for one another with 1 lane for each of 2 ranks with experts (batch.global_batch 15",
         ),
-        ({}, ["--parallel.recompute", "units"], 2, "expert: 2 does not go together with recompute: units yet"),
         ({}, ["--parallel.shards", "optimizer"], 2, "parallel.expert: 2 does not go together with parallel.shards"),
         ({}, ["--optimizer.name", "muon"], 2, "and parallel.tensor, pipeline and expert to 1"),
     ],
