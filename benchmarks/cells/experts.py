@@ -47,7 +47,7 @@ def beside_torch(effort: Effort) -> dict[str, object]:
     """Run both in turn, in two processes."""
     with tempfile.TemporaryDirectory() as folder:
         rounds = 5 if effort.is_quick else 25
-        spawn(_rank, args=(rounds, folder), nprocs=DEGREE)  # type: ignore[no-untyped-call]
+        spawn(in_turn, args=(rounds, folder), nprocs=DEGREE)  # type: ignore[no-untyped-call]
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(DEGREE)]
     ours, peer = (medians([rank[side] for rank in found]) for side in range(2))
     figures: dict[str, object] = {}
@@ -57,27 +57,28 @@ def beside_torch(effort: Effort) -> dict[str, object]:
     return figures
 
 
-def _rank(rank: int, rounds: int, folder: str) -> None:
+def in_turn(rank: int, rounds: int, folder: str, num_tokens: int = TOKENS, untimed: int = 2) -> None:
+    """Check that both make the same gradients, and time steps on rows of so many tokens."""
     group = meet(rank, DEGREE, folder)
-    (ours, step), (theirs, peer) = _our_step(group), _torch_step(rank)
+    (ours, step), (theirs, peer) = _our_step(group, num_tokens), _torch_step(rank, num_tokens)
     times: list[list[Times]] = [[], []]
-    for turn in range(rounds + 2):
+    for turn in range(rounds + untimed):
         for side, act in enumerate((step, peer)):
             group.barrier()
             times[side].append(timed(act))
         if turn == 0:
             _check_same(ours, theirs)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps([side[2:] for side in times]))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([side[untimed:] for side in times]))
     part_ways(group)
 
 
-def _loss(model: nn.Module, lane: int) -> Tensor:
-    tokens = torch.randint(0, SHAPE.vocabulary, (ROWS, TOKENS), generator=torch.Generator().manual_seed(lane))
+def _loss(model: nn.Module, lane: int, num_tokens: int) -> Tensor:
+    tokens = torch.randint(0, SHAPE.vocabulary, (ROWS, num_tokens), generator=torch.Generator().manual_seed(lane))
     logits = model(tokens)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
 
 
-def _our_step(group: Group) -> tuple[nn.Module, Step]:
+def _our_step(group: Group, num_tokens: int) -> tuple[nn.Module, Step]:
     model, parallel = _whole(), ParallelConfig(expert=DEGREE)
     plan = cell_plan_of(CausalLM(model=SIZES), model, parallel)
     assert plan is not None, "the decoder has experts"
@@ -93,7 +94,7 @@ def _our_step(group: Group) -> tuple[nn.Module, Step]:
         gradients.begin(lanes[mesh.owner])
         for lane in lanes[mesh.owner]:
             with gradients.lane(lane):
-                _loss(model, lane).backward()  # type: ignore[no-untyped-call]
+                _loss(model, lane, num_tokens).backward()  # type: ignore[no-untyped-call]
         gradients.serve()
         gradients.finish(1.0)
 
@@ -133,7 +134,7 @@ class TorchExperts(nn.Module):
         return all_to_all_single_autograd(back, leave, come, world)
 
 
-def _torch_step(rank: int) -> tuple[nn.Module, Step]:
+def _torch_step(rank: int, num_tokens: int) -> tuple[nn.Module, Step]:
     model = _whole()
     for block in model.blocks:
         block.mlp.experts = TorchExperts(block.mlp.experts, rank)  # type: ignore[union-attr, arg-type]
@@ -146,7 +147,7 @@ def _torch_step(rank: int) -> tuple[nn.Module, Step]:
         wrapped.zero_grad()
         for lane in lanes:
             with wrapped.no_sync() if lane != lanes[-1] else contextlib.nullcontext():
-                _loss(wrapped, lane).backward()  # type: ignore[no-untyped-call]
+                _loss(wrapped, lane, num_tokens).backward()  # type: ignore[no-untyped-call]
 
     return model, step
 

@@ -7,6 +7,7 @@ the same processes, in turn.
 
 from __future__ import annotations
 
+import inspect
 import json
 import statistics
 import tempfile
@@ -34,7 +35,7 @@ from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.model import Attention, Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
 
 SHAPE = DecoderShape(vocabulary=512, dim=256, depth=4, heads=8, kv_heads=4)
@@ -47,7 +48,7 @@ def beside_torch(effort: Effort) -> dict[str, object]:
     """Run both in turn, in two processes."""
     with tempfile.TemporaryDirectory() as folder:
         rounds = 8 if effort.is_quick else 40
-        spawn(_rank, args=(rounds, folder), nprocs=DEGREE)  # type: ignore[no-untyped-call]
+        spawn(in_turn, args=(rounds, folder), nprocs=DEGREE)  # type: ignore[no-untyped-call]
         ours, peer = json.loads((Path(folder) / "times.json").read_text())
     figures = {}
     for place, name in enumerate(NAMES):
@@ -57,18 +58,19 @@ def beside_torch(effort: Effort) -> dict[str, object]:
     return dict(figures)
 
 
-def _rank(rank: int, rounds: int, folder: str) -> None:
+def in_turn(rank: int, rounds: int, folder: str, num_tokens: int = TOKENS, untimed: int = 2) -> None:
+    """Check that both compute the same, and time passes of rows of so many tokens."""
     group = meet(rank, DEGREE, folder)
     ours, peer = _our_model(group), _torch_model()
-    tokens = torch.randint(0, SHAPE.vocabulary, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, SHAPE.vocabulary, (ROWS, num_tokens), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(ours(tokens), peer(tokens), rtol=1e-4, atol=1e-5)
     times: list[list[Times]] = [[], []]
-    for _ in range(rounds + 2):
+    for _ in range(rounds + untimed):
         for side, model in enumerate((ours, peer)):
             group.barrier()
             times[side].append(timed(lambda: _pass(model, tokens)))  # noqa: B023 - called at once
     if rank == 0:
-        (Path(folder) / "times.json").write_text(json.dumps([side[2:] for side in times]))
+        (Path(folder) / "times.json").write_text(json.dumps([side[untimed:] for side in times]))
     part_ways(group)
 
 
@@ -90,7 +92,8 @@ def _torch_model() -> nn.Module:
         plan: dict[str, ParallelStyle] = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
         plan |= {f"mlp.{name}": ColwiseParallel() for name in ("gate", "up")}
         plan |= {name: RowwiseParallel() for name in ("attention.o", "mlp.down")}
-        inputs = (Replicate(), None, None, None)
+        others = len(inspect.signature(Attention.forward).parameters) - 2  # `self` and `x`
+        inputs = (Replicate(), *[None] * others)
         shared = {
             "attention": PrepareModuleInput(input_layouts=inputs, desired_input_layouts=inputs),
             "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),

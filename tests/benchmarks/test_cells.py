@@ -1,14 +1,17 @@
-"""The benchmark of cells: its figures are explained, torch's schedules make the same bits, and hashes can differ."""
+"""The benchmark of cells: its figures are explained, its peers compute the same, and hashes can differ."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from benchmarks.cells import __main__ as cells
-from benchmarks.cells import hashes, pipeline
+from benchmarks.cells import experts, hashes, pipeline, tensor
 from benchmarks.figures import Effort
 from tests.conftest import run_ranks
 
@@ -28,6 +31,19 @@ def test_torchs_schedules_make_the_same_gradients(tmp_path: Path) -> None:
 
 def computes_both(rank: int, size: int, folder: str) -> None:
     pipeline.in_turn(rank, 0, folder, 16, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sides", [tensor, experts], ids=["tensor", "experts"])
+def test_loops_of_torchs_own_parts_compute_the_same(tmp_path: Path, sides: ModuleType) -> None:
+    """Either side is checked against the other before it is timed, here on short rows."""
+    run_ranks(takes_a_turn, sides.DEGREE, sides.in_turn, str(tmp_path))
+    times = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert times and all(len(turns) == 1 for each in times for turns in each)
+
+
+def takes_a_turn(rank: int, size: int, in_turn: Callable[..., None], folder: str) -> None:
+    in_turn(rank, 1, folder, 16, 1)
 
 
 @pytest.mark.long
