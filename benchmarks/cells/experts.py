@@ -85,10 +85,9 @@ def _our_step(group: Group, num_tokens: int) -> tuple[nn.Module, Step]:
     cut, mesh = CutModel(model, plan, parallel.cell, CellLinks()), Mesh(group.rank, DEGREE, parallel.cell)
     cut.bind(mesh, group)
     cut.take_place(group.rank)
-    assert cut.experts is not None, "they are spread"
+    [links], [(whole, parts)] = cut.experts, cut.by_spread()
     lanes, alone = mesh.assigned(LANES), Group(0, 1, None, TIMEOUT_S)
-    whole, parts = ([one for name, one in model.named_parameters() if (name in cut.cuts) == it] for it in (False, True))
-    gradients = ExpertSum(whole, parts, group, alone, lanes, cut.experts, BUCKET_BYTES)
+    gradients = ExpertSum(whole, parts, group, alone, lanes, links, BUCKET_BYTES)
 
     def step() -> None:
         gradients.begin(lanes[mesh.owner])

@@ -91,10 +91,7 @@ class ParallelConfig(Section):
     def _stand_alone(self) -> ParallelConfig:
         """Refuse what was not tried beside spread experts, or beside rows of which ranks have parts."""
         others = {
-            "expert": {
-                f"context: {self.context}": self.context > 1,
-                f"schedule: {self.schedule}": self.num_chunks > 1,
-            },
+            "expert": {f"context: {self.context}": self.context > 1},
             "context": {"sequence: true": self.sequence},
         }
         for key, are_set in others.items():

@@ -218,7 +218,7 @@ class _StagePasses:
         session.clock.mark("to_device")
         reach("forward")
         part = None if session.context is None else session.context.part
-        with session.plan.autocast(), self._with_experts(one):
+        with session.plan.autocast(), self._stage.passing(one, trains=True):
             made = self._stage.run(one.chunk, tensors, given, part)
         session.clock.mark("forward")
         if isinstance(made, Tensor):
@@ -239,18 +239,13 @@ class _StagePasses:
         """Take part in what others do with their lanes; where they have one more, this rank has none left."""
         total = self._sums[one.chunk]
         if one.direction == "forward":
-            with self._with_experts(one):
+            with self._stage.passing(one, trains=True):
                 pass
         elif one.number < len(self._lanes):
             with total.lane(self._lanes[one.number].lane):
                 pass
         else:
             total.serve()
-
-    def _with_experts(self, one: Pass) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a forward pass whose tokens go to experts, wherever these are."""
-        experts = self._stage.experts
-        return contextlib.nullcontext() if experts is None else experts.forward_pass(one.number, trains=True)
 
     def waited(self) -> None:
         self._session.clock.mark("wait")

@@ -35,7 +35,8 @@ from elastic_train.job.cells.state_parts import (
 )
 from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
-from elastic_train.parallel.cells.chunk_sum import chunk_sum
+from elastic_train.parallel.buckets import Turns
+from elastic_train.parallel.cells.chunk_sum import ChunkSum, chunk_sum
 from elastic_train.parallel.cells.context_sum import ContextSum
 from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.devices.squares import squares_of_tensors
@@ -115,17 +116,18 @@ class CellState(ReplicatedState):
         assert kind == "canonical", "places hold parts of one and the same sum"
         assert self._holders is not None, "no world has given this rank a place"
         degree, experts = self.cell.context, self.cut.experts
-        if experts is None and self.cut.plan.num_chunks == degree == 1:
+        if not experts and self.cut.plan.num_chunks == degree == 1:
             return ReplicatedState.sum_of(self, replicas, num_lanes, kind)
         if self._sum is not None:
             self._sum.close()
         lanes, bucket_bytes = self._mesh.assigned(num_lanes), self.bucket_bytes
-        if experts is not None:
-            whole, parts = self.cut.by_spread()
-            is_staged = self.cell.stage > 1
-            self._sum = ExpertSum(
-                whole, parts, replicas, self._holders, lanes, experts, bucket_bytes, is_staged=is_staged
-            )
+        if experts:
+            column, turns, is_staged = self._holders, Turns(replicas), self.cell.stage > 1
+            sums = [
+                ExpertSum(*some, replicas, column, lanes, links, bucket_bytes, turns, is_staged=is_staged)
+                for some, links in zip(self.cut.by_spread(), experts, strict=True)
+            ]
+            self._sum = ChunkSum(sums, turns)
         elif self.cut.plan.num_chunks > 1:
             self._sum = chunk_sum(self.cut.by_chunk(), self._holders, num_lanes, bucket_bytes, degree)
         else:
@@ -134,7 +136,8 @@ class CellState(ReplicatedState):
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
         """Yield with the turns of the cell's other ranks, which need this one's experts."""
-        return items if self.cut.experts is None else self.cut.experts.turns(items)
+        is_alone = self.cell.stage == 1 and self.cut.experts  # stages agree on turns as they go
+        return self.cut.experts[0].turns(items) if is_alone else items
 
     def measure(self) -> Tensor:
         """Return the sums of squares of the grains of what this rank holds of the gradient, and zeros after them."""

@@ -87,6 +87,11 @@ def pieces_of(model: nn.Module, plan: CellPlan) -> Iterator[tuple[nn.Parameter, 
                 yield one, piece
 
 
+def chunks_of(model: nn.Module, plan: CellPlan) -> Mapping[int, int]:
+    """Return in which chunk of its stage each parameter is, by its id; nothing without a pipeline."""
+    return {id(one): piece // plan.num_stages for one, piece in pieces_of(model, plan)}
+
+
 def _cut(one: Tensor, along: tuple[int, Sequence[Axis]] | None, stage: int | None, cell: Cell) -> Cut:
     """Cut a parameter for a cell: a dimension along axes of its places, if any, and what is of a stage alone."""
     dim, axes = along if along is not None else (0, ())
@@ -117,9 +122,8 @@ class CutModel:
         """What a place keeps while the model is whole."""
         self._spread = _experts_at(plan.experts, model)
         self._mixtures = [one for one in model.modules() if isinstance(one, MixtureOfExperts)] if plan.tensor else []
-        is_spread = self._spread and cell.expert > 1
-        self.experts = ExpertLinks(self._spread, _experts_at(plan.again, model)) if is_spread else None
-        """What ranks exchange that have some of the experts each."""
+        self.experts = list(_links_of(plan, model)) if cell.expert > 1 else []
+        """What ranks exchange that have some of the experts each, by chunk of their stage; empty if none are spread."""
         self.cuts = cuts_of(model, plan, cell)
         """By each name of every parameter that is cut."""
         self.outline: Mapping[str, Tensor] = {
@@ -144,8 +148,9 @@ class CutModel:
         self._begin_to_exchange()
 
     def _begin_to_exchange(self) -> None:
-        for one in self._spread:
-            one.links = self.experts
+        for links in self.experts:
+            for one in links.units:
+                one.links = links
         for mixture in self._mixtures:
             mixture.links = self.links
         if not self._hooks:
@@ -187,17 +192,17 @@ class CutModel:
 
     def by_chunk(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each chunk of a stage; those of other stages, without elements, are among them."""
-        pieces = {id(one): piece for one, piece in pieces_of(self.model, self.plan)}
-        found: list[list[nn.Parameter]] = [[] for _ in range(self.plan.num_chunks)]
-        for one in self.model.parameters():
-            found[pieces[id(one)] // self.plan.num_stages].append(one)
-        return found
+        chunks = chunks_of(self.model, self.plan)
+        return [
+            [one for one in self.model.parameters() if chunks.get(id(one), 0) == chunk]
+            for chunk in range(self.plan.num_chunks)
+        ]
 
-    def by_spread(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters that ranks with other experts have, too, and those of the experts."""
+    def by_spread(self) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
+        """Yield by chunk the parameters that ranks with other experts have, too, and those of the experts."""
         spread = {id(one) for experts in self._spread for one in experts.parameters()}
-        whole, parts = ([one for one in self.model.parameters() if (id(one) in spread) == it] for it in (False, True))
-        return whole, parts
+        for chunk in self.by_chunk():
+            yield [one for one in chunk if id(one) not in spread], [one for one in chunk if id(one) in spread]
 
     @property
     def known_cell(self) -> Group:
@@ -208,14 +213,23 @@ class CutModel:
     def bind(self, mesh: Mesh, cell: Group) -> None:
         """Exchange with the ranks of this cell from now on; all of them call it."""
         self.cell = cell
-        if self.experts is not None:
-            self.experts.bind(along_axis(cell, mesh, "expert"))
+        if self.experts:
+            group = along_axis(cell, mesh, "expert")
+            for one in self.experts:
+                one.bind(group)
         if self.plan.tensor:
             self.links.bind(along_axis(cell, mesh, "tensor"))
 
 
 def _experts_at(names: Sequence[str], model: nn.Module) -> list[Experts]:
     return [one for name in names if isinstance(one := model.get_submodule(name), Experts)]
+
+
+def _links_of(plan: CellPlan, model: nn.Module) -> Iterator[ExpertLinks]:
+    """Yield the links of each chunk's experts."""
+    chunks, spread, again = chunks_of(model, plan), _experts_at(plan.experts, model), _experts_at(plan.again, model)
+    for chunk in range(plan.num_chunks):
+        yield ExpertLinks([one for one in spread if chunks.get(id(one.gate), 0) == chunk], again)
 
 
 def along_axis(cell: Group, mesh: Mesh, axis: Axis) -> Group:

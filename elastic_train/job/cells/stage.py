@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -30,8 +31,8 @@ class Stage:
     number: int
     kind: Kind
     links: StageLinks
-    experts: ExpertLinks | None = None
-    """Those to ranks of this stage that have other experts, if they are spread."""
+    experts: Sequence[ExpertLinks] = ()
+    """Those to ranks of this stage that have other experts, by chunk, if they are spread."""
 
     def actions(self, num_lanes: int, kind: Kind | None = None) -> Sequence[Action]:
         """Return what this stage does in a step of so many lanes; by its own kind of schedule, or by another."""
@@ -58,11 +59,22 @@ class Stage:
         """
         size = 1 if self.plan.num_chunks == 1 else self.plan.num_stages
         left = iter(batches)
-        while found := list(islice(left, size)):
+        while num := self._num_together(found := list(islice(left, size))):
             passes = _Forward(self, found, device)
-            run_schedule(self.actions(len(found), "forward"), self.links, passes)
+            run_schedule(self.actions(num, "forward"), self.links, passes)
             yield from zip(found, passes.losses, strict=True)
         self.links.finish()
+
+    def passing(self, one: Pass, *, trains: bool) -> AbstractContextManager[None]:
+        """Return the context of a forward pass whose tokens go to experts, wherever these are.
+
+        If none is run in it, this rank takes part in the others' with its experts.
+        """
+        return self.experts[one.chunk].forward_pass(one.number, trains=trains) if self.experts else nullcontext()
+
+    def _num_together(self, found: Sequence[LaneBatch]) -> int:
+        """Return how many lanes go round together on all ranks of the stage: all keep to one schedule."""
+        return self.experts[0].most(len(found)) if self.experts else len(found)
 
 
 class _Forward:
@@ -73,12 +85,14 @@ class _Forward:
         self.losses: list[LaneLoss | None] = [None] * len(batches)
 
     def key(self, number: int) -> Hashable | None:
-        return key_of(self._batches[number], trains=False)
+        return key_of(self._batches[number], trains=False) if number < len(self._batches) else None
 
     def forward(self, one: Pass, given: Tensor | None) -> Tensor:
         tensors = self._batches[one.number].tensors
         assert tensors is not None, "it has samples"
-        made = self._stage.run(one.chunk, {name: tensor.to(self._device) for name, tensor in tensors.items()}, given)
+        batch = {name: tensor.to(self._device) for name, tensor in tensors.items()}
+        with self._stage.passing(one, trains=False):
+            made = self._stage.run(one.chunk, batch, given)
         if isinstance(made, Tensor):
             return made
         self.losses[one.number] = made
@@ -88,7 +102,8 @@ class _Forward:
         """The schedule has none."""
 
     def left_out(self, one: Pass) -> None:
-        """Where experts are spread, the turn takes part in the others'."""
+        with self._stage.passing(one, trains=False):
+            pass
 
     def waited(self) -> None: ...
 
@@ -100,7 +115,7 @@ def stage_of(
     kind: Kind,
     mesh: Mesh,
     cell: Group,
-    experts: ExpertLinks | None = None,
+    experts: Sequence[ExpertLinks] = (),
 ) -> Stage:
     """Return the stage of a rank in its cell."""
     number, stride = mesh.coordinates.stage, mesh.cell.stage_size

@@ -15,6 +15,7 @@ from torch import nn
 from elastic_train.core.lanes import contiguous
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.context_sum import ContextSum
+from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.gradient_sum import CanonicalSum, GradientSum, OfPart, TreeSum, place_gradients
 from elastic_train.parallel.group import Group
 
@@ -22,7 +23,7 @@ from elastic_train.parallel.group import Group
 class ChunkSum:
     """Sums gradients by chunk; see `GradientSum`."""
 
-    def __init__(self, chunks: Sequence[TreeSum | ContextSum], turns: Turns) -> None:
+    def __init__(self, chunks: Sequence[TreeSum | ContextSum | ExpertSum], turns: Turns) -> None:
         """`chunks` are the sums of each; what they exchange beside the backward passes is in `turns`."""
         self.chunks, self._turns = chunks, turns
 
@@ -38,7 +39,8 @@ class ChunkSum:
             yield
 
     def serve(self) -> None:
-        """Lanes need nobody else."""
+        for one in self.chunks:
+            one.serve()
 
     def finish(self, divisor: float) -> None:
         for one in reversed(self.chunks):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -35,6 +36,8 @@ Leaf = dict[int, Tensor]
 
 class Unit(Protocol):
     """The experts of a block, of which a rank has some."""
+
+    links: ExpertLinks | None
 
     @property
     def stacked(self) -> Sequence[nn.Parameter]:
@@ -60,11 +63,12 @@ class ExpertLinks:
     """This rank's exchanges with the others of its cell, or of its stage, block by block, in the order of `units`."""
 
     def __init__(self, units: Sequence[Unit], again: Collection[Unit] = ()) -> None:
-        """`units` are those of the whole model; a rank has none of the experts of those that other stages run.
+        """`units` are those of the whole model, or of a chunk of each stage; a rank has none of the experts of those
+        that other stages run.
 
         A forward pass of those in `again` keeps nothing: their blocks are computed again in the backward pass.
         """
-        self._units, self._again = units, frozenset(map(id, again))
+        self.units, self._again = units, frozenset(map(id, again))
         self._group: Group | None = None
         self._left: list[Unit] = []
         """The units that have not run forward in this turn yet, the next one last."""
@@ -89,7 +93,7 @@ class ExpertLinks:
     @property
     def here(self) -> list[Unit]:
         """The units of which this rank has some experts, in the order in which they run."""
-        return [unit for unit in self._units if len(unit.stacked[0])]
+        return [unit for unit in self.units if len(unit.stacked[0])]
 
     @contextlib.contextmanager
     def turn(self, *, trains: bool) -> Iterator[None]:
@@ -121,11 +125,15 @@ class ExpertLinks:
                     self.forward_again(unit, None, ())
                 self.backward(unit, one, None)
 
+    def most(self, count: int) -> int:
+        """Return the largest of what all ranks count."""
+        return int(self.group.all_gather(torch.tensor(count)).max())
+
     def turns(self, items: Iterator[T]) -> Iterator[T]:
         """Yield what this rank runs forward passes with, one in a turn, until no rank of the cell has any left."""
         while True:
-            found = list(next(([item] for item in items), []))
-            if not self.group.all_gather(torch.tensor(len(found))).any():
+            found = list(islice(items, 1))
+            if not self.most(len(found)):
                 return
             with self.turn(trains=False):
                 yield from found

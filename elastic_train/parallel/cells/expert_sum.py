@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from elastic_train.core.lanes import Assignment
+from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.gradient_sum import CanonicalSum, OfPart, bind_gradients, place_gradients
 from elastic_train.parallel.group import Group
@@ -30,17 +31,19 @@ class ExpertSum:
         lanes: Assignment,
         links: ExpertLinks,
         bucket_bytes: float | None,
+        turns: Turns | None = None,
         *,
         is_staged: bool = False,
     ) -> None:
         """`lanes` are those of every owner, of which `ranks` has one each; `column` has the ranks of this one's place
-        in all cells. Where the model is run in stages, forward passes are not between a lane's beginning and its end.
+        in all cells. Where the model is run in stages, forward passes are not between a lane's beginning and its end;
+        sums of several chunks share `turns`.
         """
         size = links.group.size
         by_cell = tuple(_together(lanes[first : first + size]) for first in range(0, len(lanes), size))
         flats, placed = place_gradients(whole)
         self._whole = CanonicalSum(flats, ranks, lanes)
-        self._whole.exchange_beside(placed, bucket_bytes)
+        self._whole.exchange_beside(placed, bucket_bytes, turns)
         self._experts = [one for one in parts if one.requires_grad]
         self._parts = CanonicalSum(bind_gradients(parts), column, by_cell)
         self._lanes, self._links, self._num_turns = by_cell[column.rank], links, 0

@@ -68,9 +68,11 @@ class Layout:
         """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
         may_spread = self.expert == self.context == 1
         is_whole = self.shards in (("none", "optimizer") if may_spread else ("none",)) and self.offload == "none"
-        in_the_way = self.context > 1 or self.interleave > 1
-        fits_experts = self.expert == 1 or not in_the_way
-        fits = fits_experts and not (self.sequence and self.context * self.expert > 1) and not self.cuts_rest
+        fits = (
+            min(self.expert, self.context) == 1
+            and not (self.sequence and self.context * self.expert > 1)
+            and not self.cuts_rest
+        )
         return self.cell == 1 or (is_whole and fits)
 
     @property

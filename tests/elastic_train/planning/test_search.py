@@ -111,7 +111,7 @@ def test_tensor_ranks_and_stages_run_with_whole_state_or_the_optimizers_in_shard
         assert {Layout(shards, **degrees).runs_today for degrees in cells} == {runs}  # type: ignore[arg-type]
     assert not Layout("optimizer", expert=2).runs_today and not Layout("optimizer", context=2).runs_today
     assert not Layout("optimizer", offload="optimizer", tensor=2).runs_today
-    assert Layout(pipeline=2, interleave=2).runs_today
+    assert Layout(pipeline=2, interleave=2, expert=2).runs_today
     assert Layout(context=2, recompute="units").runs_today and Layout(context=2, tensor=2, pipeline=2).runs_today
     assert not Layout(expert=2, tensor=2, sequence=True).runs_today
     assert not Layout(context=2, tensor=2, sequence=True).runs_today and not Layout(context=2, expert=2).runs_today
