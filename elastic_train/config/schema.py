@@ -26,7 +26,7 @@ from pydantic import (
 from elastic_train.config import yaml12
 from elastic_train.config.datasets import DataConfig
 from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
-from elastic_train.config.parallel import ParallelConfig
+from elastic_train.config.parallel import SPREAD_OVER_CELLS, ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig, checked_best
 from elastic_train.config.section import Section, Value, folder, home
 from elastic_train.system.wording import counted, nearest
@@ -227,9 +227,13 @@ class Config(Section):
 
     def _not_in_cells(self, key: str) -> list[str]:
         """Return what is set and was not tried in cells that a key of `parallel` makes."""
-        spread = ("none", "optimizer") if key in ("tensor", "pipeline") else ("none",)
+        spread = SPREAD_OVER_CELLS if key in ("tensor", "pipeline") else ("none",)
+        is_interleaved = key == "pipeline" and self.parallel.num_chunks > 1
         others = {
             f"parallel.shards: {self.parallel.shards}": self.parallel.shards not in spread,
+            "parallel.shards: gradients with schedule: interleaved": (
+                is_interleaved and self.parallel.shards == "gradients"
+            ),
             f"parallel.offload: {self.parallel.offload}": self.parallel.has_offload,
             f"reduction: {self.reduction}": self.reduction == "fast",
             f"precision: {self.precision}": self.precision == "fp16",

@@ -273,7 +273,7 @@ def build_state(
     if parallel is None or (kind is None and cell_plan is None):
         shards = _make_whole(made, parallel)
     elif cell_plan is not None:
-        shards = _make_cell(made, parallel, cell_plan, None if kind is None else slots())
+        shards = _make_cell(made, parallel, cell_plan, kind, slots)
     else:
         assert kind is not None, "no cells, and not whole"
         shards = _make_shards(made, parallel, kind, layout, slots())
@@ -287,14 +287,20 @@ def _make_whole(made: Made, parallel: ParallelConfig | None) -> StateShards:
     return ReplicatedState(*made, _bucket_bytes(parallel))
 
 
-def _make_cell(made: Made, parallel: ParallelConfig, cell_plan: CellPlan, slots: Slots | None) -> StateShards:
-    """Return state of which each rank of a cell holds a part, and with `slots` a share of that part's moments."""
+def _make_cell(
+    made: Made,
+    parallel: ParallelConfig,
+    cell_plan: CellPlan,
+    kind: type[HeldState] | None,
+    slots: Callable[[], Slots],
+) -> StateShards:
+    """Return state of which each rank of a cell holds a part, or with a kind of shards a share of that part's state."""
     model, optimizer, *_ = made
     cut, bucket_bytes = CutModel(model, cell_plan, parallel.cell, CellLinks()), _bucket_bytes(parallel)
-    if slots is None:
+    if kind is None:
         return CellState(*made, bucket_bytes, cut=cut)
     columns = columns_of(model, optimizer, cut, parallel.cell.size)
-    hold = holding(*made, slots, parallel.copies, bucket_bytes)
+    hold = holding(kind, *made, slots(), parallel.copies, bucket_bytes, parallel.wire)
     return SeatedCellState(*made, bucket_bytes, cut=cut, columns=columns, hold=hold)
 
 

@@ -24,6 +24,28 @@ Groups = list[list[int]]
 """The ranks of every group, by slot."""
 
 
+def paths_of_cells(cells: Sequence[Sequence[Path]]) -> list[Path]:
+    """Return where each of several cells is, given the paths of its ranks, by place; all of one length.
+
+    Two cells share a domain if any two of their ranks of one place do: it has copies of what that place holds.
+    """
+    depth = min(len(path) for cell in cells for path in cell)
+    levels = [_linked(cells, end) for end in range(1, depth + 1)]
+    return [tuple(str(level[number]) for level in levels) for number in range(len(cells))]
+
+
+def _linked(cells: Sequence[Sequence[Path]], depth: int) -> list[int]:
+    """Return the first cell of each one's domain, where domains are what the first `depth` names of paths lead to."""
+    firsts, before = list(range(len(cells))), list[int]()
+    while firsts != before:
+        before, lowest = firsts, dict[tuple[int, Path], int]()
+        for first, cell in zip(firsts, cells, strict=True):
+            for place, path in enumerate(cell):
+                lowest[place, path[:depth]] = min(first, lowest.get((place, path[:depth]), first))
+        firsts = [min(lowest[place, path[:depth]] for place, path in enumerate(cell)) for cell in cells]
+    return firsts
+
+
 def cut_groups(ranks: Sequence[int], paths: Sequence[Path], num: int) -> Groups:
     """Cut ranks, in their order where domains leave it free, into `num` groups, none of them empty."""
     return _groups(list(ranks), paths, 0, num)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from elastic_train.shards.arcs import Arc, arcs_of, kept_part, overlap
+from elastic_train.shards.arcs import Arc, arcs_of, kept_part, length, overlap
 from elastic_train.shards.domains import Groups, Path, are_apart, cut_groups
 
 _LEAST_SIZE = Fraction(4, 5)
@@ -60,6 +60,18 @@ def seats_of_holders(
         place = len(seats)
         seats |= {rank: seat._replace(size=len(members), place=place + seat.slot) for rank, seat in members}
     return [seats[rank] for rank in range(len(paths))]
+
+
+def seats_of_cells(
+    paths: Sequence[Path], copies: int, before: Sequence[Sequence[Seat | None]], is_holder: Sequence[bool]
+) -> list[Seat]:
+    """Return every cell's seat, by cell: each of its ranks has that in the column of its place, and so the same lanes.
+
+    `before` are the seats that the ranks of each column had, by place and cell. Of what columns would choose for
+    themselves, all take what moves least over all of them.
+    """
+    ways = [seats_of_holders(paths, copies, had, is_holder) for had in dict.fromkeys(map(tuple, before))]
+    return min(ways, key=lambda seats: sum((_moved(seats, had) for had in before), Fraction(0)))
 
 
 class _Member(NamedTuple):
@@ -229,4 +241,4 @@ def _moved(seats: Sequence[Seat], had: Sequence[Seat | None]) -> Fraction:
 
 
 def _got(seat: Seat, had: tuple[Arc, ...]) -> Fraction:
-    return Fraction(0) if seat.arcs == had else Fraction(1, seat.size) - overlap(seat.arcs, had)
+    return Fraction(0) if seat.arcs == had else length(seat.arcs) - overlap(seat.arcs, had)

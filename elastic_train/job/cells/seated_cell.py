@@ -1,9 +1,10 @@
 """The applied state of a rank in a cell that holds moments by its seat: a share of its place's part of the state.
 
-Ranks of equal place in all cells, a column, hold the same part of the weights. What an optimizer keeps of that part is
-spread over them as over all ranks of a job without cells (`HeldState`): grains, seats and copies are those of the
-part's own layout, and the gradient's sum, the update and the exchange of weights are within the column. The norm needs
-all columns; of what several places hold alike, it counts the first one's, as where every cell has all of it.
+Ranks of equal place in all cells, a column, hold the same part of the weights. What an optimizer keeps of that part,
+and its gradient (`DealtState`), are spread over them as over all ranks of a job without cells (`HeldState`): grains and
+copies are those of the part's own layout, and the gradient's sum, the update and the exchange of weights are within the
+column. Seats are the cells', so that all ranks of one compute the lanes that are dealt to it. The norm needs all
+columns; of what several places hold alike, it counts the first one's, as where every cell has all of it.
 
 A commit has whole tensors and moments, of which a rank writes what it holds wherever that is a run of the whole.
 """
@@ -24,6 +25,7 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.arrays import Int64s
+from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.cut_model import Cut, CutModel
@@ -39,6 +41,7 @@ from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.chunk_sum import ChunkSum
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.holdings import Column, column_of
 from elastic_train.shards.owners import owned_of
 from elastic_train.shards.seating import Seating
@@ -100,9 +103,12 @@ class SeatedCellState(CellState):
             self._close_sums()
             self._share = self.hold(self.columns[mesh.place])
 
-    def know(self, seats: Sequence[Sequence[Seat]]) -> None:
-        """Know the seats of all columns, by place, once this rank has taken its own."""
-        self._seatings = [Seating(*column, of_place, 0) for column, of_place in zip(self.columns, seats, strict=True)]
+    def know(self, seats: Sequence[Seat]) -> None:
+        """Know the seats of all columns, by cell, once this rank has taken its own."""
+        self._seatings = [Seating(*column, seats, 0) for column in self.columns]
+
+    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        return self.share.assigned(num_replicas, num_lanes)
 
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         self._close_sums()
@@ -231,6 +237,7 @@ class SeatedCellState(CellState):
 
 
 def holding(
+    kind: type[HeldState],
     model: nn.Module,
     optimizer: Optimizer,
     scheduler: LambdaLR,
@@ -238,8 +245,9 @@ def holding(
     slots: Slots,
     copies: int,
     bucket_bytes: float | None,
+    wire: Wire,
 ) -> Callable[[Column], HeldState]:
-    """Return what makes a column's share of an optimizer's state, which has the model's parameters as yet.
+    """Return what makes a column's share of a kind, of an optimizer's state, which has the model's parameters as yet.
 
     A share takes them away, so they are given back for the next one: a rank may come to another place.
     """
@@ -248,7 +256,7 @@ def holding(
     def hold(column: Column) -> HeldState:
         for group, own in zip(optimizer.param_groups, parameters, strict=True):
             group["params"] = list(own)
-        return HeldState(model, optimizer, scheduler, scaler, column.layout, slots, copies, bucket_bytes)
+        return kind(model, optimizer, scheduler, scaler, column.layout, slots, copies, bucket_bytes, wire)
 
     return hold
 

@@ -1,7 +1,8 @@
-"""Seats in columns: each rank takes its own in the column of its place, and knows those of all others.
+"""Seats in columns: a cell has one seat, which each of its ranks takes in the column of its place.
 
-Where no cells hold the state all ranks are one column. Columns move what they hold among themselves; what step they
-come to, all of them have decided together.
+So the ranks of a cell compute the same lanes where these are dealt by seats, and each knows who holds what in all
+columns. Columns move what they hold among themselves; what step they come to, all of them have decided together. Where
+no cells hold the state all ranks are one column.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from collections.abc import Sequence
 from elastic_train.core.arrays import Int64s
 from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.reseating.brought import Brought
-from elastic_train.job.reseating.taking import is_first, reseat, seats_at, take_first_seats
+from elastic_train.job.reseating.taking import is_first, reseat, take_first_seats
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
+from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
+from elastic_train.shards.domains import paths_of_cells
+from elastic_train.shards.seats import Seat, seats_of_cells
 
 Shards = HeldState | SeatedCellState
 
@@ -23,10 +27,11 @@ def reseat_columns(column: Group, state: AppliedState, shards: Shards, brought: 
     """Bring this rank to the furthest step, on its seat; see `reseat`. `brought` is of all ranks of the world."""
     if isinstance(shards, HeldState):
         return reseat(column, state, shards, brought)
-    counts = not is_first(shards.share, brought)
-    lost = reseat(column, state, shards.share, _of_place(shards, brought))
+    furthest = None if is_first(shards.share, brought) else max(one.place for one in brought)
+    seats = _seats_at(shards, brought, furthest)
+    lost = reseat(column, state, shards.share, _of_place(shards, brought), seats)
     if not lost.size:
-        _know_all(shards, brought, counts=counts)
+        shards.know(seats)
     return lost
 
 
@@ -35,8 +40,9 @@ def take_first_columns(column: Group, shards: Shards, brought: Sequence[Brought]
     if isinstance(shards, HeldState):
         take_first_seats(column, shards, brought)
         return
-    take_first_seats(column, shards.share, _of_place(shards, brought))
-    _know_all(shards, brought, counts=False)
+    seats = _seats_at(shards, brought, None)
+    take_first_seats(column, shards.share, _of_place(shards, brought), seats)
+    shards.know(seats)
 
 
 def _of_place(shards: SeatedCellState, brought: Sequence[Brought]) -> Sequence[Brought]:
@@ -45,7 +51,14 @@ def _of_place(shards: SeatedCellState, brought: Sequence[Brought]) -> Sequence[B
     return brought[shards.mesh.place :: len(shards.columns)]
 
 
-def _know_all(shards: SeatedCellState, brought: Sequence[Brought], *, counts: bool) -> None:
-    """Work out the seats of all columns, as the ranks of each do; what is brought counts unless nothing does."""
-    furthest, size = max(one.place for one in brought) if counts else None, len(shards.columns)
-    shards.know([seats_at(brought[place::size], shards.share.copies, furthest) for place in range(size)])
+def _seats_at(shards: SeatedCellState, brought: Sequence[Brought], furthest: Place | None) -> list[Seat]:
+    """Return every cell's seat; those that ranks bring count at the furthest step, and none do without it.
+
+    A cell holds nothing if one of its ranks may not, unless no other cell can.
+    """
+    size = len(shards.columns)
+    cells = [brought[first : first + size] for first in range(0, len(brought), size)]
+    able = [all(one.may_hold for one in cell) for cell in cells]
+    before = [[one.seat if one.place == furthest else None for one in brought[place::size]] for place in range(size)]
+    paths = paths_of_cells([[one.path for one in cell] for cell in cells])
+    return seats_of_cells(paths, shards.share.copies, before, able if any(able) else [True] * len(cells))

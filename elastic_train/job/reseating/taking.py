@@ -102,8 +102,14 @@ def _apply(
     ]
 
 
-def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequence[Brought]) -> Int64s:
-    """Bring this rank to the furthest step, on the seat that it has in this world.
+def reseat(
+    group: Group,
+    state: AppliedState,
+    shards: HeldState,
+    brought: Sequence[Brought],
+    seats: Sequence[Seat] | None = None,
+) -> Int64s:
+    """Bring this rank to the furthest step, on the seat that it has in this world: of `seats` if they are known.
 
     Returns the grains that nobody holds any more: if there are any, nothing has changed.
 
@@ -111,10 +117,10 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     """
     furthest = max(one.place for one in brought)
     if is_first(shards, brought):
-        take_first_seats(group, shards, brought, begins=True)
+        take_first_seats(group, shards, brought, seats, begins=True)
         return np.empty(0, dtype=np.int64)
     mine = brought[group.rank] if brought[group.rank].place == furthest else Brought(Place(0, 0), None, ())
-    seats = seats_at(brought, shards.copies, furthest)
+    seats = seats_at(brought, shards.copies, furthest) if seats is None else seats
     seating = Seating(shards.layout, shards.circle, seats, group.rank)
     plan = _plan_of(brought, shards, furthest, seating)
     if plan.lost.size:
@@ -159,9 +165,17 @@ def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:
     return any(one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi for one in others)
 
 
-def take_first_seats(group: Group, shards: HeldState, brought: Sequence[Brought], *, begins: bool = False) -> None:
+def take_first_seats(
+    group: Group,
+    shards: HeldState,
+    brought: Sequence[Brought],
+    seats: Sequence[Seat] | None = None,
+    *,
+    begins: bool = False,
+) -> None:
     """Take the seats of a world that has no updates yet, and begins with the first weights, or with a commit."""
-    seating = Seating(shards.layout, shards.circle, seats_at(brought, shards.copies, None), group.rank)
+    seats = seats_at(brought, shards.copies, None) if seats is None else seats
+    seating = Seating(shards.layout, shards.circle, seats, group.rank)
     runs = shards.room_for(seating)
     if begins:
         shards.begin(runs)

@@ -27,7 +27,7 @@ class FlatModel:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._model, self._layout = model, layout
         self.gradients: list[Tensor] = []
-        self.block_names = list(dict.fromkeys(flat.unit for flat in layout.flats if flat.unit))
+        self.block_names = list(dict.fromkeys(flat.unit for flat in layout.flats if flat.unit and flat.numel))
         """The units but the rest of the model, in the order in which passes run them, as far as it is known."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._device = next(iter(parameters.values())).device
@@ -70,12 +70,15 @@ class FlatModel:
         return [Placed(*place) for place in self._places if place[0].requires_grad]
 
     def units(self) -> list[list[FlatGradient]]:
-        """Return what is exchanged together, in the order of the exchange: the last block first, the rest last."""
+        """Return what is exchanged together, in the order of the exchange: the last block first, the rest last.
+
+        Gradients come of no parameter without elements, such as one of another stage.
+        """
         return [
             [
-                FlatGradient(number, self._layout.flats[number].numel, self._parameters_of(number))
+                FlatGradient(number, self._layout.flats[number].numel, [*self._filled(number)])
                 for number in self._flats_of(name)
-                if self._layout.flats[number].group is not None
+                if self._layout.flats[number].group is not None and self._layout.flats[number].numel
             ]
             for name in (*reversed(self.block_names), "")
         ]
@@ -138,6 +141,9 @@ class FlatModel:
 
     def _parameters_of(self, number: int) -> list[tuple[nn.Parameter, int]]:
         return [(parameter, start) for parameter, flat, start in self._places if flat == number]
+
+    def _filled(self, number: int) -> Iterator[tuple[nn.Parameter, int]]:
+        return ((parameter, start) for parameter, start in self._parameters_of(number) if parameter.numel())
 
     def zeros(self, number: int, numel: int) -> Tensor:
         """Return zeros of a flat vector's kind; on a CPU they take no memory before they are written to."""

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from elastic_train.config.parallel import SPREAD_OVER_CELLS
 from elastic_train.config.schema import Config
 from elastic_train.insight.memory import FOLDER, REST, MemoryFacts
 from elastic_train.parallel.gradient_sum import OfPart
@@ -147,7 +148,8 @@ def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -
     more = {"none": "optimizer", "optimizer": "gradients", "gradients": "parameters"}.get(keys.shards)
     is_canonical, is_whole = config.reduction == "canonical", keys.cell.size == 1
     is_audited = config.run.audit_lanes is not None and keys.shards != "none"
-    in_cells = keys.expert == keys.context == 1 and more == "optimizer"
+    in_cells = keys.expert == keys.context == 1 and more in SPREAD_OVER_CELLS
+    in_cells &= more != "gradients" or keys.num_chunks == 1
     may_share = is_canonical and not is_audited and (is_whole or in_cells)
     if may_share and num_ranks // keys.cell.size > keys.copies and more is not None:
         found.append(f"parallel.shards: {more}")

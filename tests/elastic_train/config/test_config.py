@@ -191,3 +191,16 @@ def test_what_cannot_go_together_with_compiled_blocks_is_refused(tmp_path):
     assert load(tmp_path, {**GOOD, "compile": True, "parallel": {"recompute": "units"}}).compile
     with pytest.raises(ConfigError, match=r"selective chooses among operations, .* set recompute to units or none"):
         load(tmp_path, {**GOOD, "compile": True, "parallel": {"recompute": "selective"}})
+
+
+def test_what_of_shards_goes_together_with_cells(tmp_path: Path) -> None:
+    """Gradients in shards do with tensor ranks and stages, but for those of several chunks; weights do with neither."""
+    degrees = ("--parallel.tensor", "2", "--parallel.pipeline", "2")
+    load(tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "gradients", "--parallel.wire", "bf16"))
+    load(tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "optimizer", "--parallel.schedule", "interleaved"))
+    with pytest.raises(ConfigError, match=r"pipeline: 2 does not .*shards: gradients with schedule: interleaved yet"):
+        load(
+            tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "gradients", "--parallel.schedule", "interleaved")
+        )
+    with pytest.raises(ConfigError, match=r"tensor: 2 does not go together with parallel.shards: parameters yet"):
+        load(tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "parameters"))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.grains import GRAIN
 from tests.conftest import run_ranks
 from tests.elastic_train.job.cells.cell_jobs import (
@@ -23,6 +24,7 @@ from tests.elastic_train.job.cells.cell_jobs import (
     build,
     compute,
     elements_held,
+    elements_of_gradients,
     enter,
     fingerprint,
     meet,
@@ -32,6 +34,7 @@ from tests.elastic_train.job.faults import Fault, step_with
 
 pytestmark = pytest.mark.slow
 STEPS = 6
+KINDS: Sequence[Shards] = ("optimizer", "gradients")
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,10 @@ class World:
     fault: Fault | None = None
 
 
-def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int, shards: Shards) -> None:
+def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int, shards: Shards, wire: Wire) -> None:
     """Live through the worlds that this member is in; leave what it saw at their beginnings, and at the end."""
     torch.set_num_threads(1)
-    state, seen = build(shards, copies), []
+    state, seen = build(shards, copies, wire), []
     for term, world in enumerate(worlds, start=1):
         if who not in world.members:
             continue
@@ -61,20 +64,21 @@ def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int
         else:
             seen.append([term, state.step, fingerprint(ranks, state), 0])
             if shards != "none":
-                seen.append([elements_held(state), sum(one.numel() for one in state.model.parameters())])
+                num_weights = sum(one.numel() for one in state.model.parameters())
+                seen.append([elements_held(state), num_weights, elements_of_gradients(state)])
             ranks.world.barrier()
     (Path(folder) / f"{who}.json").write_text(json.dumps(seen))
     os._exit(0)
 
 
 def live_through(
-    folder: Path, worlds: Sequence[World], copies: int = 2, shards: Shards = "optimizer"
+    folder: Path, worlds: Sequence[World], copies: int = 2, shards: Shards = "optimizer", wire: Wire = "exact"
 ) -> dict[int, list[list[object]]]:
     """Return what each member that did not die saw: [term, step, weights, shards lost] at every beginning and the end,
-    and then how many numbers of moments it holds, and how many weights it has."""
+    and then the numbers of moments that it holds, of its weights, and of gradients that it keeps."""
     folder.mkdir(exist_ok=True)
     num = 1 + max(who for world in worlds for who in world.members)
-    run_ranks(member, num, str(folder), worlds, copies, shards)
+    run_ranks(member, num, str(folder), worlds, copies, shards, wire)
     found = {who: folder / f"{who}.json" for who in range(num)}
     return {who: json.loads(path.read_text()) for who, path in found.items() if path.exists()}
 
@@ -88,12 +92,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     return [row[2] for row in seen[0][1:]]
 
 
+@pytest.mark.parametrize("shards", KINDS)
 @pytest.mark.parametrize(("num_cells", "copies"), [(1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_a_rank_holds_its_share_of_its_places_moments(
-    tmp_path: Path, expected: list[object], num_cells: int, copies: int
+    tmp_path: Path, expected: list[object], num_cells: int, copies: int, shards: Shards
 ) -> None:
     """And the weights are those of cells that hold all of them: over any number of cells, however often each share."""
-    seen = live_through(tmp_path, [World(range(num_cells * SIZE))], copies)
+    seen = live_through(tmp_path, [World(range(num_cells * SIZE))], copies, shards)
     assert {row[1][2] for row in seen.values()} == {expected[-1]}
     held, weights = (sum(int(str(row[2][column])) for row in seen.values()) for column in (0, 1))
     num_copies = min(copies, num_cells)
@@ -101,6 +106,19 @@ def test_a_rank_holds_its_share_of_its_places_moments(
     most = max(int(str(row[2][0])) for row in seen.values())
     of_a_copy = held / (num_copies * SIZE)
     assert most < of_a_copy / (num_cells // num_copies) + 2 * GRAIN, "as evenly as groups and grains allow"
+    gradients = sum(int(str(row[2][2])) for row in seen.values())
+    assert gradients == pytest.approx(held / 2 if shards == "gradients" else weights, rel=0.01)
+
+
+def test_leaves_that_are_rounded_on_their_way_have_the_same_bits_in_any_number_of_cells(
+    tmp_path: Path, expected: list[object]
+) -> None:
+    found = set()
+    for num_cells in (1, 3):
+        worlds = [World(range(num_cells * SIZE))]
+        seen = live_through(tmp_path / str(num_cells), worlds, 1, "gradients", "bf16")
+        found |= {row[1][2] for row in seen.values()}
+    assert len(found) == 1 and found != {expected[-1]}
 
 
 @pytest.mark.parametrize(
@@ -116,14 +134,17 @@ def test_a_rank_holds_its_share_of_its_places_moments(
     ],
     ids=["computing", "summed", "summed-by-0", "one-cannot", "all-left-missed-it", "two-missed-it", "all-applied-it"],
 )
-def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, expected: list[object], fault: Fault, kept: int) -> None:
+@pytest.mark.parametrize("shards", KINDS)
+def test_a_lost_rank_costs_no_applied_step(
+    tmp_path: Path, expected: list[object], fault: Fault, kept: int, shards: Shards
+) -> None:
     """Three cells lose a rank, and go on as two: its mate is a spare, which comes back with a newcomer at the end."""
     [dead] = fault.dying
     mate = dead ^ 1
     left = [who for who in range(3 * SIZE) if who not in (dead, mate)]
     pair = [mate, 6] if mate % SIZE == 0 else [6, mate]
     worlds = [World(range(6), fault), World(left, Fault(5, "summed", dying=[])), World([*left, *pair])]
-    seen = live_through(tmp_path, worlds)
+    seen = live_through(tmp_path, worlds, shards=shards)
     for who in left:
         rows = seen[who][:-1]
         assert [row[1:3] for row in rows[1:]] == [[kept, expected[kept - 1]], [6, expected[5]], [6, expected[5]]]
@@ -132,16 +153,30 @@ def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, expected: list[object
         assert seen[who][-2][:3] == [3, 6, expected[5]]
 
 
-def test_a_rank_that_comes_to_another_place_gets_its_part(tmp_path: Path, expected: list[object]) -> None:
+@pytest.mark.parametrize("shards", KINDS)
+def test_a_rank_that_comes_to_another_place_gets_its_part(
+    tmp_path: Path, expected: list[object], shards: Shards
+) -> None:
     """What it held at its old place is of no use there, and at the beginning it has the weights of neither."""
     worlds = [World([0, 1, 2, 3], Fault(3, "applied", dying=[2])), World([0, 1, 4, 3], Fault(4, "summed", dying=[]))]
-    seen = live_through(tmp_path, [*worlds, World([0, 1, 3, 5])])
+    seen = live_through(tmp_path, [*worlds, World([0, 1, 3, 5])], shards=shards)
     assert [row[:4] for row in seen[3][:-1]][1:] == [
         [2, 4, expected[3], 0],
         [3, 5, expected[4], 0],
         [3, 6, expected[5], 0],
     ]
     assert {seen[who][-2][2] for who in (0, 1, 3, 5)} == {expected[5]}
+
+
+@pytest.mark.parametrize("shards", KINDS)
+def test_ranks_of_two_cells_that_make_one_compute_the_same_lanes(
+    tmp_path: Path, expected: list[object], shards: Shards
+) -> None:
+    """They held other shares, and both take the one that moves least; so do newcomers that make a third cell again."""
+    worlds = [World(range(6), Fault(2, "summed", dying=[2, 5])), World([0, 1, 4, 3], Fault(4, "applied", dying=[1]))]
+    seen = live_through(tmp_path, [*worlds, World([0, 3, 4, 6, 7, 8])], shards=shards)
+    for who in (0, 3, 4):
+        assert [row[1:] for row in seen[who][1:-1]] == [[3, expected[2], 0], [5, expected[4], 0], [6, expected[5], 0]]
 
 
 @pytest.mark.parametrize("dying", [[4], [0, 2]])

@@ -105,13 +105,16 @@ def test_without_cells_only_what_the_trainer_runs_is_compared() -> None:
     assert all(one.layout.runs_today for one in compare(job(), Layout(), with_cells=False))
 
 
-def test_tensor_ranks_and_stages_run_with_whole_state_or_the_optimizers_in_shards() -> None:
+def test_tensor_ranks_and_stages_run_with_all_but_weights_in_shards() -> None:
     cells = ({"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2})
-    for shards, runs in (("none", True), ("optimizer", True), ("gradients", False), ("parameters", False)):
+    for shards, runs in (("none", True), ("optimizer", True), ("gradients", True), ("parameters", False)):
         assert {Layout(shards, **degrees).runs_today for degrees in cells} == {runs}  # type: ignore[arg-type]
     assert not Layout("optimizer", expert=2).runs_today and not Layout("optimizer", context=2).runs_today
     assert not Layout("optimizer", offload="optimizer", tensor=2).runs_today
     assert Layout(pipeline=2, interleave=2, expert=2).runs_today
+    assert Layout(pipeline=2, interleave=2).runs_today and Layout("optimizer", pipeline=2, interleave=2).runs_today
+    assert not Layout("gradients", pipeline=2, interleave=2).runs_today
+    assert not Layout("gradients", tensor=2, pipeline=2, expert=2).runs_today
     assert Layout(context=2, recompute="units").runs_today and Layout(context=2, tensor=2, pipeline=2).runs_today
     assert not Layout(expert=2, tensor=2, sequence=True).runs_today
     assert not Layout(context=2, tensor=2, sequence=True).runs_today and not Layout(context=2, expert=2).runs_today

@@ -20,11 +20,12 @@ from elastic_train.job.reseating import bring, leave_out_unfinished, reseat_colu
 from elastic_train.job.reseating.placing import take_place
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.leaves import Wire
 from tests.elastic_train.job.sharded.shard_jobs import CLIPPING, GROUPS, NUM_LANES, Net, compute_lanes, facts_of
 
 SIZE = 2
 """Ranks of a cell."""
-Shards = Literal["none", "optimizer"]
+Shards = Literal["none", "optimizer", "gradients"]
 PLAN = CellPlan({"blocks.0.0": "column", "blocks.0.3": "row", "blocks.1.0": "column", "blocks.1.3": "row"})
 WIDTHS = 602, 90
 """Of matrices that are cut by columns and by rows, with several grains in some."""
@@ -39,11 +40,11 @@ class Ranks(NamedTuple):
     mesh: Mesh
 
 
-def build(shards: Shards, copies: int = 2) -> AppliedState:
+def build(shards: Shards, copies: int = 2, wire: Wire = "exact") -> AppliedState:
     """Return a state as a process begins with it; a newcomer has the same weights."""
     torch.manual_seed(1)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
-    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, tensor=SIZE)
+    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, tensor=SIZE, wire=wire)
     return build_state(
         Net(WIDTHS).train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel, cell_plan=PLAN
     )
@@ -101,3 +102,10 @@ def fingerprint(ranks: Ranks, state: AppliedState) -> str:
 def elements_held(state: AppliedState) -> int:
     """Return how many numbers of moments this rank holds."""
     return sum(moment.numel() for one in shards_of(state).share.runs for moment in one.moments.values())
+
+
+def elements_of_gradients(state: AppliedState) -> int:
+    """Return how many numbers of the mean gradient this rank keeps after a step; none before it."""
+    total = shards_of(state).share._sum
+    kept = [] if total is None else total.tensors()
+    return sum(tensor.numel() for part, tensor in kept if part == "gradients")

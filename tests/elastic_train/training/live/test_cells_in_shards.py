@@ -1,4 +1,5 @@
-"""Cells with the optimizer's state in shards that lose ranks: no applied step is lost while a copy lives."""
+"""Cells with state in shards, be it the optimizer's or gradients, too, that lose ranks: while a copy lives no applied
+step is lost."""
 
 from __future__ import annotations
 
@@ -35,14 +36,16 @@ SHARDS = {"shards": "optimizer", "copies": 2}
         ({"tensor": 2}, 2, ("backward", "exchange", "apply", "applied", "commit")),
         ({"tensor": 2}, 3, ("exchange", "apply", "applied")),
         ({"pipeline": 2}, 3, ("backward 7", "exchange 2", "apply 3", "applied")),
+        ({"tensor": 2, "shards": "gradients"}, 3, ("backward 3", "exchange", "applied")),
+        ({"pipeline": 2, "shards": "gradients"}, 2, ("forward 5", "backward 7", "applied")),
     ],
 )
 def test_ranks_that_die_cost_no_applied_step(
-    tmp_path: Path, rows: Path, etcd: EtcdServer, degrees: Mapping[str, int], num_cells: int, places: Sequence[str]
+    tmp_path: Path, rows: Path, etcd: EtcdServer, degrees: Mapping[str, object], num_cells: int, places: Sequence[str]
 ) -> None:
     """The others go on with what they hold; who takes the place gets its share from its column."""
-    alone = degrees if "tensor" in degrees else {"pipeline": 1}
-    assert_nothing_is_lost(tmp_path, rows, etcd, {**degrees, **SHARDS}, places, alone=alone, num_cells=num_cells)
+    alone = {"tensor": degrees.get("tensor", 1)}  # stages show in no bit
+    assert_nothing_is_lost(tmp_path, rows, etcd, {**SHARDS, **degrees}, places, alone=alone, num_cells=num_cells)
 
 
 def test_a_third_copy_has_what_two_have_lost(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:

@@ -162,6 +162,11 @@ def test_where_there_is_no_memory_for_a_snapshot_the_error_goes_on(
             6,
             ["parallel.shards: optimizer"],
         ),
+        (
+            {"parallel": {"pipeline": 2, "recompute": "units", "shards": "optimizer"}, "batch": {"micro_batch": 1}},
+            6,
+            ["parallel.shards: gradients"],
+        ),
         ({"parallel": {"expert": 2}}, 6, ["parallel.recompute: units", "in a new run, batch.micro_batch below 8"]),
         ({"reduction": "fast", "parallel": {"recompute": "units"}, "batch": {"micro_batch": 1}}, 4, []),
     ],

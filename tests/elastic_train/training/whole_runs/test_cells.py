@@ -102,7 +102,11 @@ def newest_weights(folder: Path) -> dict[str, torch.Tensor]:
             "a world of 3 ranks is not of whole cells of 2 (parallel.tensor: 2): start a multiple of 2 workers",
         ),
         (TENSOR, None, "a world of 1 rank is not of whole cells of 2"),
-        ([*TENSOR, "--parallel.shards", "gradients"], None, "does not go together with parallel.shards: gradients yet"),
+        (
+            [*TENSOR, "--parallel.shards", "parameters"],
+            None,
+            "does not go together with parallel.shards: parameters yet",
+        ),
         (
             [*TENSOR, "--optimizer.name", "muon"],
             None,

@@ -1,4 +1,5 @@
-"""Cells whose ranks hold shares of the optimizer's state: the bits of those that do not, and commits at any degree."""
+"""Cells whose ranks hold shares of the optimizer's state, and of gradients: the bits of those that do not, and commits
+at any degree."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cells in shards")]  # t
 
 SHARDS = ["--parallel.shards", "optimizer"]
 ONCE = [*SHARDS, "--parallel.copies", "1"]
+GRADIENTS = ["--parallel.shards", "gradients"]
+GRADIENTS_ONCE = [*GRADIENTS, "--parallel.copies", "1"]
 
 
 def assert_same(folder: Path, other: Path) -> None:
@@ -42,6 +45,8 @@ def assert_same(folder: Path, other: Path) -> None:
         (4, [*SHARDS, "--parallel.bucket_mb", "null"]),
         (6, [*ONCE, "--parallel.bucket_mb", "0.001"]),
         (6, SHARDS),
+        (4, [*GRADIENTS_ONCE, "--parallel.recompute", "units"]),
+        (6, [*GRADIENTS, "--parallel.bucket_mb", "null"]),
     ],
 )
 def test_tensor_ranks_have_the_bits_of_those_that_hold_all_of_their_part(
@@ -66,6 +71,8 @@ def test_tensor_ranks_have_the_bits_of_those_that_hold_all_of_their_part(
         (6, [*stages(2), *SHARDS]),
         (4, [*stages(2, kind="interleaved"), *ONCE, "--parallel.bucket_mb", "0.001"]),
         (6, [*stages(2, kind="interleaved"), *SHARDS, "--parallel.bucket_mb", "null"]),
+        (4, [*stages(2, kind="gpipe"), *GRADIENTS]),
+        (6, [*stages(2), *GRADIENTS_ONCE]),
     ],
 )
 def test_stages_have_the_bits_of_one_process(
@@ -78,7 +85,7 @@ def test_stages_have_the_bits_of_one_process(
 def test_stages_of_tensor_ranks_have_the_bits_of_whole_state(tmp_path: Path, few_rows: Path) -> None:
     """Two ranks that hold half of each matrix, one cell of four, and two cells whose ranks hold halves of that."""
     found = {}
-    for num_stages, num_ranks, how in ((1, 2, []), (2, 4, SHARDS), (2, 8, ONCE)):
+    for num_stages, num_ranks, how in ((1, 2, []), (2, 4, SHARDS), (2, 8, GRADIENTS_ONCE)):
         folder = tmp_path / str(num_ranks)
         run = config(folder, few_rows, test_pipeline.LANGUAGE)
         succeed(start([run, *TENSOR, "--max_steps", "4", *stages(num_stages), *how], num_ranks=num_ranks))
@@ -91,7 +98,7 @@ def test_commits_continue_with_any_cells_whether_in_shards_or_not(
     tmp_path: Path, few_rows: Path, one_cell: Path
 ) -> None:
     run = config(tmp_path, few_rows, test_cells.LANGUAGE)
-    for until, num_ranks, how in [(2, 4, ONCE), (3, 2, []), (4, 6, SHARDS), (5, 4, []), (6, 6, ONCE)]:
+    for until, num_ranks, how in [(2, 4, ONCE), (3, 2, []), (4, 6, GRADIENTS), (5, 4, []), (6, 6, GRADIENTS_ONCE)]:
         succeed(start([run, *TENSOR, "--max_steps", str(until), *how], num_ranks=num_ranks))
         newest_weights(tmp_path)
         assert_stock_reader_finds_all(tmp_path)
@@ -103,8 +110,8 @@ def test_commits_continue_at_other_degrees(tmp_path: Path, few_rows: Path, one_p
     """Stages show in no bit; across degrees of tensor ranks the samples are the same, and losses but for rounding."""
     run = config(tmp_path, few_rows, test_pipeline.LANGUAGE)
     worlds = [
-        (1, 4, [*stages(2), *ONCE]),
-        (2, 3, ["--parallel.shards", "gradients"]),
+        (1, 4, [*stages(2), *GRADIENTS_ONCE]),
+        (2, 3, GRADIENTS),
         (3, 6, [*stages(3), *SHARDS]),
         (4, None, []),
         (5, 4, [*stages(2, kind="interleaved"), *ONCE]),
@@ -151,14 +158,15 @@ def _like(tree: Mapping[str, object]) -> dict[str, object]:
 
 def test_a_rank_has_the_part_of_its_places_moments_that_it_says(tmp_path: Path, few_rows: Path, one_cell: Path) -> None:
     """Over three cells, which hold each share once, all ranks together have as much as one cell's two have."""
-    succeed(start([config(tmp_path, few_rows, test_cells.LANGUAGE), *TENSOR, *ONCE], num_ranks=6))
-    whole, shared = (optimizer_bytes(folder) for folder in (one_cell, tmp_path))
-    assert len(whole) == 2 and len(shared) == 6
-    assert sum(shared.values()) == pytest.approx(sum(whole.values()), rel=0.1)
-    assert max(shared.values()) < 0.75 * min(whole.values())
+    succeed(start([config(tmp_path, few_rows, test_cells.LANGUAGE), *TENSOR, *GRADIENTS_ONCE], num_ranks=6))
+    for part in ("optimizer", "gradients"):
+        whole, shared = (bytes_of(folder, part) for folder in (one_cell, tmp_path))
+        assert len(whole) == 2 and len(shared) == 6
+        assert sum(shared.values()) == pytest.approx(sum(whole.values()), rel=0.1)
+        assert max(shared.values()) < 0.75 * min(whole.values())
 
 
-def optimizer_bytes(folder: Path) -> dict[int, int]:
-    """Return how much memory the optimizer's state takes after a run's last steps, by rank."""
+def bytes_of(folder: Path, part: str) -> dict[int, int]:
+    """Return how much memory a part of the state takes after a run's last steps, by rank."""
     lines = sorted(history(folder, "memory"), key=lambda line: int(str(line["step"])))
-    return {int(str(line["rank"])): line["parts"]["optimizer"] for line in lines}  # type: ignore[index]
+    return {int(str(line["rank"])): line["parts"][part] for line in lines}  # type: ignore[index]
