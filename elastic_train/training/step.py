@@ -126,10 +126,11 @@ def meet(session: Session, measured: Tensor) -> tuple[Tensor | None, PeerLostErr
 def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums]:
     """Add the gradients and buffers of this replica's lanes to the step's sums; return what each lane gave.
 
-    Ranks that compute lanes together leave out a step of which one of them cannot read a sample.
+    Where one of the ranks that compute lanes together cannot read a sample, they have none to train on: such a step is
+    not applied, and they take part in what it exchanges with others.
     """
     if session.world.cell is not None and not _is_readable(session.world.cell, lanes):
-        return {batch.lane: LaneSums() for batch in lanes}
+        lanes = [replace(batch, tensors=None) for batch in lanes]
     session.gradients.begin(session.lanes)
     session.buffers.begin(session.lanes)
     results: dict[int, LaneSums | Unread] = {}

@@ -14,7 +14,8 @@ from torch import Tensor
 from elastic_train.checkpoint import open_store, read_state
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.checkpoint.format.layout import leaves_by_path
-from tests.conftest import start
+from tests.conftest import start, write_rows
+from tests.elastic_train.data.loading.test_batch_builder import damage
 from tests.elastic_train.training.jobs import average_of, config, history, losses, result, succeed
 from tests.elastic_train.training.whole_runs import test_cells, test_pipeline
 from tests.elastic_train.training.whole_runs.test_cells import TENSOR, TERMS, newest_weights, one_cell
@@ -92,6 +93,21 @@ def test_stages_of_tensor_ranks_have_the_bits_of_whole_state(tmp_path: Path, few
         found[num_ranks] = result(folder)["weights_sha256"], result(folder)["metrics"], average_of(folder)
     assert found[2] == found[4] == found[8]
     assert_stock_reader_finds_all(tmp_path / "8")
+
+
+def test_a_cell_that_cannot_read_a_sample_keeps_no_other_waiting(tmp_path: Path) -> None:
+    """It exchanges gradients with the others all the same; then all of them know, and repeat the step without it."""
+    data = write_rows(tmp_path / "data", 151, seed=1)
+    damage(data, "part-1.parquet", 2)
+    rules = {"data": {"train": str(data), "unreadable": "quarantine", "too_long": "truncate"}}
+    found = {}
+    for num_ranks, how in ((2, []), (4, GRADIENTS_ONCE)):
+        folder = tmp_path / str(num_ranks)
+        run = config(folder, tmp_path, {**test_cells.LANGUAGE, "validation": {}}, **rules)
+        done = succeed(start([run, *TENSOR, "--max_steps", "5", *how], num_ranks=num_ranks))
+        assert "QUARANTINED: row group 2 of part-1.parquet" in done.output
+        found[num_ranks] = [result(folder)[what] for what in ("weights_sha256", "num_samples", "num_left_out", "holes")]
+    assert found[2] == found[4]
 
 
 def test_commits_continue_with_any_cells_whether_in_shards_or_not(
