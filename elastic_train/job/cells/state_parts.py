@@ -68,7 +68,8 @@ def to_write(leaf: Tensor, cut: Cut, places: Sequence[int], turn: int) -> Pieces
 
     `places` are those of the writers. The `turn`-th of such tensors goes to a writer by turns.
     """
-    able = [number for number, place in enumerate(places) if cut.spans[place] == (0, cut.shape[0])]
+    whole = (0, cut.shape[cut.dim])
+    able = [number for number, place in enumerate(places) if cut.spans[place] == whole] if whole in cut.spans else []
     if not able or not cut.shape.numel():
         return None
     span = (0, cut.shape.numel())

@@ -43,3 +43,10 @@ def test_whoever_holds_all_of_a_tensor_writes_it_by_turns() -> None:
     assert other is not None and not other.held and other.shape == WHOLE.shape
     assert to_write(STAGED.part_of(WHOLE, 0), STAGED, [0, 0], 0) is None, "no writer holds it"
     assert to_write(COLUMNS.part_of(WHOLE, 0), COLUMNS, places, 0) is None, "nobody holds all of it"
+
+
+def test_some_columns_of_a_matrix_are_not_taken_for_all_of_it() -> None:
+    """Of twice as many columns as rows the first of two places has as many as there are rows."""
+    wide = Cut(1, torch.Size((3, 6)), ((0, 3), (3, 6)))
+    part = wide.part_of(torch.arange(18.0).view(3, 6), 0)
+    assert to_write(part, wide, [0, 1], 0) is None, "nobody holds all of it"
