@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from elastic_train.core.lanes import Assignment, contiguous
@@ -32,19 +33,17 @@ class Cell:
     tensor: int = 1
     expert: int = 1
     context: int = 1
+    size: int = field(init=False, repr=False, compare=False)
+    """The number of ranks of a replica; worked out once, since much asks for it for each of a world's ranks."""
 
     def __post_init__(self) -> None:
         assert min(self.degrees) >= 1, f"a degree below 1 in {self.degrees}"
+        object.__setattr__(self, "size", math.prod(self.degrees))
 
     @property
     def degrees(self) -> tuple[int, ...]:
         """The number of ranks along each axis, in their order."""
         return self.stage, self.shard, self.tensor, self.expert, self.context
-
-    @property
-    def size(self) -> int:
-        """The number of ranks of a replica."""
-        return math.prod(self.degrees)
 
     def along(self, place: int, axis: Axis) -> range:
         """Return the places that differ from one along an axis alone, and that one, by their coordinate."""
@@ -150,12 +149,9 @@ class Mesh:
         return [replica * self.cell.size + place for replica in range(self.num_replicas) for place in places]
 
     @property
-    def by_part(self) -> list[list[int]]:
+    def by_part(self) -> Sequence[Sequence[int]]:
         """The ranks that hold each part of the state, by part: as long as one of them is left, it is held."""
-        context, firsts = self.cell.context, range(0, self.cell.size, self.cell.context)
-        return [
-            [rank + at for rank in range(first, self.size, self.cell.size) for at in range(context)] for first in firsts
-        ]
+        return _ranks_by_part(self.size, self.cell)
 
     @property
     def owner(self) -> int:
@@ -190,3 +186,11 @@ class Mesh:
     def coordinates(self) -> Coordinates:
         """This rank's coordinates; the context axis varies fastest, then that of experts; stages vary slowest."""
         return Coordinates(self.replica, *(self.cell.number_along(self.place, axis)[0] for axis in _AXES))
+
+
+@lru_cache(8)
+def _ranks_by_part(num_ranks: int, cell: Cell) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(rank + at for rank in range(first, num_ranks, cell.size) for at in range(cell.context))
+        for first in range(0, cell.size, cell.context)
+    )

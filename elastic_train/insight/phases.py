@@ -150,12 +150,9 @@ def slowest(
     beside the others of its group of `alike`, which compute the same of their lanes: all ranks by default.
     """
     times = [facts.compute_s / max(1, lanes) for facts, lanes in zip(ranks, num_lanes, strict=True)]
-    medians = {
-        rank: statistics.median_low([times[other] for other in group])
-        for group in alike or [range(len(times))]
-        for rank in group
-        if len(group) > 1
-    }
-    ratios = {rank: times[rank] / median for rank, median in medians.items() if median > 0}
+    ratios: dict[int, float] = {}
+    for group in alike or [range(len(times))]:
+        median = statistics.median_low([times[rank] for rank in group]) if len(group) > 1 else 0.0
+        ratios |= {rank: times[rank] / median for rank in group if median > 0}
     rank = max(ratios, key=ratios.__getitem__, default=None)
     return None if rank is None or ratios[rank] < SLOW_RATIO else (rank, ratios[rank])

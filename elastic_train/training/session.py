@@ -156,7 +156,7 @@ class Session:
     def leaving(self) -> list[bool]:
         """Return, by rank, which processes of the world have been asked to leave; equal on every rank."""
         mine = torch.tensor(int(self.leave.is_set))
-        return [bool(asked) for asked in self.world.group.all_gather(mine).flatten()]
+        return [bool(asked) for asked in self.world.group.all_gather(mine).flatten().tolist()]
 
     def to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.plan.device, non_blocking=True) for name, tensor in tensors.items()}

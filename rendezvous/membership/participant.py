@@ -34,6 +34,7 @@ from rendezvous.membership.records import (
     Member,
     View,
     World,
+    read_view,
 )
 from rendezvous.membership.rules import admission, changes, decisions, standing
 from rendezvous.membership.rules.admission import Policy
@@ -287,7 +288,8 @@ class Participant:
 
     def close(self, term: int, for_s: float = CLOSED_S) -> None:
         """Mark the job as done for `for_s`: members that join by then leave, and later the run id may be used again."""
-        change = changes.close(self._latest.now().snapshot, self.keys, Closed(term, time.time(), self.job))
+        now = self._latest.now()
+        change = changes.close(now.snapshot, now.view, self.keys, Closed(term, time.time(), self.job))
         try:
             lease = self._store.lease(for_s, renew=False)
             self._own.swap(change, lease)
@@ -326,12 +328,13 @@ class Participant:
 
     def _leave_finished(self) -> None:
         """Let those who still work know that this member is not lost, if its workers have finished."""
-        snapshot = self._latest.now().snapshot
+        snapshot, view, _ = self._latest.now()
         for _ in range(MOST_TRIES):
-            change = changes.leave_finished(snapshot, self.keys, self.id)
+            change = changes.leave_finished(snapshot, view, self.keys, self.id)
             if change is None or self._own.swap(change, None):
                 return
             snapshot = self._store.get(self.keys.prefix)
+            view = read_view(snapshot, self.keys)
 
     def _decide(self) -> tuple[Decision, Snapshot]:
         """Return what to do next, and the snapshot behind the decision, whose revisions guard the write."""

@@ -54,14 +54,14 @@ class Keys:
     def member(self, member_id: str) -> str:
         return self.members + member_id
 
-    @property
+    @cached_property
     def leaves(self) -> str:
         return self.prefix + "leave/"
 
     def leave(self, node_id: str) -> str:
         return self.leaves + node_id
 
-    @property
+    @cached_property
     def world(self) -> str:
         return self.prefix + "world"
 
@@ -282,16 +282,18 @@ def encode(record: Member | World | Failure | Head | Closed) -> str:
 
 def read_view(snapshot: Snapshot, keys: Keys) -> View:
     """Parse everything below a job's prefix; nothing that is there can make it fail."""
-    texts = {key: entry.value for key, entry in snapshot.entries.items()}
-    leased = [(entry.create_revision, key) for key, entry in snapshot.entries.items() if key.startswith(keys.members)]
-    members = ((key, _read_member(texts[key])) for _, key in sorted(leased))
+    below, leased, texts = keys.members, list[tuple[int, str, str]](), dict[str, str]()
+    for key, entry in snapshot.entries.items():
+        if key.startswith(below):
+            leased.append((entry.create_revision, key, entry.value))
+        else:
+            texts[key] = entry.value
+    leased.sort()
     world, failure = _read(World, texts.get(keys.world)), _read(Failure, texts.get(keys.failure))
     head, closed = _read(Head, texts.get(keys.head)), _read(Closed, texts.get(keys.closed))
     return View(
         revision=snapshot.revision,
-        members=tuple(
-            m for key, member in members if (m := _known(key, member)) is not None and keys.member(m.id) == key
-        ),
+        members=tuple([m for _, key, text in leased if (m := _read_member(key, text, below)) is not None]),
         world=_known(keys.world, world),
         failure=_known(keys.failure, failure),
         head=_known(keys.head, head),
@@ -333,9 +335,13 @@ def _read(kind: type[R], text: str | None) -> R | UnreadableRecordError | None:
 
 
 @lru_cache(1 << 14)
-def _read_member(text: str) -> Member | UnreadableRecordError | None:
-    """Read a member; a change rewrites one member's text: of a thousand members, 999 need not be parsed again."""
-    return _read.__wrapped__(Member, text)
+def _read_member(key: str, text: str, below: str) -> Member | None:
+    """Read a member; None if it cannot be read, or its key below `below` is another's.
+
+    A change rewrites one member's text: of a thousand members, 999 need not be parsed again.
+    """
+    member = _known(key, _read.__wrapped__(Member, text))
+    return member if member is not None and key == below + member.id else None
 
 
 def _known(key: str, found: R | UnreadableRecordError | None) -> R | None:

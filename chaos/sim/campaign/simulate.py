@@ -73,7 +73,7 @@ ALONE = 1 / 10
 """In how many runs of several nodes nothing happens but that one node is wrong, in a job of some minutes."""
 NEEDS_A_LOSS = ("faults", "rpo", "rto")
 """What is unknown of a run whose faults did no harm, or only later."""
-MOST_UNSEEN = 100_000
+MOST_UNSEEN = 500_000
 """So many objects are made before garbage is looked for."""
 
 SHAPES = (

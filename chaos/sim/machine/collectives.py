@@ -57,6 +57,7 @@ class Hub:
     def __init__(self, net: Net, *, is_part: bool = False) -> None:
         self.net, self.is_part = net, is_part
         self.members: dict[int, Process] = {}
+        self.places: dict[Process, int] = {}
         self.collectives: dict[int, Collective] = {}
         self.letters: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self.posted: dict[tuple[int, int], Post] = defaultdict(Post)
@@ -69,7 +70,7 @@ class Hub:
 
     def join(self, rank: int, process: Process) -> None:
         """Come in as a rank; in a part, as one of its own, whose world says when its process ends."""
-        self.members[rank] = process
+        self.members[rank], self.places[process] = process, rank
         if not self.is_part:
             process.at_death["world"] = lambda: self.leave(rank)
 
@@ -93,7 +94,7 @@ class Hub:
         if process.node not in self.net.silent:
             self.net.kernel.after(RESET_S * self.net.draws.random(), lambda: self._reset(rank))
         for part in self._parts.values():
-            for place in [place for place, member in part.members.items() if member is process]:
+            if (place := part.places.get(process)) is not None:
                 part.leave(place)
 
     def _reset(self, rank: int) -> None:

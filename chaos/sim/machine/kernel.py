@@ -26,6 +26,10 @@ MOST_AT_ONCE = 100_000
 """Turns of tasks within one moment, after which a task must be looping without waiting."""
 
 
+Moment = tuple[float, int]
+"""A time, and a number: of what happens at the same time, the lower one comes first."""
+
+
 class Killed(BaseException):
     """The process of the task that meets this is dead."""
 
@@ -64,8 +68,10 @@ class Task:
     def __init__(self, kernel: Kernel, process: Process | None, run: Callable[[], None]) -> None:
         self.kernel, self.process = kernel, process
         self.is_done = self.is_ready = False
-        self.turn = 0
-        """How often it has been parked: a time that is over belongs to one of them."""
+        self.deadline: Moment | None = None
+        """Until when it is parked, if that has an end."""
+        self.alarm: Moment | None = None
+        """When the queue looks at it next, at its deadline or before; None: not at all."""
         self._run = run
         self.stack: greenlet | None = None
         """Where it runs; None: it has had no turn."""
@@ -99,8 +105,8 @@ class Kernel:
         self.conductor.stack = getcurrent()
         self.current = self.conductor
         self._starter = greenlet(self._start_each)
-        self._events: list[tuple[float, int, Any, int]] = []
-        """Moment, number, and an act and 0, or a task and the turn at which its time is over."""
+        self._events: list[tuple[float, int, Any, bool]] = []
+        """A moment, and an act, or a task whose alarm that is, which is what is said last."""
         self._ready: deque[Task] = deque()
 
     @property
@@ -112,7 +118,7 @@ class Kernel:
     def at(self, moment: float, act: Callable[[], object]) -> None:
         """Do something later; `act` must not block."""
         self.num_events += 1
-        heapq.heappush(self._events, (max(moment, self.now), self.num_events, act, 0))
+        heapq.heappush(self._events, (max(moment, self.now), self.num_events, act, False))
 
     def after(self, seconds: float, act: Callable[[], object]) -> None:
         self.at(self.now + seconds, act)
@@ -148,17 +154,33 @@ class Kernel:
         task = self.current
         if task.process is None or task.process.is_dead:
             self.check(task)
-        task.turn += 1
         if timeout_s is not None:
             self.num_events += 1
-            until = self.now + (timeout_s if timeout_s > TICK_S else TICK_S)
-            heapq.heappush(self._events, (until, self.num_events, task, task.turn))
+            task.deadline = self.now + (timeout_s if timeout_s > TICK_S else TICK_S), self.num_events
+            if task.alarm is None or task.alarm > task.deadline:
+                self._set_alarm(task, task.deadline)
         self.current = following = self._next()
         if following is not task:
             (following.stack or self._starter).switch()
-        task.turn += 1
+        task.deadline = None
         if task.process is None or task.process.is_dead:
             self.check(task)
+
+    def _set_alarm(self, task: Task, moment: Moment) -> None:
+        task.alarm = moment
+        heapq.heappush(self._events, (*moment, task, True))
+
+    def _ring(self, task: Task) -> None:
+        """Wake a task whose time is over, or look again when it is.
+
+        Most waits end long before their time. So a task that has an alarm needs no other one for a later deadline,
+        which keeps its own place in the queue all the same.
+        """
+        rung, task.alarm = task.alarm, None
+        if task.deadline == rung:
+            self.wake(task)
+        elif task.deadline is not None:
+            self._set_alarm(task, task.deadline)
 
     def check(self, task: Task) -> None:
         """Raise `Killed` in a task of a dead process."""
@@ -213,11 +235,11 @@ class Kernel:
                 self.failure = self.failure or Timeless("nothing is left to happen")
                 self.wake(self.conductor)
                 continue
-            self.now, _, act, turn = heapq.heappop(events)
-            if not turn:
+            self.now, number, act, is_alarm = heapq.heappop(events)
+            if not is_alarm:
                 act()
-            elif act.turn == turn:
-                self.wake(act)
+            elif act.alarm == (self.now, number):
+                self._ring(act)
 
     def kill(self, process: Process) -> None:
         """End a process at once: its tasks run no more, its connections are gone."""

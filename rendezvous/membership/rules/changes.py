@@ -1,5 +1,6 @@
 """The guarded writes that carry decisions out: what each writes, and the revisions that it relies on.
 
+A view is what the snapshot beside it says.
 Invariant: a world is written only over the revision of the last one, with a term above it, above the head's, and above
 all that its members remember, and only while every member in it is alive and ready. So at most one world per term is
 sealed, and terms only grow, also over an etcd that comes back without its data.
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rendezvous.membership.records import Closed, Failure, Keys, Member, View, World, encode, read_view
+from rendezvous.membership.records import Closed, Failure, Keys, Member, View, World, encode
 from rendezvous.membership.rules.standing import ending
 from rendezvous.membership.store import ABSENT, MOST_GUARDS, Snapshot
 
@@ -61,16 +62,14 @@ def bury(snapshot: Snapshot, keys: Keys, member_id: str) -> Change:
     return Change({key: None}, {key: snapshot.revision_of(key)})
 
 
-def close(snapshot: Snapshot, keys: Keys, closed: Closed) -> Change:
+def close(snapshot: Snapshot, view: View, keys: Keys, closed: Closed) -> Change:
     """Mark the job as done, unless it is; the next one of this run id may keep its commits in another store."""
-    is_closed = read_view(snapshot, keys).closed is not None
-    guard = ABSENT if is_closed else snapshot.revision_of(keys.closed)
+    guard = ABSENT if view.closed is not None else snapshot.revision_of(keys.closed)
     return Change({keys.closed: encode(closed), keys.store: None}, {keys.closed: guard})
 
 
-def leave_finished(snapshot: Snapshot, keys: Keys, me: str) -> Change | None:
+def leave_finished(snapshot: Snapshot, view: View, keys: Keys, me: str) -> Change | None:
     """Write into a world that a member whose workers have finished leaves it; None if nobody has to know that."""
-    view = read_view(snapshot, keys)
     world, mine = view.world, view.member(me)
     if world is None or mine is None or not view.is_finishing(mine) or ending(view, me, world) != "wait":
         return None  # it has not finished, or is the last one, or nobody continues that world

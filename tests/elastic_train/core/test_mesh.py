@@ -60,7 +60,7 @@ def test_ranks_that_differ_along_one_axis_are_a_group(cell: Cell, num_replicas: 
         alike = [[*one[1:number], *one[number + 1 :]] for one in coordinates]
         assert found == sorted(found) == [rank for rank in range(size) if alike[rank] == alike[mesh.rank]]
         assert len({coordinates[rank][number] for rank in found}) == len(found) // num_replicas
-    assert mesh.across("context") == mesh.by_part[cell.part_of(mesh.place)]
+    assert mesh.across("context") == list(mesh.by_part[cell.part_of(mesh.place)])
     assert sorted(rank for ranks in mesh.by_part for rank in ranks) == list(range(size))
 
 

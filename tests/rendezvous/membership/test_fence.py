@@ -103,6 +103,7 @@ def test_a_job_is_bound_to_one_store(side: Side, run_id: str) -> None:
     assert EtcdFence(side.store, run_id).bind("second") == "first"
     keys = Keys(run_id)
     assert read_view(side.store.get(keys.prefix), keys).store == "first"
-    change = close(side.store.get(keys.prefix), keys, Closed(1, 0.0))
+    snapshot = side.store.get(keys.prefix)
+    change = close(snapshot, read_view(snapshot, keys), keys, Closed(1, 0.0))
     side.store.swap({key: None if text is None else Put(text) for key, text in change.writes.items()}, change.guards)
     assert fence.bind(None) is None

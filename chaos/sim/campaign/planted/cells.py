@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from chaos.sim.campaign.planted import bugs
@@ -47,7 +48,7 @@ def keep_part(plan: ModelledPlan, state: PlacedState, mesh: Mesh, cell: Group, h
     _TAKE_PLACE(plan, state, mesh, cell, holders)  # type: ignore[arg-type]  # what is simulated in their place
 
 
-def furthest_of_any(places: list[Place], by_part: list[list[int]]) -> Place:
+def furthest_of_any(places: list[Place], by_part: Sequence[Sequence[int]]) -> Place:
     """Count a step as held if one rank holds its part of it."""
     return max(places)
 

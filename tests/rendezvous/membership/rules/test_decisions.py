@@ -166,9 +166,8 @@ def test_who_has_finished_and_left_is_not_lost() -> None:
 
 def leaving(me: str, *members: Member, of: World) -> changes.Change | None:
     records = {KEYS.member(each.id): each for each in members} | {KEYS.world: of}
-    return changes.leave_finished(
-        Snapshot(7, {key: Entry(encode(record), 5, 5) for key, record in records.items()}), KEYS, me
-    )
+    snapshot = Snapshot(7, {key: Entry(encode(record), 5, 5) for key, record in records.items()})
+    return changes.leave_finished(snapshot, read_view(snapshot, KEYS), KEYS, me)
 
 
 def test_leaving_is_said_by_who_has_finished_before_others() -> None:
