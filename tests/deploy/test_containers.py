@@ -35,7 +35,7 @@ def resolved_beside(torch: str, folder: Path) -> subprocess.CompletedProcess[str
         line.replace("python3 -m pip", pip) for line in commands("containers.md") if line.startswith("python3 -m pip")
     )
     subprocess.run(keeps, shell=True, cwd=folder, env=environ, check=True)
-    (named,) = re.findall(r"'elastic-train\[[a-z0-9,]+\]'", installs)  # on no index yet: from here
+    (named,) = re.findall(r"'\./elastic_train-[^']+\.whl\[[a-z0-9,]+\]'", installs)  # here: from the sources
     asked = f"{installs.replace(named, str(ROOT))} --dry-run --no-build-isolation"
     return subprocess.run(
         asked, shell=True, cwd=folder, env=environ, capture_output=True, text=True, timeout=280, check=False

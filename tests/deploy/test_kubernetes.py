@@ -100,12 +100,18 @@ OPERATORS = {
     },
 }
 """What the operators add to a container's environment, by their documentation."""
+OF_ONE_JOB = ("Job", "JobSet", "TrainJob", "TrainingRuntime", "PyTorchJob", "ConfigMap", "PodDisruptionBudget")
+"""Kinds of which each job has its own; the others are shared by all jobs of a namespace."""
 
 
 def launch_of(name: str) -> Launch:
+    """Return what the launcher makes of a pod of one kind, as the folder is."""
+    return launched(node_of(name), OPERATORS[name])
+
+
+def launched(node: Tree, operators: dict[str, str]) -> Launch:
     """Return what a pod's launcher makes of its command and of all variables that it gets."""
-    node = node_of(name)
-    environ = {each["name"]: each["value"] for each in node["env"]} | OPERATORS[name]
+    environ = {each["name"]: each["value"] for each in node["env"]} | operators
     program, *words = node["command"]
     assert program == "elastic-train"
     command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
@@ -141,14 +147,15 @@ def test_the_launcher_understands_command_and_variables(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["indexed-job", "jobset", "trainer-v2"])
 def test_exit_codes_mean_in_a_cluster_what_they_mean_to_us(name: str) -> None:
-    """75 and evictions cost nothing, and what would be the same again ends the job."""
+    """75 and evictions cost nothing; a node that would end the same way again is not replaced, and two end the job."""
     spec = job_spec(name, one(name, WAYS[name]))
     rules = spec["podFailurePolicy"]["rules"]
     assert rules[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     by_codes = {rule["action"]: rule["onExitCodes"] for rule in rules if "onExitCodes" in rule}
     assert by_codes["Ignore"]["values"] == [Preempted.exit_code]
     fatal = [ConfigError.exit_code, CorruptError.exit_code, NoProgressError.exit_code]
-    assert by_codes["FailJob"]["values"] == fatal
+    assert by_codes["FailIndex"]["values"] == fatal
+    assert spec["maxFailedIndexes"] == 1 and spec["backoffLimitPerIndex"] > 0
     assert {rule["containerName"] for rule in by_codes.values()} == {node_of(name)["name"]}
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
 
@@ -160,8 +167,9 @@ def test_names_agree_across_documents() -> None:
     pod = pod_of("indexed-job")
     mounted = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
     assert mounted <= secrets
-    maps = {doc["metadata"]["name"] for doc in job if doc["kind"] == "ConfigMap"}
-    assert {volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume} == maps
+    maps = {doc["metadata"]["name"]: doc for doc in job if doc["kind"] == "ConfigMap"}
+    assert {volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume} == maps.keys()
+    assert all(each["immutable"] is True for each in maps.values()), "a pod that comes back reads what others have read"
     labels = one("indexed-job", "Job")["spec"]["template"]["metadata"]["labels"]
     budget, policy = one("indexed-job", "PodDisruptionBudget"), one("indexed-job", "NetworkPolicy")
     for selector in (budget["spec"]["selector"], policy["spec"]["podSelector"]):
@@ -180,11 +188,13 @@ def test_params_change_every_place_that_depends_on_them(tmp_path: Path) -> None:
     """Name, sizes and image of a run are in one file, whatever the kind."""
     shutil.copytree(FOLDER, tmp_path / "kubernetes")
     params = tmp_path / "kubernetes" / "base" / "params.env"
-    old = dict(line.split("=", 1) for line in params.read_text().split())
+    old = dict(line.split("=", 1) for line in params.read_text().splitlines() if not line.startswith("#"))
     new = {
         "RUN": "big",
         "NODES": "7",
         "MIN_MAX": "2:7",
+        "MAX_FAILED": "0",
+        "MIN_AVAILABLE": "0",
         "IMAGE": "r/e:9",
         "CPUS": "9",
         "MEMORY": "9Gi",
@@ -204,8 +214,55 @@ def test_params_change_every_place_that_depends_on_them(tmp_path: Path) -> None:
         assert "1:4" not in text
         assert "run: train" not in text
         assert job_spec(name, doc).get("parallelism", 7) == 7
-        assert one(folder, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == {"run": "big"}
+        assert job_spec(name, doc).get("maxFailedIndexes", 0) == 0
+        budget = one(folder, "PodDisruptionBudget")["spec"]
+        assert budget["selector"]["matchLabels"] == {"run": "big"}
+        assert (budget["minAvailable"], budget["unhealthyPodEvictionPolicy"]) == (0, "AlwaysAllow")
         assert refusal(doc) is None
+        assert [doc["metadata"]["name"] for doc in rendered(folder) if doc["kind"] in OF_ONE_JOB] == ["big"] * (
+            4 if name == "trainer-v2" else 3
+        )
+    assert one(tmp_path / "kubernetes" / "trainer-v2", "TrainJob")["spec"]["runtimeRef"]["name"] == "big"
+
+
+def with_components(folder: Path, *names: str) -> Path:
+    """Return a copy of all manifests in which a job of any kind has some components, as the page says to add them."""
+    shutil.copytree(FOLDER, folder)
+    with (folder / "base" / "kustomization.yaml").open("a") as base:
+        base.write(f"components: [{', '.join(f'../{name}' for name in names)}]\n")
+    return folder
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_each_kind_of_job_can_have_gpus(name: str, tmp_path: Path) -> None:
+    """As many for each node as are asked for, on machines that are kept for them, and a rank for each."""
+    folder = with_components(tmp_path / "kubernetes", "gpus")
+    (folder / "gpus" / "gpus.env").write_text("GPUS=4\n")
+    doc = one(folder / name, WAYS[name])
+    assert refusal(doc) is None
+    template = job_spec(name, doc)["template"]
+    pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "train"}, "template": template}
+    assert refusal(pod) is None
+    node = template["spec"]["containers"][0]
+    assert node["resources"]["limits"] == {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "4"}
+    assert template["spec"]["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    plan = launched(node, OPERATORS[name])
+    assert (plan.ranks, plan.max_nodes, plan.warnings) == (4, 4, ())
+    assert "gpus" not in [doc["metadata"]["name"] for doc in rendered(folder / name)]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_claim_can_be_left_out(name: str, tmp_path: Path) -> None:
+    """Then a folder of the pod's own is where the volume was."""
+    folder = with_components(tmp_path / "kubernetes", "without-claim", "gpus")
+    documents = rendered(folder / name)
+    assert "PersistentVolumeClaim" not in {doc["kind"] for doc in documents}
+    assert [refusal(doc) for doc in documents] == [None] * len(documents)
+    volumes = job_spec(name, one(folder / name, WAYS[name]))["template"]["spec"]["volumes"]
+    assert [volume for volume in volumes if volume["name"] == "runs"] == [
+        {"name": "runs", "emptyDir": {"sizeLimit": "100Gi"}}
+    ]
+    assert not [volume for volume in volumes if "persistentVolumeClaim" in volume]
 
 
 @pytest.mark.parametrize("begins", ["kubectl apply -k deploy/kubernetes/etcd", "kubectl apply -k deploy/kubernetes/in"])
@@ -213,6 +270,14 @@ def test_what_the_page_applies_is_a_folder_that_is_rendered(begins: str) -> None
     _, (*program, folder) = command("kubernetes.md", begins)
     assert program == ["kubectl", "apply", "-k"]
     assert (ROOT / folder).parent == FOLDER and rendered(Path(folder).name)
+
+
+def test_what_the_page_deletes_is_what_a_job_has_of_its_own() -> None:
+    """The claim and the policies stay, for the next job."""
+    _, (program, verb, *named) = command("kubernetes.md", "kubectl delete")
+    assert (program, verb) == ("kubectl", "delete")
+    own = {f"{doc['kind'].lower()}/{doc['metadata']['name']}" for doc in rendered("indexed-job")}
+    assert set(named) == {"job/train", "configmap/train"} <= own
 
 
 def test_the_secret_that_the_page_creates_is_the_one_that_pods_read() -> None:
@@ -243,9 +308,11 @@ def test_what_submit_renders_is_valid_and_loads(
     """With the configuration that was given, and nothing of the machine that it is submitted from."""
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl here: install it to render the manifests")
-    (tmp_path / "mine.yaml").write_text("run: {dir: /runs/mine}\ndata: {train: /runs/rows}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "run: {dir: /runs/mine}\ndata: {train: 's3://mine/rows'}\ncheckpoint: {url: 's3://mine/commits'}\n"
+    )
     monkeypatch.setenv("ELASTIC_TRAIN__EPOCHS", "9")
-    job = ("--nodes", "2:5", "--id", "mine", "--image", "r/e:9", "--memory", "8Gi")
+    job = ("--nodes", "2:5", "--id", "mine", "--image", "r/e:9", "--memory", "8Gi", "--gpus", "2", "--no-claim")
     with pytest.raises(SystemExit) as left:
         main(
             [
@@ -270,4 +337,6 @@ def test_what_submit_renders_is_valid_and_loads(
     (doc,) = (doc for doc in documents if doc["kind"] == WAYS[name])
     node = job_spec(name, doc)["template"]["spec"]["containers"][0]
     assert {"mine", "2:5"} <= set(node["command"])
-    assert node["resources"]["limits"]["memory"] == "8Gi"
+    assert node["resources"]["limits"] == {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "2"}
+    assert launched(node, OPERATORS[name]).ranks == 2
+    assert "PersistentVolumeClaim" not in {doc["kind"] for doc in documents}

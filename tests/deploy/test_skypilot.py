@@ -9,11 +9,14 @@ import os
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
 
 from elastic_train.cli.main import app
 from elastic_train.config import sources
@@ -95,6 +98,60 @@ def test_skypilots_own_command_line_takes_the_pages_command(tmp_path: Path) -> N
     assert parsed["entrypoint"] == ["deploy/skypilot/train.yaml"] and (ROOT / parsed["entrypoint"][0]).is_file()
     (variable,) = parsed["env"]
     assert variable[0] in TASK["envs"]
+
+
+UV = """#!/bin/sh
+printf '%s\\n' "$@" > "$HOME/$1"
+"""
+
+
+def set_up(folder: Path, wheel: str, sudo: str = "exit 0") -> tuple[int, list[str], list[str]]:
+    """Run the task's setup, with stand-ins for what needs root or a network; return its code, and what uv was given."""
+    home = folder / "home"
+    for program, source in ((home / ".local" / "bin" / "uv", UV), (folder / "bin" / "sudo", f"#!/bin/sh\n{sudo}\n")):
+        program.parent.mkdir(parents=True)
+        program.write_text(source)
+        program.chmod(0o755)
+    (folder / "workdir").mkdir()
+    (folder / "workdir" / TASK["envs"]["WHEEL"]).touch()
+    environ = {"HOME": str(home), "PATH": f"{folder / 'bin'}:/usr/bin:/bin", "WHEEL": wheel}
+    done = subprocess.run(["bash", "-c", TASK["setup"]], cwd=folder / "workdir", env=environ, check=False)
+    given = [home / command for command in ("venv", "pip")]
+    venv, pip = (path.read_text().splitlines() if path.exists() else [] for path in given)
+    return done.returncode, venv, pip
+
+
+@pytest.mark.parametrize(
+    "wheel", [TASK["envs"]["WHEEL"], "https://example.com/releases/elastic_train-9.9-py3-none-any.whl"]
+)
+def test_it_installs_the_wheel_with_a_python_that_is_new_enough(wheel: str, tmp_path: Path) -> None:
+    """From the workdir or from a URL, with the extra for the bucket, into the folder that the task runs from."""
+    code, venv, pip = set_up(tmp_path, wheel)
+    assert code == 0
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    environment = f"{tmp_path}/home/elastic-train"
+    assert venv == ["venv", "--python", project["requires-python"], environment]
+    assert pip[:-1] == ["pip", "install", "--python", f"{environment}/bin/python"]
+    asked = Requirement(pip[-1])
+    assert (asked.name, asked.extras) == (project["name"], {"s3"})
+    assert asked.extras <= project["optional-dependencies"].keys()
+    assert asked.url == (wheel if "://" in wheel else f"file://{tmp_path}/workdir/{wheel}")
+
+
+def test_the_wheel_that_it_names_is_this_versions() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name, version, *_ = parse_wheel_filename(TASK["envs"]["WHEEL"])
+    assert (name, str(version)) == (project["name"], project["version"])
+    _, words = command("skypilot.md", "cp dist/")
+    assert words == ["cp", f"dist/{TASK['envs']['WHEEL']}", TASK["workdir"]]
+
+
+@pytest.mark.parametrize(("wheel", "sudo"), [("another.whl", "exit 0"), (TASK["envs"]["WHEEL"], "exit 100")])
+def test_a_setup_that_fails_installs_nothing(wheel: str, sudo: str, tmp_path: Path) -> None:
+    """A wheel that was not uploaded, or no etcd: SkyPilot sees a code that is not 0."""
+    code, venv, pip = set_up(tmp_path, wheel, sudo)
+    assert code != 0
+    assert (venv, pip) == ([], [])
 
 
 def launch_on(rank: int) -> Launch:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,8 +18,13 @@ from elastic_train.insight import page as page_module
 from elastic_train.insight.memory import MemoryFacts
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import RankFacts
+from rendezvous import EtcdServer
+from rendezvous.etcd.server import free_ports
 from rendezvous.etcd.tally import Tally
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, begin
+from tests.elastic_train.training.live.test_live import ENDLESS, STARTED, etcd, eventually, nothing_left, write_config
+
+__all__ = ["etcd", "nothing_left"]  # fixtures
 
 ROW = RankFacts(0.5, 0.0, 1.0, 2.0, 0.25, 0.25, 0.5, 0.0, 0.5, 0.125, 64, 0.001)
 
@@ -116,3 +124,25 @@ def test_a_missing_package_costs_the_page_and_nothing_else(
     with caplog.at_level(logging.WARNING):
         page.open("127.0.0.1", 9109)
     assert page.port is None and "pip install 'elastic-train[monitoring]'" in caplog.messages[0]
+
+
+@pytest.mark.slow
+def test_a_node_that_waits_for_others_has_its_page(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """What asks whether a node is alive, such as a probe of Kubernetes, does not take it for dead meanwhile."""
+    (port,) = free_ports(1)
+    config, log = write_config(tmp_path, rows, ENDLESS), tmp_path / "node.log"
+    command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--nodes", "2", "--ranks", "1"]
+    command += ["--endpoint", etcd.endpoint, "--id", tmp_path.name, "--monitoring.port", str(port)]
+    STARTED.append(begin(command, log))
+    pages: list[str] = []
+
+    def has_page() -> bool:
+        with suppress(urllib.error.URLError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            pages.append(answer.read().decode())
+        return bool(pages)
+
+    eventually(has_page, "a page")
+    families = text_string_to_metric_families(pages[-1])
+    worlds = [one.value for family in families for one in family.samples if one.name == "elastic_train_worlds_total"]
+    assert worlds == [0.0]
+    eventually(lambda: "1 of at least 2 nodes are there" in log.read_text(), "a node that waits")

@@ -58,16 +58,20 @@ def submit_k8s(
     kind: Literal["indexed-job", "jobset", "trainer-v2", "pytorchjob"] = "indexed-job",
     cpus: str = "4",
     memory: str = "16Gi",
+    gpus: int | None = None,
+    no_claim: Flag = False,
     dry_run: Flag = False,
 ) -> int:
     """Submit CONFIG to Kubernetes as a job of N or MIN:MAX --nodes, by the manifests of deploy/kubernetes.
 
     --id: its name. --image: one that has elastic-train and the task. --kind: an indexed-job (the default), a jobset, or
-    what Kubeflow's trainer-v2 or its pytorchjob operator runs. --cpus, --memory: of each node. It needs kubectl, and an
-    etcd in the namespace (deploy/kubernetes/etcd). --dry-run prints the manifests.
+    what Kubeflow's trainer-v2 or its pytorchjob operator runs. --cpus, --memory, --gpus: of each node. --no-claim: no
+    volume that nodes share; commits go to checkpoint.url. It needs kubectl, and an etcd in the namespace
+    (deploy/kubernetes/etcd). --dry-run prints the manifests.
     """
     resolved = _checked(config, overrides, {}, [])
-    manifests = kubernetes.render(kubernetes.KubernetesJob(resolved, kind, run_id, nodes, image, cpus, memory))
+    job = kubernetes.KubernetesJob(resolved, kind, run_id, nodes, image, cpus, memory, gpus, has_claim=not no_claim)
+    manifests = kubernetes.render(job)
     return print_text((manifests if dry_run else kubernetes.apply(manifests)).rstrip("\n"))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,10 +18,14 @@ from elastic_train.launch.options import parse_nodes
 
 MANIFESTS = Path(__file__).parents[1] / "deploy" / "kubernetes"
 MOUNT = "/runs/"
-"""What the pods share; everything else is in the image, or gone with the pod."""
+"""What the pods share, unless they have no claim; everything else is in the image, or gone with the pod."""
+SCRATCH = (MOUNT, "/tmp/", "/dev/shm/")
+"""Where a pod can write."""
 _NAME, MOST_CHARS = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 50
 """A name of Kubernetes' to which controllers add endings of their own."""
-_AMOUNT = re.compile(r"\d+(\.\d+)?(m|[KMGTP]i?)?")
+_AMOUNT = re.compile(r"\d+(\.\d+)?(m|[KMGTP]i?)?", re.ASCII)
+_ACCOUNTS = ("abfs", "abfss", "wasb", "wasbs")
+"""URLs of containers in Azure, CONTAINER@ACCOUNT: what is before the @ is no user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,10 @@ class KubernetesJob:
     image: str | None
     cpus: str
     memory: str
+    gpus: int | None = None
+    """Of each node."""
+    has_claim: bool = True
+    """Whether the nodes share a volume, at MOUNT."""
 
     def problems(self) -> Iterator[str]:
         """Yield all that is wrong with it."""
@@ -47,24 +56,95 @@ class KubernetesJob:
         for flag, amount in (("--cpus", self.cpus), ("--memory", self.memory)):
             if not _AMOUNT.fullmatch(amount):
                 yield f"{flag} {amount!r} is not an amount as Kubernetes has it, such as 4, 500m or 16Gi"
-        if not self.config.run.dir.startswith(MOUNT):
-            yield f"run.dir is {self.config.run.dir}: pods share {MOUNT} alone, so name a folder below it"
-        train = self.config.data.train
-        if isinstance(train, str) and "://" not in train and not train.startswith(MOUNT):
-            yield f"data.train is {train}: pods share {MOUNT} alone, so put it there, or name a URL"
-        uri = self.config.tracking.mlflow_uri
-        if uri is not None and urlsplit(uri).password:
-            yield "tracking.mlflow_uri has a password, and a ConfigMap is no secret: put it into the secret mlflow"
+        if self.gpus is not None and self.gpus < 1:
+            yield f"--gpus must be at least 1, not {self.gpus}; leave it out for a job on CPUs"
+        yield from _out_of_reach(self.config, has_claim=self.has_claim)
+        for key in _with_credentials(self.config.model_dump(mode="json")):
+            yield (
+                f"{key} has a user or a password in it, and a ConfigMap is not secret: leave them out, and put them "
+                "into the secret mlflow, or s3, whose keys become variables of the pods"
+            )
 
     def params(self) -> dict[str, str]:
         """Return what params.env has to say."""
         assert self.image is not None, "it was checked"
-        most = parse_nodes(self.nodes, [])[1]
-        least_most = self.nodes if ":" in self.nodes else f"{most}:{most}"
+        least, most = parse_nodes(self.nodes, [])
         return {
-            "RUN": self.name, "NODES": str(most), "MIN_MAX": least_most, "IMAGE": self.image,
-            "CPUS": self.cpus, "MEMORY": self.memory, "STORAGE": "100Gi",
+            "RUN": self.name, "NODES": str(most), "MIN_MAX": f"{least}:{most}", "MAX_FAILED": str(min(1, most - least)),
+            "MIN_AVAILABLE": str(min(1, most - 1)), "IMAGE": self.image, "CPUS": self.cpus, "MEMORY": self.memory,
+            "STORAGE": "100Gi",
         }  # fmt: skip
+
+    @property
+    def components(self) -> list[str]:
+        """The folders of `deploy/kubernetes` whose changes are made to every kind of job."""
+        return [name for name, is_used in (("gpus", self.gpus), ("without-claim", not self.has_claim)) if is_used]
+
+
+def _out_of_reach(config: Config, *, has_claim: bool) -> Iterator[str]:
+    """Yield which places of a configuration pods could not see, or not write."""
+    yield from _runs_elsewhere(config)
+    data, checkpoint, tracker = config.data, config.checkpoint, config.tracking.mlflow_uri
+    shared = {"data.train": data.train, "data.validation": data.validation, "checkpoint.url": checkpoint.url}
+    shared |= {f"data.mixture.{i}.source": each.source for i, each in enumerate(data.mixture or ())}
+    shared |= {"tracking.mlflow_uri": None if (tracker or "").startswith("databricks") else tracker}
+    has = f"share {MOUNT} alone" if has_claim else "share no folder (--no-claim)"
+    for key, place in shared.items():
+        path = None if place is None else _local_path(place)
+        if path is not None and not (has_claim and _is_below(path, MOUNT)):
+            yield f"{key} is {place}: pods {has}; " + (
+                f"name a folder below {MOUNT}, or a URL" if has_claim else "name a URL"
+            )
+    if not has_claim and checkpoint.url is None:
+        yield "--no-claim needs checkpoint.url, an object store for what the nodes commit"
+    for key, folder in (("data.cache_dir", data.cache_dir), ("checkpoint.near_dir", checkpoint.near_dir)):
+        if folder is not None and not any(_is_below(folder, place) for place in SCRATCH):
+            yield f"{key} is {folder}: a pod can write below {', '.join(SCRATCH)} alone"
+
+
+def _runs_elsewhere(config: Config) -> Iterator[str]:
+    if not _is_below(config.run.dir, MOUNT):
+        yield f"run.dir is {config.run.dir}: pods write their runs to {MOUNT}, so name a folder below it"
+    if "/" in config.task.path:
+        yield f"task.path is {config.task.path}: a file is not in the image; install it there, and name module:Class"
+    for key, value in _texts(config.task.params, "task.params"):
+        if value.startswith("~") or _is_below(value, f"{Path.home()}/"):
+            yield f"{key} is {value}: pods do not have your home folder; put it into the image, or below {MOUNT}"
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return posixpath.normpath(path).startswith(folder)
+
+
+def _local_path(place: str) -> str | None:
+    """Return the path of a place in a file system; None for a URL of somewhere else."""
+    scheme, found, path = place.partition("://")
+    if not found:
+        return place
+    if scheme.startswith("sqlite"):
+        return path.partition("?")[0].removeprefix("/")  # sqlite:///relative, sqlite:////absolute
+    return path if scheme in ("file", "local") else None
+
+
+def _with_credentials(tree: Mapping[str, object]) -> Iterator[str]:
+    """Yield the keys of URLs with a user or a password in them."""
+    for key, text in _texts(tree):
+        try:
+            parts = urlsplit(text)
+            user = parts.netloc.rpartition("@")[0]
+        except ValueError:
+            continue  # no URL
+        if user and not (parts.scheme in _ACCOUNTS and ":" not in user):
+            yield key
+
+
+def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield key and value of every text in a tree."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping | list):
+        for name, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _texts(each, f"{key}.{name}" if key else f"{name}")
 
 
 def render(job: KubernetesJob) -> str:
@@ -74,13 +154,21 @@ def render(job: KubernetesJob) -> str:
     with tempfile.TemporaryDirectory(prefix="elastic-train-") as folder:
         copy = Path(folder) / "kubernetes"
         shutil.copytree(MANIFESTS, copy)
-        (copy / "base" / "params.env").write_text("".join(f"{key}={value}\n" for key, value in job.params().items()))
-        (copy / "base" / "train.yaml").write_text(job.config.to_yaml())
+        base = copy / "base"
+        (base / "params.env").write_text("".join(f"{key}={value}\n" for key, value in job.params().items()))
+        (base / "train.yaml").write_text(job.config.to_yaml())
+        (copy / "gpus" / "gpus.env").write_text(f"GPUS={job.gpus}\n")
+        used = ", ".join(f"../{name}" for name in job.components)
+        with (base / "kustomization.yaml").open("a") as kustomization:
+            kustomization.write(f"components: [{used}]\n")
         return _kubectl("kustomize", str(copy / job.kind))
 
 
 def apply(manifests: str) -> str:
-    """Hand manifests to the cluster and the namespace that kubectl is set to; return what it says."""
+    """Hand manifests to the cluster and the namespace that kubectl is set to; return what it says.
+
+    Raises ElasticTrainError if it refuses any, such as a configuration that is not that of a job of the same name.
+    """
     return _kubectl("apply", "-f", "-", given=manifests)
 
 
@@ -89,5 +177,8 @@ def _kubectl(*arguments: str, given: str | None = None) -> str:
         raise ConfigError("kubectl is not on PATH: it renders the manifests (kubectl kustomize), and submits them")
     done = subprocess.run(["kubectl", *arguments], input=given, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ElasticTrainError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+        said = done.stderr.strip()
+        if "immutable" in said:
+            said += "\na job of this name has another configuration or size: take another --id, or delete that one"
+        raise ElasticTrainError(f"kubectl {' '.join(arguments)}: {said}")
     return done.stdout

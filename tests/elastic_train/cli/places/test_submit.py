@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli.main import main
+from elastic_train.cli.places.submit.kubernetes import KubernetesJob
 from elastic_train.cli.places.submit.slurm import SCRIPTS, seconds_of
+from elastic_train.config import sources
+from elastic_train.config.schema import Config
 from tests.conftest import ROOT
 
 
@@ -88,6 +91,98 @@ def test_a_cluster_is_not_asked_for_what_pods_cannot_see(
     for part in ("--nodes", "'My_Run'", "--image", "'four'", "'16 GB'", "run.dir", "data.train", "the secret mlflow"):
         assert part in errors, part
     assert "secret@" not in errors
+    code, _, errors = said(capsys, "k8s", str(path), "--nodes", "1", "--id", "a", "--image", "b", "--gpus", "0")
+    assert (code, "--gpus must be at least 1, not 0" in errors) == (2, True)
+
+
+def out_of_reach(tree: dict[str, object], **more: bool) -> list[str]:
+    """Return the first words of what is wrong with a job's configuration."""
+    config = Config.model_validate({"run": {"dir": "/runs/a"}, "data": {"train": "/runs/rows"}} | tree)
+    job = KubernetesJob(config, "indexed-job", "a", "1:2", "r/e:1", "4", "16Gi", **more)
+    return [problem.split()[0] for problem in job.problems()]
+
+
+@pytest.mark.parametrize(
+    ("tree", "keys"),
+    [
+        ({"run": {"dir": "/runs/../etc"}}, ["run.dir"]),
+        ({"run": {"dir": "/runs/./a/../b"}}, []),
+        ({"run": {"dir": "/runs"}}, ["run.dir"]),
+        ({"data": {"train": "/runs/../data"}}, ["data.train"]),
+        ({"data": {"train": "file:///home/me/rows"}}, ["data.train"]),
+        ({"data": {"train": "s3://mine/rows", "validation": "/home/me/rows"}}, ["data.validation"]),
+        ({"data": {"train": "file:///runs/rows", "cache_dir": "/home/me/cache"}}, ["data.cache_dir"]),
+        ({"data": {"train": "/runs/rows", "cache_dir": "/tmp/cache"}, "checkpoint": {"near_dir": "/dev/shm/near"}}, []),
+        ({"checkpoint": {"near_dir": "/near"}}, ["checkpoint.near_dir"]),
+        ({"checkpoint": {"url": "/home/me/commits"}}, ["checkpoint.url"]),
+        ({"checkpoint": {"url": "gs://mine/commits"}}, []),
+        ({"task": {"path": "/home/me/task.py:Task"}}, ["task.path"]),
+        ({"task": {"path": "mine.task:Task", "params": {"model": {"hf": "~/bert"}}}}, ["task.params.model.hf"]),
+        ({"task": {"path": "mine.task:Task", "params": {"model": {"hf": "/models/bert"}}}}, []),
+        ({"tracking": {"mlflow_uri": "sqlite:///mlflow.db"}}, ["tracking.mlflow_uri"]),
+        ({"tracking": {"mlflow_uri": "sqlite:////runs/mlflow.db"}}, []),
+        ({"tracking": {"mlflow_uri": "databricks"}}, []),
+    ],
+)
+def test_every_place_of_a_configuration_is_one_that_pods_have(tree: dict[str, object], keys: list[str]) -> None:
+    assert out_of_reach(tree) == keys
+
+
+def test_every_source_of_a_mixture_is_looked_at() -> None:
+    places = ("/runs/a", "/home/me/b", "s3://mine/c")
+    mixture = [{"source": place, "weight": 1} for place in places]
+    assert out_of_reach({"data": {"mixture": mixture}}) == ["data.mixture.1.source"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "keys"),
+    [
+        ({"tracking": {"mlflow_uri": "https://token@mlflow.example.com"}}, ["tracking.mlflow_uri"]),
+        ({"monitoring": {"otlp": "http://me:secret@collector:4318"}}, ["monitoring.otlp"]),
+        ({"checkpoint": {"url": "s3://key:secret@mine/commits"}}, ["checkpoint.url"]),
+        ({"checkpoint": {"url": "abfss://mine@account.example.com/commits"}}, []),
+        ({"task": {"path": "a:B", "params": {"hubs": ["https://me:x@h/m"]}}}, ["task.params.hubs.0"]),
+        ({"task": {"path": "a:B", "params": {"greeting": "me@home, http://[not an address"}}}, []),
+    ],
+)
+def test_no_credentials_get_into_a_config_map(tree: dict[str, object], keys: list[str]) -> None:
+    assert out_of_reach(tree) == keys
+
+
+def test_without_a_claim_commits_and_data_are_in_an_object_store() -> None:
+    remote = {"data": {"train": "s3://mine/rows"}, "checkpoint": {"url": "s3://mine/commits"}}
+    assert out_of_reach(remote, has_claim=False) == []
+    assert out_of_reach({}, has_claim=False) == ["data.train", "--no-claim"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sizes"),
+    [
+        ("1", {"NODES": "1", "MIN_MAX": "1:1", "MAX_FAILED": "0", "MIN_AVAILABLE": "0"}),
+        ("4", {"NODES": "4", "MIN_MAX": "4:4", "MAX_FAILED": "0", "MIN_AVAILABLE": "1"}),
+        ("2:8", {"NODES": "8", "MIN_MAX": "2:8", "MAX_FAILED": "1", "MIN_AVAILABLE": "1"}),
+        (" 2:８", {"NODES": "8", "MIN_MAX": "2:8", "MAX_FAILED": "1", "MIN_AVAILABLE": "1"}),
+        ("2:", {"NODES": "2", "MIN_MAX": "2:2", "MAX_FAILED": "0", "MIN_AVAILABLE": "1"}),
+    ],
+)
+def test_sizes_follow_from_the_number_of_nodes(nodes: str, sizes: dict[str, str], config: str) -> None:
+    """A job of one node can be drained, and one that needs all of its nodes fails with the first that fails."""
+    loaded = sources.load(Path(config), environ={})
+    params = KubernetesJob(loaded, "indexed-job", "a", nodes, "r/e:1", "4", "16Gi").params()
+    assert {key: params[key] for key in sizes} == sizes
+
+
+def test_a_job_of_the_same_name_is_named_when_kubernetes_refuses_another_configuration(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "kubectl"
+    refusal = 'The ConfigMap "a" is invalid: data: Forbidden: field is immutable when `immutable` is set'
+    program.write_text(f"#!/bin/sh\ntest $1 = kustomize && exit 0\ncat > /dev/null\necho '{refusal}' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    code, _, errors = said(capsys, "k8s", config, "--nodes", "2", "--id", "a", "--image", "b")
+    assert code == 1
+    assert refusal in errors and "take another --id" in errors
 
 
 def test_without_the_schedulers_program_the_remedy_is_named(
