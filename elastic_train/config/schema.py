@@ -247,14 +247,12 @@ class Config(Section):
         others = {
             f"reduction: {self.reduction}": self.reduction == "fast",
             f"parallel.shards: {parallel.shards}": parallel.shards in ("gradients", "parameters"),
-            f"parallel.expert: {parallel.expert}": parallel.expert > 1,
-            f"parallel.context: {parallel.context}": parallel.context > 1,
         }
         found = [key for key, is_set in others.items() if is_set]
         if every is not None and found:
             raise ValueError(
                 f"run.audit_lanes: {every} does not go together with {' and '.join(found)} yet: a lane is "
-                "computed by one rank, or a cell of tensor ranks or stages, with gradients of equal bits; set one back"
+                "computed by one rank, or a cell with whole gradients, of equal bits; set one back"
             )
         return self
 

@@ -24,6 +24,8 @@ from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
+from elastic_train.parallel.cells.chunk_sum import by_chunk
+from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.devices.device_times import device_times_of
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_sum
 from elastic_train.parallel.group import Group
@@ -83,7 +85,12 @@ def _open_in(process: Process, world: World) -> Session:
     tracker = start_tracker(process, world, head)
     cadence, clock = open_cadence(process, world, head), StepClock(world.group, device_times_of(plan.device))
     buffers = open_buffers(plan, world, state, kind, assigned)
-    stage = _open_stage(plan, world, state)
+    stage, context = _open_stage(plan, world, state), _open_context(plan, world)
+    auditor = _open_auditor(plan, world, state, kind, buffers, assigned, stage, context)
+    if auditor is not None:
+        for one in by_chunk(gradients):
+            if isinstance(one, ExpertSum):
+                one.see = auditor.see
     session = Session(
         plan=plan,
         world=world,
@@ -100,9 +107,9 @@ def _open_in(process: Process, world: World) -> Session:
         tracker=tracker,
         holes=_holes(process, world, stuck),
         reduction=kind,
-        auditor=_open_auditor(plan, world, state, kind, buffers, assigned, stage),
+        auditor=auditor,
         stage=stage,
-        context=_open_context(plan, world),
+        context=context,
         clock=clock,
         page=process.page,
         tracer=open_tracer(plan.config, world, clock, state.step),
@@ -155,16 +162,16 @@ def _open_auditor(
     buffers: BufferMean,
     assigned: Assignment,
     stage: Stage | None,
+    context: Context | None,
 ) -> Auditor | None:
     """Return what has lanes computed twice; None where none is to be, or ranks may round differently."""
     every = plan.config.run.audit_lanes
     if every is not None and kind == "fast":
         world.announce("no lanes are audited in this world: its ranks may have different bits")
-    return (
-        None
-        if every is None or kind == "fast"
-        else Auditor(every, plan, state, buffers, assigned, world.group, world.mesh, world.cell, stage)
-    )
+    if every is None or kind == "fast":
+        return None
+    experts = state.shards.cut.experts if isinstance(state.shards, CellState) else []
+    return Auditor(every, plan, state, buffers, assigned, world.group, world.mesh, world.cell, stage, context, experts)
 
 
 def _redundancy_of(shards: HeldState) -> str:

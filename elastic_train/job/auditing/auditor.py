@@ -5,6 +5,8 @@ A lane's gradient depends on weights, samples and seeds alone, so whoever comput
 have not, all compute the lane once more, and most of them are right. The step is then repeated, not applied.
 
 An owner's gradient is looked at as its backward pass gives it, parameter by parameter, before it is added to anything.
+So is what ranks of its cell have of it that compute other lanes beside it, with some of the experts: an audit is a
+turn, in which they take part.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from elastic_train.core.lanes import Assignment, lane_seed
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.auditing.choice import Audit, audits_of, others
-from elastic_train.job.auditing.staged_lane import sums_of_stage
+from elastic_train.job.auditing.staged_lane import look_at, sums_of_stage
+from elastic_train.job.cells.context import Context
 from elastic_train.job.cells.stage import Stage, key_of
 from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
+from elastic_train.parallel.cells.expert_links import ExpertLinks, Leaf
 from elastic_train.parallel.group import Group
+from elastic_train.tasks.task import Batch
 
 _NOTHING = -1
 """In place of a checksum: this rank has not computed that."""
@@ -54,7 +59,8 @@ class Auditor:
     """A rank's part in the audits of one world, in which one lane of `every` is computed twice.
 
     `group` has all ranks, `cell` those of this one's cell, None where every rank is a replica; `stage` is this one's
-    in it, None where a cell does not run in stages.
+    in it, None where a cell does not run in stages; `context` is its part of rows, if a cell computes them together,
+    and `experts` are its links to ranks with others, by chunk.
     """
 
     def __init__(
@@ -68,17 +74,22 @@ class Auditor:
         mesh: Mesh,
         cell: Group | None,
         stage: Stage | None,
+        context: Context | None = None,
+        experts: Sequence[ExpertLinks] = (),
     ) -> None:
         self._every, self._plan, self._state = every, plan, state
         self._buffers, self._assigned = buffers, assigned
         self._group, self._mesh, self._cell, self._stage = group, mesh, cell, stage
+        self._context, self._experts = context, experts
         self._parameters = [one for one in state.model.parameters() if one.requires_grad]
+        self._spread = {id(one) for links in experts for unit in links.units for one in unit.stacked}
         self._audits: Sequence[Audit] = ()
         self._seen: dict[int, list[int]] = {}
 
     def begin(self) -> None:
         """Choose the next step's lanes."""
-        self._audits, self._seen = audits_of(self._state.step, self._every, self._assigned), {}
+        self._audits = audits_of(self._state.step, self._every, self._assigned, self._mesh.cell.expert)
+        self._seen = {}
 
     @contextlib.contextmanager
     def watching(self, lane: int) -> Iterator[None]:
@@ -86,16 +97,30 @@ class Auditor:
 
         Each chunk of a stage has a pass of its own.
         """
-        if all(audit.lane != lane for audit in self._audits):
+        if (sums := self._sums_of(lane)) is None:
             yield
             return
-        sums = self._seen.setdefault(lane, [0] * len(self._parameters))
-        hooks = [one.register_hook(_noting(sums, number)) for number, one in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
+        hooks = [
+            one.register_hook(_noting(sums, number))  # type: ignore[no-untyped-call]
+            for number, one in enumerate(self._parameters)
+            if id(one) not in self._spread  # whose gradients of other lanes come here, too: `see`
+        ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def see(self, lane: int, leaf: Leaf) -> None:
+        """Look at what a lane has given to this rank's experts, if it is one of those."""
+        if (sums := self._sums_of(lane)) is not None:
+            look_at(leaf, self._parameters, sums)
+
+    def _sums_of(self, lane: int) -> list[int] | None:
+        """Return where the checksums of a lane's gradient are noted, by parameter; None if it is not looked at."""
+        if all(audit.lane != lane for audit in self._audits):
+            return None
+        return self._seen.setdefault(lane, [0] * len(self._parameters))
 
     def compare(self, holes: Sequence[Hole]) -> list[WrongGradient]:
         """Compute again what other owners have computed, and return what differs, alike on all ranks."""
@@ -104,52 +129,81 @@ class Auditor:
         mesh, num = self._mesh, len(self._audits)
         sums = [self._seen.get(audit.lane) for audit in self._audits]
         seen = [_NOTHING if one is None else _joined(one) for one in sums]
-        again = [self._compute(one.lane, holes) if one.auditor == mesh.owner else _NOTHING for one in self._audits]
+        crews, size = mesh.cell.expert, mesh.cell.size
+        again = [
+            self._compute(one, holes) if one.auditor // crews == mesh.replica else _NOTHING for one in self._audits
+        ]
         rows = self._group.all_gather(torch.tensor([*seen, *again])).tolist()
         found = list[WrongGradient]()
         for number, audit in enumerate(self._audits):
-            first = {rank: row[number] for rank, row in enumerate(rows) if rank // mesh.cell.crew == audit.owner}
+            first = {rank: row[number] for rank, row in enumerate(rows) if rank // size == audit.owner // crews}
             second = {
-                rank: row[num + number] for rank, row in enumerate(rows) if rank // mesh.cell.crew == audit.auditor
+                rank: row[num + number] for rank, row in enumerate(rows) if rank // size == audit.auditor // crews
             }
             pairs = zip(first.values(), second.values(), strict=True)
             if any(one != other and _NOTHING not in (one, other) for one, other in pairs):
-                found.append(self._settle(audit.lane, holes, [first, second]))
+                found.append(self._settle(audit, holes, [first, second]))
         return found
 
-    def _settle(self, lane: int, holes: Sequence[Hole], rounds: list[dict[int, int]]) -> WrongGradient:
-        """Let all ranks compute a lane, and say who had what most of them have not; all ranks call it.
+    def _settle(self, audit: Audit, holes: Sequence[Hole], rounds: list[dict[int, int]]) -> WrongGradient:
+        """Let all cells compute a lane, and say who had what most of them have not; all ranks call it.
 
         `rounds` have, by rank, what was computed before.
         """
-        again = self._group.all_gather(torch.tensor(self._compute(lane, holes))).flatten().tolist()
+        lane, size = audit.lane, self._mesh.cell.size
+        again = self._group.all_gather(torch.tensor(self._compute(audit, holes))).flatten().tolist()
         had = [(rank, value) for one in [*rounds, dict(enumerate(again))] for rank, value in one.items()]
-        had, crew = [one for one in had if one[1] != _NOTHING], self._mesh.cell.crew
-        wrong = [rank for place in range(crew) for rank in others([one for one in had if one[0] % crew == place])]
+        had = [one for one in had if one[1] != _NOTHING]
+        wrong = [rank for place in range(size) for rank in others([one for one in had if one[0] % size == place])]
         samples = self._plan.order.samples(self._state.cursor, lane, self._plan.micro_batch).ids.tolist()
         return WrongGradient(lane, tuple(samples), tuple(sorted(set(wrong))), len(wrong), len(had))
 
-    def _compute(self, lane: int, holes: Sequence[Hole]) -> int:
-        """Return the checksum of a lane's gradient, computed here; all ranks of a cell call it. No state changes."""
-        plan, state = self._plan, self._state
-        [[batch]] = plan.feed.training(plan.order, range(lane, lane + 1), state.cursor, 1, holes)
+    def _compute(self, audit: Audit, holes: Sequence[Hole]) -> int:
+        """Return the checksum of what this rank has of a lane's gradient, computed here; all ranks of a cell call it.
+
+        Of a cell's crews that of the owner's place computes it, and the others take part with their experts. No state
+        changes.
+        """
+        plan, state, crews = self._plan, self._state, self._mesh.cell.expert
+        number, batch = audit.owner % crews, None
+        if self._mesh.owner % crews == number:
+            [[batch]] = plan.feed.training(plan.order, range(audit.lane, audit.lane + 1), state.cursor, 1, holes)
         if not self._is_there(batch):
             return _NOTHING
-        assert batch.tensors is not None, "its samples are there"
-        tensors = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
-        devices = [plan.device] if plan.device.type == "cuda" else []
+        devices, lane = [plan.device] if plan.device.type == "cuda" else [], None
         with torch.random.fork_rng(devices), self._buffers.untouched():
-            seed_generators(lane_seed(plan.config.run.seed, state.step, lane))
-            if self._stage is not None:
-                return _joined(sums_of_stage(self._stage, plan, state, key_of(batch), tensors, self._parameters))
-            with plan.autocast():
-                loss = plan.task.loss(state.model, tensors)
-            gradients = torch.autograd.grad(state.scaler.scale(loss.total), self._parameters, allow_unused=True)
-        return _joined([0 if gradient is None else checksum(gradient) for gradient in gradients])
+            if batch is not None and batch.tensors is not None:
+                lane = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
+                leaf = audit.lane if self._context is None else self._context.leaf(audit.lane)
+                seed_generators(lane_seed(plan.config.run.seed, state.step, leaf))
+            if self._stage is None:
+                return _joined(self._sums_of_pass(lane, number))
+            part, key = None if self._context is None else self._context.part, None if batch is None else key_of(batch)
+            return _joined(sums_of_stage(self._stage, plan, state, key, lane, self._parameters, part, number))
 
-    def _is_there(self, batch: LaneBatch) -> bool:
-        """Say whether a lane has samples that all ranks of a cell can read."""
-        is_there, cell = batch.tensors is not None and not batch.unreadable, self._cell
+    def _sums_of_pass(self, batch: Batch | None, number: int) -> list[int]:
+        """Return the checksums of a lane's gradients; without a batch, of those that others' lane gives here.
+
+        `number` is that of the crew whose lane it is.
+        """
+        plan, state, sums = self._plan, self._state, [0] * len(self._parameters)
+        with contextlib.ExitStack() as turn:
+            for links in self._experts:
+                turn.enter_context(links.turn(trains=True))
+            if batch is not None:
+                compute = plan.task.loss if self._context is None else self._context.loss
+                with plan.autocast():
+                    loss = compute(state.model, batch)
+                scaled = state.scaler.scale(loss.total)
+                for at, gradient in enumerate(torch.autograd.grad(scaled, self._parameters, allow_unused=True)):
+                    sums[at] = 0 if gradient is None else checksum(gradient)
+        for links in self._experts:
+            look_at(links.leaves[number], self._parameters, sums)
+        return sums
+
+    def _is_there(self, batch: LaneBatch | None) -> bool:
+        """Say whether a lane has samples that all ranks of a cell can read that are to."""
+        is_there, cell = batch is None or (batch.tensors is not None and not batch.unreadable), self._cell
         return is_there if cell is None else bool(cell.all_gather(torch.tensor(int(is_there))).all())
 
 

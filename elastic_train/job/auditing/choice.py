@@ -17,20 +17,22 @@ class Audit(NamedTuple):
     auditor: int
 
 
-def audits_of(step: int, every: int, assigned: Assignment) -> list[Audit]:
-    """Return the audits of a step, one for each `every` lanes of all steps: of each lane and pair of owners in turn.
+def audits_of(step: int, every: int, assigned: Assignment, num_crews: int = 1) -> list[Audit]:
+    """Return the audits of a step, one for each `every` lanes of all steps: of each lane and pair of replicas in turn.
 
-    A step has at most one for each of its lanes.
+    A step has at most one for each of its lanes. Of the owners in a replica, `num_crews`, the one that is in the same
+    place as the lane's own computes it.
     """
     num_lanes, num_owners = sum(map(len, assigned)), len(assigned)
+    num_replicas = num_owners // num_crews
     owner_of = {lane: owner for owner, lanes in enumerate(assigned) for lane in lanes}
     first, end = step * num_lanes // every, (step + 1) * num_lanes // every
     audits = []
     for number in range(first, end):
         lane = number % num_lanes
         owner, turn = owner_of[lane], number // num_lanes
-        away = 1 + turn % (num_owners - 1) if num_owners > 1 else 0
-        audits.append(Audit(lane, owner, (owner + away) % num_owners))
+        away = 1 + turn % (num_replicas - 1) if num_replicas > 1 else 0
+        audits.append(Audit(lane, owner, (owner + away * num_crews) % num_owners))
     return audits
 
 

@@ -8,13 +8,13 @@ one each, so a cell's lanes come in ascending order; in a pipeline their backwar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
 from elastic_train.core.lanes import Assignment
 from elastic_train.parallel.buckets import Turns
-from elastic_train.parallel.cells.expert_links import ExpertLinks
+from elastic_train.parallel.cells.expert_links import ExpertLinks, Leaf
 from elastic_train.parallel.gradient_sum import CanonicalSum, OfPart, bind_gradients, place_gradients
 from elastic_train.parallel.group import Group
 
@@ -48,6 +48,8 @@ class ExpertSum:
         self._parts = CanonicalSum(bind_gradients(parts), column, by_cell)
         self._lanes, self._links, self._num_turns = by_cell[column.rank], links, 0
         self._is_staged = is_staged
+        self.see: Callable[[int, Leaf], None] = lambda lane, leaf: None
+        """Called with each lane of the cell, and what it gives to this rank's experts, before that is added."""
 
     def begin(self, lanes: range) -> None:
         self._whole.begin(lanes)
@@ -92,6 +94,7 @@ class ExpertSum:
     def _end_turn(self) -> None:
         """Add what the turn's lanes have given to this place's experts, in their order."""
         for lane, leaf in zip(self._turn, self._links.leaves, strict=False):
+            self.see(lane, leaf)
             with self._parts.lane(lane):
                 for parameter in self._experts:
                     if (gradient := leaf.get(id(parameter))) is not None and parameter.grad is not None:

@@ -74,9 +74,16 @@ def test_a_rank_that_computes_wrongly_is_named(
     assert weights(assert_named(tmp_path, etcd, config, num_ranks=3, num_right=4, lane_ms=80.0)) == undisturbed(STEPS)
 
 
-def test_a_stage_that_computes_wrongly_is_named(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """In one of its chunks; each place of two cells is compared, in the audit and once more."""
-    sizes, parallel = {**MODEL, "depth": 4}, {"pipeline": 2, "schedule": "interleaved"}
+@pytest.mark.parametrize(
+    ("sizes", "parallel"),
+    [({"depth": 4}, {"pipeline": 2, "schedule": "interleaved"}), ({"experts": 4, "hidden": 16}, {"expert": 2})],
+)
+def test_a_rank_of_a_cell_that_computes_wrongly_is_named(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, sizes: dict[str, object], parallel: dict[str, object]
+) -> None:
+    """In one of a stage's chunks, or beside a rank that has other experts; each place of two cells is compared, in the
+    audit and once more."""
+    sizes = {**MODEL, **sizes}
     config = write_cells(tmp_path, rows, STEPS, parallel, sizes)
     run = assert_named(tmp_path, etcd, config, num_ranks=4, num_right=7, lane_ms=30.0)
     succeed(start([write_cells(tmp_path / "alone", rows, STEPS, {}, sizes)]))

@@ -38,7 +38,7 @@ def one_cell(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("num_ranks", "how"),
-    [(4, ["--parallel.recompute", "units"]), (6, ["--parallel.bucket_mb", "0.001"])],
+    [(4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]), (6, ["--parallel.bucket_mb", "0.001"])],
 )
 def test_any_number_of_cells_gives_the_same_bits(
     tmp_path: Path, rows: Path, one_cell: Path, num_ranks: int, how: list[str]
@@ -70,7 +70,7 @@ def one_stage(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
 @pytest.mark.parametrize(
     ("num_ranks", "how"),
     [
-        (4, [*STAGES, "--parallel.recompute", "units"]),
+        (4, [*STAGES, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (4, [*STAGES, "--parallel.schedule", "interleaved", "--parallel.bucket_mb", "0.001"]),
         (8, [*STAGES, "--parallel.schedule", "gpipe"]),
     ],

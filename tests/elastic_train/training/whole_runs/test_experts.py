@@ -47,7 +47,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
     ("degree", "num_ranks", "how"),
     [
         (2, 2, ["--parallel.bucket_mb", "0.001", "--parallel.recompute", "selective"]),
-        (2, 4, ["--parallel.recompute", "units"]),
+        (2, 4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (4, 4, ["--parallel.bucket_mb", "null"]),
     ],
 )
@@ -87,7 +87,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
         (2, [*STAGES, "--parallel.schedule", "interleaved"]),
         (8, [*STAGES, "--parallel.expert", "2", "--parallel.schedule", "interleaved", "--parallel.bucket_mb", "0.001"]),
         (4, [*STAGES, "--parallel.expert", "2", "--parallel.schedule", "gpipe"]),
-        (8, [*STAGES, "--parallel.expert", "2", "--parallel.recompute", "units"]),
+        (8, [*STAGES, "--parallel.expert", "2", "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
     ],
 )
 def test_stages_with_experts_have_the_bits_of_one_process(
