@@ -30,7 +30,7 @@ PAGES = {
 APPS = {"elastic-train": train_app, "elastic-chaos": chaos_app}
 FOLDERS = "benchmarks|chaos|configs|docs|elastic_train|evidence|examples|rendezvous|tests"
 KEYS = {name for name, *_ in keys()}
-TAKE_KEYS = {"train", "validate", "launch", "plan", "calibrate"}
+TAKE_KEYS = {"train", "validate", "launch", "status", "plan", "calibrate"}
 """Commands after whose configuration any of its keys can follow."""
 OPTIONS_OF_KEYS = {f"--{key.replace('_', '-')}" for key in KEYS} | {f"--{key}" for key in KEYS}
 REMOVED = {"elastic-chaos emit", "elastic-train data synth --metadata-only"}

@@ -12,10 +12,11 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from elastic_train.cli.output import Flag, Json, print_json, print_text, wrong_usage
+from elastic_train.cli.output import Flag, Json, LaunchFlags, Overrides, print_json, print_text, wrong_usage
 from elastic_train.config import schema as configuration
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError, ElasticTrainError, explain
+from elastic_train.launch.options import Flags
 
 app = App(
     name="elastic-train",
@@ -34,7 +35,7 @@ app.register_install_completion_command(
     help="Complete commands and options in bash, zsh or fish, from the next shell on."
 )
 
-Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+_NO_FLAGS = Flags()
 
 
 @app.command
@@ -64,26 +65,12 @@ def train(config: Path, *overrides: Overrides) -> int:
 
 
 @app.command
-def launch(
-    config: Path,
-    *overrides: Overrides,
-    nodes: str | None = None,
-    ranks: int | None = None,
-    endpoint: str | None = None,
-    run_id: Annotated[str | None, Parameter(name="--id")] = None,
-    recovery: str = "live",
-    max_restarts: int | None = None,
-    ttl_s: float | None = None,
-    grace_s: float = 30.0,
-    timeout_s: float | None = None,
-    local_addr: str | None = None,
-    compact: bool = True,
-) -> int:
+def launch(config: Path, *overrides: Overrides, flags: LaunchFlags = _NO_FLAGS) -> int:
     """Start one node of a job (the same line on every node), with exit codes that a scheduler can act on.
 
     --nodes MIN:MAX (default 1), --ranks N per node (its GPUs, else 1), --endpoint HOST:PORT of an etcd (or @FILE, which
-    says so), --id JOB. What is not given is read from PET_* variables (Kubernetes operators set them), else from
-    Slurm's, else from SkyPilot's.
+    says so), --id JOB. Each of them that is not given is read from the PET_* variables (Kubernetes operators set
+    them), else from Slurm's, else from SkyPilot's.
     Under Slurm and SkyPilot any number of the job's nodes trains: 1:N. Without an endpoint, launch starts an etcd for
     a job of one node, or on the first node that a scheduler names; several nodes elsewhere need one. --recovery live
     (survivors never stop) or restart. --max-restarts of workers (100; live: per cause and hour). --ttl-s: seconds after
@@ -96,9 +83,6 @@ def launch(
     from elastic_train.launch import node, options
 
     sources.load(config, environ=os.environ, arguments=overrides)  # report a mistake once, not from every rank
-    flags = options.Flags(
-        nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s, local_addr, compact, timeout_s
-    )
     return node.launch(options.resolve(config, overrides, flags, os.environ, options.count_gpus()))
 
 
@@ -164,15 +148,23 @@ def audit(
 
 
 @app.command
-def status(run: str, *, json_: Json = False) -> int:
+def status(
+    run: str,
+    /,
+    *overrides: Overrides,
+    flags: Annotated[LaunchFlags, Parameter(show=False)] = _NO_FLAGS,
+    json_: Json = False,
+) -> int:
     """Say whether RUN is done, can be resumed or has failed, for the scripts that start jobs.
 
-    RUN is a run's folder, or the configuration that names it; of a URL of commits it can be said whether it can be
-    resumed. Exit code 0: done; 75: the same line again goes on, or begins; 65: it has commits, and none is whole.
+    RUN is a run's folder, or a configuration; then the rest of the job's line can follow, as keys such as --run.dir or
+    --epochs decide what is asked, while flags of `launch` change nothing. Of a URL of commits it can be said whether it
+    can be resumed. Exit code 0: done; 75: the same line again continues, or begins; 65: it has commits, and none is
+    whole.
     """
     from elastic_train.cli.runs.status import status as status_of
 
-    return status_of(run, is_json=json_)
+    return status_of(run, overrides, is_json=json_)
 
 
 @app.command

@@ -6,13 +6,25 @@ import json
 import sys
 from typing import Annotated
 
-from cyclopts import CycloptsError, CycloptsPanel, Parameter, UnusedCliTokensError
+from cyclopts import CycloptsError, CycloptsPanel, Parameter, UnusedCliTokensError, default_name_transform
 from rich.box import SIMPLE_HEAD
 from rich.panel import Panel
 from rich.table import Table
 
+from elastic_train.launch.options import Flags
+
 Json = Annotated[bool, Parameter(name="--json", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
+Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+"""Keys of a configuration and their values, between a command's own flags or after them."""
+
+
+def _name_of(field: str) -> str:
+    return "id" if field == "run_id" else default_name_transform(field)
+
+
+LaunchFlags = Annotated[Flags, Parameter(name="*", name_transform=_name_of)]
+"""Those of `elastic-train launch`, which other commands take, too."""
 
 
 def wrong_usage(program: str, error: CycloptsError) -> Panel:

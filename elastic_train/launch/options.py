@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_train.errors import ConfigError
-from elastic_train.launch.schedulers import Found, found_in, lonely
+from elastic_train.launch.schedulers import CONF, Found, found_in, lonely, uncounted
+from rendezvous.etcd.options import ETCD_KEYS
 
+_NODES = re.compile("([0-9]+)(?::([0-9]+))?")
 RECOVERIES = ("live", "restart")
 MAX_RESTARTS, TTL_S, TIMEOUT_S = 100, 3.0, 900.0
 SYNONYMS = {"ttl": ("ttl", "keep_alive_interval", "keep_alive_max_attempt"), "timeout": ("timeout", "join_timeout")}
 """Names of one option in --rdzv_conf, by the flag that sets it."""
+TO_ETCD = (*ETCD_KEYS, "cacert", "ssl_cert", "ssl_cert_key")
+"""What --rdzv_conf says of an etcd that the launcher has not started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,16 @@ class Flags:
     compact: bool = True
     timeout_s: float | None = None
 
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with any of them; the numbers of nodes are read where they are needed."""
+        if self.recovery not in RECOVERIES:
+            yield f"--recovery must be one of {', '.join(RECOVERIES)}, not {self.recovery!r}"
+        if self.ranks is not None and self.ranks < 1:
+            yield f"--ranks must be at least 1, not {self.ranks}; leave it out for one rank per GPU"
+        for name, seconds in (("--ttl-s", self.ttl_s), ("--grace-s", self.grace_s), ("--timeout-s", self.timeout_s)):
+            if seconds is not None and not 0 <= seconds < math.inf:
+                yield f"{name} must be a number of seconds, 0 or more, not {seconds}"
+
 
 def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mapping[str, str], num_gpus: int) -> Launch:
     """Fill in what the flags leave open; raise ConfigError with every mistake found."""
@@ -82,12 +97,11 @@ def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mappi
     found = found_in(environ, problems, warnings)
     nodes = flags.nodes or found.nodes
     least, most = parse_nodes(nodes or "1", problems)
-    problems += _wrong_numbers(flags)
+    problems += flags.problems()
     endpoint, run_id = flags.endpoint or found.endpoint, flags.run_id or found.run_id
-    if flags.recovery not in RECOVERIES:
-        problems.append(f"--recovery must be one of {', '.join(RECOVERIES)}, not {flags.recovery!r}")
     problems += _nowhere_to_meet(most, endpoint, run_id, found)
-    if nodes is None and endpoint is None and (why := lonely(environ)):
+    problems += for_no_etcd(endpoint, found.conf)
+    if nodes is None and (why := lonely(environ) or uncounted(environ, found)):
         problems.append(why)
     ranks = flags.ranks or _count(found.ranks, "the number of ranks of a node", problems) or max(1, num_gpus)
     max_restarts = _count(found.max_restarts, "PET_MAX_RESTARTS", problems, least=0)
@@ -109,7 +123,7 @@ def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mappi
         grace_s=flags.grace_s,
         local_addr=flags.local_addr or found.local_addr,
         compact=flags.compact,
-        is_etcd_host=not shared or found.is_host,
+        is_etcd_host=not shared or found.is_host is True,
         etcd_address=found.host if shared and found.host else "127.0.0.1",
         timeout_s=TIMEOUT_S if timeout_s is None else timeout_s,
         conf=_without(found.conf, ttl=ttl_s, timeout=timeout_s),
@@ -123,8 +137,22 @@ def _nowhere_to_meet(most: int, endpoint: str | None, run_id: str | None, found:
             "--endpoint HOST:PORT of an etcd is needed for several nodes (or set PET_RDZV_ENDPOINT), unless Slurm, "
             "SkyPilot or PET_MASTER_ADDR says which node is the first, to start one there"
         )
+    if most > 1 and endpoint is None and found.host is not None and found.is_host is None:
+        yield (
+            f"PET_MASTER_ADDR={found.host} says which node starts the job's etcd, and nothing says whether this is it: "
+            "set PET_NODE_RANK on each node, or give --endpoint HOST:PORT of an etcd"
+        )
     if most > 1 and run_id is None:
         yield "--id NAME is needed for several nodes: give all of them the same name"
+
+
+def for_no_etcd(endpoint: str | None, conf: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is wrong if the job's own etcd is to be reached as one of the user's."""
+    if endpoint is None and (named := [name for name in TO_ETCD if name in conf]):
+        yield (
+            f"{CONF} says how to reach an etcd ({', '.join(named)}), and nothing says where it is: give --endpoint "
+            "HOST:PORT. The etcd that a job starts for itself has neither certificates nor users"
+        )
 
 
 def _without(conf: Mapping[str, str], **given: float | None) -> dict[str, str]:
@@ -135,28 +163,17 @@ def _without(conf: Mapping[str, str], **given: float | None) -> dict[str, str]:
 
 def parse_nodes(text: str, problems: list[str]) -> tuple[int, int]:
     """Read N or MIN:MAX; add a problem if it is neither."""
-    least, _, most = text.partition(":")
-    try:
-        found = int(least), int(most or least)
-    except ValueError:
-        found = (0, 0)
+    read = _NODES.fullmatch(text)
+    found = (int(read[1]), int(read[2] or read[1])) if read else (0, 0)
     if not 1 <= found[0] <= found[1]:
         problems.append(f"--nodes must be N or MIN:MAX with 1 <= MIN <= MAX, not {text!r}")
     return found
 
 
-def _wrong_numbers(flags: Flags) -> Iterator[str]:
-    if flags.ranks is not None and flags.ranks < 1:
-        yield f"--ranks must be at least 1, not {flags.ranks}; leave it out for one rank per GPU"
-    for name, seconds in (("--ttl-s", flags.ttl_s), ("--grace-s", flags.grace_s), ("--timeout-s", flags.timeout_s)):
-        if seconds is not None and not 0 <= seconds < math.inf:
-            yield f"{name} must be a number of seconds, 0 or more, not {seconds}"
-
-
 def _count(text: str | None, name: str, problems: list[str], *, least: int = 1) -> int | None:
     if text is None or text in ("auto", "gpu", "cpu"):
         return None
-    if not text.isdigit() or (least and not int(text)):
+    if re.fullmatch("[0-9]+", text) is None or (least and not int(text)):
         problems.append(f"{name} has to be a number, {least} or more, not {text!r}")
         return None
     return int(text)

@@ -1,6 +1,7 @@
 """What the variables of whoever started this node say of the job: torchrun's own (PET_*), Slurm's, SkyPilot's.
 
-Kubernetes operators set torchrun's. What is set and would change nothing is refused by name, or named in a warning:
+Kubernetes operators set torchrun's; users set some of them beside Slurm's or SkyPilot's, so each value is torchrun's
+if it is set, else the scheduler's. What is set and would change nothing is refused by name, or named in a warning:
 nobody is to train alone on one of many nodes without knowing.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _NAMES = """
 LOG_DIR REDIRECTS TEE ROLE MONITOR_INTERVAL START_METHOD LOGS_SPECS STANDALONE LOCAL_RANKS_FILTER NUMA_BINDING
@@ -19,6 +20,7 @@ WITHOUT_EFFECT = frozenset(f"PET_{name}" for name in _NAMES.split())
 """torchrun's options that this launcher has no use for."""
 _READ = "NNODES NPROC_PER_NODE RDZV_ENDPOINT RDZV_ID RDZV_BACKEND RDZV_CONF MAX_RESTARTS LOCAL_ADDR"
 READ = frozenset(f"PET_{name}" for name in f"{_READ} NODE_RANK MASTER_ADDR MASTER_PORT".split())
+CONF = "PET_RDZV_CONF"
 SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Set by who starts one process for each rank, or each node, and thinks that they know of each other by these."""
 _OWN_ADDRESSES = ("localhost", "127.0.0.1")
@@ -26,33 +28,35 @@ _OWN_ADDRESSES = ("localhost", "127.0.0.1")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of the job, and by what name; None where nothing says so.
+    """What is known of the job; None where nothing says so.
 
     `host` is the node that starts the job's etcd if the job has no other, and `is_host` says whether that is this one.
     """
 
-    scheduler: str
     nodes: str | None = None
     ranks: str | None = None
     run_id: str | None = None
     endpoint: str | None = None
     host: str | None = None
-    is_host: bool = False
+    is_host: bool | None = None
     max_restarts: str | None = None
     local_addr: str | None = None
     conf: Mapping[str, str] = field(default_factory=dict)
 
 
-NOTHING = Found("")
-
-
 def found_in(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found:
-    """Read the variables of the first scheduler that has set any; add what is wrong with them, and what is ignored."""
-    for read in (_torchrun, _slurm, _skypilot):
-        found = read(environ, problems, warnings)
-        if found is not None:
-            return found
-    return NOTHING
+    """Read torchrun's variables, and the scheduler's for the rest; add what is wrong with them, and what is ignored."""
+    said = said_to_torchrun(environ, problems, warnings)
+    scheduled = _slurm(environ, problems) or _skypilot(environ) or Found()
+    is_placed = said.host is not None
+    return replace(
+        said,
+        nodes=said.nodes or scheduled.nodes,
+        ranks=said.ranks or scheduled.ranks,
+        run_id=said.run_id or scheduled.run_id,
+        host=said.host if is_placed else scheduled.host,
+        is_host=said.is_host if is_placed else scheduled.is_host,
+    )
 
 
 def lonely(environ: Mapping[str, str]) -> str | None:
@@ -66,16 +70,34 @@ def lonely(environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def uncounted(environ: Mapping[str, str], found: Found) -> str | None:
+    """Return why a job of which no number of nodes is known has several; None if nothing says so."""
+    rank, host = environ.get("PET_NODE_RANK", ""), environ.get("PET_MASTER_ADDR", "")
+    has_others = {
+        "PET_NODE_RANK": rank not in ("", "0"),
+        "PET_MASTER_ADDR": host not in ("", *_OWN_ADDRESSES),
+        "PET_RDZV_ENDPOINT": found.is_host is False,
+    }
+    name = next((name for name, has in has_others.items() if has), None)
+    return name and (
+        f"{name}={environ[name]} says that there are other nodes, but not how many: set PET_NNODES, or give --nodes "
+        "(1 for a job of this node alone)"
+    )
+
+
 def without_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a node that is given all by flags: a scheduler that has started others is left out."""
+    """Return the variables for a node that is given all by flags: a scheduler that has started others is left out.
+
+    How etcd is reached (PET_RDZV_CONF) has no flag, and stays.
+    """
     prefixes = ("PET_", "SLURM_", "SKYPILOT_")
-    return {name: value for name, value in environ.items() if not name.startswith(prefixes) and name not in SIZES}
+    left_out = {name for name in environ if name.startswith(prefixes) and name != CONF} | {*SIZES}
+    return {name: value for name, value in environ.items() if name not in left_out}
 
 
-def _torchrun(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found | None:
+def said_to_torchrun(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found:
+    """Read torchrun's variables alone."""
     named = {name: value for name, value in environ.items() if name.startswith("PET_") and value}
-    if not named:
-        return None
     unknown = sorted(named.keys() - READ - WITHOUT_EFFECT)
     if unknown:
         problems.append(f"{', '.join(unknown)}: not known to this launcher, nor to torchrun 2.13; unset it")
@@ -83,7 +105,8 @@ def _torchrun(environ: Mapping[str, str], problems: list[str], warnings: list[st
         warnings.append(f"{', '.join(without)}: without effect here")
     backend = named.get("PET_RDZV_BACKEND", "etcd")
     endpoint = named.get("PET_RDZV_ENDPOINT")
-    host, is_host = named.get("PET_MASTER_ADDR"), named.get("PET_NODE_RANK", "0") == "0"
+    host, rank = named.get("PET_MASTER_ADDR"), named.get("PET_NODE_RANK")
+    is_host = None if rank is None else rank == "0"
     if backend in ("c10d", "static") and endpoint:
         # the address is of a node, where torchrun would host its store
         host, endpoint = endpoint.rpartition(":")[0] or endpoint, None
@@ -91,7 +114,6 @@ def _torchrun(environ: Mapping[str, str], problems: list[str], warnings: list[st
     elif backend not in ("c10d", "static", "etcd", "etcd-v2"):
         problems.append(f"PET_RDZV_BACKEND={backend}: give etcd, and PET_RDZV_ENDPOINT=HOST:PORT of one")
     return Found(
-        "torchrun's variables",
         nodes=named.get("PET_NNODES"),
         ranks=named.get("PET_NPROC_PER_NODE"),
         run_id=named.get("PET_RDZV_ID") or (f"{host}:{named.get('PET_MASTER_PORT', '')}" if host else None),
@@ -100,11 +122,11 @@ def _torchrun(environ: Mapping[str, str], problems: list[str], warnings: list[st
         is_host=is_host,
         max_restarts=named.get("PET_MAX_RESTARTS"),
         local_addr=named.get("PET_LOCAL_ADDR"),
-        conf=_conf(named.get("PET_RDZV_CONF", ""), problems),
+        conf=read_conf(named.get(CONF, ""), problems),
     )
 
 
-def _conf(text: str, problems: list[str]) -> dict[str, str]:
+def read_conf(text: str, problems: list[str]) -> dict[str, str]:
     """Read PET_RDZV_CONF, key=value with commas between; what the keys mean is checked where they are used."""
     conf = {}
     for pair in filter(None, map(str.strip, text.split(","))):
@@ -115,7 +137,7 @@ def _conf(text: str, problems: list[str]) -> dict[str, str]:
     return conf
 
 
-def _slurm(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found | None:
+def _slurm(environ: Mapping[str, str], problems: list[str]) -> Found | None:
     if "SLURM_JOB_ID" not in environ:
         return None
     num_nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_JOB_NUM_NODES") or "1"
@@ -133,7 +155,6 @@ def _slurm(environ: Mapping[str, str], problems: list[str], warnings: list[str])
     step = environ.get("SLURM_STEP_ID", "0")
     job = environ["SLURM_JOB_ID"]
     return Found(
-        "Slurm",
         nodes=num_nodes if num_nodes == "1" else f"1:{num_nodes}",
         run_id=job if step == "0" or not step.isdigit() else f"{job}.{step}",
         host=first_host(nodelist) or None,
@@ -141,12 +162,11 @@ def _slurm(environ: Mapping[str, str], problems: list[str], warnings: list[str])
     )
 
 
-def _skypilot(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found | None:
+def _skypilot(environ: Mapping[str, str]) -> Found | None:
     addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
     if not addresses:
         return None
     return Found(
-        "SkyPilot",
         nodes="1" if len(addresses) == 1 else f"1:{len(addresses)}",
         ranks=environ.get("SKYPILOT_NUM_GPUS_PER_NODE"),
         run_id=environ.get("SKYPILOT_TASK_ID"),

@@ -23,7 +23,7 @@ from rich.text import Text
 from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
 from elastic_train.cli.places.control_plane import etcd_of
 from elastic_train.errors import ConfigError, TooFewNodesError, translated
-from elastic_train.launch.schedulers import found_in
+from elastic_train.launch.schedulers import said_to_torchrun
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.records import JOBS, REQUEST_S, Keys, Member, View, read_view
@@ -179,7 +179,7 @@ def _node(view: View, name: str, members: Sequence[Member]) -> Node:
 @contextlib.contextmanager
 def _store(etcd: str | None) -> Iterator[Store]:
     problems: list[str] = []
-    options = etcd_of(etcd, found_in(os.environ, problems, []))
+    options = etcd_of(etcd, said_to_torchrun(os.environ, problems, []))
     if problems:
         raise ConfigError(*problems)
     if options is None:

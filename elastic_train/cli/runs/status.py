@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from elastic_train.checkpoint.commits.lookup import open_run
 from elastic_train.checkpoint.commits.retention_policies import Best
 from elastic_train.cli.output import print_json, print_text
 from elastic_train.config import sources
-from elastic_train.errors import CommitError, Preempted
+from elastic_train.config.schema import Config
+from elastic_train.errors import CommitError, ConfigError, Preempted
 from elastic_train.tracking.run_folder import RunFolder
+from elastic_train.training.result import EARLY_STOPPING
 
 CODES = {"done": 0, "resumable": Preempted.exit_code, "failed": CommitError.exit_code}
 
@@ -30,9 +33,10 @@ class Status:
         return CODES[self.state]
 
 
-def status(run: str, *, is_json: bool) -> int:
-    """Print where a run stands, and return the exit code that says it."""
-    found = status_of(_folder_of(run))
+def status(run: str, overrides: Sequence[str] = (), *, is_json: bool) -> int:
+    """Print where a run stands, and return the exit code that says it; `overrides` are of a configuration."""
+    config = _config_of(run, overrides)
+    found = status_of(run) if config is None else status_of(config.run.dir, config)
     if is_json:
         print_json({**asdict(found), "exit_code": found.exit_code})
     else:
@@ -40,14 +44,18 @@ def status(run: str, *, is_json: bool) -> int:
     return found.exit_code
 
 
-def status_of(run: str) -> Status:
-    """Find out where a run stands; raises ConfigError if there is none."""
+def status_of(run: str, config: Config | None = None) -> Status:
+    """Find out where a run stands, of a configuration also whether it goes further than the run did.
+
+    Raises ConfigError if there is none.
+    """
     store = open_run(run)
     rows = survey_store(store, Best.parse("min loss")).rows
     head = next((row.record for row in rows if "head" in row.marks), None)
     result = None if "://" in run else RunFolder(Path(run)).result()
     done = result.get("step") if result is not None and result.get("status") == "done" else None
-    if isinstance(done, int) and (head is None or done >= head.step):
+    is_longer = config is not None and result is not None and _goes_further(config, result)
+    if isinstance(done, int) and (head is None or done >= head.step) and not is_longer:
         return Status("done", done, f"all of its {done} steps are trained")
     if head is not None:
         return Status("resumable", head.step, f"training would go on from step {head.step} ({head.key})")
@@ -56,8 +64,21 @@ def status_of(run: str) -> Status:
     return Status("resumable", None, f"no commits in {store.url} yet: training would begin with the first step")
 
 
-def _folder_of(run: str) -> str:
-    """Return a run's folder or URL as it is, or the folder that a configuration names."""
+def _goes_further(config: Config, result: Mapping[str, object]) -> bool:
+    """Say whether a configuration has more steps, or epochs, than the run that is done."""
+    if result.get("ended_by") == EARLY_STOPPING:
+        return False
+    if config.max_steps is not None:
+        step = result.get("step")
+        return isinstance(step, int) and step < config.max_steps
+    epochs = result.get("epochs")
+    return isinstance(epochs, int) and epochs < config.epochs
+
+
+def _config_of(run: str, overrides: Sequence[str]) -> Config | None:
+    """Return the configuration that this is, with its overrides; None of a run's folder or URL."""
     if Path(run).is_file():
-        return sources.load(Path(run), environ=os.environ, arguments=()).run.dir
-    return run
+        return sources.load(Path(run), environ=os.environ, arguments=overrides)
+    if overrides:
+        raise ConfigError(f"{' '.join(overrides)}: keys are for a configuration, and {run} is not one")
+    return None

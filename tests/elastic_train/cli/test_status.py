@@ -44,6 +44,53 @@ def test_a_run_is_resumable_until_it_is_done(
     assert said(capsys, str(folder))[0] == 75
 
 
+def finished(folder: Path, **fields: object) -> str:
+    """Write how a run in a folder ended; return the folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "result.json").write_text(json.dumps({"status": "done", "step": 4, "epochs": 2, **fields}))
+    return str(folder)
+
+
+def test_the_run_is_the_one_that_the_jobs_line_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch script asks with all its arguments; it took the configuration's run, which another job had finished."""
+    own, other = finished(tmp_path / "own"), str(tmp_path / "other")
+    Path(other).mkdir()
+    config = tmp_path / "config.yaml"
+    config.write_text(f"run: {{dir: {own}}}\ndata: {{train: nowhere}}\nepochs: 2\n")
+    flags = ("--grace-s", "60", "--no-compact", "--id", "q", "--nodes=1:64", "--ranks", "2")
+    assert said(capsys, str(config))[0] == 0
+    assert said(capsys, str(config), *flags, "--batch.micro-batch", "8")[0] == 0
+    assert said(capsys, str(config), "--run.dir", other, *flags)[0] == 75
+    config.write_text(f"run: {{dir: {other}}}\ndata: {{train: nowhere}}\nepochs: 2\n")
+    assert said(capsys, str(config), *flags, f"--run.dir={own}")[0] == 0
+    assert said(capsys, own, *flags)[0] == 0
+    assert said(capsys, own, "--run.dir", other)[0] == 2, "a folder has no keys"
+    assert said(capsys, str(config), "--run.dirr", other)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "keys", "code"),
+    [
+        ({}, ("--epochs", "2"), 0),
+        ({}, ("--epochs", "1"), 0),
+        ({}, ("--epochs", "3"), 75),
+        ({}, ("--max-steps", "4", "--epochs", "3"), 0),
+        ({}, ("--max-steps", "5"), 75),
+        ({"epochs": 0}, ("--max-steps", "4"), 0),
+        ({"ended_by": "early stopping"}, ("--epochs", "3"), 0),
+    ],
+)
+def test_a_longer_job_is_not_done_where_a_shorter_one_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, object], keys: tuple[str, ...], code: int
+) -> None:
+    """It may have failed before its first step, and what the run's folder says is the shorter one's."""
+    own = finished(tmp_path / "own", **fields)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"run: {{dir: {own}}}\ndata: {{train: nowhere}}\n")
+    assert said(capsys, str(config), *keys)[0] == code
+    assert said(capsys, own)[0] == 0, "nothing says what it was to be"
+
+
 def test_a_run_without_a_whole_commit_has_failed(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     """While one is whole, training goes on from that."""
     first, second = commit_steps(local_store, 1, 2)

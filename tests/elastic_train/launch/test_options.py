@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from elastic_train.errors import ConfigError
-from elastic_train.launch.options import Flags, Launch, resolve
+from elastic_train.launch.options import Flags, Launch, count_gpus, parse_nodes, resolve
 from elastic_train.launch.schedulers import READ, WITHOUT_EFFECT, first_host
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-10]", "SLURM_NODEID": "2"}
@@ -121,6 +121,131 @@ def test_all_of_torchruns_variables_are_known_and_no_other() -> None:
         resolved(Flags(), {"PET_RDZV_BACKEND": "zeus"})
     with pytest.raises(ConfigError, match="PET_RDZV_CONF: 'ttl' is not KEY=VALUE"):
         resolved(Flags(), {"PET_RDZV_CONF": "ttl"})
+
+
+@pytest.mark.parametrize("more", ["RDZV_CONF=timeout=60", "MAX_RESTARTS=7", "LOG_DIR=/logs", "LOCAL_ADDR=10.0.0.9"])
+@pytest.mark.parametrize(
+    ("scheduled", "run_id", "host"),
+    [(SLURM, "77", "gpu07"), (SKYPILOT, "sky-9", "10.0.0.1")],
+    ids=["Slurm", "SkyPilot"],
+)
+def test_what_is_said_to_torchrun_beside_a_scheduler_is_added_to_what_that_says(
+    scheduled: dict[str, str], run_id: str, host: str, more: str
+) -> None:
+    """Any of these variables left each node of the job alone, with an etcd and a name of its own."""
+    name, _, value = more.partition("=")
+    beside = {**scheduled, "SKYPILOT_NODE_RANK": "1", f"PET_{name}": value}
+    plain, plan = resolved(Flags(), {**beside, f"PET_{name}": ""}), resolved(Flags(), beside)
+    assert plan.max_nodes > 1
+    assert (plan.min_nodes, plan.max_nodes, plan.ranks) == (plain.min_nodes, plain.max_nodes, plain.ranks)
+    assert (plan.run_id, plan.etcd_address, plan.is_etcd_host) == (run_id, host, False)
+    changed = {
+        "RDZV_CONF": plan.rendezvous_options()["timeout"] == "60",
+        "MAX_RESTARTS": plan.max_restarts == 7,
+        "LOG_DIR": plan.warnings == ("PET_LOG_DIR: without effect here",),
+        "LOCAL_ADDR": plan.local_addr == "10.0.0.9",
+    }
+    assert changed[name]
+
+
+@pytest.mark.parametrize("scheduled", [SLURM, SKYPILOT], ids=["Slurm", "SkyPilot"])
+def test_an_etcd_with_tls_is_that_of_all_nodes_of_a_scheduler(scheduled: dict[str, str]) -> None:
+    """PET_RDZV_CONF alone says how it is reached; where it is, a flag or a variable does."""
+    tls = {**scheduled, "PET_RDZV_CONF": "ca_cert=/ca.pem,user=me"}
+    by_flag = resolved(Flags(endpoint="etcd:2379"), tls)
+    by_variable = resolved(Flags(), {**tls, "PET_RDZV_ENDPOINT": "etcd:2379", "PET_RDZV_ID": "mine"})
+    assert by_flag.max_nodes == by_variable.max_nodes == resolved(Flags(), scheduled).max_nodes
+    assert (by_flag.endpoint, by_variable.endpoint, by_variable.run_id) == ("etcd:2379", "etcd:2379", "mine")
+    assert by_flag.conf == by_variable.conf == {"ca_cert": "/ca.pem", "user": "me"}
+    with pytest.raises(ConfigError, match=r"PET_RDZV_CONF says how to reach an etcd \(ca_cert, user\)"):
+        resolved(Flags(), tls)
+
+
+def test_what_is_said_to_torchrun_wins_over_what_a_scheduler_says() -> None:
+    said = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "3", "PET_MASTER_ADDR": "gpu09", "PET_NODE_RANK": "0"}
+    plan = resolved(Flags(), {**SLURM, **said})
+    assert (plan.min_nodes, plan.max_nodes, plan.ranks) == (2, 2, 3)
+    assert (plan.etcd_address, plan.is_etcd_host) == ("gpu09", True)
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"PET_MASTER_ADDR": "h", "PET_NODE_RANK": "1"}, "PET_NODE_RANK=1"),
+        ({"PET_MASTER_ADDR": "h", "PET_NODE_RANK": "0"}, "PET_MASTER_ADDR=h"),
+        ({"PET_NODE_RANK": "2", "PET_RDZV_ENDPOINT": "etcd:2379"}, "PET_NODE_RANK=2"),
+        ({"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "h:29400"}, "PET_RDZV_ENDPOINT=h:29400"),
+        ({"WORLD_SIZE": "4", "PET_RDZV_ENDPOINT": "etcd:2379"}, "WORLD_SIZE=4"),
+        ({"PET_NNODES": "4", "PET_MASTER_ADDR": "h"}, "PET_MASTER_ADDR=h"),
+    ],
+)
+def test_nobody_trains_alone_beside_nodes_that_nothing_counts_or_tells_apart(
+    environ: dict[str, str], name: str
+) -> None:
+    """Each was a world of one; without a rank each was the host of an etcd of its own."""
+    with pytest.raises(ConfigError, match=f"^{name} says"):
+        resolved(Flags(), environ)
+    assert resolved(Flags(nodes="1"), environ).max_nodes == 1, "asked for"
+    assert resolved(Flags(), {"PET_MASTER_ADDR": "localhost", "PET_NODE_RANK": "0"}).max_nodes == 1
+
+
+@pytest.mark.parametrize("count", ["²", "٣", "many", "0", "-1"])
+def test_a_count_is_of_plain_digits(count: str) -> None:
+    """Others ended with a traceback."""
+    with pytest.raises(ConfigError, match=f"has to be a number, 1 or more, not '{count}'"):
+        resolved(Flags(), {"PET_NPROC_PER_NODE": count})
+
+
+@pytest.mark.parametrize("nodes", ["2:", ":2", " 2:8", "2:8 ", "2_0", "２", "٣", "+2", "2:8:9", "", "8:2"])
+def test_numbers_of_nodes_are_plain_digits(nodes: str) -> None:
+    """They are passed on as they are, to manifests and to batch scripts."""
+    problems: list[str] = []
+    parse_nodes(nodes, problems)
+    assert problems == [f"--nodes must be N or MIN:MAX with 1 <= MIN <= MAX, not {nodes!r}"]
+    assert parse_nodes("2:8", []) == (2, 8)
+    assert parse_nodes("3", []) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible", "count"),
+    [
+        (8, None, 8),
+        (8, "0,1,2,3,4,5,6,7", 8),
+        (8, "4,5", 2),
+        (2, "0,1", 2),
+        (8, "GPU-5a,GPU-9b,GPU-7c", 3),
+        (8, "", 0),
+        (0, None, 0),
+    ],
+    ids=["by node", "by node, named", "by task of all", "by task, others hidden", "by uuid", "of CPUs", "no driver"],
+)
+def test_the_gpus_of_a_node_are_those_that_its_task_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: int, visible: str | None, count: int
+) -> None:
+    """With --gpus-per-task Slurm names the task's own, and cgroups may hide others; with --gpus-per-node all are."""
+    if listed:
+        said = "\n".join(f"GPU {i}: NVIDIA H100 (UUID: GPU-{i})\n  MIG 1g.10gb (UUID: MIG-{i})" for i in range(listed))
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\necho '{said}'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count
+    assert resolved(Flags(), SLURM, count_gpus()).ranks == max(1, count)
+
+
+def test_nodes_of_one_job_may_have_different_numbers_of_gpus() -> None:
+    """Each starts its own ranks; what they have to agree about is the same."""
+    plans = [
+        resolved(Flags(), {**SLURM, "SLURM_NODEID": f"{node}"}, num_gpus) for node, num_gpus in enumerate((8, 8, 4, 0))
+    ]
+    assert [plan.ranks for plan in plans] == [8, 8, 4, 1]
+    assert [plan.is_etcd_host for plan in plans] == [True, False, False, False]
+    agreed = {(plan.min_nodes, plan.max_nodes, plan.run_id, plan.etcd_address) for plan in plans}
+    assert agreed == {(1, 4, "77", "gpu07")}
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

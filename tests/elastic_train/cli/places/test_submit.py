@@ -161,8 +161,6 @@ def test_without_a_claim_commits_and_data_are_in_an_object_store() -> None:
         ("1", {"NODES": "1", "MIN_MAX": "1:1", "MAX_FAILED": "0", "MIN_AVAILABLE": "0"}),
         ("4", {"NODES": "4", "MIN_MAX": "4:4", "MAX_FAILED": "0", "MIN_AVAILABLE": "1"}),
         ("2:8", {"NODES": "8", "MIN_MAX": "2:8", "MAX_FAILED": "1", "MIN_AVAILABLE": "1"}),
-        (" 2:８", {"NODES": "8", "MIN_MAX": "2:8", "MAX_FAILED": "1", "MIN_AVAILABLE": "1"}),
-        ("2:", {"NODES": "2", "MIN_MAX": "2:2", "MAX_FAILED": "0", "MIN_AVAILABLE": "1"}),
     ],
 )
 def test_sizes_follow_from_the_number_of_nodes(nodes: str, sizes: dict[str, str], config: str) -> None:
