@@ -23,14 +23,19 @@ app = App(
     help="Elastic, fault-tolerant training: every sample counts once, and the weights do not depend on what broke.",
     error_formatter=partial(wrong_usage, "elastic-train"),
 )
-# Imported by name on first use: `--help` need not wait for pyarrow and torch.
-app.command("elastic_train.cli.datasets:app", name="data")
-app.command("elastic_train.cli.checkpoints:app", name="ckpt")
-app.command("elastic_train.cli.planning:app", name="plan")
-app.command("elastic_train.cli.places.doctor.command:doctor", name="doctor")
-app.command("elastic_train.cli.places.submit.command:app", name="submit")
-app.command("elastic_train.cli.places.job:app", name="job")
-app.command("elastic_train.cli.places.on_ray:ray", name="ray")
+PLACES = "elastic_train.cli.places"
+LATER = {
+    "data": ("elastic_train.cli.datasets:app", "Make, describe and verify datasets."),
+    "ckpt": ("elastic_train.cli.checkpoints:app", "List, verify, prune, pin and export the commits of a run."),
+    "plan": ("elastic_train.cli.planning:app", "Say what a run will need before it runs: memory, time, money, faults."),
+    "doctor": (f"{PLACES}.doctor.command:doctor", "Examine this machine as a node of a job."),
+    "submit": (f"{PLACES}.submit.command:app", "Submit a job to a cluster, or print what would be submitted."),
+    "job": (f"{PLACES}.job:app", "Show the jobs that etcd knows, and ask their nodes to leave."),
+    "ray": (f"{PLACES}.on_ray:ray", "Train on a Ray cluster, each of whose actors is a node."),
+}
+"""What is imported by name on first use, and what the list of all commands says of it: it need not wait for torch."""
+for _name, (_target, _) in LATER.items():
+    app.command(_target, name=_name)
 app.register_install_completion_command(
     help="Complete commands and options in bash, zsh or fish, from the next shell on."
 )
@@ -318,6 +323,10 @@ def sync(run: Path, *, mlflow_uri: str | None = None, tensorboard: Flag = False)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
+    if (sys.argv[1:] if arguments is None else arguments)[:1] in ([], ["--help"], ["-h"]):
+        for name, (target, summary) in LATER.items():
+            del app[name]
+            app.command(target, name=name, help=summary)
     try:
         result = app(arguments, result_action="return_value", exit_on_error=False)
     except CycloptsError:

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from elastic_train.config import yaml12
+from elastic_train.config import credentials, yaml12
 from elastic_train.config.datasets import DataConfig
 from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
 from elastic_train.config.parallel import SPREAD_OVER_CELLS, ParallelConfig
@@ -257,6 +257,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _keeps_no_passwords(self) -> Config:
+        for key, url in credentials.misplaced(self.model_dump(mode="json")):
+            raise ValueError(
+                f"{key} is {credentials.without_password(url)} with a password, which would be written wherever the "
+                "configuration is: leave it out, and give it to what reads the address, such as fsspec's variables "
+                "(FSSPEC_SFTP_PASSWORD) or AWS_SECRET_ACCESS_KEY"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _validates_what_there_is(self) -> Config:
         if self.validation.weights == "ema" and self.optimizer.ema is None:
             raise ValueError("validation.weights: ema needs an average: set optimizer.ema, such as {decay: 0.999}")
@@ -302,8 +312,18 @@ class Config(Section):
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:
-        """Return the resolved configuration as YAML; `load` reads it back to the same values."""
-        return yaml12.write(self.model_dump(mode="json"))
+        """Return the resolved configuration as YAML; `load` reads it back to the same values but for passwords."""
+        tree = self.model_dump(mode="json")
+        for section, key in credentials.MAY_HAVE:
+            if tree[section][key] is not None:
+                tree[section][key] = credentials.without_password(tree[section][key])
+        return yaml12.write(tree)
+
+    def left_out(self) -> dict[str, str]:
+        """Return by key what `to_yaml` leaves out: the addresses that have a password."""
+        tree = self.model_dump(mode="json")
+        addresses = {f"{section}.{key}": tree[section][key] or "" for section, key in credentials.MAY_HAVE}
+        return {key: text for key, text in addresses.items() if credentials.without_password(text) != text}
 
 
 def keys() -> Iterator[tuple[str, str, str, str]]:

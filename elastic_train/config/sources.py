@@ -24,6 +24,11 @@ Tree = dict[str, Value]
 ENV_PREFIX = "ELASTIC_TRAIN__"
 
 
+def variable_of(key: str) -> str:
+    """Return the environment variable that sets a dotted key."""
+    return ENV_PREFIX + key.upper().replace(".", "__")
+
+
 def load_config(path: str | Path, overrides: Mapping[str, Value] | None = None) -> Config:
     """Read and check a configuration as the command does.
 

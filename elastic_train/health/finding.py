@@ -70,7 +70,11 @@ def examine_all(planned: Mapping[str, Planned]) -> list[Finding]:
 
 
 def _findings(name: str, planned: Planned) -> list[Finding]:
-    """Return what an examination finds; an error that users meet is one more finding, after those before it."""
+    """Return what an examination finds; an error is one more finding, after those before it.
+
+    What is no error that users meet, such as those that torch raises where memory is out, proves nothing of a machine:
+    it counts as no answer does.
+    """
     found: list[Finding] = []
     try:
         found.extend(planned.examine())
@@ -78,4 +82,6 @@ def _findings(name: str, planned: Planned) -> list[Finding]:
         found += [fail(name, problem, "correct it") for problem in error.problems]
     except (ElasticTrainError, RendezvousError, OSError) as error:
         found.append(fail(name, first_line(error), planned.remedy))
+    except Exception as error:  # noqa: BLE001 - machines that are to be examined are broken in any way
+        found.append(Finding(name, planned.late, f"{type(error).__name__}: {first_line(error)}", planned.remedy))
     return found

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elastic_train.health.finding import Finding, fail, ok
-from elastic_train.system.wording import counted
+from elastic_train.health.finding import Examination, Finding, fail, ok
+from elastic_train.system.wording import counted, first_line
 
 SIDE, DEPTH = 128, 256
 MOST = {torch.float64: 1 << 22, torch.float32: 255, torch.bfloat16: 1, torch.float16: 1}
@@ -76,6 +76,14 @@ def examine_products(
     where = f"{counted(len(places), 'core')}" if places else str(device)
     shown = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     yield ok("products", f"{num_rounds * ROUNDS} of each of {shown} on {where} have the bits that they must have")
+
+
+def or_its_error(device: torch.device, check: str, examine: Examination) -> Iterator[Finding]:
+    """Yield what an examination finds; where it ends with an error of the device itself, that makes it unfit."""
+    try:
+        yield from examine()
+    except torch.AcceleratorError as error:
+        yield fail(check, f"{device} fails: {first_line(error)}", _remedy(device))
 
 
 def own_cores(turn: int = 0, of: int = 1) -> list[int]:

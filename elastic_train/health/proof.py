@@ -25,7 +25,7 @@ from elastic_train.health.folders import examine_folders
 from elastic_train.health.links import examine_links
 from elastic_train.health.mates import tell_mates
 from elastic_train.health.memory import examine_memory, room
-from elastic_train.health.products import examine_products, own_cores
+from elastic_train.health.products import examine_products, or_its_error, own_cores
 from rendezvous.context import LiveContext, live_context
 from rendezvous.etcd.options import etcd_options
 from rendezvous.waiting import GivenUp, begin
@@ -86,9 +86,12 @@ def _planned(config: Config, device: torch.device, launched: LiveContext) -> Ite
     busy = "is another program loading this machine?"
     dtypes = tuple(dict.fromkeys((torch.float32, torch.float64, _TYPES[config.precision])))
     products = partial(examine_products, device, dtypes, own_cores(rank, number), PRODUCTS_S)
-    yield "products", Planned(products, busy, LIMIT_S, late="warn")
-    memory = partial(examine_memory, device, room(device, number), FILLING_S)
-    yield "memory", Planned(memory, busy, LIMIT_S, late="warn")
+    yield "products", Planned(partial(or_its_error, device, "products", products), busy, LIMIT_S, late="warn")
+
+    def memory() -> Iterator[Finding]:
+        yield from examine_memory(device, room(device, number), FILLING_S)
+
+    yield "memory", Planned(partial(or_its_error, device, "memory", memory), busy, LIMIT_S, late="warn")
     if rank == 0:
         places = [config.run.dir, config.checkpoint.near_dir]
         places.append(tempfile.gettempdir() if "://" in config.checkpoint_url else config.checkpoint_url)

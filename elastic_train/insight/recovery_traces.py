@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from elastic_train.system.wording import without_passwords
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -75,7 +77,7 @@ def open_traces(endpoint: str, run: str, host: str) -> RecoveryTraces | None:
         log.warning(
             "monitoring.otlp is %s, and OpenTelemetry is not installed: no traces are sent, training continues; "
             "pip install 'elastic-train[otel]'",
-            endpoint,
+            without_passwords(endpoint),
         )
         return None
     resource = Resource.create({"service.name": "elastic-train", "service.instance.id": run, "host.name": host})

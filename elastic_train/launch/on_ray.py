@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.config.schema import Config
+from elastic_train.config.sources import variable_of
 from elastic_train.errors import ConfigError, CorruptError, NoProgressError, Preempted, TooFewNodesError
 from elastic_train.launch import departure
 from elastic_train.launch.job_etcd import JobEtcd
@@ -104,12 +105,18 @@ class Node:
         """Return where it is; the answer says that Ray has found a place for it."""
         return socket.gethostname()
 
-    def run(self, run_dir: str, config: str, arguments: Sequence[str]) -> tuple[int, Result | None]:
-        """Run the launcher to its end; return its exit code, and the run's result once there is one here."""
+    def run(
+        self, run_dir: str, config: str, arguments: Sequence[str], left_out: Mapping[str, str]
+    ) -> tuple[int, Result | None]:
+        """Run the launcher to its end; return its exit code, and the run's result once there is one here.
+
+        `left_out` are the variables that say what no file may hold.
+        """
         path = Path(run_dir) / "ray.yaml"
         write_atomically(path, config)
         # A launcher can import what this process can: Ray adds the driver's folders, and those of its runtime_env.
         environ = without_schedulers(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environ |= left_out
         command = bound_command(sys.executable, "-m", "elastic_train.command", "launch", str(path), *arguments)
         self._launcher = subprocess.Popen(command, env=environ)
         if self._is_leaving:
@@ -182,7 +189,8 @@ class _Nodes:
 
     def __init__(self, job: RayJob, endpoint: str, asked: threading.Event) -> None:
         self._ray, self._job, self._asked = _ray(), job, asked
-        self._given = (job.config.run.dir, job.config.to_yaml(), job.arguments(endpoint))
+        left_out = {variable_of(key): value for key, value in job.config.left_out().items()}
+        self._given = (job.config.run.dir, job.config.to_yaml(), job.arguments(endpoint), left_out)
         amounts = dict(job.resources)
         known = {"num_cpus": amounts.pop("CPU", 0), "num_gpus": amounts.pop("GPU", 0)}
         known |= {"memory": amounts.pop("memory")} if "memory" in amounts else {}

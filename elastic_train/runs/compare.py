@@ -19,6 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from elastic_train.config.credentials import without_password
 from elastic_train.errors import ConfigError
 from elastic_train.runs.report import finite, report_on
 from elastic_train.system.wording import first_line
@@ -31,7 +32,6 @@ from elastic_train.tracking.mlflow_run import (
     resolve,
     sqlite_path,
     tracker_errors,
-    without_password,
 )
 from elastic_train.tracking.run_folder import RunFolder
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 _LONGEST_LINE = 300
+LEFT_OUT = "***"
+"""What stands for a user and a password."""
 
 
 def duration(seconds: float) -> str:
@@ -31,8 +34,13 @@ def counted(number: int, noun: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its class where it has none."""
-    return (str(error) or type(error).__name__).partition("\n")[0][:_LONGEST_LINE]
+    """Return the first line of an error's message, without passwords in URLs, or its class where it has none."""
+    return without_passwords(str(error) or type(error).__name__).partition("\n")[0][:_LONGEST_LINE]
+
+
+def without_passwords(text: str) -> str:
+    """Return a text without the users and passwords of the URLs in it."""
+    return re.sub(r"://[^/\s]*@", f"://{LEFT_OUT}@", text)
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

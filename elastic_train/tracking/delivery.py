@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -10,8 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_train.config import yaml12
+from elastic_train.config.credentials import without_password
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import version_of
+from elastic_train.system.wording import without_passwords
 from elastic_train.tracking.metric_log import Settled, Values
 from elastic_train.tracking.mlflow_run import (
     ENDED_TAG,
@@ -21,7 +22,6 @@ from elastic_train.tracking.mlflow_run import (
     WEIGHTS_TAG,
     MlflowRun,
     metric_name,
-    without_password,
 )
 from elastic_train.tracking.run_folder import RunFolder
 
@@ -42,7 +42,7 @@ class Job:
 
     def config_text(self) -> str:
         """Return the configuration as YAML, without passwords in URLs."""
-        return re.sub(r"://[^/@\s]+@", "://***@", yaml12.write(self.config))
+        return without_passwords(yaml12.write(self.config))
 
 
 class Delivery:

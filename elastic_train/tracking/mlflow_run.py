@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
+from elastic_train.config.credentials import without_password
 from elastic_train.system.atomic_files import draft_of
 from elastic_train.system.file_locks import locked_by
 from elastic_train.tracking.metric_log import Values
@@ -190,17 +191,6 @@ def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
         else:
             flat[f"{prefix}{key}"] = without_password(value) if isinstance(value, str) else str(value)
     return flat
-
-
-def without_password(text: str) -> str:
-    """Return a URL without its user and password, and any other text unchanged."""
-    try:
-        parts = urlsplit(text)
-        if "@" not in parts.netloc:
-            return text
-        return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
-    except ValueError:
-        return text
 
 
 def sqlite_path(mlflow_uri: str) -> Path | None:

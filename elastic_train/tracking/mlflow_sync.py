@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_train.config.credentials import is_left_out, without_password
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.system.file_locks import locked_by
 from elastic_train.system.wording import first_line
@@ -61,6 +62,7 @@ def sync(run_dir: Path, mlflow_uri: str | None = None) -> Synced:
     reached or a trainer is sending.
     """
     job = _job_of(run_dir, mlflow_uri)
+    shown = without_password(job.mlflow_uri)
     bound_requests()
     try:
         with (run_dir / LOCK).open("w") as lock:
@@ -72,9 +74,9 @@ def sync(run_dir: Path, mlflow_uri: str | None = None) -> Synced:
     except tracker_errors() as error:
         if is_no_tracker(error):
             raise ConfigError(
-                f"{job.mlflow_uri} is not an MLflow database: {first_line(error)}; name a tracker with --mlflow-uri"
+                f"{shown} is not an MLflow database: {first_line(error)}; name a tracker with --mlflow-uri"
             ) from error
-        raise StorageError(f"{job.mlflow_uri}: MLflow cannot be reached; sync later: {first_line(error)}") from error
+        raise StorageError(f"{shown}: MLflow cannot be reached; sync later: {first_line(error)}") from error
 
 
 def _repair(job: Job) -> Synced:
@@ -94,7 +96,9 @@ def _repair(job: Job) -> Synced:
     if end is not None:
         delivery.end(end.status)
     if failed:
-        raise StorageError(f"{job.mlflow_uri}: MLflow did not take everything; sync later: {first_line(failed[0])}")
+        raise StorageError(
+            f"{without_password(job.mlflow_uri)}: MLflow did not take everything; sync later: {first_line(failed[0])}"
+        )
     num_waiting = count_values(read_metrics(job.run_dir)) - num_settled
     return Synced(run_id, job.mlflow_uri, num_sent, num_settled - num_sent, num_waiting, end.status if end else None)
 
@@ -105,9 +109,11 @@ def _job_of(run_dir: Path, mlflow_uri: str | None) -> Job:
     if not terms(run_dir):
         raise ConfigError(f"{run_dir} has no metrics to send; name the run.dir of a run that has trained")
     link = folder.link()
-    uri = mlflow_uri or (link.mlflow_uri if link and "***@" not in (link.mlflow_uri or "") else None)
-    uri = uri or folder.setting("tracking", "mlflow_uri")
-    if uri is None:
+    known = [uri for uri in (mlflow_uri, link and link.mlflow_uri, folder.setting("tracking", "mlflow_uri")) if uri]
+    if not known:
         raise ConfigError(f"{run_dir} was not tracked in MLflow; name a tracker with --mlflow-uri")
+    uri = next((each for each in known if not is_left_out(each)), None)
+    if uri is None:
+        raise ConfigError(f"{run_dir} was tracked at {known[0]}: its user and password are not kept, give --mlflow-uri")
     experiment = folder.setting("tracking", "experiment") or "elastic-train"
     return Job(run_dir, config, resolve(uri), experiment, folder.setting("run", "name") or run_dir.resolve().name)

@@ -96,7 +96,8 @@ def explained(
         case Meaning.AGAIN:
             return StoreUnavailableError(
                 f"no etcd answers at {where} (tried for {waited_s:.0f} s; {last_words}). "
-                "Start etcd there, or correct the endpoint (--rdzv_endpoint=HOST:PORT) or its TLS options."
+                "Start etcd there, or correct the endpoint (HOST:PORT of --rdzv_endpoint, --endpoint or --etcd) or its "
+                "TLS options."
             )
         case Meaning.BLOCKED:
             return StoreBlockedError(f"etcd at {where} has raised the alarm {alarm_in(text)}.")

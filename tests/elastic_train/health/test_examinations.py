@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -16,10 +17,10 @@ from torch import Tensor
 from chaos.services.store_mount import NoMountError, run_as_root
 from elastic_train.health import clock, folders, memory
 from elastic_train.health.clock import examine_clock
-from elastic_train.health.finding import Finding
+from elastic_train.health.finding import Finding, Planned, examine_all, ok
 from elastic_train.health.folders import NUM_BYTES, anonymous_file, examine_folders
 from elastic_train.health.memory import PIECE, examine_memory
-from elastic_train.health.products import MOST, examine_products, known_product, own_cores
+from elastic_train.health.products import MOST, examine_products, known_product, or_its_error, own_cores
 from rendezvous import EtcdServer, etcd_options
 
 CPU = torch.device("cpu")
@@ -239,3 +240,26 @@ def test_the_clock_is_compared_with_etcds(monkeypatch: pytest.MonkeyPatch) -> No
         assert finding.level == "warn" and "s ahead of etcd's" in finding.found
     [finding] = examine_clock(options)
     assert finding.level == "ok" and "not known" in finding.found
+
+
+def test_an_error_of_a_device_itself_makes_it_unfit_and_another_proves_nothing() -> None:
+    """As of a GPU whose memory is broken, or whose memory is all taken."""
+    device = torch.device("cuda", 0)
+
+    def broken() -> Iterator[Finding]:
+        yield ok("memory", "a part of it")
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+    def taken() -> Iterator[Finding]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    examinations = {"memory": broken, "products": taken}
+    planned = {
+        name: Planned(partial(or_its_error, device, name, one), "look", 60.0, late="warn")
+        for name, one in examinations.items()
+    }
+    before, unfit, unknown = examine_all(planned)
+    assert (before.level, unfit.level, unknown.level) == ("ok", "fail", "warn")
+    assert unfit.found == "cuda:0 fails: CUDA error: uncorrectable ECC error encountered"
+    assert unknown.found == "OutOfMemoryError: CUDA out of memory"

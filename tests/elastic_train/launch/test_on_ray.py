@@ -34,6 +34,7 @@ class Cluster:
     def __init__(self, ends: list[object], actors_at_once: int) -> None:
         self.ends, self.room = ends, actors_at_once
         self.options: dict[str, object] = {}
+        self.given: tuple[Any, ...] = ()
         self.actors: list[SimpleNamespace] = []
         self.asked_to_leave = self.killed = 0
         self.exceptions = SimpleNamespace(RayActorError=ActorLost)
@@ -51,7 +52,11 @@ class Cluster:
         def leave() -> None:
             self.asked_to_leave += 1
 
-        methods = {"run": lambda *_: ("run", number), "host": lambda: ("host", number), "leave": leave}
+        def run(*given: object) -> tuple[str, int]:
+            self.given = given
+            return "run", number
+
+        methods = {"run": run, "host": lambda: ("host", number), "leave": leave}
         self.actors.append(SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in methods.items()}))
         return self.actors[-1]
 
@@ -80,7 +85,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, ends: list[object], **job: Any) -> tu
     """Run a job of two nodes whose actors end that way; return its code and result, and the cluster."""
     cluster = Cluster(ends, 2)
     monkeypatch.setattr(on_ray, "_ray", lambda: cluster)
-    return run_on_ray(RayJob(CONFIG, "1:2", endpoint="etcd:2379", **job)), cluster
+    return run_on_ray(RayJob(**{"config": CONFIG, "nodes": "1:2", "endpoint": "etcd:2379", **job})), cluster
 
 
 def test_lost_and_failed_nodes_are_replaced_until_one_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +161,20 @@ def test_a_node_is_told_all_by_flags() -> None:
 @pytest.mark.slow
 def test_the_node_runs_a_launcher_and_returns_its_code(tmp_path: Path) -> None:
     """Here one that refuses its flags; a request to leave that came first is handed on."""
-    code, result = on_ray.Node().run(str(tmp_path / "run"), CONFIG.to_yaml(), ["--nodes", "0"])
+    code, result = on_ray.Node().run(str(tmp_path / "run"), CONFIG.to_yaml(), ["--nodes", "0"], {})
     assert (code, result) == (2, None)
     assert (tmp_path / "run" / "ray.yaml").read_text() == CONFIG.to_yaml()
+
+
+def test_an_address_with_a_password_reaches_the_launcher_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nodes get it as a variable: here the launcher says of another one in its place what is wrong with it."""
+    traces = CONFIG.monitoring.model_copy(update={"otlp": "http://me:planted@host:4318"})
+    secret = CONFIG.model_copy(update={"monitoring": traces})
+    _, cluster = ended(monkeypatch, [0], config=secret)
+    _, text, _, left_out = cluster.given
+    assert left_out == {"ELASTIC_TRAIN__MONITORING__OTLP": "http://me:planted@host:4318"}
+    assert "planted" not in text
+    code, _ = on_ray.Node().run(str(tmp_path / "run"), text, [], {"ELASTIC_TRAIN__MONITORING__OTPL": "x"})
+    assert code == 2 and "ELASTIC_TRAIN__MONITORING__OTPL" in capfd.readouterr().err

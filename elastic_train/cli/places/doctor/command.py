@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -53,7 +53,7 @@ def doctor(
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     etcd: str | None = None,
     run_id: Annotated[str | None, Parameter(name="--id")] = None,
-    peers: int = 0,
+    peers: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 0,
     wait_s: float = 60.0,
     local_addr: str | None = None,
     json_: Json = False,
@@ -95,9 +95,13 @@ def _examined(path: Path | None, overrides: Sequence[str], asked: Asked) -> Iter
             yield ok("configuration", str(path))
         except ConfigError as error:
             yield from (fail("configuration", problem, "correct it") for problem in error.problems)
-    options = etcd_of(asked.etcd, found)
-    if asked.num_peers and options is None:
+    options = None
+    if asked.num_peers and asked.etcd is None and found.endpoint is None:
         raise ConfigError("--peers needs --etcd HOST:PORT, where the doctors of all nodes meet")
+    try:
+        options = etcd_of(asked.etcd, found)
+    except ConfigError as error:
+        yield from (fail("etcd", problem, "correct it") for problem in error.problems)
     yield from examine_all(dict(_planned(config, options, asked, found)))
 
 

@@ -41,8 +41,11 @@ def examine_torch() -> Iterator[Finding]:
 
 def examine_gpus(num_seen: int) -> Iterator[Finding]:
     """Say whether torch computes on the GPUs that the driver sees, `num_seen` of them."""
-    import torch
-    import torch.distributed as dist
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError):
+        return  # which `examine_torch` says
 
     num_usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_seen > num_usable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import pytest
+import torch
 
 from chaos.services.authority import Authority
 from elastic_train.checkpoint.stores import local
@@ -244,3 +246,51 @@ def test_who_is_missing_is_said(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit) as left:
         main(["doctor", "--peers", "1"])
     assert left.value.code == 2
+
+
+def test_a_torch_that_cannot_be_imported_is_a_line_and_the_others_are_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torch", "torch.distributed"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, found = said(capsys)
+    assert code == 1
+    assert [level for level, _ in found["torch"]] == ["fail"]
+    assert found["open files"] and found["temporary files"]
+
+
+def test_a_gpu_that_does_not_answer_is_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(device: int) -> str:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", broken)
+    code, found = said(capsys)
+    assert code == 1
+    assert ("fail", "RuntimeError: CUDA error: uncorrectable ECC error encountered") in found["gpu"]
+    assert found["open files"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "conf", "message"),
+    [
+        (["--etcd", "h:99999"], "", "etcd's endpoint 'h:99999' is not HOST:PORT"),
+        (["--etcd", "h:2379"], "ca_cert=/nope", "ca_cert: no such file: /nope"),
+    ],
+)
+def test_wrong_options_of_etcd_are_said_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], conf: str, message: str
+) -> None:
+    """By the doctor as a finding, and by commands that need etcd as an error of usage."""
+    if conf:
+        monkeypatch.setenv("PET_RDZV_CONF", conf)
+    _, found = said(capsys, *arguments)
+    assert found["etcd"][0] == ("fail", message)
+    for command_line in (["job", "ls"], ["top", "a-job"]):
+        with pytest.raises(SystemExit) as left:
+            main([*command_line, *arguments])
+        assert left.value.code == 2
+        assert message in capsys.readouterr().err

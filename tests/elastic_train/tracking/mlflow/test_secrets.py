@@ -9,11 +9,15 @@ from pathlib import Path
 import pyetcd
 import pytest
 
+from elastic_train.errors import ConfigError
+from elastic_train.tracking.mlflow_sync import sync
 from rendezvous import EtcdServer
 from rendezvous.errors import StoreDeniedError
+from rendezvous.etcd.server import free_ports
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.records import Keys
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, start
+from tests.elastic_train.training.jobs import CLASSIFIER, config, succeed
 from tests.elastic_train.training.live.test_live import finish, launch, nothing_left, until_whole, write_config
 from tests.rendezvous.etcd.test_refusals import Users, etcd_options
 from tests.rendezvous.rendezvous_sides import patient
@@ -58,8 +62,8 @@ def test_no_secret_is_in_logs_files_etcd_or_mlflow(tmp_path: Path, rows: Path, u
     with EtcdServer() as server:
         allow_only(Users(server), tmp_path.name)
         known = tmp_path / "known"
-        config = write_config(tmp_path, rows, 60, lane_ms=120.0, until=known)
-        job = launch(tmp_path, server, config, ranks=2, conf=f",user=mine,password={PASSWORD}", **own)
+        written = write_config(tmp_path, rows, 60, lane_ms=120.0, until=known)
+        job = launch(tmp_path, server, written, ranks=2, conf=f",user=mine,password={PASSWORD}", **own)
         _, ranks = until_whole(tmp_path / "run", 2)
         os.kill(ranks[1], signal.SIGKILL)
         known.touch()
@@ -79,3 +83,22 @@ def test_no_secret_is_in_logs_files_etcd_or_mlflow(tmp_path: Path, rows: Path, u
     assert any(tmp_path.name.encode() in text for name, text in left.items() if name.startswith(str(database)))
     secrets = [secret.encode() for secret in (*PLANTED.values(), PASSWORD)]
     assert [(name, secret) for name, text in left.items() for secret in secrets if secret in text] == []
+
+
+def test_no_password_of_an_address_is_in_logs_or_files(tmp_path: Path, rows: Path) -> None:
+    """Neither of MLflow nor of traces, both of which cannot be reached; nor does `sync` ask where it has none."""
+    (port,), folder = free_ports(1), tmp_path / "job"
+    addresses = {
+        "tracking": {"mlflow_uri": f"http://me:planted@127.0.0.1:{port}"},
+        "monitoring": {"otlp": f"http://me:planted@127.0.0.1:{port}"},
+        "checkpoint": {"every_steps": 2, "url": str(tmp_path / "commits")},
+    }
+    path = config(folder, rows, CLASSIFIER, max_steps=2, validation={"every_steps": None}, **addresses)
+    done = succeed(start([path]))
+    assert "MLflow cannot be reached" in done.output
+    kept = [each for each in tmp_path.rglob("*") if each.is_file() and str(each) != path]
+    assert {"config.yaml", "00000001.yaml"} <= {each.name for each in kept}
+    assert "planted" not in done.output
+    assert [each for each in kept if b"planted" in each.read_bytes()] == []
+    with pytest.raises(ConfigError, match=r"http://\*\*\*@127.0.0.1:\d+: its user and password are not kept, give"):
+        sync(folder / "run")

@@ -1,0 +1,53 @@
+"""Passwords in a configuration: where one may be, and what is written in place of it.
+
+Credentials come from the environment, or from files of the libraries that need them. Two addresses may have them in
+themselves all the same, since databases that MLflow writes into know no other way: what is written or shown of a
+configuration leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from urllib.parse import urlsplit, urlunsplit
+
+from elastic_train.system.wording import LEFT_OUT
+
+MAY_HAVE = (("tracking", "mlflow_uri"), ("monitoring", "otlp"))
+"""The keys, by section, whose addresses may have a password."""
+
+
+def without_password(text: str) -> str:
+    """Return a URL without its user and password, and any other text unchanged."""
+    try:
+        parts = urlsplit(text)
+        if "@" not in parts.netloc:
+            return text
+        return urlunsplit(parts._replace(netloc=f"{LEFT_OUT}@" + parts.netloc.rpartition("@")[2]))
+    except ValueError:
+        return text
+
+
+def has_password(text: str) -> bool:
+    """Whether a text is a URL with a password in it; that of a user alone, as hdfs has them, is none."""
+    try:
+        return ":" in urlsplit(text).netloc.rpartition("@")[0]
+    except ValueError:
+        return False
+
+
+def is_left_out(text: str) -> bool:
+    """Whether a URL is what `without_password` has left of another."""
+    return f"://{LEFT_OUT}@" in text
+
+
+def misplaced(value: object, key: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yield (key, URL) of every URL with a password in a configuration, but for keys that may have one."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from misplaced(each, (*key, str(name)))
+    elif isinstance(value, str):
+        if key not in MAY_HAVE and has_password(value):
+            yield ".".join(key), value
+    elif isinstance(value, Sequence):
+        for number, each in enumerate(value):
+            yield from misplaced(each, (*key, str(number)))

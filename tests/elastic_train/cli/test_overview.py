@@ -1,0 +1,30 @@
+"""`elastic-train --help`: every command has a line, and none of them is imported for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from elastic_train.cli import main
+
+PROGRAM = """
+import sys
+from elastic_train.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    sys.stderr.write(str([name for name in ("torch", "pyarrow") if name in sys.modules]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [[], ["--help"]], ids=["nothing", "help"])
+def test_every_command_says_what_it_is_for(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == "[]", done.stderr
+    lines = [line.strip("│ ").split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("│ ")]
+    said = {words[0]: words[1] for words in lines if len(words) == 2}
+    for name in (*main.LATER, "train", "launch", "report"):
+        assert name in said, name
