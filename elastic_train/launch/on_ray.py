@@ -30,8 +30,8 @@ from elastic_train.config.sources import variable_of
 from elastic_train.errors import ConfigError, CorruptError, NoProgressError, Preempted, TooFewNodesError
 from elastic_train.launch import departure
 from elastic_train.launch.job_etcd import JobEtcd
-from elastic_train.launch.options import TIMEOUT_S, parse_nodes
-from elastic_train.launch.schedulers import without_schedulers
+from elastic_train.launch.options import TIMEOUT_S, for_no_etcd, parse_nodes
+from elastic_train.launch.schedulers import CONF, read_conf, without_schedulers
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.extras import needed_for
 from rendezvous.etcd.server import EtcdServer, free_ports
@@ -62,6 +62,8 @@ class RayJob:
     """Of each node; by default one for each GPU, else one."""
     run_id: str | None = None
     endpoint: str | None = None
+    conf: str | None = field(default_factory=lambda: os.environ.get(CONF), repr=False)
+    """How that etcd is reached, as PET_RDZV_CONF says it where the job is started; None: as each node's own says."""
     most_failures: int = MOST_FAILURES
     """So many lost or failed nodes within an hour are replaced; -1: all."""
     grace_s: float = 30.0
@@ -73,7 +75,9 @@ class RayJob:
         """Yield all that is wrong with it."""
         wrong: list[str] = []
         parse_nodes(self.nodes, wrong)
+        conf = read_conf(self.conf or "", wrong)
         yield from wrong
+        yield from for_no_etcd(self.endpoint, conf)
         data = self.config.data
         named = {"run.dir": self.config.run.dir, "data.train": data.train, "data.validation": data.validation}
         named |= {f"data.mixture.{i}.source": each.source for i, each in enumerate(data.mixture or ())}
@@ -85,6 +89,11 @@ class RayJob:
         for name, amount in self.resources.items():
             if amount < 0:
                 yield f"a node cannot have {amount:g} of {name}"
+
+    def to_etcd(self) -> dict[str, str]:
+        """Return the variable that says how each node reaches etcd; it is empty for the job's own."""
+        conf = self.conf if self.endpoint is not None else self.conf or ""
+        return {} if conf is None else {CONF: conf}
 
     def arguments(self, endpoint: str) -> list[str]:
         """Return the flags of each node's launcher."""
@@ -106,17 +115,17 @@ class Node:
         return socket.gethostname()
 
     def run(
-        self, run_dir: str, config: str, arguments: Sequence[str], left_out: Mapping[str, str]
+        self, run_dir: str, config: str, arguments: Sequence[str], variables: Mapping[str, str]
     ) -> tuple[int, Result | None]:
         """Run the launcher to its end; return its exit code, and the run's result once there is one here.
 
-        `left_out` are the variables that say what no file may hold.
+        `variables` say what no file may hold, and no command line.
         """
         path = Path(run_dir) / "ray.yaml"
         write_atomically(path, config)
         # A launcher can import what this process can: Ray adds the driver's folders, and those of its runtime_env.
         environ = without_schedulers(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        environ |= left_out
+        environ |= variables
         command = bound_command(sys.executable, "-m", "elastic_train.command", "launch", str(path), *arguments)
         self._launcher = subprocess.Popen(command, env=environ)
         if self._is_leaving:
@@ -189,8 +198,8 @@ class _Nodes:
 
     def __init__(self, job: RayJob, endpoint: str, asked: threading.Event) -> None:
         self._ray, self._job, self._asked = _ray(), job, asked
-        left_out = {variable_of(key): value for key, value in job.config.left_out().items()}
-        self._given = (job.config.run.dir, job.config.to_yaml(), job.arguments(endpoint), left_out)
+        variables = {variable_of(key): value for key, value in job.config.left_out().items()} | job.to_etcd()
+        self._given = (job.config.run.dir, job.config.to_yaml(), job.arguments(endpoint), variables)
         amounts = dict(job.resources)
         known = {"num_cpus": amounts.pop("CPU", 0), "num_gpus": amounts.pop("GPU", 0)}
         known |= {"memory": amounts.pop("memory")} if "memory" in amounts else {}

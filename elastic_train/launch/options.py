@@ -12,7 +12,7 @@ import re
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from elastic_train.errors import ConfigError
@@ -88,6 +88,17 @@ class Flags:
         for name, seconds in (("--ttl-s", self.ttl_s), ("--grace-s", self.grace_s), ("--timeout-s", self.timeout_s)):
             if seconds is not None and not 0 <= seconds < math.inf:
                 yield f"{name} must be a number of seconds, 0 or more, not {seconds}"
+
+    def arguments(self) -> list[str]:
+        """Return the command line that says the same, without what need not be said."""
+        words: list[str] = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value == each.default:
+                continue
+            name = "id" if each.name == "run_id" else each.name.replace("_", "-")
+            words += [f"--no-{name}"] if value is False else [f"--{name}", f"{value}"]
+        return words
 
 
 def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mapping[str, str], num_gpus: int) -> Launch:

@@ -112,6 +112,6 @@ def _endpoint(text: str) -> str:
     host, colon, port = bare.rpartition(":")
     if not colon or bare.endswith("]"):
         host, port = bare, str(DEFAULT_PORT)
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise OptionError(f"etcd's endpoint {text!r} is not HOST:PORT")
     return f"{host}:{port}"

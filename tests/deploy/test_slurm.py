@@ -12,6 +12,7 @@ import pytest
 from chaos.services.slurm.cluster import SlurmCluster
 from chaos.services.slurm.machines import eventually
 from elastic_train.cli.places.submit.slurm import LEAVE_S, SlurmJob, render
+from elastic_train.launch.options import Flags
 from tests.deploy.jobs import (
     LANE_MS,
     PATIENCE_S,
@@ -34,8 +35,11 @@ def test_what_submit_renders_leaves_before_its_time_limit_and_goes_on(
     done = tmp_path / "done"
     config, run = write_patient_config(tmp_path, rows, STEPS, LANE_MS, done), tmp_path / "run"
     script = tmp_path / "job.sbatch"
-    script.write_text(render(SlurmJob(Path(config), ("--batch.micro-batch", "8"), "2", time="50")))
+    comment = r"""what's "a b" \c # here"""
+    flags, options = Flags(nodes="2", grace_s=100.0), (f"--comment={comment}",)
+    script.write_text(render(SlurmJob(Path(config), ("--batch.micro-batch", "8"), flags, time="50", options=options)))
     job = slurm.submit("-D", str(tmp_path), "-o", str(tmp_path / "log"), str(script), **path)
+    assert f"Comment={comment} " in slurm.run("scontrol", "-o", "show", "job", job)
     term = until_world(run, 2)
     hours, minutes, _ = (int(part) for part in slurm.job(job)["RunTime"].split(":"))
     slurm.run("scontrol", "update", f"jobid={job}", f"timelimit={60 * hours + minutes + LEAVE_S // 60 + 1}")

@@ -44,7 +44,17 @@ def ray(
     """
     resolved = sources.load(config, environ=os.environ, arguments=overrides)
     amounts = {"CPU": cpus, "GPU": float(gpus), **(resources or {})}
-    job = RayJob(resolved, nodes, amounts, ranks, run_id, endpoint, max_failures, grace_s, timeout_s)
+    job = RayJob(
+        resolved,
+        nodes,
+        amounts,
+        ranks,
+        run_id,
+        endpoint,
+        most_failures=max_failures,
+        grace_s=grace_s,
+        timeout_s=timeout_s,
+    )
     if problems := list(job.problems()):
         raise ConfigError(*problems)
     with needed_for("a job on Ray"):

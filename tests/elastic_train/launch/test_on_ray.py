@@ -158,11 +158,37 @@ def test_a_node_is_told_all_by_flags() -> None:
     assert without_schedulers(environ) == {"PATH": "/bin"}
 
 
+def test_how_etcd_is_reached_is_said_to_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no flag: as the variable has it where the job is started, and else as each node's own has it."""
+    started: list[tuple[object, ...]] = []
+
+    def note(self: Cluster) -> SimpleNamespace:
+        actor = start_actor(self)
+        run = actor.run.remote
+        actor.run = SimpleNamespace(remote=lambda *given: started.append(given) or run(*given))
+        return actor
+
+    start_actor = Cluster._start
+    monkeypatch.setattr(Cluster, "_start", note)
+    assert "secret" not in repr(RayJob(CONFIG, "1", endpoint="etcd:2379", conf="user=a,password=secret"))
+    ended(monkeypatch, [0])
+    monkeypatch.setenv("PET_RDZV_CONF", "ca_cert=/ca.pem")
+    ended(monkeypatch, [0])
+    assert [given[3] for given in started] == [{}] * 2 + [{"PET_RDZV_CONF": "ca_cert=/ca.pem"}] * 2
+    assert RayJob(CONFIG, "1", conf=None).to_etcd() == {"PET_RDZV_CONF": ""}, "not what a node says of another"
+    environ = {"PATH": "/bin", "PET_RDZV_CONF": "ttl=5", "PET_NNODES": "2"}
+    assert without_schedulers(environ) == {"PATH": "/bin", "PET_RDZV_CONF": "ttl=5"}
+    with pytest.raises(ConfigError, match=r"PET_RDZV_CONF says how to reach an etcd \(ca_cert\)"):
+        run_on_ray(RayJob(CONFIG, "1:2"))
+
+
 @pytest.mark.slow
-def test_the_node_runs_a_launcher_and_returns_its_code(tmp_path: Path) -> None:
-    """Here one that refuses its flags; a request to leave that came first is handed on."""
-    code, result = on_ray.Node().run(str(tmp_path / "run"), CONFIG.to_yaml(), ["--nodes", "0"], {})
+def test_the_node_runs_a_launcher_and_returns_its_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Here one that refuses its flags, and what it is told of etcd."""
+    said = {"PET_RDZV_CONF": "ttl"}
+    code, result = on_ray.Node().run(str(tmp_path / "run"), CONFIG.to_yaml(), ["--nodes", "0"], said)
     assert (code, result) == (2, None)
+    assert "PET_RDZV_CONF: 'ttl' is not KEY=VALUE" in capfd.readouterr().err
     assert (tmp_path / "run" / "ray.yaml").read_text() == CONFIG.to_yaml()
 
 

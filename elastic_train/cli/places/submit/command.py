@@ -9,24 +9,23 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from elastic_train.cli.output import Flag, print_text
+from elastic_train.cli.output import Flag, LaunchFlags, Overrides, print_text
 from elastic_train.cli.places.submit import kubernetes, slurm
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
+from elastic_train.launch.options import Flags
 
 app = App(name="submit", help="Submit a job to a cluster, or print what would be submitted (--dry-run).")
-Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+_NO_FLAGS = Flags()
 
 
 @app.command(name="slurm")
 def submit_slurm(
     config: Path,
     *overrides: Overrides,
-    nodes: str,
+    flags: LaunchFlags = _NO_FLAGS,
     time: str | None = None,
-    endpoint: str | None = None,
-    run_id: Annotated[str | None, Parameter(name="--id")] = None,
     gpus: int | None = None,
     array: Flag = False,
     sbatch: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = (),
@@ -34,15 +33,14 @@ def submit_slurm(
 ) -> int:
     """Submit CONFIG as a job on one allocation of N or MIN:MAX --nodes, by the script deploy/slurm/train.sbatch.
 
-    --time: a limit as sbatch takes it; two minutes before, the job commits and is requeued. --endpoint HOST:PORT of an
-    etcd; without, the first node starts one. --gpus: of each node. --array: MAX jobs of one node in place of one
-    allocation, which come and go as the queue gives them; needs --endpoint and --id. --sbatch=--partition=gpu: one more
-    option of sbatch, which may be repeated. --dry-run prints the script, which can be submitted as it is.
+    Of N nodes any number trains, from 1 on; of MIN:MAX, MIN at least. --time: a limit as sbatch takes it; two minutes
+    before, the job commits and is requeued. --endpoint HOST:PORT of an etcd, or @FILE; without, the first node starts
+    one. --id: the job's name there, by which others can join. --gpus: of each node. --array: MAX jobs of one node in
+    place of one allocation, which come and go as the queue gives them; needs --endpoint and --id.
+    --sbatch=--partition=gpu: one more option of sbatch, which may be repeated; its value needs no quotes. All other
+    flags are those of `launch`. --dry-run prints the script, which can be submitted as it is.
     """
-    options = tuple(sbatch)
-    job = slurm.SlurmJob(
-        config.absolute(), overrides, nodes, time, endpoint, run_id, gpus, is_array=array, options=options
-    )
+    job = slurm.SlurmJob(config.absolute(), overrides, flags, time, gpus, is_array=array, options=tuple(sbatch))
     _checked(config, overrides, os.environ, list(job.problems()))
     script = slurm.render(job)
     return print_text(script.rstrip("\n") if dry_run else slurm.submit(script))

@@ -10,53 +10,82 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_train.errors import ConfigError, ElasticTrainError
-from elastic_train.launch.options import parse_nodes
+from elastic_train.launch.options import Flags, parse_nodes
+from rendezvous.errors import OptionError
+from rendezvous.etcd.options import etcd_options
 
 SCRIPTS = Path(__file__).parents[1] / "deploy" / "slurm"
 LEAVE_S = 120
 """How long before its end a job is asked to leave; the scripts say so, too (--signal)."""
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_TIME = re.compile("(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
+_OPTION = re.compile("--[a-z][a-z0-9-]*(?:=[^\\n\\r]*)?")
+_ID = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """What is to be submitted; with `is_array` as an array of one-node jobs."""
+    """What is to be submitted; with `is_array` as an array of one-node jobs.
+
+    Its nodes, etcd and name are those of `flags`, which its launchers are given.
+    """
 
     config: Path
     overrides: tuple[str, ...]
-    nodes: str
+    flags: Flags
     time: str | None = None
-    endpoint: str | None = None
-    run_id: str | None = None
     gpus: int | None = None
     is_array: bool = False
     options: tuple[str, ...] = ()
     """More of sbatch's own, such as --partition=gpu."""
 
+    @property
+    def nodes(self) -> str:
+        return self.flags.nodes or ""
+
     def problems(self) -> Iterator[str]:
         """Yield all that is wrong with it."""
         wrong: list[str] = []
         parse_nodes(self.nodes, wrong)
-        yield from wrong
+        yield from wrong if self.nodes else ["--nodes N or MIN:MAX is needed"]
+        yield from self.flags.problems()
         if self.time is not None and (seconds := seconds_of(self.time)) is not None and seconds <= LEAVE_S:
             yield f"--time {self.time}: the job is asked to leave {LEAVE_S} s before its end; give it more"
         elif self.time is not None and seconds_of(self.time) is None:
             yield f"--time {self.time!r} is not MINUTES, HH:MM:SS or DAYS-HH[:MM[:SS]]"
         if self.gpus is not None and self.gpus < 1:
             yield f"--gpus must be at least 1, not {self.gpus}; leave it out for a job on CPUs"
-        if self.is_array and self.endpoint is None:
-            yield "--array needs --endpoint HOST:PORT of an etcd that is in none of its jobs (deploy/slurm/etcd.sbatch)"
-        if self.is_array and self.run_id is None:
-            yield "--array needs --id NAME, by which its jobs find each other"
+        yield from self._wrong_meeting()
         for each in self.options:
-            if not each.startswith("--"):
-                yield f"--sbatch {each!r} is not an option of sbatch: write --NAME or --NAME=VALUE"
-        if not self.is_array and self.run_id is not None:
-            yield "--id is for --array; a job of one allocation is named by Slurm's number"
+            if _OPTION.fullmatch(each) is None:
+                yield f"--sbatch {each!r} is not an option of sbatch: write --NAME or --NAME=VALUE, in one line"
+
+    def _wrong_meeting(self) -> Iterator[str]:
+        """Yield what is wrong with where its nodes meet, and by what name."""
+        endpoint, name = self.flags.endpoint, self.flags.run_id
+        if self.is_array and endpoint is None:
+            yield "--array needs --endpoint HOST:PORT of an etcd that is in none of its jobs (deploy/slurm/etcd.sbatch)"
+        if self.is_array and name is None:
+            yield "--array needs --id NAME, by which its jobs find each other"
+        if name is not None and _ID.fullmatch(name) is None:
+            yield f"--id {name!r} names jobs and their logs: write letters, digits, '.', '_' and '-' alone"
+        if not self.is_array and name is not None and endpoint is None:
+            yield "--id needs --endpoint HOST:PORT: a job that has its etcd on its own nodes is named by Slurm's number"
+        if endpoint is not None:
+            try:
+                etcd_options(endpoint.replace("https://", ""))  # certificates are looked for on the job's nodes
+            except OptionError as error:
+                yield from (f"--endpoint: {problem}" for problem in error.problems)
+
+    def arguments(self) -> list[str]:
+        """Return what its script is given: the launcher's line, but for what the script adds."""
+        least_most = self.nodes if ":" in self.nodes and not self.is_array else None
+        name = None if self.is_array else self.flags.run_id
+        flags = replace(self.flags, nodes=least_most, endpoint=None, run_id=name)
+        return [str(self.config), *flags.arguments(), *self.overrides]
 
 
 def seconds_of(time: str) -> int | None:
@@ -78,16 +107,25 @@ def render(job: SlurmJob) -> str:
         raise ConfigError(*problems)
     lines = (SCRIPTS / ("elastic-array.sbatch" if job.is_array else "train.sbatch")).read_text().splitlines()
     last = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
-    arguments = shlex.join([str(job.config), *job.overrides])
-    own = [*(f"#SBATCH {option}" for option in _options(job)), f"set -- {arguments}", *_variables(job)]
+    own = [*(f"#SBATCH {_quoted(option)}" for option in _options(job)), f"set -- {shlex.join(job.arguments())}"]
+    own += _variables(job)
     return "\n".join([*lines[: last + 1], *own, *lines[last + 1 :]]) + "\n"
+
+
+def _quoted(option: str) -> str:
+    """Return an option as sbatch reads it in a script, where a blank ends it and '#' begins a comment."""
+    if re.search(r"""[\s"'\\#]""", option) is None:
+        return option
+    name, _, value = option.partition("=")
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{name}="{escaped}"'
 
 
 def _options(job: SlurmJob) -> Iterator[str]:
     least, most = parse_nodes(job.nodes, [])
     if job.is_array:
         yield f"--array=0-{most - 1}"
-        yield f"--job-name={job.run_id}"
+        yield f"--job-name={job.flags.run_id}"
     else:
         yield f"--nodes={least}" if least == most else f"--nodes={least}-{most}"
     if job.time is not None:
@@ -98,11 +136,11 @@ def _options(job: SlurmJob) -> Iterator[str]:
 
 
 def _variables(job: SlurmJob) -> Iterator[str]:
-    if job.endpoint is not None:
-        yield f"export ETCD={shlex.quote(job.endpoint)}"
+    if job.flags.endpoint is not None:
+        yield f"export ETCD={shlex.quote(job.flags.endpoint)}"
     if job.is_array:
         least, most = parse_nodes(job.nodes, [])
-        yield f"export RUN={shlex.quote(job.run_id or '')} MIN={least} MAX={most}"
+        yield f"export RUN={job.flags.run_id} MIN={least} MAX={most}"
 
 
 def submit(script: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_the_script_is_that_of_deploy_with_the_jobs_own_lines(config: str, capsy
         "#SBATCH --gpus-per-node=8",
         "#SBATCH --partition=a",
         "#SBATCH --qos=b",
-        f"set -- '{config}' --optimizer.lr 0.1",
+        f"set -- '{config}' --nodes 2:8 --optimizer.lr 0.1",
         "export ETCD=e:1,f:2",
     ]
     assert lines.index(own[0]) > max(
@@ -65,6 +66,96 @@ def test_an_array_has_as_many_jobs_as_nodes_at_most(config: str, capsys: pytest.
     assert own == ["#SBATCH --array=0-7", "#SBATCH --job-name=q1", f"set -- '{config}'", *variables]
 
 
+def script_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """Return the lines of a batch script that no script of deploy has."""
+    code, script, errors = said(capsys, "slurm", *arguments, "--dry-run")
+    assert code == 0, errors
+    shipped = {line for path in SCRIPTS.glob("*.sbatch") for line in path.read_text().splitlines()}
+    return [line for line in script.splitlines() if line not in shipped]
+
+
+def test_the_launchers_flags_are_passed_on(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that the page tells to set were taken for keys of the configuration; MIN counted for an array alone."""
+    flags = ("--grace-s", "60", "--ranks=4", "--timeout-s", "100", "--local-addr", "10.0.0.1")
+    flags += ("--recovery", "restart", "--no-compact", "--ttl-s", "5", "--max-restarts", "0")
+    passed = "--ranks 4 --recovery restart --max-restarts 0 --ttl-s 5.0 --grace-s 60.0"
+    passed += " --local-addr 10.0.0.1 --no-compact --timeout-s 100.0 --epochs 2"
+    of_job = script_of(capsys, config, "--nodes", "2:8", *flags, "--epochs", "2")
+    assert of_job == ["#SBATCH --nodes=2-8", f"set -- '{config}' --nodes 2:8 {passed}"]
+    of_any = script_of(capsys, config, "--nodes", "8", *flags, "--epochs", "2")
+    assert of_any == ["#SBATCH --nodes=8", f"set -- '{config}' {passed}"], "from one node on, as Slurm's steps"
+    array = ("--array", "--endpoint", "e:1", "--id", "q1")
+    assert f"set -- '{config}' {passed}" in script_of(capsys, config, "--nodes", "2:8", *array, *flags, "--epochs", "2")
+    words = shlex.split(of_any[1].removeprefix("set -- "))
+    with pytest.raises(SystemExit):
+        main(["launch", words[0], *words[1:], "--nodes", "0"])
+    assert capsys.readouterr().err == "error: --nodes must be N or MIN:MAX with 1 <= MIN <= MAX, not '0'\n", (
+        "all is known"
+    )
+
+
+def test_an_allocation_that_can_grow_has_a_name_and_an_etcd(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of fewer nodes at first than may train together in the end."""
+    grows = ("--id", "quality-1", "--endpoint", "@/shared/etcd.endpoints", "--sbatch=--nodes=2")
+    assert script_of(capsys, config, "--nodes", "1:64", *grows) == [
+        "#SBATCH --nodes=1-64",
+        "#SBATCH --nodes=2",
+        f"set -- '{config}' --nodes 1:64 --id quality-1",
+        "export ETCD=@/shared/etcd.endpoints",
+    ]
+    code, _, errors = said(capsys, "slurm", config, "--nodes", "2", "--id", "x")
+    assert (code, "--id needs --endpoint HOST:PORT" in errors) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("--comment=a b", '--comment="a b"'),
+        ('--comment=say "x"', r'--comment="say \"x\""'),
+        ("--comment=it's", '--comment="it\'s"'),
+        (r"--comment=a\b", r'--comment="a\\b"'),
+        ("--comment=#1", '--comment="#1"'),
+        ("--exclusive", "--exclusive"),
+        ("--gres=gpu:h100:8", "--gres=gpu:h100:8"),
+    ],
+)
+def test_options_of_sbatch_are_quoted(config: str, capsys: pytest.CaptureFixture[str], option: str, line: str) -> None:
+    """A value with a blank was cut off there. (That sbatch reads it so is tested on a real one.)"""
+    assert f"#SBATCH {line}" in script_of(capsys, config, "--nodes", "2", f"--sbatch={option}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said_of_it"),
+    [
+        (("--sbatch=--comment=a\n#SBATCH --partition=b",), "is not an option of sbatch"),
+        (("--sbatch=--partition a",), "is not an option of sbatch"),
+        (("--id", "a\n#SBATCH --partition=b"), "--id 'a\\n#SBATCH --partition=b' names jobs"),
+        (("--id", "my job"), "--id 'my job' names jobs"),
+        (("--id", "team/q"), "--id 'team/q' names jobs"),
+        (("--endpoint", "nope:port"), "--endpoint: etcd's endpoint 'nope:port' is not HOST:PORT"),
+        (("--endpoint", "h:²"), "--endpoint: etcd's endpoint 'h:²' is not HOST:PORT"),
+        (("--endpoint", "@a,@b"), "--endpoint: a file of endpoints"),
+        (("--time", "٣٠:00:00"), "is not MINUTES"),
+        (("--time", "30:00:00\n"), "is not MINUTES"),
+        (("--recovery", "life"), "--recovery must be one of"),
+        (("--grace-s", "-1"), "--grace-s must be a number of seconds"),
+    ],
+)
+def test_nothing_is_passed_on_that_a_script_reads_otherwise(
+    config: str, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said_of_it: str
+) -> None:
+    """A line break began an option of sbatch's that nobody had given."""
+    others = ("--array", "--id", "q", "--endpoint", "https://e:1")
+    code, printed, errors = said(capsys, "slurm", config, "--nodes", "2", *others, "--dry-run")
+    assert code == 0, errors
+    left = [
+        word for name, word in zip(others[1::2], others[2::2], strict=True) if name != flags[0] for word in (name, word)
+    ]
+    code, printed, errors = said(capsys, "slurm", config, "--nodes", "2", "--array", *left, *flags, "--dry-run")
+    assert (code, printed) == (2, "")
+    assert said_of_it in errors and len(errors.splitlines()) == 1, errors
+
+
 def test_everything_that_is_wrong_is_said_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
@@ -75,7 +166,8 @@ def test_everything_that_is_wrong_is_said_at_once(
     for part in ("runn", "--nodes", "120 s before its end", "--gpus", "--endpoint", "--id NAME", "partition=a"):
         assert part in errors, part
     code, _, errors = said(capsys, "slurm", config, "--nodes", "2", "--time", "soon", "--id", "x")
-    assert (code, "DAYS-HH" in errors, "--id is for --array" in errors) == (2, True, True)
+    assert (code, "DAYS-HH" in errors, "--id needs --endpoint" in errors) == (2, True, True)
+    assert "--nodes N or MIN:MAX is needed" in said(capsys, "slurm", config)[2]
 
 
 def test_a_cluster_is_not_asked_for_what_pods_cannot_see(
