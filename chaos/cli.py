@@ -167,7 +167,7 @@ def sim(
     many virtual hours, with --faults-per-hour, whose steps take --step-s and whose leases half of that or as long.
     --shards lets every job train a real, tiny model in shards, else one in eight short ones does. --cells makes each a
     job whose replicas are cells of several workers, on 4 to 16 nodes if --nodes does not say, and --stages lets these
-    cells have stages, which may be of different nodes.
+    cells have stages, which may be of different nodes; with --shards, too, moments are in shares over ranks of a place.
     Seeds are spread over --processes, one for each core if not given; the digest does not depend on that. --ledger FILE
     keeps a line for each seed, and runs only those that it does not hold. Exit code 0 only if no invariant is violated;
     else the first bad run is shrunk, kept below runs/sim, and printed with the command that runs it again.
@@ -195,8 +195,6 @@ def sim(
     ):
         if value is not None and value <= 0:
             raise ScenarioError(f"{name} {value:g}: give more than 0")
-    if shards and cells:
-        raise ScenarioError("--shards and --cells: a job holds its state in shards, or in cells; give one of them")
     if stages and not cells:
         raise ScenarioError("--stages: it is cells that have them; give --cells, too")
     of_nodes = None if nodes is None else long_runs.nodes_of(nodes)

@@ -61,6 +61,9 @@ CELLS, STAGES, NEAR_S = (2, 2, 3, 4), (2, 2, 3, 4), 0.003
 """How many workers make up a cell, where there are to be any, and how many stages, if these have some; and how long
 messages take then, at most: a world of up to a hundred ranks meets a dozen times until its first step, each time for as
 long as the slowest message takes."""
+IN_SHARES, MOST_IN_SHARES = 1 / 3, 24
+"""In how many runs of cells a real, tiny model is trained, of whose parts ranks hold moments in shares; on how many
+workers at most, since each of them works out all columns."""
 AGENTS = 1 / 32
 """In how many live runs a node's agent freezes, and its workers do not."""
 UNFIT = 1 / 16
@@ -155,6 +158,9 @@ def case_of(seed: int, num_nodes: int | None = None, *, has_cells: bool = False,
     shards = random.Random(f"{seed}/shards")
     if shards.random() < IN_SHARDS and is_small:
         shape = in_shards(shape, shards)
+    shares = random.Random(f"{seed}/shares")
+    if shape.cell > 1 and shares.random() < IN_SHARES and shape.nodes * shape.ranks <= MOST_IN_SHARES:
+        shape = in_shards(shape, shares)
     clocks = random.Random(f"{seed}/clocks")
     if shape.nodes > 1 and shape.recovery == "live" and clocks.random() < SKEWED:
         faults = in_order([*faults, *draw_skews(clocks, shape)])
@@ -174,8 +180,11 @@ def case_of(seed: int, num_nodes: int | None = None, *, has_cells: bool = False,
 
 
 def in_shards(shape: Shape, draws: random.Random) -> Shape:
-    """Return the job with a real, tiny model: what of it is in shards, and in how many copies, is drawn."""
-    copies, what = draws.randint(1, MOST_COPIES), draws.choice(get_args(Shards))
+    """Return the job with a real, tiny model: what of it is in shards, and in how many copies, is drawn.
+
+    Beside cells that is what the optimizer keeps.
+    """
+    copies, what = draws.randint(1, MOST_COPIES), draws.choice(get_args(Shards) if shape.cell == 1 else ("optimizer",))
     return replace(shape, vectors=False, device=False, copies=copies, shards=what)
 
 

@@ -63,11 +63,12 @@ class Shape:
     device: bool = False
     """Whether these vectors are on devices, whose exchanges end some time after they were asked for."""
     copies: int = 0
-    """In how many copies the state of a real, tiny model is held, in shards; 0 where the state is modelled."""
+    """In how many copies the state of a real, tiny model is held, in shards; 0 where the state is modelled. In cells
+    that is what the optimizer keeps of each place's part."""
     shards: Shards = "optimizer"
     """What of that state is in shards."""
     cell: int = 1
-    """How many workers hold the modelled state together, each a part of it."""
+    """How many workers hold the state together, each a part of it."""
     stages: int = 1
     """In how many stages these are; the workers of one are of one node, and stages may be of different ones."""
     is_whole: bool = False
@@ -125,14 +126,15 @@ def make_plan(
 
     `take_state` gets what every process builds.
     """
-    special: dict[str, object] = {}
+    parallel: dict[str, object] = {}
+    if shape.cell > 1 and not shape.is_whole:
+        parallel = {"tensor": shape.cell // shape.stages, "pipeline": shape.stages}
+    special: dict[str, object] = {"parallel": parallel}
     if shape.copies:
         shards = "none" if shape.is_whole else shape.shards
         # Nothing is differentiated here, so nothing can be exchanged beside it.
-        parallel = {"shards": shards, "copies": shape.copies, "bucket_mb": None}
-        special = {"parallel": parallel, "optimizer": TINY_OPTIMIZER}
-    elif shape.cell > 1 and not shape.is_whole:
-        special = {"parallel": {"tensor": shape.cell // shape.stages, "pipeline": shape.stages}}
+        parallel |= {"shards": shards, "copies": shape.copies, "bucket_mb": None}
+        special["optimizer"] = TINY_OPTIMIZER
     config = Config.model_validate(
         {
             "run": {"dir": "sim", "seed": 1},

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from chaos.sim.modelled.cells import placed_state
-from chaos.sim.modelled.tiny_model import build_tiny_state
+from chaos.sim.modelled.tiny_model import TinyModel, build_tiny_state
 from chaos.sim.modelled.training import WORDS, ModelledState, Weights
 from chaos.sim.modelled.training_data import ModelledFeed
 from elastic_train.checkpoint import Retention
@@ -115,7 +115,8 @@ class ModelledPlan:
 
     def first_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole of the weights that every rank begins with."""
-        yield from self._first_weights().state_dict().items()
+        model = TinyModel(self.manifest.num_rows) if self.is_tiny else self._first_weights()
+        yield from model.state_dict().items()
 
     def _first_weights(self) -> Weights:
         counts, words = np.zeros(self.manifest.num_rows, np.int64), np.zeros(WORDS * self.num_parts, np.int64)

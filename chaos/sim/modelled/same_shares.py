@@ -1,6 +1,7 @@
 """What every rank works out of the same seats, worked out once for all ranks of a job.
 
-Ranks of one job have one layout, so what follows from seats, arcs and grains is the same on all of them. Nothing is
+Ranks of one job have one layout, or, in cells, one for each place, so what follows from seats, arcs and grains is the
+same on all of them. Nothing is
 kept from one job to the next, as a planted bug may be in what is worked out; but what an optimizer keeps is, among jobs
 without one: to try it takes longer than some of them.
 """
@@ -21,11 +22,14 @@ from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.held_tree import Cuts, Held, cuts_of
 from elastic_train.shards.grains import Layout
+from elastic_train.shards.grains import Tensor as LaidOut
 from elastic_train.shards.holdings import Circle, Run, runs_of
 from elastic_train.shards.owners import owned_by_some
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat
 
+NUM_LAYOUTS = 1 << 10
+"""Layouts that processes have, which are of one kind, or, in cells, of one for each place."""
 _SLOTS = Known()
 """What optimizers keep, for all jobs in which no bug is planted."""
 
@@ -36,6 +40,8 @@ class SameShares:
     def __init__(self, *, is_planted: bool) -> None:
         """`is_planted` says that some of the product's code is replaced by a bug."""
         self._runs, self._owned, self._cuts = Known(), Known(), Known()
+        kinds = dict[tuple[LaidOut, ...], int]()
+        self._kind_of = memory_of(lambda layout: kinds.setdefault(layout.tensors, len(kinds)), NUM_LAYOUTS)
         self._slots = Known() if is_planted else _SLOTS
         self._common = memory_of(lambda seats, layout, circle: _CommonSeating(layout, circle, seats, 0))
         self.seats_of = memory_of(taking.seats_at)
@@ -54,15 +60,20 @@ class SameShares:
         return self._slots(repr((type(optimizer), groups, device)), lambda: slots_of(optimizer, make, device))
 
     def runs_of(self, layout: Layout, grains: Int64s) -> list[Run]:
-        return self._runs(grains.tobytes(), lambda: runs_of(layout, grains))
+        return self._runs((self._kind_of(layout), grains.tobytes()), lambda: runs_of(layout, grains))
 
     def owned_by_some(
         self, holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int]
     ) -> tuple[Sequence[int], list[Int64s]]:
-        return self._owned((_bytes_of(holdings), tuple(owners)), lambda: owned_by_some(holdings, spans, owners))
+        key = spans.tobytes(), _bytes_of(holdings), tuple(owners)
+        return self._owned(key, lambda: owned_by_some(holdings, spans, owners))
 
     def cuts_of(self, layout: Layout, written: Sequence[Held]) -> Cuts:
-        key = _bytes_of([one.grains for one in written]), _bytes_of([one.sections for one in written])
+        key = (
+            self._kind_of(layout),
+            _bytes_of([one.grains for one in written]),
+            _bytes_of([one.sections for one in written]),
+        )
         return self._cuts(key, lambda: cuts_of(layout, written))
 
 

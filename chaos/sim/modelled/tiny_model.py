@@ -8,20 +8,23 @@ has whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from chaos.sim.modelled.piece_files import PiecePlanner
 from chaos.sim.modelled.training import Gradient, hash_of
 from elastic_train.config.schema import Config
 from elastic_train.core.keyed_random import derive, mix64_array
+from elastic_train.job.cells.cell_plan import CellPlan
+from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.tasks.task import ParameterGroup
 
-_SHAPES: Mapping[str, tuple[int, ...]] = {
+SHAPES: Mapping[str, tuple[int, ...]] = {
     "p0": (3,),
     "p1": (2, 2),
     "p2": (5,),
@@ -51,7 +54,7 @@ class _Part(nn.Module):
         super().__init__()
         initial = _initial_weights()
         self._trained: list[str] = []
-        for path in _SHAPES:
+        for path in SHAPES:
             owner, _, name = path.rpartition(".")
             if owner == prefix:
                 self.register_parameter(name, nn.Parameter(initial[path].clone()))
@@ -81,10 +84,12 @@ class TinyModel(_Part):
         self.register_buffer("counts", torch.zeros(num_rows, dtype=torch.int64))
         self.register_buffer("digest", torch.zeros(2, dtype=torch.int64))
         self.gradient: Gradient | None = None
+        self.part_of: Callable[[tuple[int, ...]], Mapping[str, Tensor]] = leaf_of
+        """What a lane of some samples adds to the gradients, without what the weights add."""
 
     def add_gradient(self, ids: tuple[int, ...]) -> None:
         """Add a lane's gradient, which follows from its samples and from the weights."""
-        leaf = _leaf_of(ids)
+        leaf = self.part_of(ids)
         self(leaf)
         for block in self.blocks:
             block(leaf)
@@ -100,22 +105,31 @@ class TinyModel(_Part):
 
 def build_tiny_state(config: Config, num_rows: int, total_steps: int) -> AppliedState:
     """Build the product's state around such a model."""
-    model = TinyModel(num_rows)
-    return build_state(
-        model, config.optimizer, total_steps, "cpu", is_fp16=False, groups=_GROUPS, parallel=config.parallel
+    state = build_state(
+        TinyModel(num_rows),
+        config.optimizer,
+        total_steps,
+        "cpu",
+        is_fp16=False,
+        groups=_GROUPS,
+        parallel=config.parallel,
+        cell_plan=CellPlan() if config.parallel.cell.size > 1 else None,
     )
+    if isinstance(state.shards, CellState):  # whoever writes what in the simulator's files puts it together
+        state.shards._planner = PiecePlanner()
+    return state
 
 
 @cache
 def _initial_weights() -> Mapping[str, Tensor]:
     """Return what all parameters begin with, by path."""
-    return dict(zip(_SHAPES, _floats_of(0, list(_SHAPES.values()), -4), strict=True))
+    return dict(zip(SHAPES, _floats_of(0, list(SHAPES.values()), -4), strict=True))
 
 
 @lru_cache(1 << 12)
-def _leaf_of(ids: tuple[int, ...]) -> Mapping[str, Tensor]:
+def leaf_of(ids: tuple[int, ...]) -> Mapping[str, Tensor]:
     """Return a lane's part of the gradient that its samples alone decide, by trained parameter."""
-    shapes = {name: shape for name, shape in _SHAPES.items() if name not in _FROZEN}
+    shapes = {name: shape for name, shape in SHAPES.items() if name not in _FROZEN}
     return dict(zip(shapes, _floats_of(hash_of(ids), list(shapes.values()), 0), strict=True))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from chaos.judge.evidence.run_files import Evidence, Line, whole
 from chaos.sim.campaign.long_runs import Draw
-from chaos.sim.campaign.simulate import Case, reference_of, simulate
+from chaos.sim.campaign.simulate import Case, reference_of, run_and_judge, simulate
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.job import Job
 from chaos.sim.job.shape import Shape
@@ -30,7 +30,9 @@ def test_jobs_of_cells_are_drawn_in_all_their_forms() -> None:
     assert {shape.recovery for shape in shapes if shape.ranks % shape.cell == 0} == {"live", "restart"}
     assert {shape.recovery for shape in shapes if shape.ranks % shape.cell} == {"live"}
     assert any(shape.lanes < shape.num_replicas for shape in shapes), "some cells wait for room"
-    assert not any(shape.copies or shape.vectors for shape in shapes)
+    assert {shape.copies for shape in shapes} == {0, 1, 2, 3} and not any(shape.vectors for shape in shapes)
+    in_shares = [shape for shape in shapes if shape.copies]
+    assert {shape.shards for shape in in_shares} == {"optimizer"} and {shape.cell for shape in in_shares} == {2, 3, 4}
     assert DRAWN.options == "--cells"
     assert {Draw((32, 32), 0.1, in_cells=True).case(seed).shape.cell for seed in range(20)} == {2, 4, 8}
 
@@ -82,6 +84,25 @@ def test_the_state_of_a_lost_place_comes_from_the_same_place_of_another_cell() -
     )
     assert not run.of("rollback")
     _check_same_weights(shape, run)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_share_of_a_places_moments_is_taken_over_by_its_column(stages: int) -> None:
+    """Three cells hold each share twice. Two ranks of a place are lost in turn: no step is, nor any bit."""
+    shape = replace(TWO_CELLS, nodes=3, stages=stages, copies=2, lane_s=0.4)
+    kills = [SimFault("kill_worker", at_s=at_s, node=node, rank=1) for at_s, node in ((8.0, 1), (14.0, 2))]
+    run = _run(shape, *kills)
+    assert next(size for _, size in _worlds(run)) == 6 and len(_worlds(run)) > 2
+    assert not run.of("rollback") and not any(line.get("lost") for line in run.of("restore"))
+    _check_same_weights(shape, run)
+
+
+def test_a_share_that_all_holders_have_lost_comes_from_the_newest_commit() -> None:
+    """With one copy each loss is one of a share, which the judge sees and accepts; the weights are right."""
+    shape = replace(TWO_CELLS, nodes=3, copies=1, commit_every=3)
+    run, outcome = run_and_judge(Case(1, shape, (SimFault("kill_worker", at_s=9.0, node=1, rank=1),)))
+    assert outcome.violations == () and run is not None
+    assert any(line.get("lost") for line in run.of("restore")) and run.of("rollback")
 
 
 def test_a_spare_fills_the_place_at_once() -> None:
@@ -157,6 +178,6 @@ def _in_time(run: Evidence, op: str) -> Iterator[Line]:
 
 
 def _check_same_weights(shape: Shape, run: Evidence) -> None:
-    alone = reference_of(replace(shape, nodes=1, ranks=1, spares=0, is_whole=True))
+    alone = reference_of(replace(shape, nodes=1, ranks=1, spares=0, is_whole=True, copies=min(1, shape.copies)))
     assert run.result is not None and alone.result is not None
     assert run.result["weights_sha256"] == alone.result["weights_sha256"]

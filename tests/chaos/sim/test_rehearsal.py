@@ -100,7 +100,9 @@ def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> No
     on_slurm = [path.stem for path in FOLDER.glob("slurm*.yaml")]
     refused |= dict.fromkeys(on_slurm, "jobs on Slurm are not simulated")
     refused["renewed-certificates"] = "rotate_cert is not simulated"
-    refused |= dict.fromkeys(("soak", "soak-witness", "soak-cells"), "a soak lists no faults to simulate")
+    refused |= dict.fromkeys(
+        ("soak", "soak-witness", "soak-cells", "soak-stages", "soak-shares"), "a soak lists no faults to simulate"
+    )
     if path.stem in refused:
         with pytest.raises(ScenarioError, match=refused[path.stem]):
             rehearse(load(path), 1)

@@ -10,6 +10,7 @@ from chaos.sim.campaign.planted.cells import IN_CELLS_PLANTED
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.campaign.planted.shards import SHARDS
 from chaos.sim.campaign.planted.shared_weights import SHARED_WEIGHTS
+from chaos.sim.campaign.planted.shares_in_cells import SHARES_IN_CELLS
 
 UNWATCHED = {"elastic_train.training.loop:check_epoch": bugs.let_epochs_pass}
 """Training ends by itself at the end of an epoch whose samples were not applied once each. It does not while bugs are
@@ -350,6 +351,7 @@ PLANTED = (
     *SHARDS,
     *SHARED_WEIGHTS,
     *IN_CELLS_PLANTED,
+    *SHARES_IN_CELLS,
     # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
     SimBug(
         "canary",

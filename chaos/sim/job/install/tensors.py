@@ -13,11 +13,13 @@ from chaos.sim.modelled import commit_files, piece_files, training
 from chaos.sim.modelled.memory import Known, memory_of
 from chaos.sim.modelled.real_sums import CountedBuffers, RealSum
 from chaos.sim.modelled.same_shares import SameShares
+from chaos.sim.modelled.tiny_cells import SameColumns, TinyCut
 from elastic_train.checkpoint.commits import record
 from elastic_train.config.schema import Config
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.reseating import brought, pending_step
 from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.state import AppliedState
@@ -28,7 +30,7 @@ from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
 from elastic_train.world import handover, uniformity
 
-_NORM_OF = CellState.norm_of
+_NORM_OF, _NORM_OF_SHARES = CellState.norm_of, SeatedCellState.norm_of
 NUM_LANES_READ = 1 << 12
 """Lanes of steps that some process has still to count: the same for all that read them."""
 
@@ -109,6 +111,8 @@ def _of_cells() -> Iterable[Replacement]:
     """Work out once what all ranks of a world find of what they have gathered."""
     norm_of = memory_of(lambda gathered, parts: _NORM_OF(parts, gathered))
     yield CellState, "norm_of", lambda self, gathered: norm_of(gathered, self)
+    norm_of_shares = memory_of(lambda gathered, parts: _NORM_OF_SHARES(parts, gathered))
+    yield SeatedCellState, "norm_of", lambda self, gathered: norm_of_shares(gathered, self)
     yield from within("elastic_train.job.reseating.pending_step", _read=memory_of(pending_step._read))
 
 
@@ -130,7 +134,8 @@ def _of_real_models(same: SameShares) -> Iterable[Replacement]:
         cuts_of=same.cuts_of,
         norm_of_grains=lambda layout, gathered, holders: norm_of(gathered, layout, holders),
     )
-    yield from within("elastic_train.job.state", slots_of=same.slots_of)
+    columns_of = SameColumns().of
+    yield from within("elastic_train.job.state", slots_of=same.slots_of, CutModel=TinyCut, columns_of=columns_of)
     yield from within("elastic_train.parallel.dealt_sum", runs_of=same.runs_of)
     planner = {"Planner": piece_files.PiecePlanner}
     yield from within("elastic_train.checkpoint.saving.background_saves", **planner)

@@ -33,7 +33,8 @@ def _flip(state: ModelledState | AppliedState, bit: int) -> None:
     if isinstance(state, ModelledState):
         state.model.words[0] ^= 1 << bit % 32
         return
-    weights = next(state.model.parameters()).data.view(torch.int32)
+    first = next(one for one in state.model.parameters() if one.numel())  # a place may have nothing of some
+    weights = first.data.view(torch.int32)
     weights.view(-1)[bit % weights.numel()] ^= 1
 
 

@@ -1,0 +1,104 @@
+"""Planted bugs of shares within cells: one of the neighbour place, a column by itself, a loss that is none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from chaos.sim.campaign.planted.cells import IN_CELLS
+from chaos.sim.campaign.planted.hunt import SimBug
+from chaos.sim.job.fault import SimFault
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.job.cells import spread_moments
+from elastic_train.job.cells.cut_model import Cut
+from elastic_train.job.reseating import brought as bringing
+from elastic_train.job.reseating import taking
+from elastic_train.job.reseating.brought import Brought, comes_to
+from elastic_train.job.state import AppliedState
+from elastic_train.job.state_shards import Place
+from elastic_train.parallel.group import Group
+
+_FILLED, _ROLL_FORWARD, _NUM_MISSING = spread_moments.filled_shares, taking.roll_forward, bringing._num_missing
+IN_SHARES = replace(IN_CELLS, nodes=3, ranks=2, copies=2)
+"""Three cells, over which each place's moments are held twice."""
+
+
+def filled_from_the_neighbour(tree: State, fill: Callable[[State], None], cuts: Mapping[str, Cut], place: int) -> None:
+    """Read what the next place has of every tensor of which it has as much."""
+    crossed = {name: replace(one, spans=(*one.spans[1:], one.spans[0])) for name, one in cuts.items()}
+    alike = {name for name, one in crossed.items() if one.part_shape(place) == cuts[name].part_shape(place)}
+    _FILLED(tree, fill, {name: (crossed if name in alike else cuts)[name] for name in cuts}, place)
+
+
+def rolled_forward_by_column(
+    group: Group, state: AppliedState, shards: bringing.Seated, brought: Sequence[Brought]
+) -> Sequence[Brought]:
+    """Apply a pending step where a rank of the same column has applied it, and drop it elsewhere."""
+    furthest, size = max(one.place for one in brought), len(shards.columns)
+    late = [rank for rank, one in enumerate(brought) if one.pending and comes_to(one) == furthest]
+    if not late:
+        return _ROLL_FORWARD(group, state, shards, brought)
+    ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
+    near = [rank for rank in late if rank % size in {other % size for other in ahead}]
+    norm = torch.tensor(brought[ahead[0]].norm, dtype=torch.float64)
+    return taking._apply(group, state, brought, near, norm, furthest)
+
+
+def missing_in_the_first_group(shards: bringing.Seated, brought: Sequence[Brought], place: Place) -> int:
+    """Count as lost what the first of the groups that hold everything once does not hold."""
+    first = [one if one.seat is None or one.seat.group == 0 else replace(one, seat=None, spare=()) for one in brought]
+    return _NUM_MISSING(shards, first, place)
+
+
+def kills_of_everybody(draws: random.Random) -> tuple[SimFault, ...]:
+    """All die, once or twice, some time after a commit."""
+    return tuple(SimFault("kill_job", at_s=at_s, for_s=1.0) for at_s in (draws.uniform(7, 12), draws.uniform(16, 24)))
+
+
+def dies_half_way(draws: random.Random) -> tuple[SimFault, ...]:
+    """Ranks die between others' receipts of a step's norm, so that some have applied it, and some hold it."""
+    return tuple(
+        SimFault("kill", point=draws.choice(("exchange", "apply", "applied")), nth=draws.randint(20, 160))
+        for _ in range(3)
+    )
+
+
+def kills_one_by_one(draws: random.Random) -> tuple[SimFault, ...]:
+    """Workers of any place die, with time between them."""
+    return tuple(
+        SimFault(
+            "kill_worker", at_s=7 + 8 * turn + draws.uniform(0, 4), node=draws.randrange(3), rank=draws.randrange(2)
+        )
+        for turn in range(3)
+    )
+
+
+SHARES_IN_CELLS = (
+    SimBug(
+        "neighbours-share",
+        "a column reads its share of a commit from the part of the neighbour place",
+        lambda: {"elastic_train.job.cells.seated_cell:filled_shares": filled_from_the_neighbour},
+        ("hash", "weights"),
+        kills_of_everybody,
+        IN_SHARES,
+    ),
+    SimBug(
+        "column-behind",
+        "a column drops a pending step that others have applied, and comes to another step than they",
+        lambda: {"elastic_train.world.restore:roll_forward": rolled_forward_by_column},
+        ("agreement", "deaths"),
+        dies_half_way,
+        IN_SHARES,
+    ),
+    SimBug(
+        "copy-not-counted",
+        "a share is taken for lost, and steps are given up, although a copy of it lives",
+        lambda: {"elastic_train.job.reseating.brought:_num_missing": missing_in_the_first_group},
+        ("copies",),
+        kills_one_by_one,
+        IN_SHARES,
+    ),
+)

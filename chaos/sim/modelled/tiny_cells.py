@@ -1,0 +1,92 @@
+"""The tiny model where cells hold it: each place has a part, and spreads that part's moments over its column.
+
+The state is the product's own, `SeatedCellState` with `HeldState` for a share. Only what a task says of a model is said
+here: which of its parameters are in which stage, and along which dimension those of a stage are cut for its ranks. What
+a lane gives is element by element, so every rank works out that of its part by itself, and nothing is exchanged within
+a lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chaos.sim.machine.rank_group import SimGroup
+from chaos.sim.modelled.memory import Known
+from chaos.sim.modelled.tiny_model import SHAPES, TinyModel, leaf_of
+from elastic_train.core.mesh import Cell
+from elastic_train.job.cells.cell_plan import CellPlan
+from elastic_train.job.cells.cut_model import Cut, CutModel
+from elastic_train.job.cells.seated_cell import columns_of
+from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.shards.holdings import Column
+
+UNCUT = 3
+"""Of so many neighbouring parameters of a stage one is whole on all of its ranks."""
+
+
+@lru_cache(64)
+def tiny_cuts(cell: Cell) -> Mapping[str, Cut]:
+    """Return how the model is cut: its parameters go to stages in turn, and most are cut for the ranks of theirs.
+
+    Vectors and some matrices are cut along their first dimension, other matrices along their second.
+    """
+    cuts = dict[str, Cut]()
+    for number, (name, shape) in enumerate(SHAPES.items()):
+        stage, turn = number % cell.stage, number // cell.stage
+        degree = 1 if turn % UNCUT == 0 else cell.stage_size
+        dim = (len(shape) - 1) * (turn % 2) if degree > 1 else 0
+        if cell.stage > 1 or degree > 1:
+            at = [divmod(place, cell.stage_size) for place in range(cell.size)]
+            spans = tuple(_span(rank, degree, shape[dim]) if of == stage else (0, 0) for of, rank in at)
+            cuts[name] = Cut(dim, torch.Size(shape), spans)
+    return cuts
+
+
+def _span(number: int, degree: int, length: int) -> tuple[int, int]:
+    return (number * length // degree, (number + 1) * length // degree) if degree > 1 else (0, length)
+
+
+class TinyCut(CutModel):
+    """The product's cut of a model, of whose parts none needs another within a lane."""
+
+    def __init__(self, model: nn.Module, plan: CellPlan, cell: Cell, links: CellLinks) -> None:
+        super().__init__(model, plan, cell, links)
+        self.shape, self.cuts = cell, tiny_cuts(cell)
+
+    def take_place(self, place: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        super().take_place(place, weights)
+        assert isinstance(self.model, TinyModel), "the one real model that is simulated"
+        self.model.part_of = lambda ids: _part_of_leaf(ids, self.shape, place)
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        cut, cell = self.cuts[name], self.known_cell
+        assert isinstance(cell, SimGroup), "the ranks of a simulated cell"
+        mine = tensor.detach().clone()
+        return cell.fold(mine, lambda parts: _joined(parts, cut)).clone()
+
+
+def _joined(parts: Sequence[object], cut: Cut) -> Tensor:
+    return torch.cat([part for place in cut.givers if isinstance(part := parts[place], Tensor)], cut.dim)
+
+
+@lru_cache(1 << 14)
+def _part_of_leaf(ids: tuple[int, ...], cell: Cell, place: int) -> Mapping[str, Tensor]:
+    """Return what a place has of a lane's part of the gradient that its samples alone decide."""
+    cuts = tiny_cuts(cell)
+    leaf = leaf_of(ids)
+    return {name: cuts[name].part_of(one, place) if name in cuts else one for name, one in leaf.items()}
+
+
+class SameColumns:
+    """What the places of a cell hold, worked out once for all ranks of a job."""
+
+    def __init__(self) -> None:
+        self._known = Known()
+
+    def of(self, model: nn.Module, optimizer: Optimizer, cut: CutModel, num_places: int) -> list[Column]:
+        return self._known(num_places, lambda: columns_of(model, optimizer, cut, num_places))
