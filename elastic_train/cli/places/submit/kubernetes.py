@@ -24,8 +24,6 @@ SCRATCH = (MOUNT, "/tmp/", "/dev/shm/")
 _NAME, MOST_CHARS = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 50
 """A name of Kubernetes' to which controllers add endings of their own."""
 _AMOUNT = re.compile(r"\d+(\.\d+)?(m|[KMGTP]i?)?", re.ASCII)
-_ACCOUNTS = ("abfs", "abfss", "wasb", "wasbs")
-"""URLs of containers in Azure, CONTAINER@ACCOUNT: what is before the @ is no user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +59,8 @@ class KubernetesJob:
         yield from _out_of_reach(self.config, has_claim=self.has_claim)
         for key in _with_credentials(self.config.model_dump(mode="json")):
             yield (
-                f"{key} has a user or a password in it, and a ConfigMap is not secret: leave them out, and put them "
-                "into the secret mlflow, or s3, whose keys become variables of the pods"
+                f"{key} has a password or a token in it, and a ConfigMap is not secret: leave it out, and put it into "
+                "the secret mlflow, or s3, whose keys become variables of the pods"
             )
 
     def params(self) -> dict[str, str]:
@@ -127,14 +125,17 @@ def _local_path(place: str) -> str | None:
 
 
 def _with_credentials(tree: Mapping[str, object]) -> Iterator[str]:
-    """Yield the keys of URLs with a user or a password in them."""
+    """Yield the keys of URLs with a password in them, or with what a server of the web may take for a token.
+
+    A name alone is not secret elsewhere: a user of hdfs://, a container of abfs://.
+    """
     for key, text in _texts(tree):
         try:
             parts = urlsplit(text)
-            user = parts.netloc.rpartition("@")[0]
         except ValueError:
-            continue  # no URL
-        if user and not (parts.scheme in _ACCOUNTS and ":" not in user):
+            continue  # not a URL
+        user, found, _ = parts.netloc.rpartition("@")
+        if ":" in user or (found and parts.scheme in ("http", "https")):
             yield key
 
 

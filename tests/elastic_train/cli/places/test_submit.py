@@ -231,9 +231,10 @@ def test_every_source_of_a_mixture_is_looked_at() -> None:
     [
         ({"tracking": {"mlflow_uri": "https://token@mlflow.example.com"}}, ["tracking.mlflow_uri"]),
         ({"monitoring": {"otlp": "http://me:secret@collector:4318"}}, ["monitoring.otlp"]),
-        ({"checkpoint": {"url": "s3://key:secret@mine/commits"}}, ["checkpoint.url"]),
+        ({"tracking": {"mlflow_uri": "postgresql://me:secret@host/mlflow"}}, ["tracking.mlflow_uri"]),
         ({"checkpoint": {"url": "abfss://mine@account.example.com/commits"}}, []),
-        ({"task": {"path": "a:B", "params": {"hubs": ["https://me:x@h/m"]}}}, ["task.params.hubs.0"]),
+        ({"checkpoint": {"url": "hdfs://me@host/commits"}}, []),
+        ({"task": {"path": "a:B", "params": {"hubs": ["https://token@h/m"]}}}, ["task.params.hubs.0"]),
         ({"task": {"path": "a:B", "params": {"greeting": "me@home, http://[not an address"}}}, []),
     ],
 )
