@@ -117,8 +117,7 @@ def launched(node: Tree, operators: dict[str, str]) -> Launch:
     command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     assert command.__name__ == "launch"
     given = dict(bound.arguments)
-    flags = Flags(**{key: value for key, value in given.items() if key not in ("config", "overrides")})
-    return resolve(given["config"], given["overrides"], flags, environ, num_gpus=0)
+    return resolve(given["config"], given["overrides"], given.get("flags", Flags()), environ, num_gpus=0)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -160,14 +160,13 @@ def launch_on(rank: int) -> Launch:
     assert (program, command) == ("~/elastic-train/bin/elastic-train", "launch")
     _, bound, _ = app.parse_args(["launch", *words], exit_on_error=False, print_error=False)
     given = dict(bound.arguments)
-    flags = Flags(**{key: value for key, value in given.items() if key not in ("config", "overrides")})
     environ = {
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4",
         "SKYPILOT_NODE_RANK": str(rank),
         "SKYPILOT_NUM_GPUS_PER_NODE": "8",
         "SKYPILOT_TASK_ID": "sky-managed-2026-01-01-00-00-00-000000_train_7-0",
     }
-    return resolve(given["config"], given["overrides"], flags, environ, num_gpus=8)
+    return resolve(given["config"], given["overrides"], given.get("flags", Flags()), environ, num_gpus=8)
 
 
 def test_its_nodes_meet_on_the_first_of_them(tmp_path: Path) -> None:
