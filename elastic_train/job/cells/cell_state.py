@@ -38,11 +38,11 @@ from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.chunk_sum import ChunkSum, chunk_sum
 from elastic_train.parallel.cells.context_sum import ContextSum
+from elastic_train.parallel.cells.expert_grains import begun_grains, num_begun
 from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
-from elastic_train.shards.grains import GRAIN
 from elastic_train.shards.norm import total_norm
 
 Float64s = npt.NDArray[np.float64]
@@ -140,11 +140,26 @@ class CellState(ReplicatedState):
         return self.cut.experts[0].turns(items) if is_alone else items
 
     def measure(self) -> Tensor:
-        """Return the sums of squares of the grains of what this rank holds of the gradient, and zeros after them."""
+        """Return the sums of squares of the grains of what this rank holds of the gradient, and zeros after them.
+
+        Of experts that are spread these are the grains that begin here; all ranks that have others call it.
+        """
         measured = torch.zeros(self.num_grains, dtype=torch.float64)
-        squares = squares_of_tensors(self._gradients())
+        squares = squares_of_tensors(self._measurable())
         measured[: len(squares)] = squares
         return measured
+
+    def _measurable(self) -> Iterator[Tensor]:
+        """Yield this rank's gradients, grain by grain where experts are spread."""
+        if not self.cut.experts:
+            yield from self._gradients()
+            return
+        spread = self.cut.spread_weights()
+        runs = [one.grad for one in self.model.parameters() if one.grad is not None and id(one) in spread]
+        found = begun_grains(runs, self.cut.experts[0].group)
+        for one in self.model.parameters():
+            if one.grad is not None:
+                yield from next(found) if id(one) in spread else [one.grad]
 
     def norm_of(self, gathered: Tensor) -> Tensor:
         rows = gathered.numpy().reshape(-1, self._mesh.cell.size, gathered.shape[1])
@@ -181,15 +196,17 @@ class CellState(ReplicatedState):
         """Return for each parameter that is trained which of a place's measured grains are its, by place."""
         if not self._measured:
             ends = [0] * self.cell.size
+            spread = self.cut.spread_weights() if self.cut.experts else set()
             for name, one in self.model.named_parameters():
                 if one.requires_grad:
-                    self._measured[name] = [self._grains_at(place, name, one, ends) for place in range(self.cell.size)]
+                    is_spread, places = id(one) in spread, range(self.cell.size)
+                    self._measured[name] = [self._grains_at(place, name, one, ends, is_spread) for place in places]
         return self._measured
 
-    def _grains_at(self, place: int, name: str, one: Tensor, ends: list[int]) -> Measured:
-        cut = self.cut.cuts.get(name)
+    def _grains_at(self, place: int, name: str, one: Tensor, ends: list[int], is_spread: bool) -> Measured:
+        cut, (number, _) = self.cut.cuts.get(name), self.cell.number_along(place, "expert")
         numel = one.numel() if cut is None else cut.part_shape(place).numel()
-        start, ends[place] = ends[place], ends[place] + -(-numel // GRAIN)
+        start, ends[place] = ends[place], ends[place] + num_begun(numel, number if is_spread else 0)
         return Measured(slice(start, ends[place]), 0 if cut is None else cut.first_with(place))
 
     @property

@@ -200,9 +200,13 @@ class CutModel:
 
     def by_spread(self) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
         """Yield by chunk the parameters that ranks with other experts have, too, and those of the experts."""
-        spread = {id(one) for experts in self._spread for one in experts.parameters()}
+        spread = self.spread_weights()
         for chunk in self.by_chunk():
             yield [one for one in chunk if id(one) not in spread], [one for one in chunk if id(one) in spread]
+
+    def spread_weights(self) -> set[int]:
+        """Return which parameters are experts' that are dealt to ranks, by their ids."""
+        return {id(one) for experts in self._spread for one in experts.parameters()}
 
     @property
     def known_cell(self) -> Group:
