@@ -10,14 +10,17 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from elastic_train.config.section import Section
 from elastic_train.core.mesh import Cell
 
-SPREAD_OVER_CELLS = ("none", "optimizer", "gradients")
-"""What the ranks of each place in all cells may hold shares of, of a part that tensor ranks or stages have."""
+SPREAD_OVER_CELLS: Mapping[str, tuple[str, ...]] = {
+    "tensor": ("none", "optimizer", "gradients", "parameters"),
+    "pipeline": ("none", "optimizer", "gradients"),
+}
+"""What the ranks of each place in all cells may hold shares of, by the key that makes cells; nothing beside others."""
 
 
 class ParallelConfig(Section):
     shards: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     """What ranks hold shares of: nothing, the optimizer's state (ZeRO-1), the gradients, too (ZeRO-2), or all
-    (ZeRO-3). Beside `tensor` and `pipeline`, optimizer or gradients: over the ranks of each place in all cells."""
+    (ZeRO-3). Beside `tensor`, over the ranks of each place in all cells; beside `pipeline` all but parameters."""
     tensor: PositiveInt = 1
     """How many ranks, workers of one node, hold the model together and compute each lane together (tensor parallelism):
     a cell. The task has to say how its model is cut. A state is lost when all cells have lost the same part of it."""

@@ -227,7 +227,7 @@ class Config(Section):
 
     def _not_in_cells(self, key: str) -> list[str]:
         """Return what is set and was not tried in cells that a key of `parallel` makes."""
-        spread = SPREAD_OVER_CELLS if key in ("tensor", "pipeline") else ("none",)
+        spread = SPREAD_OVER_CELLS.get(key, ("none",))
         is_interleaved = key == "pipeline" and self.parallel.num_chunks > 1
         others = {
             f"parallel.shards: {self.parallel.shards}": self.parallel.shards not in spread,

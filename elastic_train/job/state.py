@@ -27,6 +27,7 @@ from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import ContextState
 from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.gathered_cell import GatheredCellState
 from elastic_train.job.cells.seated_cell import SeatedCellState, columns_of, holding
 from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.optimizers.averaging import keep_average
@@ -299,9 +300,13 @@ def _make_cell(
     cut, bucket_bytes = CutModel(model, cell_plan, parallel.cell, CellLinks()), _bucket_bytes(parallel)
     if kind is None:
         return CellState(*made, bucket_bytes, cut=cut)
+    if kind is GatheredState:
+        _check_state_is_whole(model)
     columns = columns_of(model, optimizer, cut, parallel.cell.size)
     hold = holding(kind, *made, slots(), parallel.copies, bucket_bytes, parallel.wire)
-    return SeatedCellState(*made, bucket_bytes, cut=cut, columns=columns, hold=hold)
+    return (GatheredCellState if kind is GatheredState else SeatedCellState)(
+        *made, bucket_bytes, cut=cut, columns=columns, hold=hold
+    )
 
 
 def _make_shards(

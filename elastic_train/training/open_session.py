@@ -128,8 +128,7 @@ def _open_in(process: Process, world: World) -> Session:
         if state.shards.offload is not None:
             world.announce(_saving_of(state.shards, plan.device))
     if world.cell is not None:
-        num_copies = state.shards.num_copies if isinstance(state.shards, SeatedCellState) else None
-        world.announce(redundancy_of(world.mesh, num_copies))
+        world.announce(_redundancy_in_cells(world, state))
     if plan.config.compile:
         world.announce(f"{state.compiled}")
     _warn_of_file_system(process, world)
@@ -183,6 +182,13 @@ def _redundancy_of(shards: HeldState) -> str:
             "(parallel.copies, and the number of ranks, decide)"
         )
     return f"{what} held {num} times: a fault that leaves one of the holders costs no applied step"
+
+
+def _redundancy_in_cells(world: World, state: AppliedState) -> str:
+    if not isinstance(state.shards, SeatedCellState):
+        return redundancy_of(world.mesh)
+    what = "state" if state.shards.share.is_shared_out else "optimizer's state"
+    return redundancy_of(world.mesh, state.shards.num_copies, what)
 
 
 def _saving_of(shards: HeldState, device: torch.device) -> str:

@@ -143,9 +143,16 @@ class CutModel:
                     parameters[name].grad = None
                     parameters[name].data = self.cuts[name].part_of(tensor, place).to(parameters[name].dtype)
                 elif weights is not None and name not in self.cuts:
-                    self.model.state_dict()[name].copy_(tensor)
+                    self._take_whole(name, tensor, parameters.get(name))
         self.place = place
         self._begin_to_exchange()
+
+    def _take_whole(self, name: str, tensor: Tensor, parameter: nn.Parameter | None) -> None:
+        """Take what is not cut, into memory of its own where a parameter has none."""
+        if parameter is not None and parameter.untyped_storage().nbytes() < parameter.nbytes:
+            parameter.data = tensor.to(parameter.device, parameter.dtype, copy=True)
+        else:
+            self.model.state_dict()[name].copy_(tensor)
 
     def _begin_to_exchange(self) -> None:
         for links in self.experts:

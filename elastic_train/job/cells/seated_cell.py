@@ -98,9 +98,10 @@ class SeatedCellState(CellState):
 
     def enter(self, mesh: Mesh, cell: Group, holders: Group, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         is_new = not self.holds_part_of(mesh)
+        if is_new:
+            self._close_sums()  # the old share's, before the model has another part
         CellState.enter(self, mesh, cell, holders, weights)
         if is_new:
-            self._close_sums()
             self._share = self.hold(self.columns[mesh.place])
 
     def know(self, seats: Sequence[Seat]) -> None:
@@ -210,12 +211,16 @@ class SeatedCellState(CellState):
     ) -> dict[StatePath, Pieces]:
         written = CellState._written(self, leaves, cut)
         for path, leaf in leaves.items():
-            if isinstance(leaf, Pieces) and is_run(one := cut.get(path)):
-                number = self._numbers[str(path[2])]
+            if isinstance(leaf, Pieces) and _is_written_in_pieces(path, one := cut.get(path)):
+                number = self._number_at(path)
                 if number not in self._spans:
                     self._spans[number] = written_in_whole([cuts[number] for cuts in self._cuts], one, self._writers)
                 written[path] = in_whole(leaf, one, self._mesh.place, self._spans[number])
         return written
+
+    def _number_at(self, path: StatePath) -> int:
+        """Return the number of the tensor that weights or moments are of."""
+        return self._numbers[str(path[1 if path[0] == "model" else 2])]
 
     def _parts_of(
         self, leaves: Mapping[StatePath, Tensor | Pieces], apart: Sequence[tuple[int, StatePath]]
@@ -223,7 +228,7 @@ class SeatedCellState(CellState):
         """Put moments together within the column, at the rank of the replica whose rank writes them."""
         size = len(self.columns)
         wanted = [
-            (rank // size, path, leaf, self._cuts[self._mesh.place][self._numbers[str(path[2])]])
+            (rank // size, path, leaf, self._cuts[self._mesh.place][self._number_at(path)])
             for rank, path in apart
             if isinstance(leaf := leaves[path], Pieces)
         ]
@@ -234,6 +239,14 @@ class SeatedCellState(CellState):
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
         place, cuts = self._mesh.place, self.cut.cuts
         self.share.take(lambda tree: filled_shares(tree, fill, cuts, place), keeps_rates=keeps_rates)
+
+
+def _is_written_in_pieces(path: StatePath, cut: Cut | None) -> bool:
+    """Say whether those who hold pieces of a tensor write them, and not one rank that puts the whole together.
+
+    Weights are hashed by grains of the whole tensor, at which no place need be cut.
+    """
+    return cut is None or (is_run(cut) and path[0] != "model")
 
 
 def holding(

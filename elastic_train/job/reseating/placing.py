@@ -24,8 +24,11 @@ def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group, holders
     state.shards.enter(mesh, cell, holders, None if has_them else plan.first_weights())
 
 
-def redundancy_of(mesh: Mesh, num_copies: int | None = None) -> str:
-    """Say what a fault will cost, by how many cells hold the state, or how many ranks each share of a place's part."""
+def redundancy_of(mesh: Mesh, num_copies: int | None = None, what: str = "state") -> str:
+    """Say what a fault will cost, by how many cells hold the state, or how many ranks each share of a place's part.
+
+    `what` is that of which ranks hold shares.
+    """
     num_ranks = counted(mesh.cell.size, "rank")
     if not mesh.cell.holds_parts:
         return (
@@ -44,12 +47,12 @@ def redundancy_of(mesh: Mesh, num_copies: int | None = None) -> str:
         )
     if num_copies == 1:
         return (
-            f"{mesh.num_replicas} cells of {num_ranks}, over which the optimizer's state of each place is held once: a "
+            f"{mesh.num_replicas} cells of {num_ranks}, over which the {what} of each place is held once: a "
             "rank that is lost takes its share along, and the job goes on from the newest commit (parallel.copies)"
         )
     if num_copies is not None:
         return (
-            f"{mesh.num_replicas} cells of {num_ranks}, over which the optimizer's state of each place is held "
+            f"{mesh.num_replicas} cells of {num_ranks}, over which the {what} of each place is held "
             f"{num_copies} times: a fault that leaves one of the holders costs no applied step"
         )
     return (

@@ -57,9 +57,10 @@ class GatheredState(DealtState):
         return True
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        return recording_order(self.model, self._take_order)
+        return recording_order(self.model, self.take_order)
 
-    def _take_order(self, names: list[str]) -> None:
+    def take_order(self, names: list[str]) -> None:
+        """Learn in which order blocks run."""
         self._order = [name for name in names if name in self.flat.block_names]
 
     def agree_on_order(self, group: Group) -> None:
@@ -83,9 +84,13 @@ class GatheredState(DealtState):
             self.flat.renew()
             self._is_whole = False
 
-    def gathering(self, replicas: Group) -> UnitWeights | None:
+    def close(self) -> None:
+        super().close()
         if self._units is not None and self._units.close():
             self.flat.renew()
+        self._units = None
+
+    def gathering(self, replicas: Group) -> UnitWeights | None:
         seating, held = self.seated, {one.run: one for one in self.runs}
         ranks = (seating.rank, *seating.neighbours())
         shares = {rank: by_flat(seating.runs_at(rank, seating.holdings[rank])) for rank in ranks}
@@ -124,6 +129,20 @@ class GatheredState(DealtState):
 
     def check_copies(self, group: Group, step: int) -> None:
         check_copies(group, self.seated, self._grain_at, step)
+
+    @contextlib.contextmanager
+    def showing_whole(self, group: Group) -> Iterator[None]:
+        """Let the first rank of a group have whole weights within the context, in memory of their own."""
+        numels = [flat.numel for flat in self.layout.flats] if group.rank == 0 else []
+        vectors = {number: self.flat.zeros(number, numel) for number, numel in enumerate(numels)}
+        gather_whole(
+            group,
+            self.seated,
+            lambda run: self.flat.brought(self._weights_at(run)),
+            lambda run: vectors[run.flat][run.lo : run.hi],
+        )
+        with self.flat.showing(vectors):
+            yield
 
     def make_whole(self, group: Group) -> None:
         if group.rank == 0:

@@ -1,9 +1,9 @@
 """Layouts: how a run is spread over devices, and what rules one out before anything is worked out.
 
 What the trainer runs today are shards, copies and offload over single ranks; tensor ranks and stages with whole state,
-or the optimizer's and gradients in shards; ranks that compute rows together with whole state; experts on tensor ranks
-and in stages; and recomputation. All else (such as cells with weights in shards) is arithmetic: then `runs_today` is
-false.
+or the optimizer's and gradients in shards, and with weights in shards tensor ranks alone; ranks that compute rows
+together with whole state; experts on tensor ranks and in stages; and recomputation. All else (such as stages with
+weights in shards) is arithmetic: then `runs_today` is false.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from elastic_train.planning.arithmetic.model import ModelFacts
 Shards = Literal["none", "optimizer", "gradients", "parameters"]
 Offload = Literal["none", "optimizer", "all"]
 SHARDS: tuple[Shards, ...] = ("none", "optimizer", "gradients", "parameters")
-SPREAD_OVER_CELLS: tuple[Shards, ...] = ("none", "optimizer", "gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,10 @@ class Layout:
     @property
     def runs_today(self) -> bool:
         """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
-        may_spread = self.expert == self.context == 1 and not (self.shards == "gradients" and self.interleave > 1)
-        is_whole = self.shards in (SPREAD_OVER_CELLS if may_spread else ("none",)) and self.offload == "none"
+        may_spread: tuple[Shards, ...] = ("none",)
+        if self.expert == self.context == 1:
+            may_spread = SHARDS if self.pipeline == 1 else SHARDS[:3] if self.interleave == 1 else SHARDS[:2]
+        is_whole = self.shards in may_spread and self.offload == "none"
         fits = (
             min(self.expert, self.context) == 1
             and not (self.sequence and self.context * self.expert > 1)

@@ -148,7 +148,7 @@ def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -
     more = {"none": "optimizer", "optimizer": "gradients", "gradients": "parameters"}.get(keys.shards)
     is_canonical, is_whole = config.reduction == "canonical", keys.cell.size == 1
     is_audited = config.run.audit_lanes is not None and keys.shards != "none"
-    in_cells = keys.expert == keys.context == 1 and more in SPREAD_OVER_CELLS
+    in_cells = all(more in SPREAD_OVER_CELLS.get(key, ()) for key, degree in keys.degrees.items() if degree > 1)
     in_cells &= more != "gradients" or keys.num_chunks == 1
     may_share = is_canonical and not is_audited and (is_whole or in_cells)
     if may_share and num_ranks // keys.cell.size > keys.copies and more is not None:

@@ -194,7 +194,7 @@ def test_what_cannot_go_together_with_compiled_blocks_is_refused(tmp_path):
 
 
 def test_what_of_shards_goes_together_with_cells(tmp_path: Path) -> None:
-    """Gradients in shards do with tensor ranks and stages, but for those of several chunks; weights do with neither."""
+    """Gradients in shards do with tensor ranks and stages, but for those of several chunks; weights with no stages."""
     degrees = ("--parallel.tensor", "2", "--parallel.pipeline", "2")
     load(tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "gradients", "--parallel.wire", "bf16"))
     load(tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "optimizer", "--parallel.schedule", "interleaved"))
@@ -202,5 +202,6 @@ def test_what_of_shards_goes_together_with_cells(tmp_path: Path) -> None:
         load(
             tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "gradients", "--parallel.schedule", "interleaved")
         )
-    with pytest.raises(ConfigError, match=r"tensor: 2 does not go together with parallel.shards: parameters yet"):
+    load(tmp_path, GOOD, arguments=(*degrees[:2], "--parallel.shards", "parameters"))
+    with pytest.raises(ConfigError, match=r"pipeline: 2 does not go together with parallel.shards: parameters yet"):
         load(tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "parameters"))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.grains import GRAIN
 from tests.conftest import run_ranks
@@ -34,7 +35,7 @@ from tests.elastic_train.job.faults import Fault, step_with
 
 pytestmark = pytest.mark.slow
 STEPS = 6
-KINDS: Sequence[Shards] = ("optimizer", "gradients")
+KINDS: Sequence[Shards] = ("optimizer", "gradients", "parameters")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int
             if shards != "none":
                 num_weights = sum(one.numel() for one in state.model.parameters())
                 seen.append([elements_held(state), num_weights, elements_of_gradients(state)])
+            state.shards.make_whole(ranks.world)
+            if ranks.world.rank == 0:
+                assert weights_digest(state.model) == seen[-1 - (shards != "none")][2], (
+                    "as a task is given it in the end"
+                )
             ranks.world.barrier()
     (Path(folder) / f"{who}.json").write_text(json.dumps(seen))
     os._exit(0)
@@ -107,7 +113,7 @@ def test_a_rank_holds_its_share_of_its_places_moments(
     of_a_copy = held / (num_copies * SIZE)
     assert most < of_a_copy / (num_cells // num_copies) + 2 * GRAIN, "as evenly as groups and grains allow"
     gradients = sum(int(str(row[2][2])) for row in seen.values())
-    assert gradients == pytest.approx(held / 2 if shards == "gradients" else weights, rel=0.01)
+    assert gradients == pytest.approx(weights if shards == "optimizer" else held / 2, rel=0.01)
 
 
 def test_leaves_that_are_rounded_on_their_way_have_the_same_bits_in_any_number_of_cells(
@@ -158,11 +164,14 @@ def test_a_rank_that_comes_to_another_place_gets_its_part(
     tmp_path: Path, expected: list[object], shards: Shards
 ) -> None:
     """What it held at its old place is of no use there, and at the beginning it has the weights of neither."""
-    worlds = [World([0, 1, 2, 3], Fault(3, "applied", dying=[2])), World([0, 1, 4, 3], Fault(4, "summed", dying=[]))]
+    worlds = [
+        World([0, 1, 2, 3], Fault(3, "applied", dying=[2])),
+        World([0, 1, 4, 3], Fault(4, "computing", dying=[4])),
+    ]
     seen = live_through(tmp_path, [*worlds, World([0, 1, 3, 5])], shards=shards)
     assert [row[:4] for row in seen[3][:-1]][1:] == [
         [2, 4, expected[3], 0],
-        [3, 5, expected[4], 0],
+        [3, 4, expected[3], 0],
         [3, 6, expected[5], 0],
     ]
     assert {seen[who][-2][2] for who in (0, 1, 3, 5)} == {expected[5]}

@@ -15,7 +15,7 @@ from elastic_train.core.schedules import Kind, Pipeline, timetable
 from elastic_train.errors import ConfigError
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.goodput import Reliability
-from elastic_train.planning.arithmetic.layouts import Batch, Layout
+from elastic_train.planning.arithmetic.layouts import SHARDS, Batch, Layout
 from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.model import Sizes
 from elastic_train.planning.page import render
@@ -105,8 +105,9 @@ def test_without_cells_only_what_the_trainer_runs_is_compared() -> None:
     assert all(one.layout.runs_today for one in compare(job(), Layout(), with_cells=False))
 
 
-def test_tensor_ranks_and_stages_run_with_all_but_weights_in_shards() -> None:
-    cells = ({"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2})
+def test_tensor_ranks_run_with_all_in_shards_and_stages_with_all_but_weights() -> None:
+    cells = ({"pipeline": 2}, {"tensor": 2, "pipeline": 2})
+    assert all(Layout(shards, tensor=2).runs_today for shards in SHARDS)
     for shards, runs in (("none", True), ("optimizer", True), ("gradients", True), ("parameters", False)):
         assert {Layout(shards, **degrees).runs_today for degrees in cells} == {runs}  # type: ignore[arg-type]
     assert not Layout("optimizer", expert=2).runs_today and not Layout("optimizer", context=2).runs_today

@@ -25,7 +25,7 @@ from tests.elastic_train.job.sharded.shard_jobs import CLIPPING, GROUPS, NUM_LAN
 
 SIZE = 2
 """Ranks of a cell."""
-Shards = Literal["none", "optimizer", "gradients"]
+Shards = Literal["none", "optimizer", "gradients", "parameters"]
 PLAN = CellPlan({"blocks.0.0": "column", "blocks.0.3": "row", "blocks.1.0": "column", "blocks.1.3": "row"})
 WIDTHS = 602, 90
 """Of matrices that are cut by columns and by rows, with several grains in some."""

@@ -38,6 +38,7 @@ SHARDS = {"shards": "optimizer", "copies": 2}
         ({"pipeline": 2}, 3, ("backward 7", "exchange 2", "apply 3", "applied")),
         ({"tensor": 2, "shards": "gradients"}, 3, ("backward 3", "exchange", "applied")),
         ({"pipeline": 2, "shards": "gradients"}, 2, ("forward 5", "backward 7", "applied")),
+        ({"tensor": 2, "shards": "parameters"}, 2, ("forward 5", "backward 3", "applied")),
     ],
 )
 def test_ranks_that_die_cost_no_applied_step(

@@ -167,6 +167,16 @@ def test_where_there_is_no_memory_for_a_snapshot_the_error_goes_on(
             6,
             ["parallel.shards: gradients"],
         ),
+        (
+            {"parallel": {"tensor": 2, "recompute": "units", "shards": "gradients"}, "batch": {"micro_batch": 1}},
+            6,
+            ["parallel.shards: parameters"],
+        ),
+        (
+            {"parallel": {"pipeline": 2, "recompute": "units", "shards": "gradients"}, "batch": {"micro_batch": 1}},
+            6,
+            [],
+        ),
         ({"parallel": {"expert": 2}}, 6, ["parallel.recompute: units", "in a new run, batch.micro_batch below 8"]),
         ({"reduction": "fast", "parallel": {"recompute": "units"}, "batch": {"micro_batch": 1}}, 4, []),
     ],

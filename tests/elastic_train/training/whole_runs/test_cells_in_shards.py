@@ -29,6 +29,8 @@ SHARDS = ["--parallel.shards", "optimizer"]
 ONCE = [*SHARDS, "--parallel.copies", "1"]
 GRADIENTS = ["--parallel.shards", "gradients"]
 GRADIENTS_ONCE = [*GRADIENTS, "--parallel.copies", "1"]
+PARAMETERS = ["--parallel.shards", "parameters"]
+PARAMETERS_ONCE = [*PARAMETERS, "--parallel.copies", "1"]
 
 
 def assert_same(folder: Path, other: Path) -> None:
@@ -48,6 +50,8 @@ def assert_same(folder: Path, other: Path) -> None:
         (6, SHARDS),
         (4, [*GRADIENTS_ONCE, "--parallel.recompute", "units"]),
         (6, [*GRADIENTS, "--parallel.bucket_mb", "null"]),
+        (4, [*PARAMETERS_ONCE, "--parallel.recompute", "units"]),
+        (6, PARAMETERS),
     ],
 )
 def test_tensor_ranks_have_the_bits_of_those_that_hold_all_of_their_part(
@@ -56,10 +60,8 @@ def test_tensor_ranks_have_the_bits_of_those_that_hold_all_of_their_part(
     """Over one cell, two and three, which hold each share once or twice."""
     done = succeed(start([config(tmp_path, few_rows, test_cells.LANGUAGE), *TENSOR, *how], num_ranks=num_ranks))
     if num_ranks > 2:
-        times = "once" if "1" in how else "2 times"
-        assert f"{num_ranks // 2} cells of 2 ranks, over which the optimizer's state of each place is held {times}" in (
-            done.output
-        )
+        times, what = "once" if "1" in how else "2 times", "state" if "parameters" in how else "optimizer's state"
+        assert f"{num_ranks // 2} cells of 2 ranks, over which the {what} of each place is held {times}" in done.output
     assert_same(tmp_path, one_cell)
 
 
@@ -114,7 +116,13 @@ def test_commits_continue_with_any_cells_whether_in_shards_or_not(
     tmp_path: Path, few_rows: Path, one_cell: Path
 ) -> None:
     run = config(tmp_path, few_rows, test_cells.LANGUAGE)
-    for until, num_ranks, how in [(2, 4, ONCE), (3, 2, []), (4, 6, GRADIENTS), (5, 4, []), (6, 6, GRADIENTS_ONCE)]:
+    for until, num_ranks, how in [
+        (2, 4, ONCE),
+        (3, 2, []),
+        (4, 6, GRADIENTS),
+        (5, 4, PARAMETERS_ONCE),
+        (6, 6, GRADIENTS_ONCE),
+    ]:
         succeed(start([run, *TENSOR, "--max_steps", str(until), *how], num_ranks=num_ranks))
         newest_weights(tmp_path)
         assert_stock_reader_finds_all(tmp_path)

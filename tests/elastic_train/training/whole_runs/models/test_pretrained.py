@@ -281,7 +281,7 @@ def test_a_model_that_is_cut_by_its_own_plan_has_one_hash_at_any_number_of_cells
     params = {"max_tokens": 16, "hf": {"config": {**LLAMA, **sizes}}}
     task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}
     found = []
-    shards = ["--parallel.shards", "optimizer", "--parallel.copies", "1"]
+    shards = ["--parallel.shards", "parameters", "--parallel.copies", "1"]
     for num_ranks, how in ((2, []), (4, []), (6, shards)):
         run = config(tmp_path / str(num_ranks), rows, JOB, task=task)
         succeed(start([run, "--parallel.tensor", "2", *how], num_ranks=num_ranks))

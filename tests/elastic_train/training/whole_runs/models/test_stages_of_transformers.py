@@ -59,7 +59,7 @@ def of_gpt2(tmp_path_factory: pytest.TempPathFactory, few_rows: Path, folder_of_
     [
         (2, stages(2)),
         (4, [*stages(2, kind="gpipe"), "--parallel.bucket_mb", "0.001"]),
-        (4, [*stages(2), "--parallel.shards", "optimizer", "--parallel.copies", "1"]),
+        (4, [*stages(2), "--parallel.shards", "gradients", "--parallel.copies", "1"]),
         (3, [*stages(3), "--parallel.recompute", "units"]),
     ],
 )
