@@ -6,9 +6,10 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # What a hundred started processes import is compiled once, also where the environment says otherwise.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest
 # A third of the time a slow test waits for processes, leases and sockets, so there are three processes for two cores. The quick
-# tests compute: one process for each core, since each imports torch for itself. (nproc would say what OMP_NUM_THREADS says.)
+# tests compute: one process for each core, since each imports torch for itself. Those of deployment wait most of the time. (nproc would say what OMP_NUM_THREADS says.)
 CORES := $(shell env -u OMP_NUM_THREADS nproc)
 OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 --dist loadgroup
+WAITING := -n $(shell echo $$(( $(CORES) * 3 ))) --maxprocesses 8 --dist loadgroup
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
@@ -56,7 +57,7 @@ test-long: test
 test-deploy: setup
 	@$(MAKE) -s skypilot || echo "test-deploy: SkyPilot's parser could not be installed"
 	@echo "test-deploy: jobs as a cluster runs them, with Slurm's own programs on machines in namespaces"
-	@$(PYTEST) $(OVERLAPPING) -rs -m "deploy or monitoring" tests/deploy tests/elastic_train/insight/test_prometheus.py
+	@$(PYTEST) $(WAITING) -rs -m "deploy or monitoring" tests/deploy tests/elastic_train/insight/test_prometheus.py
 
 # What takes no cluster, release or live job: manifests, schemas, the SkyPilot task.
 test-deploy-quick: setup

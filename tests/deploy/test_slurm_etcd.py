@@ -105,6 +105,7 @@ def test_a_job_beside_an_etcd_of_three_loses_no_step_with_the_first_node_of_both
     assert steps_done_twice(run) == []
 
 
+@pytest.mark.xdist_group("slurm-etcd-moves")
 def test_a_job_goes_on_while_its_etcd_moves_to_other_nodes(
     tmp_path: Path, rows: Path, path: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

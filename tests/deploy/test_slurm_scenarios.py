@@ -88,7 +88,7 @@ def _check(verdict: Verdict, name: str, record_property: Callable[[str, object],
         record_property(f"{what} (lease {LEASE_S:g} s)", cost.rto_s)
 
 
-@pytest.mark.xdist_group("slurm")
+@pytest.mark.xdist_group("slurm-scenarios")
 def test_a_job_survives_what_befalls_it_on_slurm(play: Callable[[str, float], Broken], tmp_path: Path) -> None:
     """A node is drained, one loses power; the job is preempted, requeued, held, and comes to its time limit."""
     broken = play("slurm", 600.0)
@@ -97,7 +97,7 @@ def test_a_job_survives_what_befalls_it_on_slurm(play: Callable[[str, float], Br
     assert not list(tmp_path.glob(".codes-*"))
 
 
-@pytest.mark.xdist_group("slurm-etcd")
+@pytest.mark.xdist_group("slurm")
 def test_jobs_of_an_array_come_and_go_as_the_queue_gives_them_nodes(play: Callable[[str, float], Broken]) -> None:
     """One is cancelled and another joins, one is preempted, one loses power; the others train on, and all end well."""
     broken = play("slurm-array", 1250.0)
@@ -108,7 +108,7 @@ def test_jobs_of_an_array_come_and_go_as_the_queue_gives_them_nodes(play: Callab
     assert 2 in sizes.values(), "while one was away, the others trained"
 
 
-@pytest.mark.xdist_group("slurm-etcd")
+@pytest.mark.xdist_group("slurm-scenarios")
 def test_a_job_grows_by_jobs_that_join_it_and_nothing_starts_again(play: Callable[[str, float], Broken]) -> None:
     """From one node of an allocation to three, by arrays: whoever trained before a node came trains after it."""
     broken = play("slurm-growth", 1000.0)
@@ -122,7 +122,7 @@ def test_a_job_grows_by_jobs_that_join_it_and_nothing_starts_again(play: Callabl
         assert pids[before] <= pids[after], "nobody was started again"
 
 
-@pytest.mark.xdist_group("slurm")
+@pytest.mark.xdist_group("slurm-scenarios")
 def test_two_jobs_on_the_same_nodes_do_not_notice_each_other(play: Callable[[str, float], Broken]) -> None:
     """Each has its own etcd on the node that is the first of both; while one is broken, the other takes steps."""
     broken = play("slurm-two-jobs", 1000.0)
