@@ -12,7 +12,8 @@ Value = object
 class Section(BaseModel):
     """Frozen, with no other keys than its fields; a field's docstring is its key's meaning."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # What pydantic says of a mistake has no values in it, which may be secrets; `sources` says it better in any case.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
 
 
 def folder(value: str | None) -> str | None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from elastic_train.config.credentials import has_password, without_password
+from elastic_train.config.schema import Config
 from elastic_train.config.sources import load
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import first_line
@@ -62,6 +64,12 @@ def test_elsewhere_a_password_is_refused(tmp_path: Path, key: str, value: object
     with pytest.raises(ConfigError, match=r"://\*\*\*@host/.* with a password, which would be written") as refused:
         load(path, environ={}, overrides={key: value})  # type: ignore[dict-item]
     assert key in str(refused.value) and "planted" not in str(refused.value)
+
+
+def test_a_program_that_makes_a_configuration_is_not_told_its_password() -> None:
+    with pytest.raises(ValidationError) as refused:
+        Config.model_validate({"data": {"train": "sftp://me:planted@host/rows"}})
+    assert "planted" not in str(refused.value)
 
 
 def test_a_user_alone_is_no_password(tmp_path: Path) -> None:
