@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+DIST ?= dist
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # What a hundred started processes import is compiled once, also where the environment says otherwise.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest
@@ -101,7 +102,7 @@ check: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 release: setup
-	@$(BIN)/python -m release dist
+	@$(BIN)/python -m release $(DIST)
 
 # What deploy/Containerfile builds from; then: buildah build --format docker -f deploy/Containerfile -t elastic-train build/image
 image: setup

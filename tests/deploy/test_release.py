@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import ROOT
+from tests.deploy.pages import command
 
 pytestmark = pytest.mark.deploy
 UNDECLARED = {"| huey"}
@@ -17,9 +21,8 @@ def test_a_release_is_complete(tmp_path: Path) -> None:
     """Both archives, a bill of materials without tools of development, a licence for each package, and sums."""
     pytest.importorskip("cyclonedx_py")
     pytest.importorskip("build")
-    from release.__main__ import main
-
-    main(tmp_path)
+    _, words = command("skypilot.md", "make release")
+    subprocess.run([*words, f"DIST={tmp_path}"], cwd=ROOT, check=True)
     bill = json.loads((tmp_path / "sbom.cdx.json").read_text())
     names = {each["name"].lower().replace("_", "-") for each in bill["components"]}
     assert {"torch", "pyarrow", "mlflow", "etcd-sdk-python", "s3fs", "transformers", "greenlet"} <= names
