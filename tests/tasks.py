@@ -20,6 +20,7 @@ from chaos.tasks.paced_classifier import PacedClassifier
 from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.tasks import witness
+from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.training.session import Session
@@ -94,6 +95,16 @@ class FailsOnce(TextClassifier):
                 raise RuntimeError("planted failure")
             os.kill(os.getpid(), getattr(signal, self.how))
         return super().loss(model, batch)
+
+
+class ExpertsAlone(CausalLM):
+    """A model of which nothing below the first experts is trained, nor what chooses among them."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for name, one in model.named_parameters():
+            one.requires_grad_(not name.startswith("embed") and (".0." not in name or ".experts." in name))
+        return model
 
 
 class Normalised(nn.Module):

@@ -195,10 +195,11 @@ class Auditor:
                 with plan.autocast():
                     loss = compute(state.model, batch)
                 scaled = state.scaler.scale(loss.total)
-                for at, gradient in enumerate(torch.autograd.grad(scaled, self._parameters, allow_unused=True)):
-                    sums[at] = 0 if gradient is None else checksum(gradient)
+                wanted = [*self._parameters, *(links.anchor for links in self._experts)]
+                found = torch.autograd.grad(scaled, wanted, allow_unused=True)[: len(sums)]
+                sums = [0 if gradient is None else checksum(gradient) for gradient in found]
         for links in self._experts:
-            look_at(links.leaves[number], self._parameters, sums)
+            look_at(links.take_leaves()[number], self._parameters, sums)
         return sums
 
     def _is_there(self, batch: LaneBatch | None) -> bool:

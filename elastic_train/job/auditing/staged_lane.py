@@ -85,7 +85,8 @@ class _Passes:
         given = self._given.pop(one.chunk, None)
         if not made.requires_grad:  # a first stage of which nothing is trained
             return
-        inputs = [*self._parameters, *([] if given is None else [given])]
+        anchors = [self._stage.experts[one.chunk].anchor] if self._stage.experts else []
+        inputs = [*self._parameters, *anchors, *([] if given is None else [given])]
         found = torch.autograd.grad(made, inputs, gradient, allow_unused=True)
         for number in range(len(self._parameters)):
             if (own := found[number]) is not None:
@@ -107,6 +108,6 @@ class _Passes:
         links = self._stage.experts[one.chunk]
         with links.backward_pass(one.number):
             yield
-        look_at(links.leaves[self._crew], self._parameters, self.sums)
+        look_at(links.take_leaves()[self._crew], self._parameters, self.sums)
 
     def waited(self) -> None: ...

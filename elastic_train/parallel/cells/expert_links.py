@@ -80,6 +80,9 @@ class ExpertLinks:
         """What forward passes of turns keep in which this rank has run none itself; None of units in `again`."""
         self.leaves: Sequence[Leaf] = ()
         """Of this turn, by rank of the cell, whose lanes' gradients they are."""
+        self.anchor = torch.zeros(0, requires_grad=True)
+        """What every output of experts depends on, so that a backward pass comes to them wherever tokens are from: who
+        asks for gradients of some tensors asks for that of this one, too."""
 
     @property
     def group(self) -> Group:
@@ -125,6 +128,11 @@ class ExpertLinks:
                     self.forward_again(unit, None, ())
                 self.backward(unit, one, None)
 
+    def take_leaves(self) -> Sequence[Leaf]:
+        """Return the turn's leaves, and keep them no longer."""
+        leaves, self.leaves = self.leaves, ()
+        return leaves
+
     def most(self, count: int) -> int:
         """Return the largest of what all ranks count."""
         return int(self.group.all_gather(torch.tensor(count)).max())
@@ -142,7 +150,7 @@ class ExpertLinks:
         """Return what all experts make of a lane's tokens, of which each has so many."""
         if not torch.is_grad_enabled():
             return self.forward(unit, x, counts, trains=False)[0]
-        return _Spread.apply(x if x.requires_grad else x.detach().requires_grad_(), unit, counts, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _Spread.apply(x, self.anchor, unit, counts, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def forward(
         self, unit: Unit, x: Tensor | None, counts: Sequence[int], *, trains: bool
@@ -205,9 +213,10 @@ class ExpertLinks:
                 found.append(part)
                 continue
             tokens, made = one
-            of_tokens, *of_weights = torch.autograd.grad(made, [tokens, *unit.stacked], part)
+            trained = [weights for weights in unit.stacked if weights.requires_grad]
+            of_tokens, *of_weights = torch.autograd.grad(made, [tokens, *trained], part)
             found.append(of_tokens)
-            leaf |= zip(map(id, unit.stacked), of_weights, strict=True)
+            leaf |= zip(map(id, trained), of_weights, strict=True)
         return self._trade(found, kept.given)
 
     def _counts(self, unit: Unit, x: Tensor | None, counts: Sequence[int]) -> list[list[int]]:
@@ -271,7 +280,7 @@ def _as_kept(tensor: Tensor) -> Tensor:
 
 class _Spread(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, unit: Unit, counts: Sequence[int], links: ExpertLinks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, unit: Unit, counts: Sequence[int], links: ExpertLinks) -> Tensor:
         ctx.unit, ctx.links, ctx.kept = unit, links, None
         if links.is_again(unit):
             ctx.save_for_backward(x.new_empty(0))  # whoever asks for it has the block computed again
@@ -281,8 +290,8 @@ class _Spread(Function):
         return made
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         _ = ctx.saved_tensors
         found = ctx.links.backward(ctx.unit, ctx.kept, gradients[0])
         ctx.kept = None
-        return found, None, None, None
+        return found, ctx.links.anchor.new_empty(0), None, None, None

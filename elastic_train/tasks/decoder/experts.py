@@ -99,15 +99,20 @@ class Experts(nn.Module):
 
     def compute(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Map the tokens of the experts that are here: each one's are a product of their own, whose bits no others
-        change."""
+        change.
+
+        Without any token one expert has the empty product, so that weights have a gradient, of zeros: ranks that hold
+        parts of a block have to have gradients of it all or none, since exchanges follow from them (decision 0257).
+        """
+        least = 1 if any(counts) else 0
         made = [
             F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
             for part, gate, up, down in zip(
                 torch.split(x, list(counts)), *(weights.unbind() for weights in self.stacked), strict=True
             )
-            if len(part)
+            if len(part) >= least
         ]
-        return torch.cat(made).to(x.dtype) if made else x
+        return torch.cat(made).to(x.dtype)
 
 
 class MixtureOfExperts(nn.Module):

@@ -174,3 +174,12 @@ def test_tokens_whose_experts_are_chosen_are_not_shared_out(tmp_path: Path, rows
     done = start([path, "--parallel.tensor", "2", "--parallel.sequence", "true"], num_ranks=2)
     message = "all of which routers look at, and task.params.model.experts is 4: set it to false"
     assert done.code == 2 and message in done.output.replace("\n", " "), done.output
+
+
+def test_experts_without_a_token_have_a_gradient_of_zeros() -> None:
+    """What ranks exchange follows from which weights have one, so each part of a block has to have it."""
+    experts = made(1).experts
+    out = experts.compute(torch.empty(0, DIM, dtype=torch.float64, requires_grad=True), [0] * EXPERTS)
+    assert out.shape == (0, DIM)
+    out.sum().backward()
+    assert all(one.grad is not None and not one.grad.any() for one in experts.stacked)

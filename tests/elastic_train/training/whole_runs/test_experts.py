@@ -9,7 +9,7 @@ import torch
 
 from elastic_train.tasks.decoder.shape import DecoderShape
 from tests.conftest import start
-from tests.elastic_train.training.jobs import average_of, config, losses, result, succeed
+from tests.elastic_train.training.jobs import average_of, config, history, losses, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, newest_weights
 from tests.rounding import assert_same_but_for_rounding, num_terms
 
@@ -125,6 +125,35 @@ def test_experts_of_tensor_ranks_have_one_hash_however_they_are_spread(
     assert_same_but_for_rounding(losses(tmp_path / "one"), losses(untied), TERMS)
     for name, tensor in whole.items():
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("shards", ["gradients", "parameters"])
+def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(
+    tmp_path: Path, few_rows: Path, shards: str
+) -> None:
+    """Lanes of a row of four tokens, each for one of two experts: tensor ranks of a cell had gradients of other blocks,
+    so that ranks waited for one another in a circle."""
+    sizes = {"experts": 2, "experts_per_token": 1, "depth": 8, "shared_hidden": 0, "tied": False}
+    job = {**JOB, "batch": {"global_batch": 8, "micro_batch": 1}, "max_steps": 3}
+    task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": {**MODEL, **sizes}, "max_tokens": 4}}
+    for name, num_ranks, how in [("one", 2, []), ("two", 4, ["--parallel.shards", shards, "--parallel.copies", "1"])]:
+        run = config(tmp_path / name, few_rows, {**job, "task": task})
+        succeed(start([run, *TENSOR, *how], num_ranks=num_ranks))
+    assert_same_bits(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("how", [[], STAGES], ids=["whole", "staged"])
+def test_lanes_are_audited_where_nothing_below_the_first_experts_is_trained(
+    tmp_path: Path, few_rows: Path, how: list[str]
+) -> None:
+    """A backward pass comes to experts wherever their tokens are from, also of a lane that is computed again."""
+    task = {"path": "tests.tasks:ExpertsAlone", "params": {**PARAMS, "model": {**MODEL, **STAGED}}}
+    job = {**JOB, "task": task, "max_steps": 2}
+    for name, audits in [("plain", []), ("audited", ["--run.audit_lanes", "1"])]:
+        run = config(tmp_path / name, few_rows, job)
+        succeed(start([run, "--parallel.expert", "2", *how, *audits], num_ranks=4))
+    assert_same_bits(tmp_path / "audited", tmp_path / "plain")
+    assert history(tmp_path / "audited", "event") == []
 
 
 def assert_same_bits(folder: Path, other: Path) -> None:
