@@ -26,7 +26,10 @@ Document = dict[str, Any]
 
 
 def main(folder: Path) -> None:
-    """Write all files of a release."""
+    """Write all files of a release; without a section of the changelog for its version there is none."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    if not is_told(version, (ROOT / "CHANGELOG.md").read_text()):
+        sys.exit(f"release: CHANGELOG.md has no section '## {version}': say there what it changes for users")
     folder.mkdir(parents=True, exist_ok=True)
     _run("build", "--no-isolation", "--outdir", folder, ROOT)
     bill = bill_of_materials()
@@ -36,6 +39,11 @@ def main(folder: Path) -> None:
     sums = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
     (folder / "SHA256SUMS").write_text("".join(sums))
     sys.stdout.write((folder / "SHA256SUMS").read_text())
+
+
+def is_told(version: str, changelog: str) -> bool:
+    """Whether a changelog has a section for a version."""
+    return f"## {version}" in changelog.splitlines()
 
 
 def bill_of_materials() -> Document:

@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from release.__main__ import is_told
 from tests.conftest import ROOT
 from tests.deploy.pages import command
 
 pytestmark = pytest.mark.deploy
 UNDECLARED = {"| huey"}
 """What MLflow brings, and has its licence (MIT) in its sources alone."""
+
+
+def test_what_the_changelog_does_not_tell_is_no_release() -> None:
+    assert is_told("0.1.0", "# Changelog\n\n## Unreleased\n\n## 0.1.0\n\nThe first.\n")
+    assert not is_told("0.1.1", "## Unreleased\n\n## 0.1.10\n\n## 0.1.0\n\nOf what came before 0.1.1.\n")
 
 
 def test_a_release_is_complete(tmp_path: Path) -> None:
