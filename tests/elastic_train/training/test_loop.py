@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from elastic_train.checkpoint.commits.improvement import Improvement
 from elastic_train.config.recipe import EarlyStoppingConfig, ValidationConfig
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
+from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import PeerLostError
 from elastic_train.insight.phases import StepClock
 from elastic_train.job.state import Reached
@@ -50,12 +52,17 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
 @pytest.mark.parametrize("others_lack_it", [False, True])
 def test_ranks_of_a_cell_leave_a_step_out_together(monkeypatch: pytest.MonkeyPatch, others_lack_it: bool) -> None:
     """Where one of them cannot read a sample, the others would wait in vain for what it gives to the lane."""
-    session, ran = MagicMock(stage=None, context=None, lanes=range(1)), MagicMock(return_value=LaneSums(1.0, 1.0))
+    session, run = MagicMock(stage=None, context=None, lanes=range(1)), list[LaneBatch]()
     session.world.cell.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(others_lack_it))])
-    monkeypatch.setattr(step, "_run_lane", ran)
-    batch = SimpleNamespace(lane=0, unreadable={}, tensors={})
-    assert step.run_lanes(session, [batch]) == {0: LaneSums() if others_lack_it else LaneSums(1.0, 1.0)}  # type: ignore[list-item]
-    assert ran.called == session.gradients.begin.called == (not others_lack_it)
+
+    def run_lane(_: object, batch: LaneBatch) -> LaneSums:
+        run.append(batch)
+        return LaneSums()
+
+    monkeypatch.setattr(step, "_run_lane", run_lane)
+    step.run_lanes(session, [LaneBatch(0, 0, 0, 2, np.arange(2), {})])
+    assert [batch.tensors for batch in run] == [None if others_lack_it else {}]
+    assert session.gradients.begin.called and session.gradients.serve.called, "others of its column wait for it"
 
 
 def test_losses_that_are_read_late_are_those_of_their_lanes() -> None:

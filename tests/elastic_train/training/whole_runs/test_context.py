@@ -151,7 +151,6 @@ def test_no_degree_changes_more_than_roundings(tmp_path: Path, rows: Path) -> No
         ),
         ({}, STAGES, 4, "tied: true has one matrix in the first stage and in the last: set it to false"),
         ({}, ["--parallel.shards", "optimizer"], 2, "parallel.context: 2 does not go together with parallel.shards"),
-        ({}, ["--run.audit_lanes", "2"], 2, "run.audit_lanes: 2 does not go together with parallel.context: 2 yet"),
     ],
 )
 def test_what_cannot_be_in_parts_is_refused(
