@@ -40,14 +40,16 @@ def is_left_out(text: str) -> bool:
     return f"://{LEFT_OUT}@" in text
 
 
-def misplaced(value: object, key: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+def misplaced(tree: object) -> Iterator[tuple[str, str]]:
     """Yield (key, URL) of every URL with a password in a configuration, but for keys that may have one."""
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from misplaced(each, (*key, str(name)))
-    elif isinstance(value, str):
-        if key not in MAY_HAVE and has_password(value):
-            yield ".".join(key), value
-    elif isinstance(value, Sequence):
-        for number, each in enumerate(value):
-            yield from misplaced(each, (*key, str(number)))
+    may = {f"{section}.{key}" for section, key in MAY_HAVE}
+    return ((key, text) for key, text in texts(tree) if key not in may and has_password(text))
+
+
+def texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted key and value of every text in a tree; `key` is the tree's own."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping | Sequence):
+        for name, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from texts(each, f"{key}.{name}" if key else f"{name}")

@@ -26,7 +26,7 @@ from elastic_train.core.lanes import Assignment, lane_seed
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.auditing.choice import Audit, audits_of, others
-from elastic_train.job.auditing.staged_lane import look_at, sums_of_stage
+from elastic_train.job.auditing.staged_lane import StagedLane, look_at
 from elastic_train.job.cells.context import Context
 from elastic_train.job.cells.stage import Stage, key_of
 from elastic_train.job.generators import seed_generators
@@ -179,7 +179,7 @@ class Auditor:
             if self._stage is None:
                 return _joined(self._sums_of_pass(lane, number))
             part, key = None if self._context is None else self._context.part, None if batch is None else key_of(batch)
-            return _joined(sums_of_stage(self._stage, plan, state, key, lane, self._parameters, part, number))
+            return _joined(StagedLane(self._stage, plan, state, key, lane, self._parameters, part, number).run())
 
     def _sums_of_pass(self, batch: Batch | None, number: int) -> list[int]:
         """Return the checksums of a lane's gradients; without a batch, of those that others' lane gives here.

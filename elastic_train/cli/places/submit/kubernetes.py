@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from elastic_train.config.credentials import has_password, texts, without_password
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, ElasticTrainError
 from elastic_train.launch.options import parse_nodes
@@ -105,7 +105,7 @@ def _runs_elsewhere(config: Config) -> Iterator[str]:
         yield f"run.dir is {config.run.dir}: pods write their runs to {MOUNT}, so name a folder below it"
     if "/" in config.task.path:
         yield f"task.path is {config.task.path}: a file is not in the image; install it there, and name module:Class"
-    for key, value in _texts(config.task.params, "task.params"):
+    for key, value in texts(config.task.params, "task.params"):
         if value.startswith("~") or _is_below(value, f"{Path.home()}/"):
             yield f"{key} is {value}: pods do not have your home folder; put it into the image, or below {MOUNT}"
 
@@ -129,23 +129,10 @@ def _with_credentials(tree: Mapping[str, object]) -> Iterator[str]:
 
     A name alone is not secret elsewhere: a user of hdfs://, a container of abfs://.
     """
-    for key, text in _texts(tree):
-        try:
-            parts = urlsplit(text)
-        except ValueError:
-            continue  # not a URL
-        user, found, _ = parts.netloc.rpartition("@")
-        if ":" in user or (found and parts.scheme in ("http", "https")):
+    for key, text in texts(tree):
+        is_of_the_web = text.startswith(("http://", "https://"))
+        if has_password(text) or (is_of_the_web and without_password(text) != text):
             yield key
-
-
-def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield key and value of every text in a tree."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, Mapping | list):
-        for name, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _texts(each, f"{key}.{name}" if key else f"{name}")
 
 
 def render(job: KubernetesJob) -> str:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.core.schedules import Pass
-from elastic_train.job.auditing.staged_lane import _Passes
+from elastic_train.job.auditing.staged_lane import StagedLane
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.decoder.experts import Experts
 
 
-def passes_of(module: nn.Linear) -> _Passes:
+def passes_of(module: nn.Linear) -> StagedLane:
     stage = SimpleNamespace(
         run=lambda chunk, batch, given, part: module(batch["x"] if given is None else given),
         passing=lambda one, trains: contextlib.nullcontext(),
@@ -25,7 +25,7 @@ def passes_of(module: nn.Linear) -> _Passes:
     )
     plan, state = SimpleNamespace(autocast=contextlib.nullcontext), SimpleNamespace(scaler=None)
     trained = [one for one in module.parameters() if one.requires_grad]
-    return _Passes(stage, plan, state, "key", {"x": torch.ones(2, 3)}, trained)  # type: ignore[arg-type]
+    return StagedLane(stage, plan, state, "key", {"x": torch.ones(2, 3)}, trained)  # type: ignore[arg-type]
 
 
 def test_a_stage_sums_up_its_gradients_and_gives_the_one_before_its_own() -> None:
@@ -54,7 +54,7 @@ def test_a_stage_looks_at_what_its_experts_get_of_the_crews_lane_alone(has_lane:
     links.bind(Group(0, 1, None, 60))
     stage = SimpleNamespace(passing=lambda one, trains: contextlib.nullcontext(), experts=(None, links))
     state = SimpleNamespace(scaler=None)
-    passes = _Passes(stage, None, state, None, None, list(experts.parameters()), crew=1)  # type: ignore[arg-type]
+    passes = StagedLane(stage, None, state, None, None, list(experts.parameters()), crew=1)  # type: ignore[arg-type]
     with passes._seeing_experts(Pass("backward", 0, chunk=1)):
         links.leaves = [{id(experts.up): torch.zeros(2, 4, 3)}, leaf] if has_lane else [leaf, {}]
     assert passes.sums == [0, checksum(leaf[id(experts.up)]) if has_lane else 0, 0]
