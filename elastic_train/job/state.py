@@ -5,9 +5,11 @@ Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved,
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -171,6 +173,11 @@ class AppliedState:
     """The step that is neither applied nor dropped, if any: what is left of a world decides."""
     compiled: CompiledBlocks | None = None
     """What of the model is compiled, if anything is to be."""
+    _first: tuple[dict[str, Any], dict[str, Any]] = field(init=False)
+    """Schedule and scaler as they were built."""
+
+    def __post_init__(self) -> None:
+        self._first = copy.deepcopy((self.scheduler.state_dict(), self.scaler.state_dict()))
 
     @property
     def step(self) -> int:
@@ -205,6 +212,16 @@ class AppliedState:
         if self.pending is not None:
             self.pending = None
             self.scaler.forget_step()
+
+    def begin_again(self) -> None:
+        """Be where the run begins, but for weights and optimizer: what this rank held of another part is of no use."""
+        self.drop_pending()
+        self.reached = Reached()
+        schedule, scaler = copy.deepcopy(self._first)
+        self.scheduler.load_state_dict(schedule)
+        self.scaler.load_state_dict(scaler)
+        for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
 
     def apply(self, facts: StepFacts, norm: Tensor) -> None:
         """Take one optimizer step with the reduced gradients in place, whose norm is `norm`.

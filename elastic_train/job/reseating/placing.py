@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.plan import Plan
-from elastic_train.job.state import AppliedState, Reached
+from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
 from elastic_train.system.wording import counted
 
@@ -18,8 +18,7 @@ def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group, holders
     assert isinstance(state.shards, CellState), "the ranks of this cell hold parts"
     cut, holds_it = state.shards.cut, state.shards.holds_part_of(mesh)
     if cut.place is not None and not holds_it:
-        state.drop_pending()
-        state.reached = Reached()
+        state.begin_again()
     has_them = holds_it or (cut.place is None and cut.has_weights)
     state.shards.enter(mesh, cell, holders, None if has_them else plan.first_weights())
 

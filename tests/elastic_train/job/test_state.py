@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import leaves_of
@@ -26,15 +26,21 @@ from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, 
 from tests.elastic_train.shards.laws import models
 
 
-def built(config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
+def built(config: OptimizerConfig, total_steps: int = 20, *, is_fp16: bool = False) -> AppliedState:
     torch.manual_seed(3)
-    return build_state(nn.Linear(4, 2), config, total_steps, "cpu", is_fp16=False)
+    return build_state(nn.Linear(4, 2), config, total_steps, "cpu", is_fp16=is_fp16)
 
 
 def step(state: AppliedState) -> None:
+    state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), measured(state, 0.25))
+
+
+def measured(state: AppliedState, gradient: float) -> Tensor:
+    """Give all parameters such gradients, in fp16 those of a scaled loss, and measure them."""
+    scaled = state.scaler.scale(torch.tensor(gradient))
     for parameter in state.model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.25)
-    state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), state.measure())
+        parameter.grad = torch.full_like(parameter, scaled.item())
+    return state.measure()
 
 
 def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
@@ -81,6 +87,26 @@ def test_a_changed_rate_applies_from_the_next_step() -> None:
         assert again.scheduler.get_last_lr() == never_stopped.scheduler.get_last_lr()
         step(again)
         step(never_stopped)
+
+
+@pytest.mark.parametrize("is_fp16", [False, True])
+def test_a_state_that_begins_again_updates_as_one_that_was_just_built(is_fp16: bool) -> None:
+    """A rank whose part is of no use in the next world gets first weights; rates and scale are the first, too."""
+    config = OptimizerConfig(lr=0.1, warmup_steps=6)
+    state, expected = built(config, is_fp16=is_fp16), built(config, is_fp16=is_fp16)
+    for _ in range(4):
+        step(state)
+    state.hold(StepFacts(Cursor(0, 5), CoverageSums(), 1, SampleAccount()), measured(state, math.inf))
+    state.begin_again()
+    state.model.load_state_dict(expected.model.state_dict())
+    state.optimizer.state.clear()
+    assert (state.place, state.cursor, state.pending) == (expected.place, expected.cursor, None)
+    for _ in range(3):
+        assert state.scheduler.get_last_lr() == expected.scheduler.get_last_lr()
+        assert state.scaler.state_dict() == expected.scaler.state_dict()
+        step(state)
+        step(expected)
+    assert weights_digest(state.model) == weights_digest(expected.model)
 
 
 def test_a_schedule_of_its_own_length_does_not_depend_on_where_the_job_ends() -> None:
