@@ -1,4 +1,8 @@
-"""A nested state on its way from one rank to another: its leaves in chunks, used only if their SHA-256 is right."""
+"""A nested state on its way from one rank to another, used only if all of it has arrived as it was sent.
+
+Its shape is unpickled once its SHA-256 is right. The tensors come in chunks, each with a CRC-32 as moved shards have:
+that finds what memory or a connection damages, and SHA-256 would take longer than the link.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from torch import Tensor
 
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of, survey
+from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.errors import PeerLostError
 from elastic_train.job.state import Reached
 from elastic_train.parallel.group import Group
@@ -26,15 +31,15 @@ def give_tree(group: Group, tree: State, reached: Reached, taker: int) -> None:
     shapes = [(path, tensor.shape, tensor.dtype) for path, tensor in tensors.items()]
     plain = {path: leaf for path, leaf in leaves.items() if path not in tensors}
     head = pickle.dumps((shapes, plain, survey(tree), reached))
-    digest = hashlib.sha256(head)
     group.transfer(torch.tensor([len(head)]), to=taker)
-    group.transfer(_as_tensor(digest.digest()), to=taker)
+    group.transfer(_as_tensor(hashlib.sha256(head).digest()), to=taker)
     group.transfer(_as_tensor(head), to=taker)
     reach("hand-over")
+    sums = []
     for chunk in _chunks(list(tensors.values())):
-        digest.update(chunk.numpy().data)
+        sums.append(checksum(chunk))
         group.transfer(chunk, to=taker)
-    group.transfer(_as_tensor(digest.digest()), to=taker)
+    group.transfer(torch.tensor([len(sums), *sums]), to=taker)
 
 
 def take_tree(group: Group, giver: int) -> tuple[State, Reached]:
@@ -47,22 +52,23 @@ def take_tree(group: Group, giver: int) -> tuple[State, Reached]:
     )
     group.transfer(sent, source=giver)
     group.transfer(head, source=giver)
-    digest = hashlib.sha256(head.numpy().data)
-    _check(sent, digest.digest(), giver)
+    _check(sent.numpy().tobytes() == hashlib.sha256(head.numpy().data).digest(), giver)
     shapes, plain, (int_keyed, empty), reached = pickle.loads(head.numpy().tobytes())
     tensors = {path: torch.empty(shape, dtype=dtype) for path, shape, dtype in shapes}
+    sums = []
     for chunk in _chunks(list(tensors.values()), is_filling=True):
         group.transfer(chunk, source=giver)
-        digest.update(chunk.numpy().data)
-    group.transfer(sent, source=giver)
-    _check(sent, digest.digest(), giver)
+        sums.append(checksum(chunk))
+    expected = torch.empty(1 + len(sums), dtype=torch.int64)
+    group.transfer(expected, source=giver)
+    _check(expected.tolist() == [len(sums), *sums], giver)
     received: State = {}
     fill(received, {**plain, **tensors}, int_keyed, empty)
     return received, reached
 
 
-def _check(sent: Tensor, found: bytes, giver: int) -> None:
-    if sent.numpy().tobytes() != found:
+def _check(is_as_sent: bool, giver: int) -> None:
+    if not is_as_sent:
         raise PeerLostError(f"the state that rank {giver} handed over arrived damaged")
 
 
@@ -73,28 +79,35 @@ def _as_tensor(content: bytes) -> Tensor:
 def _chunks(tensors: Sequence[Tensor], *, is_filling: bool = False) -> Iterator[Tensor]:
     """Yield the tensors' bytes, on the CPU, in chunks of at most CHUNK_BYTES; small tensors share one.
 
-    With `is_filling`, yield empty chunks, and copy what the caller has put into each back into the tensors.
+    All are in the same memory, so that only the first of them costs page faults: a chunk lasts until the next one. With
+    `is_filling`, yield chunks of no content, and copy what the caller has put into each back into the tensors.
     """
+    room = torch.empty(min(CHUNK_BYTES, sum(tensor.nbytes for tensor in tensors)), dtype=torch.uint8)
+    for pieces in _shared_out(tensors):
+        sizes = [piece.numel() for piece in pieces]
+        chunk = room[: sum(sizes)]
+        parts = torch.split(chunk, sizes)
+        if not is_filling:
+            for piece, part in zip(pieces, parts, strict=True):
+                part.copy_(piece)
+        yield chunk
+        if is_filling:
+            for piece, part in zip(pieces, parts, strict=True):
+                piece.copy_(part)
+
+
+def _shared_out(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield views of the tensors' bytes, of at most CHUNK_BYTES together."""
     pieces: list[Tensor] = []
     num_bytes = 0
     for piece in _pieces(tensors):
         if pieces and num_bytes + piece.numel() > CHUNK_BYTES:
-            yield from _exchange(pieces, is_filling)
+            yield pieces
             pieces, num_bytes = [], 0
         pieces.append(piece)
         num_bytes += piece.numel()
     if pieces:
-        yield from _exchange(pieces, is_filling)
-
-
-def _exchange(pieces: Sequence[Tensor], is_filling: bool) -> Iterator[Tensor]:
-    if not is_filling:
-        yield torch.cat([piece.cpu() for piece in pieces])
-        return
-    chunk = torch.empty(sum(piece.numel() for piece in pieces), dtype=torch.uint8)
-    yield chunk
-    for piece, part in zip(pieces, torch.split(chunk, [piece.numel() for piece in pieces]), strict=True):
-        piece.copy_(part)
+        yield pieces
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

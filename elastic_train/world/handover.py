@@ -1,8 +1,8 @@
 """Handing the applied state over, rank to rank: a world begins with the furthest step that any of its members holds.
 
 Every rank says how far it has come and by which term; ranks that are not at the furthest place get the whole state
-from one that is, in chunks, over the group, and take it over only when its SHA-256 is right. So a fault in the middle
-of a hand-over leaves every rank with the state that it had.
+from one that is, in chunks, over the group, and take it over only when all has arrived as it was sent. So a fault in
+the middle of a hand-over leaves every rank with the state that it had.
 
 Two ranks at the same step of the same term hold the same bits: a term's ranks apply the same reduced sums. Where they
 do so with kernels that round differently, which only `reduction: fast` allows, `level` makes them equal again.

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 from elastic_train.checkpoint import Store, open_store, sweep
 from elastic_train.checkpoint.commits.sweeping import drop_unfinished
@@ -44,9 +43,6 @@ FENCE_PATIENCE_S, FENCE_PAUSE_S = 10.0, 0.5
 """How long the last word of a job waits for a fence that gives no answer, and how often it asks."""
 
 log = logging.getLogger(__name__)
-
-
-_mesh_of = lru_cache(64)(Mesh)  # which a step asks for many times
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +75,11 @@ class World:
     across_experts: Group | None = None
     """The ranks of all cells that differ from this one in their experts alone; None where all have them all."""
 
-    @property
-    def mesh(self) -> Mesh:
-        """Who is who among the ranks."""
-        return _mesh_of(self.group.rank, self.group.size, self.shape)
+    mesh: Mesh = field(init=False)
+    """Who is who among the ranks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", Mesh(self.group.rank, self.group.size, self.shape))
 
     @property
     def replicas(self) -> Group:

@@ -52,7 +52,8 @@ class KnownAgents:
 
     def forget_all_but(self, view: View) -> None:
         """Keep nothing of members that have left."""
-        self._met.intersection_update(member.id for member in view.members)
+        if self._met:
+            self._met.intersection_update(member.id for member in view.members)
 
 
 def by_node(members: Iterable[Member]) -> dict[str, list[Member]]:

@@ -100,8 +100,8 @@ class Reachability:
             if hangs and _is_first_of_its_node(view, mine):
                 held |= view.nodes
             asked = held | {mate.node_id for mate in self._unmet_mates(view)}
-            nodes = {name: members for name, members in by_node(view.members).items() if name in asked}
-            nodes.pop(mine.node_id, None)
+            asked -= {mine.node_id}
+            nodes = by_node(member for member in view.members if member.node_id in asked) if asked else {}
             self._judge(view, nodes, held, missed)
 
     def _judge(self, view: View, nodes: Mapping[str, list[Member]], held: Set[str], missed: frozenset[str]) -> None:

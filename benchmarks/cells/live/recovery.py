@@ -1,4 +1,4 @@
-"""Workers of real live jobs of cells are killed: at every point of a step and every place, and with a large state.
+"""Workers of real live jobs of cells are killed: at every point of a step and every place, and with more state.
 
 A cell is two ranks that hold a decoder together (`parallel.tensor: 2`), and every job has two of them: on two nodes, or
 on one that has a fifth rank, the spare. All kills are SIGKILL.
@@ -10,6 +10,7 @@ import itertools
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.figures import Effort
@@ -31,10 +32,30 @@ ENTERING = ("restore", "hand-over")
 """Where ranks come in a new world: another worker, of another place, is killed before."""
 POINTS = (*STEP_POINTS, "commit", *ENTERING)
 MOST_ARRIVALS = 3
-VOCABULARY, DIM, DEPTH = 4096, 512, 8
-NUM_PARAMETERS = 12 * DEPTH * DIM * DIM + 2 * VOCABULARY * DIM
-"""About: with two moments each, 0.35 GB of state, of which a place has most of a half."""
+VOCABULARY = 4096
 KILL_EVERY_S, QUIET_S = 12.0, 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a decoder."""
+
+    dim: int
+    depth: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Up to biases and norms."""
+        return 12 * self.depth * self.dim * self.dim + 2 * VOCABULARY * self.dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Of weights and two moments each; of them a place has most of a half."""
+        return 12 * self.num_parameters
+
+
+SMALL, LARGE = Size(256, 4), Size(512, 8)
+"""0.06 and 0.35 GB of state. A step of the large one takes four ranks on two cores about as long as the goal alone."""
 
 
 def kills_at_points(effort: Effort) -> dict[str, object]:
@@ -112,9 +133,18 @@ def _noticed(found: Evidence, kill: Line, losses: list[tuple[int, float]]) -> li
 
 def live_worker(effort: Effort) -> dict[str, object]:
     """Kill workers of two cells on two nodes; return the seconds until the other cell has applied a step."""
-    found = _with_large_state(effort, num_nodes=NUM_CELLS, ranks=CELL)
+    return {"live_worker_s": _live_worker(effort, SMALL)}
+
+
+def live_worker_large(effort: Effort) -> dict[str, object]:
+    """Do the same with a large state, and with steps that are as much longer."""
+    return {"live_worker_s.large": _live_worker(effort, LARGE)}
+
+
+def _live_worker(effort: Effort, size: Size) -> dict[str, float]:
+    found = _killed_often(effort, size, num_nodes=NUM_CELLS, ranks=CELL)
     costs = [cost for cost in recoveries(found) if cost.kind != LEAVE]
-    return {"live_worker_s": _seconds(effort, found, costs)}
+    return _seconds(effort, found, costs, size)
 
 
 def spare_fill(effort: Effort) -> dict[str, object]:
@@ -123,7 +153,7 @@ def spare_fill(effort: Effort) -> dict[str, object]:
     `link` is what it takes that one rank gives another as many bytes as a place's part has, weights and moments.
     """
     num_ranks = NUM_CELLS * CELL
-    found = _with_large_state(effort, num_nodes=1, ranks=num_ranks + 1)
+    found = _killed_often(effort, LARGE, num_nodes=1, ranks=num_ranks + 1)
     worlds = {term: whole(lines[0], "world") for (term, _), lines in steps_of(found).items()}
     costs = [cost for cost in recoveries(found) if cost.kind != LEAVE]
     filled = [cost for cost in costs if worlds[cost.term] == num_ranks]
@@ -132,27 +162,27 @@ def spare_fill(effort: Effort) -> dict[str, object]:
             effort.say(f"a worker was killed while no spare was ready: {worlds[cost.term]} ranks went on")
     if not filled:
         raise SystemExit("no spare was ready when a worker was killed: the machine is too busy for this figure")
-    link_s = max(run(send_once, 2, 12 * NUM_PARAMETERS // CELL))
-    return {"spare_fill_s": {**_seconds(effort, found, filled), "link": _rounded(link_s)}}
+    link_s = max(run(send_once, 2, LARGE.state_bytes // CELL))
+    return {"spare_fill_s": {**_seconds(effort, found, filled, LARGE), "link": _rounded(link_s)}}
 
 
-def _with_large_state(effort: Effort, *, num_nodes: int, ranks: int) -> Evidence:
+def _killed_often(effort: Effort, size: Size, *, num_nodes: int, ranks: int) -> Evidence:
     num_kills = 4 if effort.is_quick else 12
     due = [Due("kill_worker", turn % num_nodes, None, KILL_EVERY_S, is_healed=True) for turn in range(num_kills)]
     with tempfile.TemporaryDirectory() as folder:
-        params = {"seen": f"{folder}/seen", "max_tokens": 16, "model": _sizes(VOCABULARY, DIM, DEPTH)}
+        params = {"seen": f"{folder}/seen", "max_tokens": 16, "model": _sizes(VOCABULARY, size.dim, size.depth)}
         config = _write_job(Path(folder) / "job", params, micro_batch=1, commit_every=1000)
         timeout_s = 120 + 4 * KILL_EVERY_S * num_kills
         return _run(Path(folder) / "faulted", config, due, timeout_s, num_nodes=num_nodes, ranks=ranks)
 
 
-def _seconds(effort: Effort, found: Evidence, costs: list[Recovery]) -> dict[str, float]:
+def _seconds(effort: Effort, found: Evidence, costs: list[Recovery], size: Size) -> dict[str, float]:
     """Return the seconds from kills to the next applied step; `ready` are those until a world has its state."""
     for cost in costs:
         effort.say(described(cost))
     seconds, ready = [cost.rto_s for cost in costs], [cost.rto_s - cost.warm_s for cost in costs]
     figures = {"p50": statistics.median(seconds), "max": max(seconds), "ready_p50": statistics.median(ready)}
-    figures |= {"step": step_s(found), "state_gb": 12e-9 * NUM_PARAMETERS, "kills": len(costs)}
+    figures |= {"step": step_s(found), "state_gb": 1e-9 * size.state_bytes, "kills": len(costs)}
     return {name: _rounded(value) for name, value in figures.items()}
 
 

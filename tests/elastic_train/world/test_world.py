@@ -134,7 +134,7 @@ def test_rank_0_of_a_world_that_is_not_the_newest_finds_itself_fenced_off(
     job.fence.claim(1)
     with pytest.raises(FencedError, match="term 2 was claimed, so the result of term 1 is not written"):
         world.check_newest()
-    replace(world, group=MagicMock(rank=1)).check_newest()
+    replace(world, group=MagicMock(rank=1, size=2)).check_newest()
     job.etcd.is_away = True
     world.check_newest()
     monkeypatch.setattr("elastic_train.world.world.FENCE_PATIENCE_S", PATIENCE_S)
