@@ -262,8 +262,13 @@ class Job:
             raise RunError(f"{what}; the end of its log:\n{node.tail()}")
 
     def _has_come(self, fault: Due) -> bool:
-        """Say whether a fault's moment has come; a drawn one also waits for an applied step that is in no commit."""
+        """Say whether a fault's moment has come; a drawn one also waits for an applied step that is in no commit.
+
+        For that one histories are read again: since the last look a busy machine may have come to the next commit.
+        """
         followed = self.followed
+        if fault.is_drawn:
+            followed.look(self.folder)
         if fault.at_s is not None:
             return followed.began_at is not None and time.time() >= followed.began_at + fault.at_s
         if fault.is_drawn and (followed.commit is None or followed.step <= followed.commit):
