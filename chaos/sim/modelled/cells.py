@@ -119,6 +119,10 @@ class PlacedState(ModelledState):
     def drop_pending(self) -> None:
         self.pending = None
 
+    def begin_again(self) -> None:
+        self.drop_pending()
+        self.reached = Reached()
+
     def apply(self, facts: StepFacts, norm: Tensor) -> None:
         self.pending = None
         super().apply(facts, norm)
