@@ -13,6 +13,7 @@ from elastic_train.core.mesh import Cell
 SPREAD_OVER_CELLS: Mapping[str, tuple[str, ...]] = {
     "tensor": ("none", "optimizer", "gradients", "parameters"),
     "pipeline": ("none", "optimizer", "gradients"),
+    "context": ("none", "optimizer"),
 }
 """What the ranks of each place in all cells may hold shares of, by the key that makes cells; nothing beside others."""
 

@@ -76,6 +76,11 @@ class Cell:
         """Return which part of the state a place holds."""
         return place // self.context
 
+    def holder_of(self, rank: int) -> tuple[int, int]:
+        """Return which part of the state a rank of a world holds, and which of the ranks that hold it, by rank."""
+        replica, place = divmod(rank, self.size)
+        return self.part_of(place), replica * self.context + place % self.context
+
     @property
     def crew(self) -> int:
         """The number of ranks that compute a lane together."""

@@ -319,7 +319,7 @@ def _make_cell(
         return CellState(*made, bucket_bytes, cut=cut)
     if kind is GatheredState:
         _check_state_is_whole(model)
-    columns = columns_of(model, optimizer, cut, parallel.cell.size)
+    columns = columns_of(model, optimizer, cut, parallel.cell)
     hold = holding(kind, *made, slots(), parallel.copies, bucket_bytes, parallel.wire)
     return (GatheredCellState if kind is GatheredState else SeatedCellState)(
         *made, bucket_bytes, cut=cut, columns=columns, hold=hold

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from elastic_train.core.lanes import Part, contiguous, merge_plan
+from elastic_train.core.lanes import Assignment, Part, merge_plan
 from elastic_train.parallel.gradient_sum import TreeSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint
@@ -40,10 +40,13 @@ class Shares:
 
 
 class OwnedSum(TreeSum):
-    """The sum along the tree, on its holders alone; `flats` are the layout's, empty ones for what is not trained."""
+    """The sum along the tree, on its holders alone; `flats` are the layout's, empty ones for what is not trained.
 
-    def __init__(self, flats: list[Tensor], replicas: Group, num_lanes: int, shares: Shares) -> None:
-        super().__init__(flats, replicas, contiguous(replicas.size, num_lanes))
+    `assigned` are the lanes of each rank of the group, which may be those of other leaves of a tree.
+    """
+
+    def __init__(self, flats: list[Tensor], replicas: Group, assigned: Assignment, shares: Shares) -> None:
+        super().__init__(flats, replicas, assigned)
         self._shares = shares
         # Every rank begins with its right neighbour, so that no receiver is flooded by all at once.
         self._others = [(replicas.rank + distance) % replicas.size for distance in range(1, replicas.size)]

@@ -88,5 +88,5 @@ class SameColumns:
     def __init__(self) -> None:
         self._known = Known()
 
-    def of(self, model: nn.Module, optimizer: Optimizer, cut: CutModel, num_places: int) -> list[Column]:
-        return self._known(num_places, lambda: columns_of(model, optimizer, cut, num_places))
+    def of(self, model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell) -> list[Column]:
+        return self._known(cell, lambda: columns_of(model, optimizer, cut, cell))

@@ -88,7 +88,7 @@ def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:
 
 
 def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> CellPlan | None:
-    """Return how cells of these degrees hold a task's model; None where every rank holds all of it.
+    """Return how cells of these degrees hold a task's model; None where every rank holds all of its state.
 
     Raises ConfigError if the task does not say, or the model cannot be held so.
     """
@@ -98,7 +98,7 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     if parallel.context > 1:
         assert isinstance(task, Sequencing), "it was checked"
         task.check_parts(model, parallel.context)
-        if not parallel.cell.holds_parts:
+        if not parallel.cell.holds_parts and parallel.shards == "none":
             return None
     tensor: TensorPlan = {}
     sequence: SequencePlan = {}

@@ -37,7 +37,7 @@ from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.chunk_sum import ChunkSum, chunk_sum
-from elastic_train.parallel.cells.context_sum import ContextSum
+from elastic_train.parallel.cells.context_sum import context_sum
 from elastic_train.parallel.cells.expert_grains import begun_grains, num_begun
 from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.devices.squares import squares_of_tensors
@@ -131,7 +131,7 @@ class CellState(ReplicatedState):
         elif self.cut.plan.num_chunks > 1:
             self._sum = chunk_sum(self.cut.by_chunk(), self._holders, num_lanes, bucket_bytes, degree)
         else:
-            self._sum = ContextSum(list(self.model.parameters()), self._holders, lanes, degree, bucket_bytes)
+            self._sum = context_sum(list(self.model.parameters()), self._holders, lanes, degree, bucket_bytes)
         return self._sum
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:

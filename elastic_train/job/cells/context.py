@@ -13,7 +13,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cut_model import along_axis
 from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.cells.context_links import gathered
-from elastic_train.parallel.cells.context_sum import ContextSum, leaf_of
+from elastic_train.parallel.cells.context_sum import context_sum, leaf_of
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import tree_sum
@@ -37,7 +37,7 @@ class ContextState(ReplicatedState):
             self._sum.close()
         lanes = self.assigned(self.mesh.num_replicas, num_lanes)
         parameters = list(self.model.parameters())
-        self._sum = ContextSum(parameters, self._ranks, lanes, self.mesh.cell.context, self.bucket_bytes)
+        self._sum = context_sum(parameters, self._ranks, lanes, self.mesh.cell.context, self.bucket_bytes)
         return self._sum
 
 

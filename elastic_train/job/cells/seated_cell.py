@@ -1,9 +1,10 @@
 """The applied state of a rank in a cell that holds moments by its seat: a share of its place's part of the state.
 
-Ranks of equal place in all cells, a column, hold the same part of the weights. What an optimizer keeps of that part,
-and its gradient (`DealtState`), are spread over them as over all ranks of a job without cells (`HeldState`): grains and
-copies are those of the part's own layout, and the gradient's sum, the update and the exchange of weights are within the
-column. Seats are the cells', so that all ranks of one compute the lanes that are dealt to it. The norm needs all
+Ranks that hold the same part of the weights, those of equal place in all cells, are a column; so are, with them, places
+that differ in their tokens alone. What an optimizer keeps of that part, and its gradient (`DealtState`), are spread
+over them as over all ranks of a job without cells (`HeldState`): grains and copies are those of the part's own layout,
+and the gradient's sum, the update and the exchange of weights are within the column. Seats are the cells', so that all
+ranks of one compute the lanes that are dealt to it, or those of its ranks with the same tokens. The norm needs all
 columns; of what several places hold alike, it counts the first one's, as where every cell has all of it.
 
 A commit has whole tensors and moments, of which a rank writes what it holds wherever that is a run of the whole.
@@ -26,7 +27,7 @@ from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Assignment
-from elastic_train.core.mesh import Mesh
+from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.cut_model import Cut, CutModel
 from elastic_train.job.cells.spread_moments import filled_shares, in_whole, is_run, put_spans_together, written_in_whole
@@ -39,6 +40,7 @@ from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.chunk_sum import ChunkSum
+from elastic_train.parallel.cells.context_sum import ContextSum, leaves_of
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
@@ -59,9 +61,9 @@ class SeatedCellState(CellState):
     hold: Callable[[Column], HeldState]
     _share: HeldState | None = None
     _seatings: Sequence[Seating] = ()
-    """The seats of every column, by place."""
+    """The seats of every column, by part."""
     _cuts: Sequence[Cuts] = ()
-    """By place: which spans of each tensor of its part each rank of its column speaks for, in commits."""
+    """By part: which spans of each of its tensors each rank of its column speaks for, in commits."""
     _numbers: Mapping[str, int] = field(default_factory=dict)
     """The number of each tensor in the layouts, by all of its names."""
     _spans: dict[int, Sequence[Sequence[Span]]] = field(default_factory=dict)
@@ -75,9 +77,18 @@ class SeatedCellState(CellState):
 
     @property
     def column(self) -> Group:
-        """The ranks of this rank's place in all cells."""
+        """The ranks that hold this rank's part, of all cells."""
         assert self._holders is not None, "no world has given this rank a place"
         return self._holders
+
+    @property
+    def part(self) -> int:
+        """Which part of the state this rank holds."""
+        return self.column_of(self._mesh.rank)
+
+    def column_of(self, rank: int) -> int:
+        """Return the column that a rank of the present world is in: which part it holds."""
+        return self.cell.holder_of(rank)[0]
 
     @property
     def seat(self) -> Seat | None:
@@ -102,10 +113,10 @@ class SeatedCellState(CellState):
             self._close_sums()  # the old share's, before the model has another part
         CellState.enter(self, mesh, cell, holders, weights)
         if is_new:
-            self._share = self.hold(self.columns[mesh.place])
+            self._share = self.hold(self.columns[self.part])
 
     def know(self, seats: Sequence[Seat]) -> None:
-        """Know the seats of all columns, by cell, once this rank has taken its own."""
+        """Know the seats of all columns, by their ranks, once this rank has taken its own."""
         self._seatings = [Seating(*column, seats, 0) for column in self.columns]
 
     def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
@@ -113,14 +124,17 @@ class SeatedCellState(CellState):
 
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         self._close_sums()
-        if self.cut.plan.num_chunks == 1:
+        degree = self.cell.context
+        if self.cut.plan.num_chunks == degree == 1:
             return self.share.sum_of(replicas, num_lanes, kind)
         assert kind == "canonical", "copies have to have the same bits"
         self.share.flat.bind()
-        turns, placed = Turns(replicas), self.share.flat.placed()
+        turns, placed = Turns(self.column), self.share.flat.placed()
         chunks = [{id(one) for one in parameters} for parameters in self.cut.by_chunk()]
         numbers = [{one.flat for one in placed if id(one.parameter) in chunk} for chunk in chunks]
-        self._sum = ChunkSum([self.share.sum_of_flats(replicas, num_lanes, some, turns) for some in numbers], turns)
+        leaves = leaves_of(self.assigned(self._mesh.num_replicas, num_lanes), degree)
+        sums = [self.share.sum_of_flats(self.column, leaves, some, turns) for some in numbers]
+        self._sum = ChunkSum([ContextSum(one, self.column.rank % degree, num_lanes) for one in sums], turns)
         return self._sum
 
     def _close_sums(self) -> None:
@@ -152,21 +166,19 @@ class SeatedCellState(CellState):
 
     def norm_of_rows(self, gathered: Tensor, holders: Sequence[tuple[int, Int64s]]) -> Tensor:
         """Return the norm from rows of some ranks, which hold all of the grains that are trained."""
-        size, rows = len(self.columns), np.zeros((len(self.columns), self.num_grains))
-        for place, column in enumerate(self.columns):
-            of_place = [(rank, grains) for rank, grains in holders if rank % size == place]
-            squares = squares_of_holders(column.layout, gathered, of_place)
-            rows[place, : squares.size] = squares
-        return self.norm_of_places(rows)
+        by_part: list[list[tuple[int, Int64s]]] = [[] for _ in self.columns]
+        for rank, grains in holders:
+            by_part[self.column_of(rank)].append((rank, grains))
+        rows = np.zeros((len(self.columns), self.num_grains))
+        for row, column, of_part in zip(rows, self.columns, by_part, strict=True):
+            squares = squares_of_holders(column.layout, gathered, of_part)
+            row[: squares.size] = squares
+        return self.norm_of_places(rows.repeat(self.cell.context, axis=0))
 
     def _updaters(self) -> list[tuple[int, Int64s]]:
         """Return all ranks of the world, and the grains that each updates."""
-        size = len(self.columns)
-        return [
-            (rank * size + place, grains)
-            for place, seating in enumerate(self._seatings)
-            for rank, grains in enumerate(seating.trained)
-        ]
+        pairs = zip(self._mesh.by_part, self._seatings, strict=True)
+        return [pair for ranks, seating in pairs for pair in zip(ranks, seating.trained, strict=True)]
 
     def clip(self, limit: float, norm: Tensor) -> None:
         self.share.clip(limit, norm)
@@ -175,20 +187,20 @@ class SeatedCellState(CellState):
         return iter(()) if self._share is None else self._share.tensors()
 
     def is_taken_along(self, leaving: Sequence[bool]) -> bool:
-        """Whether some share's holders all leave, or all ranks of one and the same place."""
-        by_place = [leaving[place :: len(self.columns)] for place in range(len(self.columns))]
-        pairs = zip(self._seatings, by_place, strict=True)
+        """Whether some share's holders all leave, or all ranks of one and the same part."""
+        by_part = [[leaving[rank] for rank in ranks] for ranks in self._mesh.by_part]
+        pairs = zip(self._seatings, by_part, strict=True)
         return any(all(ranks) or seating.are_sole_holders(ranks) for seating, ranks in pairs)
 
     def assign(self, writers: Sequence[int]) -> Sequence[int]:
         """Let ranks write commits; all do where these hold less than everything: then those that cannot say so."""
-        size = len(self.columns)
+        by_part: list[list[int]] = [[] for _ in self.columns]
+        for part, number in map(self.cell.holder_of, writers):
+            by_part[part].append(number)
         try:
             owned = [
-                owned_of(
-                    seating.holdings, seating.layout.span, [rank // size for rank in writers if rank % size == place]
-                )
-                for place, seating in enumerate(self._seatings)
+                owned_of(seating.holdings, seating.layout.span, numbers)
+                for seating, numbers in zip(self._seatings, by_part, strict=True)
             ]
         except LookupError:
             writers = range(self._mesh.size)
@@ -214,7 +226,8 @@ class SeatedCellState(CellState):
             if isinstance(leaf, Pieces) and _is_written_in_pieces(path, one := cut.get(path)):
                 number = self._number_at(path)
                 if number not in self._spans:
-                    self._spans[number] = written_in_whole([cuts[number] for cuts in self._cuts], one, self._writers)
+                    spans = [cuts[number] for cuts in self._cuts]
+                    self._spans[number] = written_in_whole(spans, one, self.cell, self._writers)
                 written[path] = in_whole(leaf, one, self._mesh.place, self._spans[number])
         return written
 
@@ -225,15 +238,21 @@ class SeatedCellState(CellState):
     def _parts_of(
         self, leaves: Mapping[StatePath, Tensor | Pieces], apart: Sequence[tuple[int, StatePath]]
     ) -> Mapping[StatePath, Tensor]:
-        """Put moments together within the column, at the rank of the replica whose rank writes them."""
-        size = len(self.columns)
+        """Put moments together within the column, at the first of its ranks in the replica whose rank writes them.
+
+        Others have nothing of them.
+        """
+        size, context = self.cell.size, self.cell.context
         wanted = [
-            (rank // size, path, leaf, self._cuts[self._mesh.place][self._number_at(path)])
+            (rank // size * context, path, leaf, self._cuts[self.part][self._number_at(path)])
             for rank, path in apart
             if isinstance(leaf := leaves[path], Pieces)
         ]
         found = put_spans_together(self.column, [(taker, leaf, spans) for taker, _, leaf, spans in wanted])
-        moments = {path: part for (_, path, *_), part in zip(wanted, found, strict=True) if part is not None}
+        moments = {
+            path: torch.empty(0, dtype=leaf.dtype) if part is None else part
+            for (_, path, leaf, _), part in zip(wanted, found, strict=True)
+        }
         return {**CellState._parts_of(self, leaves, apart), **moments}
 
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
@@ -274,8 +293,8 @@ def holding(
     return hold
 
 
-def columns_of(model: nn.Module, optimizer: Optimizer, cut: CutModel, num_places: int) -> list[Column]:
-    """Return what the ranks of each place hold together of a model that is whole, or without memory.
+def columns_of(model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell) -> list[Column]:
+    """Return what the ranks of each part hold together of a model that is whole, or without memory.
 
     What is exchanged together is a block's; of a stage with several chunks, a chunk's, since each is summed by itself.
     """
@@ -292,4 +311,6 @@ def columns_of(model: nn.Module, optimizer: Optimizer, cut: CutModel, num_places
 
         return shape
 
-    return [column_of(layout_of(model, optimizer, unit, shape_at(place))) for place in range(num_places)]
+    return [
+        column_of(layout_of(model, optimizer, unit, shape_at(place))) for place in range(0, cell.size, cell.context)
+    ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.core.mesh import Cell
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.cells.state_parts import Cuts, cut_at, with_tensors
 from elastic_train.parallel.group import Group
@@ -31,18 +32,17 @@ def in_whole(part: Pieces, cut: Cut | None, place: int, written: Sequence[Sequen
 
 
 def written_in_whole(
-    cuts: Sequence[Sequence[Sequence[Span]]], cut: Cut | None, writers: Sequence[int]
+    cuts: Sequence[Sequence[Sequence[Span]]], cut: Cut | None, cell: Cell, writers: Sequence[int]
 ) -> list[list[Span]]:
     """Return which spans of a whole tensor each writer writes, by what each rank of every column speaks for.
 
-    `cuts` has the spans of each place's part, by place and by the ranks of its column; `writers` are ranks of the
-    world. Of a part that several places hold alike the first one's ranks write it.
+    `cuts` has the spans of each part, by part and by the ranks of its column; `writers` are ranks of a world of such
+    cells. Of a tensor's part that several columns hold alike the first one's ranks write it.
     """
-    givers = [0] if cut is None else cut.givers
-    pairs = [divmod(rank, len(cuts)) for rank in writers]
+    giver_of = {0: 0} if cut is None else {cell.part_of(place): place for place in cut.givers}
     return [
-        [_moved(span, cut, place) for span in cuts[place][replica]] if place in givers else []
-        for replica, place in pairs
+        [_moved(span, cut, giver_of[part]) for span in cuts[part][number]] if part in giver_of else []
+        for part, number in map(cell.holder_of, writers)
     ]
 
 

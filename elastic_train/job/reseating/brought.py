@@ -1,7 +1,7 @@
 """What every rank brings into a world whose state is in shards, told to all others.
 
-Ranks of equal place in all cells are a *column*, and hold shares of that place's part of the state; where there are no
-cells, all ranks are one. A step counts as held where all columns hold all of theirs.
+Ranks that hold the same part of the state in all cells are a *column*, and have shares of it; where there are no cells,
+all ranks are one. A step counts as held where all columns hold all of theirs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class Seated(Protocol):
 
     @property
     def columns(self) -> Sequence[Column]:
-        """All columns of a world, by place: rank r is of column r modulo their number."""
+        """All columns of a world, by the parts of the state that they hold."""
+
+    def column_of(self, rank: int) -> int:
+        """Return the column that a rank of the present world is in."""
 
     @property
     def seat(self) -> Seat | None:
@@ -79,11 +82,22 @@ def bring(
     may_hold = may_hold or group.rank == 0
     norm, spare = _bits(state.reached.norm), _encoded_arcs(shards.spare.arcs if counts else ())
     mine = [*place, _encoded(seat), list(path), pending, shards.trained_in, norm, may_hold, spare]
-    brought, size = _read(group.all_gather_objects(mine)), len(shards.columns)
-    able = {rank % size for rank, one in enumerate(brought) if one.may_hold}
-    if len(able) == size:
+    brought = _read(group.all_gather_objects(mine))
+    able = {shards.column_of(rank) for rank, one in enumerate(brought) if one.may_hold}
+    if len(able) == len(shards.columns):
         return brought
-    return [one if rank % size in able else replace(one, may_hold=True) for rank, one in enumerate(brought)]
+    columns = map(shards.column_of, range(len(brought)))
+    return [
+        one if column in able else replace(one, may_hold=True) for column, one in zip(columns, brought, strict=True)
+    ]
+
+
+def by_column(shards: Seated, brought: Sequence[Brought]) -> list[list[Brought]]:
+    """Return what the ranks of each column bring."""
+    found: list[list[Brought]] = [[] for _ in shards.columns]
+    for rank, one in enumerate(brought):
+        found[shards.column_of(rank)].append(one)
+    return found
 
 
 def _read(told: Sequence[Sequence[Any]]) -> list[Brought]:
@@ -119,9 +133,9 @@ def _num_missing(shards: Seated, brought: Sequence[Brought], place: Place) -> in
 
     A column without anybody there lacks something, even if it has no grains.
     """
-    missing, size = 0, len(shards.columns)
-    for number, column in enumerate(shards.columns):
-        there = [one for one in brought[number::size] if place in (one.place, comes_to(one) if one.pending else None)]
+    missing = 0
+    for column, of_column in zip(shards.columns, by_column(shards, brought), strict=True):
+        there = [one for one in of_column if place in (one.place, comes_to(one) if one.pending else None)]
         missing += max(column.missing(map(all_arcs_of, there)), 0 if there else 1)
     return missing
 

@@ -1,7 +1,8 @@
-"""Seats in columns: a cell has one seat, which each of its ranks takes in the column of its place.
+"""Seats in columns: a cell has one seat, which each of its ranks takes in the column of its part.
 
 So the ranks of a cell compute the same lanes where these are dealt by seats, and each knows who holds what in all
-columns. Columns move what they hold among themselves; what step they come to, all of them have decided together. Where
+columns. Where several ranks of a cell hold the same part, each of some tokens, those with the same tokens have a seat.
+Columns move what they hold among themselves; what step they come to, all of them have decided together. Where
 no cells hold the state all ranks are one column.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.job.cells.seated_cell import SeatedCellState
-from elastic_train.job.reseating.brought import Brought
+from elastic_train.job.reseating.brought import Brought, by_column
 from elastic_train.job.reseating.taking import is_first, reseat, take_first_seats
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
@@ -29,7 +30,7 @@ def reseat_columns(column: Group, state: AppliedState, shards: Shards, brought: 
         return reseat(column, state, shards, brought)
     furthest = None if is_first(shards.share, brought) else max(one.place for one in brought)
     seats = _seats_at(shards, brought, furthest)
-    lost = reseat(column, state, shards.share, _of_place(shards, brought), seats)
+    lost = reseat(column, state, shards.share, by_column(shards, brought)[shards.part], seats)
     if not lost.size:
         shards.know(seats)
     return lost
@@ -41,24 +42,21 @@ def take_first_columns(column: Group, shards: Shards, brought: Sequence[Brought]
         take_first_seats(column, shards, brought)
         return
     seats = _seats_at(shards, brought, None)
-    take_first_seats(column, shards.share, _of_place(shards, brought), seats)
+    take_first_seats(column, shards.share, by_column(shards, brought)[shards.part], seats)
     shards.know(seats)
-
-
-def _of_place(shards: SeatedCellState, brought: Sequence[Brought]) -> Sequence[Brought]:
-    """Return what the ranks of this one's place bring, by cell."""
-    assert shards.mesh is not None, "a world has given this rank a place"
-    return brought[shards.mesh.place :: len(shards.columns)]
 
 
 def _seats_at(shards: SeatedCellState, brought: Sequence[Brought], furthest: Place | None) -> list[Seat]:
     """Return every cell's seat; those that ranks bring count at the furthest step, and none do without it.
 
-    A cell holds nothing if one of its ranks may not, unless no other cell can.
+    A cell holds nothing if one of its ranks may not, unless no other cell can. Where it has several seats it is a
+    domain of its own, the narrowest one: it is given up as a whole if it loses a rank.
     """
-    size = len(shards.columns)
-    cells = [brought[first : first + size] for first in range(0, len(brought), size)]
-    able = [all(one.may_hold for one in cell) for cell in cells]
-    before = [[one.seat if one.place == furthest else None for one in brought[place::size]] for place in range(size)]
-    paths = paths_of_cells([[one.path for one in cell] for cell in cells])
-    return seats_of_cells(paths, shards.share.copies, before, able if any(able) else [True] * len(cells))
+    columns, context = by_column(shards, brought), shards.cell.context
+    seated = list(zip(*columns, strict=True))
+    able = [all(one.may_hold for one in ranks) for ranks in seated]
+    before = [[one.seat if one.place == furthest else None for one in of_column] for of_column in columns]
+    paths = paths_of_cells([[one.path for one in ranks] for ranks in seated])
+    if context > 1:
+        paths = [(*path, str(number // context)) for number, path in enumerate(paths)]
+    return seats_of_cells(paths, shards.share.copies, before, able if any(able) else [True] * len(seated))

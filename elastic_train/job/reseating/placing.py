@@ -28,31 +28,30 @@ def redundancy_of(mesh: Mesh, num_copies: int | None = None, what: str = "state"
 
     `what` is that of which ranks hold shares.
     """
-    num_ranks = counted(mesh.cell.size, "rank")
+    num_ranks, context = counted(mesh.cell.size, "rank"), mesh.cell.context
+    if num_copies is not None and (mesh.num_replicas > 1 or context > 1):
+        of_each = " of each place" if context == 1 else " of each part" if mesh.cell.holds_parts else ""
+        held = f"{counted(mesh.num_replicas, 'cell')} of {num_ranks}, over which the {what}{of_each} is held"
+        if num_copies == 1:
+            return (
+                f"{held} once: a rank that is lost takes its share along, and the job goes on from the newest commit "
+                "(parallel.copies)"
+            )
+        return f"{held} {num_copies} times: a fault that leaves one of the holders costs no applied step"
     if not mesh.cell.holds_parts:
         return (
             f"{counted(mesh.num_replicas, 'cell')} of {num_ranks}, which compute each row together: every rank holds "
             "the whole state, so a fault that leaves one of them costs no applied step"
         )
-    if mesh.num_replicas == 1 and mesh.cell.context > 1:
+    if mesh.num_replicas == 1 and context > 1:
         return (
-            f"{num_ranks} make one cell, and {mesh.cell.context} hold each part of the state: a fault that leaves one "
+            f"{num_ranks} make one cell, and {context} hold each part of the state: a fault that leaves one "
             "of these costs no applied step"
         )
     if mesh.num_replicas == 1:
         return (
             f"{num_ranks} make one cell, which alone holds the state: a rank that is lost takes its part along, and "
             "the job goes on from the newest commit (more nodes make more cells)"
-        )
-    if num_copies == 1:
-        return (
-            f"{mesh.num_replicas} cells of {num_ranks}, over which the {what} of each place is held once: a "
-            "rank that is lost takes its share along, and the job goes on from the newest commit (parallel.copies)"
-        )
-    if num_copies is not None:
-        return (
-            f"{mesh.num_replicas} cells of {num_ranks}, over which the {what} of each place is held "
-            f"{num_copies} times: a fault that leaves one of the holders costs no applied step"
         )
     return (
         f"{mesh.num_replicas} cells of {num_ranks}: a fault that leaves each part of the state in one of them costs no "

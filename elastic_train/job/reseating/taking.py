@@ -67,7 +67,7 @@ def roll_forward(group: Group, state: AppliedState, shards: Seated, brought: Seq
 
 def _trained_by(shards: Seated, rank: int, seat: Seat | None) -> Int64s:
     """Return the grains of its column that a rank holds and updates."""
-    return shards.columns[rank % len(shards.columns)].trained_by(seat)
+    return shards.columns[shards.column_of(rank)].trained_by(seat)
 
 
 def _all_left(shards: Seated, brought: Sequence[Brought], ahead: Sequence[int], term: int) -> list[int]:
@@ -78,7 +78,7 @@ def _all_left(shards: Seated, brought: Sequence[Brought], ahead: Sequence[int], 
     if any(brought[rank].pending != term for rank in left):
         return []
     for number, column in enumerate(shards.columns):
-        of_column = [brought[rank] for rank in left if rank % len(shards.columns) == number]
+        of_column = [brought[rank] for rank in left if shards.column_of(rank) == number]
         trained = column.layout.trained
         held = [column.trained_by(one.seat) for one in of_column]
         is_known = np.unique(np.concatenate([trained[:0], *held])).size == trained.size

@@ -102,6 +102,10 @@ class HeldState:
         self.offload = offload
         self._stream = None if offload is None else StreamedUpdate(optimizer, offload)
 
+    def column_of(self, rank: int) -> int:
+        """Return the column that a rank of a world is in: all are in one."""
+        return 0
+
     @property
     def seat(self) -> Seat | None:
         """This rank's seat; None before its first world."""
@@ -235,15 +239,19 @@ class HeldState:
     def make_sum(self, replicas: Group, num_lanes: int) -> GradientSum:
         """Return the sum that leaves the mean gradient where it is held."""
         self.flat.bind()
-        return self.sum_of_flats(replicas, num_lanes, range(len(self.layout.flats)))
+        lanes = contiguous(replicas.size, num_lanes)
+        return self.sum_of_flats(replicas, lanes, range(len(self.layout.flats)))
 
     def sum_of_flats(
-        self, replicas: Group, num_lanes: int, numbers: Container[int], turns: Turns | None = None
+        self, replicas: Group, lanes: Assignment, numbers: Container[int], turns: Turns | None = None
     ) -> OwnedSum:
-        """Return the sum of some flat vectors, by number, to which gradients are bound; see `TreeSum` for `turns`."""
+        """Return the sum of some flat vectors, by number, to which gradients are bound; see `TreeSum` for `turns`.
+
+        `lanes` are those of each rank of `replicas`.
+        """
         shares = Shares(self.seated.owned_runs(), self.seated.given_runs(), self.seated.taken_runs())
         flats = [flat if number in numbers else flat[:0] for number, flat in enumerate(self.flat.gradients)]
-        total = OwnedSum(flats, replicas, num_lanes, shares.within(numbers))
+        total = OwnedSum(flats, replicas, lanes, shares.within(numbers))
         placed = [one for one in self.flat.placed() if one.flat in numbers]
         total.exchange_beside(placed, self._bucket_bytes, turns)
         return total

@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_train.core.lanes import contiguous
 from elastic_train.parallel.buckets import Turns
-from elastic_train.parallel.cells.context_sum import ContextSum
+from elastic_train.parallel.cells.context_sum import ContextSum, context_sum
 from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.gradient_sum import CanonicalSum, GradientSum, OfPart, TreeSum, place_gradients
 from elastic_train.parallel.group import Group
@@ -81,7 +81,7 @@ def _sum_of(
 ) -> CanonicalSum | ContextSum:
     lanes = contiguous(ranks.size // degree, num_lanes)
     if degree > 1:
-        return ContextSum(parameters, ranks, lanes, degree, bucket_bytes, turns)
+        return context_sum(parameters, ranks, lanes, degree, bucket_bytes, turns)
     flats, placed = place_gradients(parameters)
     total = CanonicalSum(flats, ranks, lanes)
     total.exchange_beside(placed, bucket_bytes, turns)

@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic_train.core.lanes import Assignment
 from elastic_train.parallel.buckets import Turns
-from elastic_train.parallel.gradient_sum import CanonicalSum, OfPart, place_gradients
+from elastic_train.parallel.gradient_sum import CanonicalSum, OfPart, TreeSum, place_gradients
 from elastic_train.parallel.group import Group
 
 
@@ -22,29 +22,22 @@ def leaf_of(lane: int, place: int, num_lanes: int) -> int:
     return place * num_lanes + lane
 
 
+def leaves_of(lanes: Assignment, degree: int) -> Assignment:
+    """Return what each rank computes of the cells' lanes, cell by cell and place by place."""
+    num_lanes = sum(map(len, lanes))
+    return tuple(
+        range(leaf_of(of_cell.start, place, num_lanes), leaf_of(of_cell.stop, place, num_lanes))
+        for of_cell in lanes
+        for place in range(degree)
+    )
+
+
 class ContextSum:
     """Sums gradients that ranks have of some tokens each; see `GradientSum`."""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        ranks: Group,
-        lanes: Assignment,
-        degree: int,
-        bucket_bytes: float | None,
-        turns: Turns | None = None,
-    ) -> None:
-        """`ranks` are those of all cells that hold these parameters, by cell, and `lanes` the cells'."""
-        num_lanes = sum(map(len, lanes))
-        self._first = leaf_of(0, ranks.rank % degree, num_lanes)
-        leaves = tuple(
-            range(leaf_of(of_cell.start, place, num_lanes), leaf_of(of_cell.stop, place, num_lanes))
-            for of_cell in lanes
-            for place in range(degree)
-        )
-        flats, placed = place_gradients(parameters)
-        self._sum = CanonicalSum(flats, ranks, leaves)
-        self._sum.exchange_beside(placed, bucket_bytes, turns)
+    def __init__(self, total: TreeSum, place: int, num_lanes: int) -> None:
+        """`total` is the sum over `leaves_of` the cells' lanes, `place` this rank's among those of its cell."""
+        self._sum, self._first = total, leaf_of(0, place, num_lanes)
 
     def begin(self, lanes: range) -> None:
         self._sum.begin(range(self._first + lanes.start, self._first + lanes.stop))
@@ -63,3 +56,21 @@ class ContextSum:
 
     def tensors(self) -> Iterator[OfPart]:
         return self._sum.tensors()
+
+
+def context_sum(
+    parameters: Sequence[nn.Parameter],
+    ranks: Group,
+    lanes: Assignment,
+    degree: int,
+    bucket_bytes: float | None,
+    turns: Turns | None = None,
+) -> ContextSum:
+    """Return the sum that is whole on every rank.
+
+    `ranks` are those of all cells that hold these parameters, by cell, and `lanes` the cells'.
+    """
+    flats, placed = place_gradients(parameters)
+    total = CanonicalSum(flats, ranks, leaves_of(lanes, degree))
+    total.exchange_beside(placed, bucket_bytes, turns)
+    return ContextSum(total, ranks.rank % degree, sum(map(len, lanes)))

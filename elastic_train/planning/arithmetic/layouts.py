@@ -2,8 +2,8 @@
 
 What the trainer runs today are shards, copies and offload over single ranks; tensor ranks and stages with whole state,
 or the optimizer's and gradients in shards, and with weights in shards tensor ranks alone; ranks that compute rows
-together with whole state; experts on tensor ranks and in stages; and recomputation. All else (such as stages with
-weights in shards) is arithmetic: then `runs_today` is false.
+together with whole state, or the optimizer's in shards; experts on tensor ranks and in stages; and recomputation. All
+else (such as stages with weights in shards) is arithmetic: then `runs_today` is false.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Layout:
     def runs_today(self) -> bool:
         """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
         may_spread: tuple[Shards, ...] = ("none",)
-        if self.expert == self.context == 1:
+        if self.context > 1 and self.expert == 1:
+            may_spread = SHARDS[:2]
+        elif self.expert == 1:
             may_spread = SHARDS if self.pipeline == 1 else SHARDS[:3] if self.interleave == 1 else SHARDS[:2]
         is_whole = self.shards in may_spread and self.offload == "none"
         fits = (
@@ -146,8 +148,9 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
         wrong.append(f"offload {layout.offload} spares a GPU's memory, and a CPU's is the host's")
     if layout.recompute != "none" and not model.blocks:
         wrong.append(f"recompute {layout.recompute} is for a model's blocks, and it has none")
-    if layout.shards != "none" and layout.copies > replicas:
-        wrong.append(f"copies {layout.copies}, but only {replicas} replicas to hold them")
+    if layout.shards != "none" and layout.copies > (holders := layout.summing(world)):
+        who = "replicas" if layout.context == 1 else "ranks of each part"
+        wrong.append(f"copies {layout.copies}, but only {holders} {who} to hold them")
     return wrong
 
 

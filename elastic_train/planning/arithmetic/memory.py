@@ -57,7 +57,7 @@ def memory_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster)
     sizes = model.sizes
     weights = _weights(model, layout, seated, elements)
     state = sizes.state * (trained if layout.shards == "none" else seated.held_trained)
-    staged = (sizes.weight * elements + sizes.state * trained) / seated.replicas
+    staged = (sizes.weight * elements + sizes.state * trained) / layout.summing(cluster.size)
     host = 0.0 if cluster.device.is_cpu else staged
     if layout.offload != "none":
         host, state = host + state, rooms_bytes(model, layout, seated)

@@ -27,13 +27,12 @@ MOST_EXACT = 16
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """The replica that has most to hold and to do: in a group of `group_size`, of `num_groups`, with `lanes` lanes.
+    """The rank that has most to hold and to do: in a group of `group_size`, of `num_groups`, with `lanes` lanes.
 
     `held` and `held_trained` are elements of its share; `turns` are those of its group; `put_aside` is how many sums of
     what it sums up are there at once besides the one that it adds to; `parts` are the sums that it has in the end.
     """
 
-    replicas: int
     num_groups: int
     group_size: int
     lanes: int
@@ -45,16 +44,16 @@ class Seated:
 
 
 def seat_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -> Seated:
-    """Return the seat of the replica with the largest share."""
-    replicas = layout.replicas(cluster.size)
+    """Return the seat of the rank with the largest share, among those that have shares of the same part."""
+    replicas, holders = layout.replicas(cluster.size), layout.summing(cluster.size)
     elements, trained = (place_elements(model, layout, trained=only) for only in (False, True))
     if layout.shards == "none":
         lanes = _most_lanes(replicas, batch.num_lanes)
-        return Seated(replicas, 1, replicas, len(lanes), len(lanes), elements, trained, *_replicated(lanes, batch))
+        return Seated(1, holders, len(lanes), len(lanes), elements, trained, *_replicated(lanes, batch))
     if layout.shards == "optimizer":
         lanes = _most_lanes(replicas, batch.num_lanes)
         sums = _replicated(lanes, batch)
-        seats = group_seats(replicas, layout.copies, cluster)
+        seats = group_seats(holders, layout.copies, cluster)
     else:
         seats = group_seats(replicas, layout.copies, cluster)
         lanes, sums = range(0), (0, 0)
@@ -65,8 +64,8 @@ def seat_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -
         dealt = deal_lanes(seat, replicas, batch.num_lanes)
         sums = _dealt(group_lanes(seat, replicas, batch.num_lanes), batch.num_lanes)
         count = max(len(deal_lanes(one, replicas, batch.num_lanes)) for one in seats)
-        return Seated(replicas, len(seats), seat.size, len(dealt), count, held_all, held_trained, *sums)
-    return Seated(replicas, len(seats), seat.size, len(lanes), len(lanes), held_all, held_trained, *sums)
+        return Seated(len(seats), seat.size, len(dealt), count, held_all, held_trained, *sums)
+    return Seated(len(seats), seat.size, len(lanes), len(lanes), held_all, held_trained, *sums)
 
 
 def group_seats(replicas: int, copies: int, cluster: Cluster) -> list[Seat]:

@@ -151,7 +151,7 @@ def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -
     in_cells = all(more in SPREAD_OVER_CELLS.get(key, ()) for key, degree in keys.degrees.items() if degree > 1)
     in_cells &= more != "gradients" or keys.num_chunks == 1
     may_share = is_canonical and not is_audited and (is_whole or in_cells)
-    if may_share and num_ranks // keys.cell.size > keys.copies and more is not None:
+    if may_share and num_ranks // keys.cell.num_parts > keys.copies and more is not None:
         found.append(f"parallel.shards: {more}")
     if is_canonical and is_whole and is_on_gpu and not keys.has_offload:
         found.append("parallel.offload: optimizer")

@@ -30,8 +30,8 @@ Group = tuple[Member, ...]
 class CellShape:
     """How many members make up a cell: so many stages, each of so many members of one node.
 
-    `copies` is how many members of a place hold each share of its part; None where each holds all of it. So many
-    neighbours as `alike` says hold the same part of the state as one another.
+    `copies` is how many members that hold a part hold each share of it, in different cells as far as there are any;
+    None where each holds all of it. So many neighbours as `alike` says hold the same part of the state as one another.
     """
 
     num_stages: int = 1
@@ -100,27 +100,39 @@ def is_a_part_left_behind(
     """
     seats = places_had(ready, shape, last)
     had = {name: shape.part_of(place) for name, (_, place) in seats.items()}
-    places = [number % shape.size for number in range(len(chosen))]
-    kept = [place for place, member in zip(places, chosen, strict=True) if had.get(member.id) == shape.part_of(place)]
-    left = set(had.values()) - {shape.part_of(place) for place in kept}
-    return bool(left) or _is_a_share_left_behind(seats, Counter(kept), shape, last)
+    parts = [shape.part_of(number % shape.size) for number in range(len(chosen))]
+    kept = [member.id for part, member in zip(parts, chosen, strict=True) if had.get(member.id) == part]
+    if set(had.values()) - {had[name] for name in kept}:
+        return True
+    if shape.copies is None or not seats:
+        return False
+    return _is_a_share_left_behind(set(seats.values()), {seats[name] for name in kept}, shape.copies, shape, last)
 
 
 def _is_a_share_left_behind(
-    seats: Mapping[str, tuple[int, int]], kept: Mapping[int, int], shape: CellShape, last: World | None
+    there: Set[tuple[int, int]], kept: Set[tuple[int, int]], copies: int, shape: CellShape, last: World | None
 ) -> bool:
-    """Say whether so many members of a place are kept from the next world that they may alone hold a share.
+    """Say whether so many holders of a part are kept from the next world that they may alone hold a share.
 
-    Nobody is waited for if as many of one place are gone: then no wait brings back what they held.
+    `there` and `kept` are the cells and places that members had in the last world: those that are left of it, and those
+    of whom the next one has some. Nobody is waited for if as many of one part are gone: then no wait brings back what
+    they held.
     """
-    if shape.copies is None or not seats:
-        return False
-    num_cells = 1 + max(cell for cell, _ in seats.values())
+    num_cells = 1 + max(cell for cell, _ in there)
     if last is not None:
         num_cells = max(num_cells, len(last.seats) // shape.size)
-    left, places = Counter(place for _, place in seats.values()), range(shape.size)
-    are_there = all(num_cells - left[place] < shape.copies for place in places)
-    return are_there and any(num_cells - kept[place] >= shape.copies for place in places)
+
+    def may_lack(members: Set[tuple[int, int]]) -> bool:
+        return any(_lacks_a_share(part, members, num_cells, copies, shape) for part in range(shape.size // shape.alike))
+
+    return may_lack(kept) and not may_lack(there)
+
+
+def _lacks_a_share(part: int, members: Set[tuple[int, int]], num_cells: int, copies: int, shape: CellShape) -> bool:
+    """Say whether a share of a part may be held by none of some members: copies are in different cells if they can."""
+    places = range(part * shape.alike, (part + 1) * shape.alike)
+    gone = [sum((cell, place) not in members for place in places) for cell in range(num_cells)]
+    return sum(gone) >= copies and sum(map(bool, gone)) >= min(copies, num_cells)
 
 
 def places_had(members: Sequence[Member], shape: CellShape, last: World | None) -> dict[str, tuple[int, int]]:

@@ -62,6 +62,8 @@ def test_ranks_that_differ_along_one_axis_are_a_group(cell: Cell, num_replicas: 
         assert len({coordinates[rank][number] for rank in found}) == len(found) // num_replicas
     assert mesh.across("context") == list(mesh.by_part[cell.part_of(mesh.place)])
     assert sorted(rank for ranks in mesh.by_part for rank in ranks) == list(range(size))
+    part, number = cell.holder_of(mesh.rank)
+    assert mesh.by_part[part][number] == mesh.rank
 
 
 def test_a_rank_is_a_replica_by_default() -> None:

@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.core.mesh import Cell
 from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.grains import GRAIN
 from tests.conftest import run_ranks
 from tests.elastic_train.job.cells.cell_jobs import (
+    CELL,
     SIZE,
     Shards,
     build,
@@ -46,14 +48,16 @@ class World:
     fault: Fault | None = None
 
 
-def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int, shards: Shards, wire: Wire) -> None:
+def member(
+    who: int, num: int, folder: str, worlds: Sequence[World], copies: int, shards: Shards, wire: Wire, cell: Cell
+) -> None:
     """Live through the worlds that this member is in; leave what it saw at their beginnings, and at the end."""
     torch.set_num_threads(1)
-    state, seen = build(shards, copies, wire), []
+    state, seen = build(shards, copies, wire, cell), []
     for term, world in enumerate(worlds, start=1):
         if who not in world.members:
             continue
-        ranks = meet(Path(folder), f"world-{term}", world.members.index(who), len(world.members))
+        ranks = meet(Path(folder), f"world-{term}", world.members.index(who), len(world.members), cell)
         num_lost = enter(ranks, state, who, term)
         seen.append([term, state.step, fingerprint(ranks, state), num_lost])
         if num_lost:
@@ -78,13 +82,18 @@ def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int
 
 
 def live_through(
-    folder: Path, worlds: Sequence[World], copies: int = 2, shards: Shards = "optimizer", wire: Wire = "exact"
+    folder: Path,
+    worlds: Sequence[World],
+    copies: int = 2,
+    shards: Shards = "optimizer",
+    wire: Wire = "exact",
+    cell: Cell = CELL,
 ) -> dict[int, list[list[object]]]:
     """Return what each member that did not die saw: [term, step, weights, shards lost] at every beginning and the end,
     and then the numbers of moments that it holds, of its weights, and of gradients that it keeps."""
     folder.mkdir(exist_ok=True)
     num = 1 + max(who for world in worlds for who in world.members)
-    run_ranks(member, num, str(folder), worlds, copies, shards, wire)
+    run_ranks(member, num, str(folder), worlds, copies, shards, wire, cell)
     found = {who: folder / f"{who}.json" for who in range(num)}
     return {who: json.loads(path.read_text()) for who, path in found.items() if path.exists()}
 
@@ -92,9 +101,14 @@ def live_through(
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     """The weights after every step of one cell whose ranks hold all of their parts."""
-    folder = tmp_path_factory.mktemp("whole")
-    worlds = [World([0, 1], Fault(step, "computing", dying=[])) for step in range(STEPS)]
-    seen = live_through(folder, [*worlds, World([0, 1])], shards="none")
+    return alone(tmp_path_factory.mktemp("whole"), CELL)
+
+
+def alone(folder: Path, cell: Cell) -> list[object]:
+    """Return the weights after every step of one cell whose ranks hold all of their parts."""
+    members = range(cell.size)
+    worlds = [World(members, Fault(step, "computing", dying=[])) for step in range(STEPS)]
+    seen = live_through(folder, [*worlds, World(members)], shards="none", cell=cell)
     return [row[2] for row in seen[0][1:]]
 
 
@@ -198,3 +212,58 @@ def test_what_no_rank_of_a_column_holds_any_more_is_said_to_be_lost(
     seen = live_through(tmp_path, [World(range(6), Fault(3, "computing", dying=dying)), World(left)], copies=1)
     for who in left:
         assert seen[who][1][1:3] == [3, expected[2]] and int(str(seen[who][1][3])) > 0
+
+
+TOKENS = Cell(context=2)
+"""Two ranks with some tokens of every row each, which hold one and the same part."""
+
+
+@pytest.fixture(scope="module")
+def of_tokens(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """The weights after every step of one cell of two ranks that hold everything."""
+    return alone(tmp_path_factory.mktemp("tokens"), TOKENS)
+
+
+@pytest.mark.parametrize(("num_cells", "copies"), [(1, 1), (2, 2), (3, 1)])
+def test_ranks_with_parts_of_rows_hold_shares_of_one_part(
+    tmp_path: Path, of_tokens: list[object], num_cells: int, copies: int
+) -> None:
+    """In one cell, too: of its moments each has a half."""
+    seen = live_through(tmp_path, [World(range(num_cells * 2))], copies, cell=TOKENS)
+    assert {row[1][2] for row in seen.values()} == {of_tokens[-1]}
+    weights = int(str(seen[0][2][1]))
+    held = [int(str(row[2][0])) for row in seen.values()]
+    assert sum(held) == pytest.approx(2 * copies * weights, rel=0.01), "two moments of each weight"
+    assert max(held) < copies * weights / num_cells + 2 * GRAIN
+
+
+def test_parts_of_tensor_ranks_are_shared_by_those_with_other_tokens(tmp_path: Path) -> None:
+    cell = Cell(tensor=2, context=2)
+    expected = alone(tmp_path / "whole", cell)
+    seen = live_through(tmp_path / "shares", [World(range(4))], 1, cell=cell)
+    assert {row[1][2] for row in seen.values()} == {expected[-1]}
+    assert all(int(str(row[2][0])) < int(str(row[2][1])) + 2 * GRAIN for row in seen.values()), "half of two moments"
+
+
+@pytest.mark.parametrize(
+    ("worlds", "kept"),
+    [
+        ([World([0, 1], Fault(3, "summed", dying=[1])), World([2, 0])], 4),
+        ([World(range(4), Fault(3, "applied", dying=[3], missing=[0, 2])), World([0, 1])], 4),
+        ([World(range(4), Fault(3, "computing", dying=[1, 2])), World([0, 3, 4, 5])], 3),
+    ],
+    ids=["one cell loses a rank", "a cell is given up", "a cell of two others"],
+)
+def test_a_lost_rank_with_parts_of_rows_costs_no_applied_step(
+    tmp_path: Path, of_tokens: list[object], worlds: list[World], kept: int
+) -> None:
+    """Copies are in different cells where there are two; and a rank that has other tokens next keeps its share."""
+    seen = live_through(tmp_path, worlds, cell=TOKENS)
+    for who in worlds[1].members:
+        assert [row[1:] for row in seen[who][-3:-1]] == [[kept, of_tokens[kept - 1], 0], [6, of_tokens[5], 0]]
+
+
+def test_what_one_rank_of_a_cell_held_alone_is_said_to_be_lost(tmp_path: Path, of_tokens: list[object]) -> None:
+    worlds = [World([0, 1], Fault(3, "computing", dying=[1])), World([0, 2])]
+    seen = live_through(tmp_path, worlds, copies=1, cell=TOKENS)
+    assert seen[0][1][1:3] == [3, of_tokens[2]] and int(str(seen[0][1][3])) > 0

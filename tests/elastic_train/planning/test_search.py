@@ -46,6 +46,7 @@ def job(on: str = "2x8xH100", lanes: int = 64) -> Job:
         (Layout(context=16), 64, "cp 16 reaches beyond a node"),
         (Layout(tensor=4, context=4), 64, "tp x cp = 16 reaches beyond a node"),
         (Layout("optimizer", copies=32), 64, "only 16 replicas"),
+        (Layout("optimizer", copies=9, context=2, tensor=2), 64, "only 8 ranks of each part"),
     ],
 )
 def test_what_rules_a_layout_out_is_said(layout: Layout, lanes: int, said: str) -> None:
@@ -110,7 +111,8 @@ def test_tensor_ranks_run_with_all_in_shards_and_stages_with_all_but_weights() -
     assert all(Layout(shards, tensor=2).runs_today for shards in SHARDS)
     for shards, runs in (("none", True), ("optimizer", True), ("gradients", True), ("parameters", False)):
         assert {Layout(shards, **degrees).runs_today for degrees in cells} == {runs}  # type: ignore[arg-type]
-    assert not Layout("optimizer", expert=2).runs_today and not Layout("optimizer", context=2).runs_today
+    assert not Layout("optimizer", expert=2).runs_today and Layout("optimizer", context=2, pipeline=2).runs_today
+    assert not Layout("gradients", context=2).runs_today
     assert not Layout("optimizer", offload="optimizer", tensor=2).runs_today
     assert Layout(pipeline=2, interleave=2, expert=2).runs_today
     assert Layout(pipeline=2, interleave=2).runs_today and Layout("optimizer", pipeline=2, interleave=2).runs_today
@@ -131,6 +133,9 @@ def test_a_part_of_each_row_takes_a_part_of_the_activations_and_of_the_work() ->
     assert rows.step.compute_s <= parts.step.compute_s < 4 * rows.step.compute_s, "calls of kernels are not shared"
     assert parts.step.tensor_s > rows.step.tensor_s == 0
     assert parts.layout.name == "shards none, cp 4"
+    spread = work_out(job(lanes=16), Layout("optimizer", copies=2, context=4)).memory
+    assert spread and spread.optimizer == pytest.approx(parts.memory.optimizer / 8), "16 ranks hold all twice"
+    assert spread.staging == parts.memory.staging and spread.exchange == parts.memory.exchange
 
 
 def test_chunks_of_a_stage_make_the_bubble_smaller_and_cost_links_and_memory() -> None:

@@ -37,12 +37,13 @@ def rolled_forward_by_column(
     group: Group, state: AppliedState, shards: bringing.Seated, brought: Sequence[Brought]
 ) -> Sequence[Brought]:
     """Apply a pending step where a rank of the same column has applied it, and drop it elsewhere."""
-    furthest, size = max(one.place for one in brought), len(shards.columns)
+    furthest = max(one.place for one in brought)
     late = [rank for rank, one in enumerate(brought) if one.pending and comes_to(one) == furthest]
     if not late:
         return _ROLL_FORWARD(group, state, shards, brought)
     ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
-    near = [rank for rank in late if rank % size in {other % size for other in ahead}]
+    columns = {shards.column_of(rank) for rank in ahead}
+    near = [rank for rank in late if shards.column_of(rank) in columns]
     norm = torch.tensor(brought[ahead[0]].norm, dtype=torch.float64)
     return taking._apply(group, state, brought, near, norm, furthest)
 

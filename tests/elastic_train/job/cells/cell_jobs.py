@@ -1,4 +1,7 @@
-"""A small job on cells of two ranks, step by step, over real connections: what tests of it share."""
+"""A small job on cells of a few ranks, step by step, over real connections: what tests of it share.
+
+Ranks that would compute some tokens of a lane each compute all of it here, and their sum is of as many leaves.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ from elastic_train.parallel.leaves import Wire
 from tests.elastic_train.job.sharded.shard_jobs import CLIPPING, GROUPS, NUM_LANES, Net, compute_lanes, facts_of
 
 SIZE = 2
-"""Ranks of a cell."""
+"""Ranks of a cell, unless a test says otherwise."""
+CELL = Cell(tensor=SIZE)
 Shards = Literal["none", "optimizer", "gradients", "parameters"]
 PLAN = CellPlan({"blocks.0.0": "column", "blocks.0.3": "row", "blocks.1.0": "column", "blocks.1.3": "row"})
 WIDTHS = 602, 90
@@ -37,16 +41,19 @@ class Ranks(NamedTuple):
     world: Group
     cell: Group
     column: Group
+    """The ranks that hold this one's part."""
     mesh: Mesh
 
 
-def build(shards: Shards, copies: int = 2, wire: Wire = "exact") -> AppliedState:
+def build(shards: Shards, copies: int = 2, wire: Wire = "exact", cell: Cell = CELL) -> AppliedState:
     """Return a state as a process begins with it; a newcomer has the same weights."""
     torch.manual_seed(1)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
-    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, tensor=SIZE, wire=wire)
+    degrees = {"tensor": cell.tensor, "context": cell.context}
+    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire, **degrees)
+    plan = PLAN if cell.tensor > 1 else CellPlan()
     return build_state(
-        Net(WIDTHS).train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel, cell_plan=PLAN
+        Net(WIDTHS).train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel, cell_plan=plan
     )
 
 
@@ -55,18 +62,18 @@ def shards_of(state: AppliedState) -> SeatedCellState:
     return state.shards
 
 
-def meet(folder: Path, name: str, rank: int, size: int) -> Ranks:
+def meet(folder: Path, name: str, rank: int, size: int, shape: Cell = CELL) -> Ranks:
     """Return the groups of a world whose ranks have this name for it; neighbours make cells."""
-    mesh = Mesh(rank, size, Cell(tensor=SIZE))
+    mesh = Mesh(rank, size, shape)
     world = Group(rank, size, FileStore(f"{folder}/{name}", size), 30)
-    first = mesh.replica * SIZE
-    cell = world.part(f"cell-{mesh.replica}", range(first, first + SIZE))
-    return Ranks(world, cell, world.part(f"column-{mesh.place}", mesh.column), mesh)
+    first, (part, _) = mesh.replica * shape.size, shape.holder_of(rank)
+    cell = world.part(f"cell-{mesh.replica}", range(first, first + shape.size))
+    return Ranks(world, cell, world.part(f"column-{part}", mesh.by_part[part]), mesh)
 
 
 def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
     """Take the place and the seat that a world gives this rank; return how many shards are lost, if any."""
-    plan = SimpleNamespace(first_weights=lambda: build("none").model.state_dict().items())
+    plan = SimpleNamespace(first_weights=lambda: build("none", cell=ranks.mesh.cell).model.state_dict().items())
     take_place(plan, state, ranks.mesh, ranks.cell, ranks.column)  # type: ignore[arg-type]
     if isinstance(state.shards, SeatedCellState):
         brought = bring(ranks.world, state, state.shards, ("", str(who)), counts=True)

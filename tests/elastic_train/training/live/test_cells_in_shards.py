@@ -39,13 +39,15 @@ SHARDS = {"shards": "optimizer", "copies": 2}
         ({"tensor": 2, "shards": "gradients"}, 3, ("backward 3", "exchange", "applied")),
         ({"pipeline": 2, "shards": "gradients"}, 2, ("forward 5", "backward 7", "applied")),
         ({"tensor": 2, "shards": "parameters"}, 2, ("forward 5", "backward 3", "applied")),
+        ({"context": 2}, 2, ("backward", "exchange", "apply", "applied")),
+        ({"context": 2, "pipeline": 2}, 1, ("backward 7", "exchange 2", "applied")),
     ],
 )
 def test_ranks_that_die_cost_no_applied_step(
     tmp_path: Path, rows: Path, etcd: EtcdServer, degrees: Mapping[str, object], num_cells: int, places: Sequence[str]
 ) -> None:
     """The others go on with what they hold; who takes the place gets its share from its column."""
-    alone = {"tensor": degrees.get("tensor", 1)}  # stages show in no bit
+    alone = {key: degrees.get(key, 1) for key in ("tensor", "context")}  # stages show in no bit
     assert_nothing_is_lost(tmp_path, rows, etcd, {**SHARDS, **degrees}, places, alone=alone, num_cells=num_cells)
 
 

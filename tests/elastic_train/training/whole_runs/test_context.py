@@ -11,6 +11,12 @@ from elastic_train.tasks.decoder.shape import DecoderShape
 from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, losses, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, MODEL, TERMS, newest_weights
+from tests.elastic_train.training.whole_runs.test_cells_in_shards import (
+    ONCE,
+    SHARDS,
+    assert_stock_reader_finds_all,
+    bytes_of,
+)
 from tests.rounding import assert_same_but_for_rounding, num_terms
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("context")]  # one run to compare with
@@ -73,6 +79,7 @@ def one_stage(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
         (4, [*STAGES, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (4, [*STAGES, "--parallel.schedule", "interleaved", "--parallel.bucket_mb", "0.001"]),
         (8, [*STAGES, "--parallel.schedule", "gpipe"]),
+        (4, [*STAGES, *ONCE, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
     ],
 )
 def test_stages_of_ranks_with_parts_of_rows_have_the_bits_of_one_stage(
@@ -93,14 +100,29 @@ def test_commits_of_stages_continue_with_and_without_them(tmp_path: Path, few_ro
     assert_same_bits(tmp_path, one_stage)
 
 
+def test_shares_of_a_part_are_with_all_ranks_that_hold_it(tmp_path: Path, few_rows: Path, one_stage: Path) -> None:
+    """Commits go from whole state to shares, over cells and stages, and back, with the same bits."""
+    run = write(tmp_path, few_rows, **STAGED)
+    chunks = [*STAGES, "--parallel.schedule", "interleaved"]
+    for until, num_ranks, how in [(1, 2, ONCE), (2, 4, [*chunks, *ONCE]), (3, 2, []), (4, 6, ONCE)]:
+        done = succeed(start([run, *CONTEXT, *how, "--max_steps", str(until)], num_ranks=num_ranks))
+        assert_stock_reader_finds_all(tmp_path)
+    assert "3 cells of 2 ranks, over which the optimizer's state is held once" in done.output
+    whole, shared = sum(bytes_of(one_stage, "optimizer").values()) / 2, bytes_of(tmp_path, "optimizer")
+    assert len(shared) == 6 and max(shared.values()) < 0.3 * whole and sum(shared.values()) < 1.1 * whole
+    succeed(start([run, *CONTEXT, *SHARDS, "--parallel.bucket_mb", "0.001"], num_ranks=4))
+    assert_same_bits(tmp_path, one_stage)
+
+
 def test_heads_and_rows_are_shared_out_at_once(tmp_path: Path, few_rows: Path, one_stage: Path) -> None:
     """One hash on one cell, on two, and in stages; near to that of ranks with all heads, by rounding."""
-    cells = {"one": (4, []), "two": (8, ["--parallel.recompute", "units"]), "staged": (8, STAGES)}
+    cells = {"one": (4, []), "two": (8, ["--parallel.recompute", "units", *ONCE]), "staged": (8, STAGES)}
     for name, (num_ranks, how) in cells.items():
         run = write(tmp_path / name, few_rows, **STAGED)
         succeed(start([run, *CONTEXT, *TENSOR, *how], num_ranks=num_ranks))
     for name in ("two", "staged"):
         assert_same_bits(tmp_path / name, tmp_path / "one")
+    assert_stock_reader_finds_all(tmp_path / "two")
     mine, whole = newest_weights(tmp_path / "one"), newest_weights(one_stage)
     assert result(tmp_path / "one")["weights_sha256"] != result(one_stage)["weights_sha256"]
     assert_same_but_for_rounding(losses(tmp_path / "one"), losses(one_stage), STAGED_TERMS)
@@ -150,7 +172,7 @@ def test_no_degree_changes_more_than_roundings(tmp_path: Path, rows: Path) -> No
             "context: 2 does not go together with sequence: true yet: set one back",
         ),
         ({}, STAGES, 4, "tied: true has one matrix in the first stage and in the last: set it to false"),
-        ({}, ["--parallel.shards", "optimizer"], 2, "parallel.context: 2 does not go together with parallel.shards"),
+        ({}, ["--parallel.shards", "gradients"], 4, "parallel.context: 2 does not go together with parallel.shards"),
     ],
 )
 def test_what_cannot_be_in_parts_is_refused(

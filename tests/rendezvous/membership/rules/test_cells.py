@@ -16,7 +16,7 @@ from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Member, Seat, View, World
 from rendezvous.membership.rules import decisions, standing
 from rendezvous.membership.rules.admission import Policy
-from rendezvous.membership.rules.cells import Arrangement, CellShape, arrange
+from rendezvous.membership.rules.cells import Arrangement, CellShape, arrange, is_a_part_left_behind
 from rendezvous.membership.rules.decisions import Seal, Wait
 from tests.conftest import PATIENCE_S
 
@@ -182,6 +182,28 @@ def test_members_that_may_alone_hold_a_share_are_waited_for(
     leader = "c0" if "b1" not in left or "b0" not in left else "b0"
     found = decisions.decide(view, leader, policy, 1.0)
     assert found == Wait("holder", 29.0) if is_waited_for else isinstance(found, Seal)
+
+
+@pytest.mark.parametrize(
+    ("dead", "chosen", "copies", "is_waited_for"),
+    [
+        ("a0 b2", "c", 2, True),
+        ("a0 b2", "c", 3, False),
+        ("a0 b2", "c", None, False),
+        ("a0 b0", "c", 2, False),
+        ("a0", "bc", 2, False),
+        ("a0", "bc", 1, False),
+    ],
+    ids=["of two cells", "a third copy", "whole parts", "both may be gone", "all in other cells", "no copy"],
+)
+def test_neighbours_with_shares_of_one_part_count_by_their_cells(
+    dead: str, chosen: str, copies: int | None, is_waited_for: bool
+) -> None:
+    """Copies are in different cells: one that is given up takes one copy of a share along, though two have shares."""
+    shape, names = CellShape(2, 2, copies, alike=2), [f"{cell}{place}" for cell in "abc" for place in range(4)]
+    left = [worker(name, after=1) for name in names if name not in dead.split()]
+    trained = [one for one in left if one.id[0] in chosen]
+    assert is_a_part_left_behind(trained, left, shape, world(1, *names)) == is_waited_for
 
 
 @pytest.mark.parametrize(
