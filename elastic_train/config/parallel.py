@@ -15,13 +15,14 @@ SPREAD_OVER_CELLS: Mapping[str, tuple[str, ...]] = {
     "pipeline": ("none", "optimizer", "gradients"),
     "context": ("none", "optimizer"),
 }
-"""What the ranks of each place in all cells may hold shares of, by the key that makes cells; nothing beside others."""
+"""What the ranks of each part in all cells may hold shares of, by the key that makes cells; nothing beside others."""
 
 
 class ParallelConfig(Section):
     shards: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     """What ranks hold shares of: nothing, the optimizer's state (ZeRO-1), the gradients, too (ZeRO-2), or all
-    (ZeRO-3). Beside `tensor`, over the ranks of each place in all cells; beside `pipeline` all but parameters."""
+    (ZeRO-3). Beside `tensor`, over the ranks of each part in all cells; beside `pipeline` all but parameters; beside
+    `context` the optimizer's alone."""
     tensor: PositiveInt = 1
     """How many ranks, workers of one node, hold the model together and compute each lane together (tensor parallelism):
     a cell. The task has to say how its model is cut. A state is lost when all cells have lost the same part of it."""

@@ -56,7 +56,7 @@ def circle_of(layout: Layout) -> Circle:
 
 
 class Column(NamedTuple):
-    """What ranks of one place hold together, each a share by its seat: the grains of a layout, on their circle.
+    """What ranks with one part of the state hold together, a share each by its seat: a layout's grains, on their circle.
 
     Where every rank is a replica, all of them are one column, which holds the whole state.
     """
