@@ -56,7 +56,7 @@ def circle_of(layout: Layout) -> Circle:
 
 
 class Column(NamedTuple):
-    """What ranks with one part of the state hold together, a share each by its seat: a layout's grains, on their circle.
+    """What ranks with one part of the state hold together, a share each by its seat: a layout's grains and circle.
 
     Where every rank is a replica, all of them are one column, which holds the whole state.
     """
