@@ -78,17 +78,24 @@ def holders_gone(run: Evidence, term: int) -> tuple[int, int]:
 
 def _holders_of_a_part(run: Evidence, base: int, term: int) -> tuple[int, int]:
     """Return how many ranks of a world had been lost that held the part most were lost with, by when a term's formed,
-    and how many had held it.
+    and how many had held it, or each share of it.
 
-    Who held nothing yet when the world broke holds nothing now.
+    Who held nothing yet when the world broke holds nothing now. Copies of a share are in different cells as far as
+    there are any, so ranks of fewer cells do not make up one.
     """
     size, context = cell_size(run.config), context_size(run.config)
     rank_of = {whole(line, "pid"): whole(line, "rank") for line in run.in_term("form", base)}
     holds = {whole(line, "rank") for line in run.in_term("restore", base)}
     num_holders = seats_of(run).get(base, size) // size * context
-    left = [rank % size // context for pid in pids_of(run)[term] if (rank := rank_of.get(pid)) in holds]
-    needed = min(copies_of(run) or num_holders, num_holders)
-    return num_holders - min(left.count(part) for part in range(size // context)), needed
+    left = {rank for pid in pids_of(run)[term] if (rank := rank_of.get(pid)) in holds}
+    needed, num_cells = min(copies_of(run) or num_holders, num_holders), num_holders // context
+    is_apart = not any(line.get("holds_nothing") for line in run.in_term("restore", base))
+    most = 0
+    for first in range(0, size, context):  # the places with each part
+        gone = [n for n in range(num_holders) if n // context * size + first + n % context not in left]
+        is_enough = len({number // context for number in gone}) >= min(needed, num_cells) or not is_apart
+        most = max(most, len(gone) if is_enough else min(len(gone), needed - 1))
+    return most, needed
 
 
 @once

@@ -29,9 +29,10 @@ def a_world(t: float, term: int, pids: list[int], step: int, *, size: int = 0, *
     return lines
 
 
-def evidence_of(*lines: list[Line], num_copies: int | None = 2, cell: int = 1) -> Evidence:
+def evidence_of(*lines: list[Line], num_copies: int | None = 2, cell: int = 1, context: int = 1) -> Evidence:
     nodes = [{"op": "node", "t": 0.0, "node": node, "pids": [pid]} for pid, node in NODES.items()]
-    parallel = {"shards": "none" if num_copies is None else "optimizer", "copies": num_copies or 2, "tensor": cell}
+    parallel = {"shards": "none" if num_copies is None else "optimizer", "copies": num_copies or 2}
+    parallel |= {"tensor": cell, "context": context}
     return Evidence(
         Path("drawn"), [[*nodes, *(x for some in lines for x in some)]], [], {"parallel": parallel}, None, None
     )
@@ -162,6 +163,25 @@ def test_a_share_of_a_part_is_lost_with_as_many_of_its_place_as_there_are_copies
     run = evidence_of(a_world(1.0, 1, ALL, 0), after, num_copies=num_copies, cell=2)
     if is_lawful:
         assert copies(run).startswith(f"cells of 2 ranks with {num_copies} copies; 1 worlds")
+    else:
+        with pytest.raises(Violated, match="at most 1 of 2 holders of one part were gone"):
+            copies(run)
+
+
+@pytest.mark.parametrize(
+    ("num_cells", "dead", "is_lawful"),
+    [(2, [0, 5], True), (2, [0, 1], False), (2, [0, 6], False), (1, [2, 3], True), (1, [2], False)],
+    ids=["of two cells", "of one of two cells", "of two parts", "both of the only cell", "one of the only cell"],
+)
+def test_copies_among_ranks_with_other_tokens_are_of_different_cells(
+    num_cells: int, dead: list[int], is_lawful: bool
+) -> None:
+    """As far as there are any: of two tensor ranks in each cell, two have each part."""
+    pids = list(range(100, 100 + 4 * num_cells))
+    left = [pid for rank, pid in enumerate(pids) if rank not in dead]
+    run = evidence_of(a_world(1.0, 1, pids, 0), a_world(2.0, 2, left, 0, lost=1), cell=2, context=2)
+    if is_lawful:
+        assert copies(run).startswith("cells of 4 ranks with 2 copies; 1 worlds")
     else:
         with pytest.raises(Violated, match="at most 1 of 2 holders of one part were gone"):
             copies(run)
