@@ -30,7 +30,7 @@ from tests.elastic_train.training.live.test_live import (
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
-STEPS, FIRST = 60, 10
+STEPS, FIRST = 30, 6
 
 
 UNTIL = {
@@ -71,7 +71,7 @@ def test_a_rank_that_computes_wrongly_is_named(
 ) -> None:
     """By the auditor's computation, and one more of all ranks; other steps have no event."""
     config = write_config(tmp_path, rows, STEPS)
-    assert weights(assert_named(tmp_path, etcd, config, num_ranks=3, num_right=4, lane_ms=80.0)) == undisturbed(STEPS)
+    assert weights(assert_named(tmp_path, etcd, config, num_ranks=3, num_right=4, lane_ms=100.0)) == undisturbed(STEPS)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,6 @@ def test_a_rank_of_a_cell_that_computes_wrongly_is_named(
     audit and once more."""
     sizes = {**MODEL, **sizes}
     config = write_cells(tmp_path, rows, STEPS, parallel, sizes)
-    run = assert_named(tmp_path, etcd, config, num_ranks=4, num_right=7, lane_ms=30.0)
+    run = assert_named(tmp_path, etcd, config, num_ranks=4, num_right=7, lane_ms=100.0)
     succeed(start([write_cells(tmp_path / "alone", rows, STEPS, {}, sizes)]))
     assert weights(run) == result(tmp_path / "alone")["weights_sha256"]

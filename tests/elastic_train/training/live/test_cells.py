@@ -95,16 +95,25 @@ def assert_nothing_is_lost(
     assert weights(run) == result(folder / "alone")["weights_sha256"]
 
 
-def test_ranks_of_cells_that_die_cost_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    places = ("forward", "backward", "exchange", "apply", "applied", "commit")
+@pytest.mark.parametrize(
+    "places",
+    [("backward", "apply", "commit"), pytest.param(("forward", "exchange", "applied"), marks=pytest.mark.long)],
+)
+def test_ranks_of_cells_that_die_cost_no_applied_step(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, places: Sequence[str]
+) -> None:
     assert_nothing_is_lost(tmp_path, rows, etcd, {"tensor": 2}, places, alone={"tensor": 2})
 
 
-def test_ranks_that_share_out_tokens_and_die_cost_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+@pytest.mark.parametrize("places", [["backward"], pytest.param(["forward", "applied"], marks=pytest.mark.long)])
+def test_ranks_that_share_out_tokens_and_die_cost_no_applied_step(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, places: Sequence[str]
+) -> None:
     parallel = {"tensor": 2, "sequence": True}
-    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, ("forward", "backward", "applied"), alone=parallel)
+    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone=parallel)
 
 
+@pytest.mark.long  # of stages, and of ranks that are no cells, there is one that is not
 def test_a_third_cell_has_what_two_have_lost(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """At the hand-over two ranks die, which may have held the same part."""
     assert_nothing_is_lost(tmp_path, rows, etcd, {"tensor": 2}, ["hand-over"], alone={"tensor": 2}, num_cells=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,12 @@ def test_ranks_with_experts_that_die_cost_no_applied_step(tmp_path: Path, rows: 
     assert_nothing_is_lost(tmp_path, rows, etcd, {"expert": 2}, places, alone={"expert": 1}, sizes=SIZES)
 
 
+@pytest.mark.parametrize(
+    "places", [["backward 13"], pytest.param(["forward 11", "exchange 3"], marks=pytest.mark.long)]
+)
 def test_ranks_of_stages_with_experts_that_die_cost_no_applied_step(
-    tmp_path: Path, rows: Path, etcd: EtcdServer
+    tmp_path: Path, rows: Path, etcd: EtcdServer, places: Sequence[str]
 ) -> None:
     """The other pipeline of a rank's cell waits for its experts, its own for activations and gradients."""
     parallel: dict[str, object] = {"expert": 2, "pipeline": 2, "recompute": "units"}
-    places = ("forward 11", "backward 13", "exchange 3")
     assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={"expert": 1}, sizes=SIZES)

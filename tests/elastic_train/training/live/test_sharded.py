@@ -77,11 +77,11 @@ def test_a_task_gets_the_whole_model_in_the_end(tmp_path: Path, rows: Path) -> N
 @pytest.mark.parametrize(
     ("shards", "copies", "places"),
     [
-        ("optimizer", 2, ["exchange", "applied"]),
+        pytest.param("optimizer", 2, ["exchange", "applied"], marks=pytest.mark.long),  # with gradients, too, below
         ("gradients", 2, ["backward", "apply"]),
         ("parameters", 2, ["backward", "applied"]),
         ("optimizer", 3, ["hand-over"]),
-        ("parameters", 3, ["hand-over"]),
+        pytest.param("parameters", 3, ["hand-over"], marks=pytest.mark.long),
     ],
 )
 def test_ranks_that_die_cost_no_applied_step(

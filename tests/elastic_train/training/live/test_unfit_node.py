@@ -32,7 +32,7 @@ STEPS = 100
 """As many as take a minute at the pace of a job that is to last until two nodes have come to it."""
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_node_that_computes_wrongly_costs_a_world_nothing(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], ranks: int
 ) -> None:

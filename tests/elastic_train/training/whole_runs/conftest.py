@@ -11,8 +11,8 @@ from tests.conftest import write_rows
 
 @pytest.fixture(scope="session")
 def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training set of 151 rows (a prime), so seven steps of 24 or six of 30, and a validation set of 31."""
+    """A training set of 121 rows, so six steps of 24 or five of 30, the last of one sample; a validation set of 13."""
     folder = tmp_path_factory.mktemp("few_rows")
-    write_rows(folder / "train", 151, seed=1)
-    write_rows(folder / "validation", 31, seed=2)
+    write_rows(folder / "train", 121, seed=1)
+    write_rows(folder / "validation", 13, seed=2)
     return folder

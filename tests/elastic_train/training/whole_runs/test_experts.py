@@ -23,9 +23,11 @@ JOB = {**LANGUAGE, "batch": {"global_batch": 30, "micro_batch": 5}}
 
 
 STAGES, TENSOR = ["--parallel.pipeline", "2"], ["--parallel.tensor", "2"]
+EXPERTS_IN_CHUNKS = ["--parallel.expert", "2", "--parallel.schedule", "interleaved", "--parallel.bucket_mb", "0.001"]
+LONG = pytest.mark.long  # one run has what these have
 STAGED = {"tied": False, "depth": 4}
 """A model that can be run in two stages with two chunks each."""
-TERMS = num_terms(DecoderShape(**{**MODEL, **STAGED, "dropout": 0.0}), num_tokens=16, num_rows=30)  # type: ignore[arg-type]
+TERMS = num_terms(DecoderShape(**{**MODEL, "tied": False, "dropout": 0.0}), num_tokens=16, num_rows=30)  # type: ignore[arg-type]
 
 
 def write(folder: Path, few_rows: Path, **changes: object) -> str:
@@ -63,7 +65,7 @@ def test_no_degree_is_in_any_bit(
 
 def test_commits_continue_at_any_degree_with_the_same_bits(tmp_path: Path, few_rows: Path, one_rank: Path) -> None:
     run = write(tmp_path, few_rows)
-    for until, degree, num_ranks in [(2, 2, 2), (3, 2, 4), (4, 1, 3), (5, 4, 4)]:
+    for until, degree, num_ranks in [(1, 2, 2), (2, 2, 4), (3, 1, 3), (4, 4, 4)]:
         succeed(start([run, "--parallel.expert", str(degree), "--max_steps", str(until)], num_ranks=num_ranks))
     done = succeed(start([run, "--parallel.expert", "2"], num_ranks=2))
     assert "2 ranks make one cell, which alone holds the state" in done.output
@@ -85,9 +87,14 @@ def untied(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
     [
         (2, [*STAGES, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (2, [*STAGES, "--parallel.schedule", "interleaved"]),
-        (8, [*STAGES, "--parallel.expert", "2", "--parallel.schedule", "interleaved", "--parallel.bucket_mb", "0.001"]),
         (4, [*STAGES, "--parallel.expert", "2", "--parallel.schedule", "gpipe"]),
-        (8, [*STAGES, "--parallel.expert", "2", "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
+        (8, [*STAGES, *EXPERTS_IN_CHUNKS, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
+        pytest.param(8, [*STAGES, *EXPERTS_IN_CHUNKS], marks=LONG),
+        pytest.param(
+            8,
+            [*STAGES, "--parallel.expert", "2", "--parallel.recompute", "units", "--run.audit_lanes", "1"],
+            marks=LONG,
+        ),
     ],
 )
 def test_stages_with_experts_have_the_bits_of_one_process(
@@ -107,39 +114,39 @@ def test_commits_of_stages_with_experts_continue_at_any_degree(tmp_path: Path, f
     assert_same_bits(tmp_path, untied)
 
 
-def test_experts_of_tensor_ranks_have_one_hash_however_they_are_spread(
-    tmp_path: Path, few_rows: Path, untied: Path
-) -> None:
+def test_experts_of_tensor_ranks_have_one_hash_however_they_are_spread(tmp_path: Path, few_rows: Path) -> None:
     """On one cell and on two, with all of a tensor rank's experts or half of them, and in stages; near to one rank."""
     cells = {
-        "one": (2, []),
-        "two": (4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]),
-        "spread": (4, ["--parallel.expert", "2"]),
-        "shares": (4, ["--parallel.shards", "optimizer"]),
-        "staged": (8, ["--parallel.expert", "2", *STAGES]),
+        "one": (2, TENSOR),
+        "two": (4, [*TENSOR, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
+        "spread": (4, [*TENSOR, "--parallel.expert", "2"]),
+        "shares": (4, [*TENSOR, "--parallel.shards", "optimizer"]),
+        "staged": (8, [*TENSOR, "--parallel.expert", "2", *STAGES]),
+        "whole": (1, []),
     }
     for name, (num_ranks, how) in cells.items():
-        succeed(start([write(tmp_path / name, few_rows, **STAGED), *TENSOR, *how], num_ranks=num_ranks))
+        succeed(start([write(tmp_path / name, few_rows, tied=False), *how], num_ranks=num_ranks))
+    for name in ("two", "spread", "shares", "staged"):
         assert_same_bits(tmp_path / name, tmp_path / "one")
-    mine, whole = newest_weights(tmp_path / "spread"), newest_weights(untied)
-    assert_same_but_for_rounding(losses(tmp_path / "one"), losses(untied), TERMS)
+    mine, whole = newest_weights(tmp_path / "spread"), newest_weights(tmp_path / "whole")
+    assert_same_but_for_rounding(losses(tmp_path / "one"), losses(tmp_path / "whole"), TERMS)
     for name, tensor in whole.items():
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("shards", ["gradients", "parameters"])
-def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(
-    tmp_path: Path, few_rows: Path, shards: str
-) -> None:
+def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(tmp_path: Path, few_rows: Path) -> None:
     """Lanes of a row of four tokens, each for one of two experts: tensor ranks of a cell had gradients of other blocks,
     so that ranks waited for one another in a circle."""
     sizes = {"experts": 2, "experts_per_token": 1, "depth": 8, "shared_hidden": 0, "tied": False}
     job = {**JOB, "batch": {"global_batch": 8, "micro_batch": 1}, "max_steps": 3}
     task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": {**MODEL, **sizes}, "max_tokens": 4}}
-    for name, num_ranks, how in [("one", 2, []), ("two", 4, ["--parallel.shards", shards, "--parallel.copies", "1"])]:
+    cells: dict[str, tuple[int, list[str]]] = {"one": (2, [])}
+    for shards in ("gradients", "parameters"):
+        cells[shards] = 4, ["--parallel.shards", shards, "--parallel.copies", "1"]
+    for name, (num_ranks, how) in cells.items():
         run = config(tmp_path / name, few_rows, {**job, "task": task})
         succeed(start([run, *TENSOR, *how], num_ranks=num_ranks))
-    assert_same_bits(tmp_path / "two", tmp_path / "one")
+        assert_same_bits(tmp_path / name, tmp_path / "one")
 
 
 @pytest.mark.parametrize("how", [[], STAGES], ids=["whole", "staged"])

@@ -42,6 +42,11 @@ def transformers() -> object:
 
 
 @pytest.fixture(scope="module")
+def rows(few_rows: Path) -> Path:
+    return few_rows
+
+
+@pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, transformers: object) -> Path:
     """The folder of a small Llama of 64 tokens."""
     return drawn(tmp_path_factory.mktemp("base"), transformers, seed=3)
