@@ -129,8 +129,7 @@ def test_a_bug_in_cells_turns_their_soak_red(tmp_path: Path, rows: Path, plant: 
     assert truths[found] == "false", truths
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("forked nodes")  # one process imports what they need
+@pytest.mark.long
 def test_cells_survive_a_short_storm(tmp_path: Path, rows: Path) -> None:
     """Two cells of two ranks and their spares, on two nodes: what the planted bugs are found by accuses nobody else."""
     task = {"path": "chaos.tasks.paced_language:PacedLanguage", "params": LANGUAGE}

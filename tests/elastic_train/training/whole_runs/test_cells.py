@@ -41,7 +41,10 @@ def one_cell(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("num_ranks", "how"),
-    [(4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]), (6, ["--parallel.bucket_mb", "0.001"])],
+    [
+        (4, ["--parallel.recompute", "units", "--run.audit_lanes", "1", "--parallel.bucket_mb", "0.001"]),
+        pytest.param(6, ["--parallel.bucket_mb", "0.001"], marks=pytest.mark.long),
+    ],
 )
 def test_any_number_of_cells_gives_the_same_bits(
     tmp_path: Path, few_rows: Path, one_cell: Path, num_ranks: int, how: list[str]

@@ -49,10 +49,10 @@ def assert_same(folder: Path, other: Path) -> None:
         pytest.param(4, [*SHARDS, "--parallel.bucket_mb", "null"], marks=LONG),
         pytest.param(6, [*ONCE, "--parallel.bucket_mb", "0.001"], marks=LONG),
         (6, [*SHARDS, "--parallel.bucket_mb", "0.001"]),
-        (4, [*GRADIENTS_ONCE, "--parallel.recompute", "units"]),
+        pytest.param(4, [*GRADIENTS_ONCE, "--parallel.recompute", "units"], marks=LONG),
         (6, [*GRADIENTS, "--parallel.bucket_mb", "null"]),
         (4, [*PARAMETERS_ONCE, "--parallel.recompute", "units"]),
-        (6, PARAMETERS),
+        pytest.param(6, PARAMETERS, marks=LONG),
     ],
 )
 def test_tensor_ranks_have_the_bits_of_those_that_hold_all_of_their_part(
@@ -92,7 +92,7 @@ def test_stages_of_tensor_ranks_have_the_bits_of_whole_state(tmp_path: Path, few
     for num_stages, num_ranks, how in ((1, 2, []), (2, 4, SHARDS), (2, 8, GRADIENTS_ONCE)):
         folder = tmp_path / str(num_ranks)
         run = config(folder, few_rows, test_pipeline.LANGUAGE)
-        succeed(start([run, *TENSOR, "--max_steps", "4", *stages(num_stages), *how], num_ranks=num_ranks))
+        succeed(start([run, *TENSOR, "--max_steps", "2", *stages(num_stages), *how], num_ranks=num_ranks))
         found[num_ranks] = result(folder)["weights_sha256"], result(folder)["metrics"], average_of(folder)
     assert found[2] == found[4] == found[8]
     assert_stock_reader_finds_all(tmp_path / "8")

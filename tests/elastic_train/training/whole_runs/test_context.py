@@ -44,7 +44,10 @@ def one_cell(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("num_ranks", "how"),
-    [(4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]), (6, ["--parallel.bucket_mb", "0.001"])],
+    [
+        (4, ["--parallel.recompute", "units", "--run.audit_lanes", "1", "--parallel.bucket_mb", "0.001"]),
+        pytest.param(6, ["--parallel.bucket_mb", "0.001"], marks=pytest.mark.long),
+    ],
 )
 def test_any_number_of_cells_gives_the_same_bits(
     tmp_path: Path, few_rows: Path, one_cell: Path, num_ranks: int, how: list[str]
@@ -124,7 +127,7 @@ def test_heads_and_rows_are_shared_out_at_once(tmp_path: Path, few_rows: Path) -
     }
     for name, (num_ranks, how) in cells.items():
         run = write(tmp_path / name, few_rows, tied=False)
-        succeed(start([run, *CONTEXT, *how], num_ranks=num_ranks))
+        succeed(start([run, *CONTEXT, *how, "--max_steps", "3"], num_ranks=num_ranks))
     for name in ("two", "staged"):
         assert_same_bits(tmp_path / name, tmp_path / "one")
     assert_stock_reader_finds_all(tmp_path / "two")

@@ -125,7 +125,7 @@ def test_experts_of_tensor_ranks_have_one_hash_however_they_are_spread(tmp_path:
         "whole": (1, []),
     }
     for name, (num_ranks, how) in cells.items():
-        succeed(start([write(tmp_path / name, few_rows, tied=False), *how], num_ranks=num_ranks))
+        succeed(start([write(tmp_path / name, few_rows, tied=False), *how, "--max_steps", "3"], num_ranks=num_ranks))
     for name in ("two", "spread", "shares", "staged"):
         assert_same_bits(tmp_path / name, tmp_path / "one")
     mine, whole = newest_weights(tmp_path / "spread"), newest_weights(tmp_path / "whole")
@@ -138,7 +138,7 @@ def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(tmp_pa
     """Lanes of a row of four tokens, each for one of two experts: tensor ranks of a cell had gradients of other blocks,
     so that ranks waited for one another in a circle."""
     sizes = {"experts": 2, "experts_per_token": 1, "depth": 8, "shared_hidden": 0, "tied": False}
-    job = {**JOB, "batch": {"global_batch": 8, "micro_batch": 1}, "max_steps": 3}
+    job = {**JOB, "batch": {"global_batch": 8, "micro_batch": 1}, "max_steps": 2}
     task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": {**MODEL, **sizes}, "max_tokens": 4}}
     cells: dict[str, tuple[int, list[str]]] = {"one": (2, [])}
     for shards in ("gradients", "parameters"):

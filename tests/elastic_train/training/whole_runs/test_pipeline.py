@@ -68,7 +68,7 @@ def test_stages_have_the_bits_of_one_process(
 
 def test_stages_of_tensor_ranks_have_the_bits_of_one_stage(tmp_path: Path, few_rows: Path) -> None:
     """Four ranks that hold half of each matrix of half of the blocks, and two that hold half of each matrix."""
-    tensor, found = ["--parallel.tensor", "2", "--max_steps", "4"], {}
+    tensor, found = ["--parallel.tensor", "2", "--max_steps", "2"], {}
     for num_stages, num_ranks in ((1, 2), (2, 4)):
         folder = tmp_path / str(num_stages)
         run = config(folder, few_rows, LANGUAGE)

@@ -57,7 +57,7 @@ def of_gpt2(tmp_path_factory: pytest.TempPathFactory, few_rows: Path, folder_of_
 @pytest.mark.parametrize(
     ("num_ranks", "how"),
     [
-        (2, stages(2)),
+        pytest.param(2, stages(2), marks=pytest.mark.long),  # a stretch below is of these
         (4, [*stages(2, kind="gpipe"), "--parallel.bucket_mb", "0.001"]),
         (4, [*stages(2), "--parallel.shards", "gradients", "--parallel.copies", "1"]),
         (3, [*stages(3), "--parallel.recompute", "units"]),
@@ -115,7 +115,7 @@ def test_chunks_and_tensor_ranks_of_drawn_weights(tmp_path: Path, few_rows: Path
     ):
         folder = tmp_path / name
         run = job(folder, few_rows, {"config": {**QWEN3, **changes}})
-        succeed(start([run, *how, "--max_steps", "4"], num_ranks=num_ranks))
+        succeed(start([run, *how, "--max_steps", "2"], num_ranks=num_ranks))
         found[name] = result(folder)["weights_sha256"], result(folder)["metrics"], average_of(folder)
     assert found["chunks"] == found["one"] and found["tensor in stages"] == found["tensor"]
     assert found["tokens in stages"] == found["tokens in two cells"] == found["tokens"]
