@@ -17,10 +17,13 @@ __all__ = ["etcd", "nothing_left"]  # fixtures
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.long  # ranks of stages have parts of rows, too, and cells wait for one another alike
-def test_ranks_with_parts_of_rows_that_die_cost_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+@pytest.mark.parametrize(
+    "places", [["backward"], pytest.param(["forward", "exchange", "apply"], marks=pytest.mark.long)]
+)
+def test_ranks_with_parts_of_rows_that_die_cost_no_applied_step(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, places: Sequence[str]
+) -> None:
     """In the midst of a block a rank's cell waits for its keys and values, and the other cell for its gradients."""
-    places = ("forward", "backward", "exchange", "apply")
     assert_nothing_is_lost(tmp_path, rows, etcd, {"context": 2}, places, alone={"context": 2})
 
 

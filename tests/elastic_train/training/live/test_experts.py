@@ -18,13 +18,16 @@ SIZES = {**MODEL, "experts": 4, "hidden": 16}
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.long  # ranks of stages have experts, too
-def test_ranks_with_experts_that_die_cost_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+@pytest.mark.parametrize(
+    "places", [["backward"], pytest.param(["forward", "exchange", "apply"], marks=pytest.mark.long)]
+)
+def test_ranks_with_experts_that_die_cost_no_applied_step(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, places: Sequence[str]
+) -> None:
     """In the midst of a turn a rank's cell waits for its tokens, and the other cell for its gradients.
 
     The bits are those of one process, which has all experts.
     """
-    places = ("backward", "exchange", "apply")
     assert_nothing_is_lost(tmp_path, rows, etcd, {"expert": 2}, places, alone={"expert": 1}, sizes=SIZES)
 
 
