@@ -1,9 +1,12 @@
 """What a worker imports before it trains; a node's standby process imports it once, for all workers that it forks.
 
-So it does with what every worker would find out about installed packages.
+So it does with what every worker would find out about installed packages. What only some jobs need is imported by
+`prepare`, which is given the arguments of the program: transformers is a fifth of what all imports would take.
 """
 
 import contextlib
+import os
+from collections.abc import Sequence
 
 import pyarrow.compute  # noqa: F401 - the first cast of a column imports it
 import torch._dynamo  # noqa: F401 - the first optimizer imports it
@@ -14,11 +17,29 @@ import elastic_train.tasks.image_classifier
 import elastic_train.tasks.language_metrics
 import elastic_train.tasks.text_classifier
 import elastic_train.training.run  # noqa: F401
+from elastic_train.config import sources
+from elastic_train.errors import ConfigError
 from elastic_train.system.extras import version_of
 from elastic_train.tasks.classification_metrics import classification_metrics
+from elastic_train.tasks.task_source import task_imports
 
-with contextlib.suppress(ImportError):  # the `hf` extra, whose tasks would import it in every worker
-    import transformers.models.auto.modeling_auto  # noqa: F401
 for _package in ("elastic-train", "torch", "numpy", "pyarrow", "transformers", "peft"):
     version_of(_package)
 classification_metrics(num_classes=2)  # torchmetrics asks for packages when its first metric is made
+
+
+def prepare(arguments: Sequence[str]) -> None:
+    """Import what the job of a configuration needs beyond that; over the configuration come keys and their values."""
+    config, *overrides = arguments or ("",)
+    try:
+        task = sources.load(config, environ=os.environ, arguments=overrides).task
+    except ConfigError:
+        return  # the worker reports it
+    if task.params.get("hf") is not None or task_imports(task.path, "transformers"):
+        import_transformers()
+
+
+def import_transformers() -> None:
+    """Import what is common to all of its models, if the `hf` extra is installed."""
+    with contextlib.suppress(ImportError):
+        import transformers.models.auto.modeling_auto  # noqa: F401

@@ -6,13 +6,13 @@ what a rank computes that trains for a few steps.
 
 import torch
 
-import elastic_train.preload  # noqa: F401
 import tests.conftest  # noqa: F401 - with all that most test modules import
 from chaos.tasks.paced_classifier import PacedClassifier
 from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.sharded.elementwise import slots_of
+from elastic_train.preload import import_transformers
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.task_source import source_of
 from elastic_train.tasks.text_classifier import TextClassifier
@@ -32,4 +32,5 @@ def _find_out() -> None:
 
 
 _find_out()
+import_transformers()
 use_huge_pages()

@@ -13,7 +13,7 @@ import hashlib
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,33 @@ def source_of(kind: Any) -> tuple[str, ...]:
     return tuple(f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()[:12]}" for name in sorted(files))
 
 
+def task_imports(path: str, package: str) -> bool:
+    """Say whether the module of a task's path (`module:name`), or what it imports beside it, imports a package.
+
+    Nothing of a user's is imported for it. What this package's own tasks import does not count.
+    """
+    name = path.partition(":")[0]
+    folders = (Path(entry).absolute() for entry in sys.path)
+    file = next((file for folder in folders if (file := _Home(folder, "").file_of(name)) is not None), None)
+    own = {} if file is None else _files_of([(name, file)])
+    return any(
+        imported.partition(".")[0] == package
+        for module, its_file in own.items()
+        if module.partition(".")[0] != _PACKAGE
+        for imported in _imports(module, its_file)
+    )
+
+
 def source_files(kind: Any) -> dict[str, Path]:
     """Return the files by the names of their modules; at most MOST_FILES of them."""
+    return _files_of(_own_modules(kind))
+
+
+def _files_of(modules: Iterable[tuple[str, Path]]) -> dict[str, Path]:
+    """Return the files of modules, and of what they import from their own package or beside it."""
     found: dict[str, Path] = {}
     looked_for: set[tuple[_Home, str]] = set()
-    waiting = deque((name, file, _home(name, file)) for name, file in _own_modules(kind))
+    waiting = deque((name, file, _home(name, file)) for name, file in modules)
     while waiting and len(found) < MOST_FILES:
         name, file, home = waiting.popleft()
         if name in found:

@@ -39,7 +39,7 @@ class BoundAgent(LocalElasticAgent):
         self._has_lost_standby = False
         self._program = self._program_of(spec)
         if self._standby is not None and self._program is not None and self._program.preload is not None:
-            self._standby.preload(self._program.preload)  # while the nodes meet
+            self._standby.preload(self._program.preload, *self._program.arguments)  # while the nodes meet
         elif self._standby is not None:
             self._standby.end()
             self._standby = None
@@ -116,7 +116,7 @@ class BoundAgent(LocalElasticAgent):
             self._standby = None
             _log.warning("no standby process, workers are started the ordinary way: %s", error)
         else:
-            self._standby.preload(self._program.preload)
+            self._standby.preload(self._program.preload, *self._program.arguments)
 
     @staticmethod
     def _program_of(spec: WorkerSpec) -> Program | None:

@@ -11,7 +11,8 @@ It may be stopped, or swapped out, and then does not fork. Nobody waits for it f
 then killed, and no worker depends on it.
 
 A program names what to import in a module `preload` of its package; a program without one, or that is not a module, is
-started in the ordinary way.
+started in the ordinary way. If that module has a function `prepare`, it is called with the program's arguments, and
+imports what only some of them need.
 """
 
 from __future__ import annotations
@@ -87,11 +88,14 @@ class Standby:
     def pid(self) -> int:
         return self._process.pid
 
-    def preload(self, module: str) -> None:
-        """Let it import a module, which takes its time: `is_ready` says when that is done."""
+    def preload(self, module: str, *arguments: str) -> None:
+        """Let it import a module, and prepare for a program's arguments: `is_ready` says when that is done."""
         self._is_ready = False
+        message = json.dumps([module, *arguments]).encode()
+        if len(message) > standby_process.LONGEST_MESSAGE:  # the workers then import themselves what few need
+            message = json.dumps([module]).encode()
         with contextlib.suppress(OSError):
-            self._control.send(module.encode())
+            self._control.send(message)
 
     @property
     def is_ready(self) -> bool:

@@ -1,7 +1,8 @@
 """What a node's standby process does: import what the node's workers will need, and become them.
 
 It is a fork of the agent, or `python -m rendezvous.torchelastic.standby_process FD AGENT_PID`. A message on its socket
-is the name of a module to import, answered with `READY`, or comes with another socket, on which a worker is asked for.
+is a module to import and a program's arguments (JSON), answered with `READY`, or comes with another socket, on which a
+worker is asked for.
 That one it neither reads nor answers: it forks, and the worker itself reads there what it is to become, says that it is
 there, and begins once the agent has heard it. So nothing starts for an agent that no longer waits.
 
@@ -39,7 +40,8 @@ from rendezvous.orphans import die_with_parent, set_name
 NAME = "standby"
 READY = b"ready"
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
-LONGEST_NAME = 4096
+LONGEST_MESSAGE = 65_536
+"""Of a module and arguments, in bytes."""
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -60,13 +62,13 @@ def serve(control: socket.socket, agent: int, unblocked: Iterable[int] | None = 
             signal.signal(number, how)
         os.execv(sys.executable, command(control, agent))
     while os.getppid() == agent:
-        message, descriptors, _, _ = socket.recv_fds(control, LONGEST_NAME, 1)
+        message, descriptors, _, _ = socket.recv_fds(control, LONGEST_MESSAGE, 1)
         if descriptors:
             if between := _forked_by(descriptors[0]):
                 control.close()
                 _become(socket.socket(fileno=descriptors[0]), agent, between, dispositions)
         elif message:
-            _import(message.decode())
+            _import(*json.loads(message))
             control.send(READY)
         else:
             break
@@ -91,12 +93,14 @@ def is_poisoned() -> bool:
     return torch is not None and bool(torch.cuda._is_in_bad_fork())
 
 
-def _import(module: str) -> None:
-    """Import a module as a program would that is started with `-m` here."""
+def _import(module: str, *arguments: str) -> None:
+    """Import a module as a program would that is started with `-m` here, and let it prepare for these arguments."""
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        importlib.import_module(module)
+        loaded = importlib.import_module(module)
+        if hasattr(loaded, "prepare"):
+            loaded.prepare(arguments)
     except BaseException:  # noqa: BLE001 - shown; workers are then started the ordinary way
         sys.excepthook(*sys.exc_info())
         os._exit(1)

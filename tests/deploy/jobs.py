@@ -11,11 +11,15 @@ from chaos.services.slurm.cluster import SlurmCluster
 from chaos.services.slurm.machines import eventually
 from tests.conftest import ROOT
 from tests.deploy.pages import command
-from tests.elastic_train.training.live.test_live import JOB, NO_HANG_S, history, write_config
+from tests.elastic_train.training.live.test_live import JOB, NO_HANG_S, history, until_whole, write_config
 
 SCRIPTS = ROOT / "deploy" / "slurm"
 PATIENCE_S = 500.0
 """For whatever has to come: nodes have their imports to do first, and a machine may do much else."""
+NEXT_STEP_S, LEFT_S, DOCTOR_S = 12.0, 30.0, 60.0
+"""Bounds: from a power loss to the next step, with a lease of 3 s; from a step's signal until all nodes have left with
+75; and from the start of all nodes' `doctor` to its last word. Three times the goals, and six times the second, since
+three nodes' processes end then: it took 15.5 s beside thirty busy processes. Benchmarks say whether goals are met."""
 STEPS, LANE_MS = 160, 600.0
 """Of a job that waits for faults: what is left of its steps once they are over is computed, so few long ones cost less
 than many short ones."""
@@ -42,6 +46,11 @@ def newest_term(run: Path) -> int:
     """Return the term of the newest world; 0 before there is one."""
     lines = history(run) if (run / "history").is_dir() else []
     return max((line["term"] for line in lines if line["op"] == "form"), default=0)
+
+
+def until_ranks(run: Path, size: int, *, above: int = 0) -> tuple[int, dict[int, int]]:
+    """Wait as `until_whole` does, for as long as other tests here; return the term and the processes by rank."""
+    return until_whole(run, size, above=above, timeout_s=PATIENCE_S)
 
 
 def until_world(run: Path, size: int, *, above: int = 0) -> int:

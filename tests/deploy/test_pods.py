@@ -11,9 +11,9 @@ import yaml
 
 from rendezvous import EtcdServer
 from tests.deploy.images import DEPENDENCIES, IMAGE, Images
-from tests.deploy.jobs import steps_done_twice, write_patient_config
+from tests.deploy.jobs import steps_done_twice, until_ranks, write_patient_config
 from tests.deploy.manifests import Tree, one
-from tests.elastic_train.training.live.test_live import etcd, until_whole
+from tests.elastic_train.training.live.test_live import etcd
 
 pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("images")]
 __all__ = ["etcd"]
@@ -64,11 +64,11 @@ def test_pods_train_together_and_one_that_was_killed_comes_back(
     for pod in pods:
         play(images, pod, tmp_path)
     run = tmp_path / "run"
-    term, _ = until_whole(run, 3)
+    term, _ = until_ranks(run, 3)
     images.podman("kill", "--signal", "KILL", "train-1-node")
-    term, _ = until_whole(run, 2, above=term)
+    term, _ = until_ranks(run, 2, above=term)
     play(images, pods[1], tmp_path)
-    until_whole(run, 3, above=term)
+    until_ranks(run, 3, above=term)
     names = [f"train-{i}-node" for i in range(3)]
     images.podman("kill", "--signal", "TERM", *names)
     assert images.podman("wait", *names).stdout.split() == ["75"] * 3

@@ -20,12 +20,11 @@ from elastic_train.errors import ConfigError
 from rendezvous.etcd.server import free_ports
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import ROOT, begin
-from tests.deploy.jobs import first_step_s, steps_done_twice, write_patient_config
+from tests.deploy.jobs import first_step_s, steps_done_twice, until_ranks, write_patient_config
 from tests.deploy.pages import command
 from tests.elastic_train.training.live.test_live import (
     eventually,
     undisturbed,
-    until_whole,
     weights,
 )
 from tests.processes import command_line_of, parent_of
@@ -74,8 +73,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def machine(num_cpus: int) -> dict[str, Any]:
-    """Return what makes a small machine of Ray's."""
+    """Return what makes a small machine of Ray's, without the parts that scale a cluster and collect its logs."""
     small = {"object_store_memory": 80 << 20, "num_gpus": 0, "include_dashboard": False}
+    small |= {"include_log_monitor": False, "no_monitor": True}
     return {"num_cpus": num_cpus, "runtime_env_agent_port": free_ports(1)[0], **small}
 
 
@@ -133,21 +133,21 @@ def test_actors_and_machines_are_lost_and_the_job_goes_on(
     config = write_patient_config(tmp_path, rows, STEPS, lane_ms=500.0, until=done)
     second = cluster.add_node(**machine(1))
     job = driver(config, "1:3")
-    term, ranks = until_whole(run, 3)
+    term, ranks = until_ranks(run, 3)
 
     lost_at_s = time.time()
     os.kill(actor_of(ranks[1]), signal.SIGKILL)
-    term, left = until_whole(run, 2, above=term)
+    term, left = until_ranks(run, 2, above=term)
     took_s = first_step_s(run, term) - lost_at_s
     assert set(left.values()) == {ranks[0], ranks[2]}, "the others continue in their processes"
     record_property("Ray: seconds from an actor's death to the next step", took_s)
-    term, ranks = until_whole(run, 3, above=term)
+    term, ranks = until_ranks(run, 3, above=term)
 
     cluster.remove_node(second, allow_graceful=False)
-    term, left = until_whole(run, 2, above=term)
+    term, left = until_ranks(run, 2, above=term)
     assert set(left.values()) < set(ranks.values())
     cluster.add_node(**machine(1))
-    term, _ = until_whole(run, 3, above=term)
+    term, _ = until_ranks(run, 3, above=term)
 
     job.send_signal(signal.SIGTERM)
     assert job.wait(400) == 75, (tmp_path / "log").read_text()

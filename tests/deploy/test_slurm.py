@@ -14,7 +14,9 @@ from chaos.services.slurm.machines import eventually
 from elastic_train.cli.places.submit.slurm import LEAVE_S, SlurmJob, render
 from elastic_train.launch.options import Flags
 from tests.deploy.jobs import (
+    DOCTOR_S,
     LANE_MS,
+    LEFT_S,
     PATIENCE_S,
     STEPS,
     steps_done_twice,
@@ -100,6 +102,7 @@ def test_all_nodes_of_a_step_leave_with_75(
     assert [code for code, _ in left] == ["75"] * 3, (tmp_path / "log").read_text()
     took_s = max(float(at_s) for _, at_s in left) - asked_at_s
     record_property("Slurm: seconds from a step's signal until all nodes have left with 75", took_s)
+    assert took_s < LEFT_S
     applied = max(line["step"] for line in history(run) if line["op"] == "step")
     assert max(line["step"] for line in history(run) if line["op"] == "commit") == applied
 
@@ -137,7 +140,12 @@ def test_a_cancelled_job_is_not_requeued_by_its_own_script(
 
 
 def test_doctors_of_all_nodes_meet(
-    slurm: SlurmCluster, tmp_path: Path, rows: Path, launcher: str, path: dict[str, str]
+    slurm: SlurmCluster,
+    tmp_path: Path,
+    rows: Path,
+    launcher: str,
+    path: dict[str, str],
+    record_property: Callable[[str, object], None],
 ) -> None:
     """As one step of a job, over an etcd on one of its nodes: addresses, clocks and the folder that they share."""
     config = write_patient_config(tmp_path, rows, 5)
@@ -146,10 +154,14 @@ def test_doctors_of_all_nodes_meet(
     doctor = f"{launcher} doctor {config} --etcd n1:2379 --id doctor --peers 2 --wait-s 400 --json"
     script.write_text(
         f"#!/bin/sh\n{etcd} --advertise-client-urls http://n1:2379 2>/dev/null &\n"
-        f"srun --ntasks-per-node=1 --output={tmp_path}/said-%n {doctor}\n"
+        f"began=$(date +%s.%N); srun --ntasks-per-node=1 --output={tmp_path}/said-%n {doctor} || exit\n"
+        f"echo $began $(date +%s.%N) >{tmp_path}/times\n"
     )
     job = slurm.submit("--nodes=3", "-o", str(tmp_path / "log"), str(script), **path)
     slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
+    began_s, ended_s = map(float, (tmp_path / "times").read_text().split())
+    record_property("Slurm: seconds that the doctors of three nodes took", ended_s - began_s)
+    assert ended_s - began_s < DOCTOR_S
     for number in range(3):
         findings = json.loads((tmp_path / f"said-{number}").read_text())["findings"]
         levels = {

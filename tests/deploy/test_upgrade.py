@@ -17,6 +17,7 @@ import pytest
 
 from rendezvous import EtcdServer
 from tests.conftest import ROOT, environ_of
+from tests.deploy.jobs import until_ranks
 from tests.elastic_train.training.live.test_live import (
     etcd,
     finish,
@@ -24,7 +25,6 @@ from tests.elastic_train.training.live.test_live import (
     launch_alone,
     nothing_left,
     undisturbed,
-    until_whole,
     weights,
     write_config,
 )
@@ -129,14 +129,14 @@ def test_a_live_job_is_upgraded_and_taken_back_without_a_lost_step(
     sources, done, run = newer_release(tmp_path / "newer"), tmp_path / "done", tmp_path / "run"
     config = write_config(tmp_path, rows, STEPS, lane_ms=500.0, until=done)
     old = launch_alone(tmp_path, etcd, config, "old", *PATIENT)
-    term, _ = until_whole(run, 1)
+    term, _ = until_ranks(run, 1)
     with node_of(tmp_path, sources, etcd, config) as new:
-        term, _ = until_whole(run, 2, above=term)
+        term, _ = until_ranks(run, 2, above=term)
         old.send_signal(signal.SIGUSR1)
-        term, _ = until_whole(run, 1, above=term)
+        term, _ = until_ranks(run, 1, above=term)
         assert old.wait(400) == 75
         back = launch_alone(tmp_path, etcd, config, "node", *PATIENT)
-        until_whole(run, 2, above=term)
+        until_ranks(run, 2, above=term)
         new.send_signal(signal.SIGUSR1)
         assert new.wait(400) == 75, (tmp_path / "newer.log").read_text()
         done.touch()
@@ -160,18 +160,18 @@ def test_a_run_of_the_last_release_goes_on_with_this_one(
     sources, done, run = last_release(tmp_path), tmp_path / "done", tmp_path / "run"
     config = write_config(tmp_path, rows, STEPS, lane_ms=500.0, until=done)
     with node_of(tmp_path, sources, etcd, config) as old:
-        term, _ = until_whole(run, 1)
+        term, _ = until_ranks(run, 1)
         old.send_signal(signal.SIGUSR1)
         assert old.wait(400) == 75, (tmp_path / "sources.log").read_text()
     left = json.loads(max((run / "commits").iterdir()).read_text())
     assert left["versions"]["elastic-train"].endswith(FROM_TAG), "the tag's package has written it"
     job = launch_alone(tmp_path, etcd, config, "node", *PATIENT)
-    term, _ = until_whole(run, 1, above=term)
+    term, _ = until_ranks(run, 1, above=term)
     with node_of(tmp_path, sources, etcd, config) as old:
-        term, _ = until_whole(run, 2, above=term)
+        term, _ = until_ranks(run, 2, above=term)
         old.send_signal(signal.SIGUSR1)
         assert old.wait(400) == 75, (tmp_path / "sources.log").read_text()
-    until_whole(run, 1, above=term)
+    until_ranks(run, 1, above=term)
     done.touch()
     evidence, _ = finish(job, tmp_path)
     assert weights(evidence) == undisturbed(STEPS)

@@ -276,7 +276,7 @@ def test_a_failing_standby_process_costs_no_worker_and_is_replaced(monkeypatch: 
     assert started.proc.wait(PATIENCE_S) == 0 and agent._standby is None
     for _ in range(2):
         BoundAgent._renew_standby(agent)
-    assert begun == ["this.preload"]
+    assert begun == [("this.preload", "c.yaml")]
 
 
 def test_a_standby_process_that_was_killed_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,15 +287,15 @@ def test_a_standby_process_that_was_killed_is_replaced_once(monkeypatch: pytest.
     agent._standby = SimpleNamespace(has_ended=True)  # type: ignore[assignment]
     for _ in range(2):
         BoundAgent._renew_standby(agent)
-    assert begun == ["this.preload"]
+    assert begun == [("this.preload", "c.yaml")]
 
 
-def agent_with(standby: object, monkeypatch: pytest.MonkeyPatch) -> tuple[BoundAgent, list[str]]:
+def agent_with(standby: object, monkeypatch: pytest.MonkeyPatch) -> tuple[BoundAgent, list[tuple[str, ...]]]:
     """Return an agent whose workers run `-m this`, and what its later standby processes were asked to import."""
-    begun: list[str] = []
-    made = SimpleNamespace(has_ended=False, is_ready=False, preload=begun.append)
+    begun: list[tuple[str, ...]] = []
+    made = SimpleNamespace(has_ended=False, is_ready=False, preload=lambda *asked: begun.append(asked))
     monkeypatch.setattr("rendezvous.torchelastic.bound_agent.Standby", lambda **_: made)
-    program = SimpleNamespace(preload="this.preload")
+    program = SimpleNamespace(preload="this.preload", arguments=("c.yaml",))
     agent: Any = SimpleNamespace(_standby=standby, _has_lost_standby=False, _program=program)
     return agent, begun
 

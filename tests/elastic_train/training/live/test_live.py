@@ -212,7 +212,9 @@ def lose_peers(job: ForkedWorker, folder: Path, points: Path, names: Sequence[st
     return leave(job, folder)
 
 
-def until_whole(run: Path, size: int, *, above: int = 0, least: int = 5) -> tuple[int, dict[int, int]]:
+def until_whole(
+    run: Path, size: int, *, above: int = 0, least: int = 5, timeout_s: float = PATIENCE_S
+) -> tuple[int, dict[int, int]]:
     """Wait until a world of `size` ranks and a term above `above` has taken a few steps, `least` for each rank.
 
     Return the term, and the processes by rank.
@@ -229,7 +231,7 @@ def until_whole(run: Path, size: int, *, above: int = 0, least: int = 5) -> tupl
         steps = [line for line in lines if line["op"] == "step" and line["term"] == term]
         return term > above and len(newest) == size and len(steps) > least * size
 
-    eventually(is_whole, f"a world of {size}")
+    eventually(is_whole, f"a world of {size}", timeout_s)
     return found[0], newest
 
 
