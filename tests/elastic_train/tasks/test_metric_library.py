@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.conftest import ROOT, environ_of
 
 pytestmark = pytest.mark.xdist_group("torchmetrics")  # one process imports it
 
@@ -49,6 +53,26 @@ def test_what_was_taken_is_the_real_thing_once_it_is_used(used: ModuleType) -> N
     assert NAME not in sys.modules
     assert taken.kind == "the real one"
     assert NAME in sys.modules
+
+
+def test_a_function_that_was_taken_is_the_real_one_when_it_is_called(used: ModuleType) -> None:
+    """And stands in an annotation before that, as what torchmetrics takes from its module of plots does."""
+    assert typing.get_args(typing.Optional[used.score])[0] is used.score  # noqa: UP045 - what torchmetrics writes
+    assert NAME not in sys.modules
+    assert used.score("it") == "scored it"
+
+
+def test_a_metric_can_be_plotted() -> None:
+    """By matplotlib, which torchmetrics imports for that; only then is it imported here."""
+    program = (
+        "import sys, torch\nfrom elastic_train.tasks.metric_library import MulticlassAccuracy\n"
+        "metric = MulticlassAccuracy(num_classes=3)\nmetric.update(torch.tensor([0, 1]), torch.tensor([0, 2]))\n"
+        "before = 'matplotlib' in sys.modules\nfigure, _ = metric.plot()\nprint(before, type(figure).__module__)\n"
+    )
+    command = [sys.executable, "-c", program]
+    environ = environ_of(MPLBACKEND="agg", PYTHONPATH=str(ROOT))
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "matplotlib.figure"]
 
 
 def test_who_imports_the_library_afterwards_gets_it(used: ModuleType) -> None:

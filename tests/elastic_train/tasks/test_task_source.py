@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.tasks import task_source
-from elastic_train.tasks.task_source import _imports, source_files, source_of
+from elastic_train.tasks.task_source import _imports, source_files, source_of, task_imports
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.tasks.witness import Witness
 from tests.conftest import ROOT
@@ -132,3 +132,25 @@ def parsed(name: str, path: Path) -> Iterator[str]:
             above = package[: len(package) - node.level + 1] if node.level else []
             base = [*above, *([node.module] if node.module else [])]
             yield from (".".join(base if alias.name == "*" else [*base, alias.name]) for alias in node.names)
+
+
+@pytest.mark.parametrize(("path", "found"), [("uses4:Mine", True), ("plain4:Mine", False), ("space4.mine:Mine", True)])
+def test_whether_a_task_imports_a_package_is_read_from_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, found: bool
+) -> None:
+    """Also from a file beside it, and inside functions; none of them is run."""
+    sources = {
+        "uses4.py": "raise SystemExit\nimport beside4\n",
+        "beside4.py": "def load():\n    from transformers.models import auto\n",
+        "plain4.py": "raise SystemExit\nimport transformers_of_mine\nimport elastic_train.tasks.causal_lm\n",
+        "space4/mine.py": "import transformers as hf\n",
+    }
+    write(tmp_path, sources)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert task_imports(path, "transformers") is found
+
+
+def test_of_a_task_of_this_package_or_of_none_nothing_is_found() -> None:
+    """What its tasks need follows from their parameters."""
+    assert not task_imports("elastic_train.tasks.sequence_classifier:SequenceClassifier", "transformers")
+    assert not task_imports("no_such_module_4:Task", "transformers")

@@ -227,6 +227,18 @@ def test_what_was_there_before_the_fork_is_not_taken_down_at_its_end(
     assert out.read_text().splitlines() == ["True", "own"]
 
 
+def test_a_module_prepares_for_the_programs_arguments(begin: Callable[[], Standby], tmp_path: Path) -> None:
+    """Its workers have what it has imported for them. If the arguments are too long to be sent, it is given none."""
+    (tmp_path / "prepares.py").write_text("given = []\ndef prepare(arguments):\n    given.append(len(arguments))\n")
+    (tmp_path / "shows.py").write_text("import prepares\nprint(prepares.given)\n")
+    standby, out = begin(), tmp_path / "out"
+    for arguments in (("é", "--key"), ("-" * standby_process.LONGEST_MESSAGE,)):
+        standby.preload("prepares", *arguments)
+        assert standby.wait_until_ready(PATIENCE_S)
+    assert standby.start(Program("shows", ()), {}, str(out), None).wait(PATIENCE_S) == 0
+    assert out.read_text() == "[2, 0]\n"
+
+
 def test_a_frozen_standby_process_is_not_waited_for(
     begin: Callable[[], Standby], sleeper: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
