@@ -133,8 +133,8 @@ def test_actors_and_machines_are_lost_and_the_job_goes_on(
     record_property: Callable[[str, object], None],
 ) -> None:
     """An actor is killed and replaced, a machine goes and another comes, the driver leaves, ElasticTrainer resumes."""
-    run = tmp_path / "run"
-    config = write_patient_config(tmp_path, rows, ENDLESS, lane_ms=500.0)
+    done, run = tmp_path / "done", tmp_path / "run"
+    config = write_patient_config(tmp_path, rows, ENDLESS, lane_ms=500.0, until=done)
     second = cluster.add_node(**machine(1))
     job = driver(config, "1:3")
     term, ranks = until_ranks(run, 3)
@@ -156,7 +156,8 @@ def test_actors_and_machines_are_lost_and_the_job_goes_on(
     job.send_signal(signal.SIGTERM)
     assert job.wait(400) == 75, (tmp_path / "log").read_text()
     steps = max(line["step"] for line in history(run) if line["op"] == "step") + MORE_STEPS
-    result = trained_on(cluster, write_patient_config(tmp_path, rows, steps, lane_ms=0.0))
+    done.touch()
+    result = trained_on(cluster, write_patient_config(tmp_path, rows, steps, lane_ms=500.0, until=done))
     assert result.metrics["step"] == steps and result.path == str(run)
     assert steps_done_twice(run) == []
     assert weights(collect(run)) == result.metrics["weights_sha256"] == undisturbed(steps)
