@@ -12,7 +12,7 @@ from elastic_train.shards.grains import Layout
 from elastic_train.shards.holdings import column_of
 
 NOTHING = column_of(Layout((), ()))
-TWO: Any = SimpleNamespace(columns=[NOTHING, NOTHING])
+TWO: Any = SimpleNamespace(columns=[NOTHING, NOTHING], column_of=lambda rank: rank % 2)
 
 
 def test_a_pending_step_is_dropped_unless_each_column_has_somebody_who_holds_it() -> None:

@@ -6,6 +6,7 @@ import torch
 
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.pieces import Pieces
+from elastic_train.core.mesh import Cell
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.cells.spread_moments import filled_shares, in_whole, put_spans_together, written_in_whole
 from elastic_train.parallel.group import Group
@@ -30,11 +31,13 @@ def test_spans_of_a_part_are_where_they_are_in_the_whole() -> None:
 def test_each_element_is_written_once_by_a_rank_of_the_first_place_that_holds_it() -> None:
     """Of two cells, whose ranks all write, or all but one, that speaks for nothing."""
     cuts = [[[(0, 4)], [(4, 6)]], [[(0, 1)], [(1, 6)]]]
-    assert written_in_whole(cuts, COLUMNS, range(4)) == [[(0, 4)], [(6, 7)], [(4, 6)], [(7, 12)]]
+    assert written_in_whole(cuts, COLUMNS, Cell(tensor=2), range(4)) == [[(0, 4)], [(6, 7)], [(4, 6)], [(7, 12)]]
     alike = [[[(0, 12)], []], [[], [(0, 12)]]]
-    assert written_in_whole(alike, None, [0, 1, 3]) == [[(0, 12)], [], []]
+    assert written_in_whole(alike, None, Cell(tensor=2), [0, 1, 3]) == [[(0, 12)], [], []]
     staged = [[[], []], [[(0, 7)], [(7, 12)]], [[], [(0, 12)]]]
-    assert written_in_whole(staged, TWICE, range(6)) == [[], [(0, 7)], [], [], [(7, 12)], []]
+    assert written_in_whole(staged, TWICE, Cell(tensor=3), range(6)) == [[], [(0, 7)], [], [], [(7, 12)], []]
+    of_tokens = [[[(0, 3)], [(3, 6)], [], [(6, 12)]]]
+    assert written_in_whole(of_tokens, None, Cell(context=2), range(4)) == of_tokens[0]
 
 
 def test_a_rank_alone_has_all_of_what_it_puts_together() -> None:
