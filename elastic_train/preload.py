@@ -36,10 +36,10 @@ def prepare(arguments: Sequence[str]) -> None:
     except ConfigError:
         return  # the worker reports it
     if task.params.get("hf") is not None or task_imports(task.path, "transformers"):
-        import_transformers()
+        import_common_models()
 
 
-def import_transformers() -> None:
+def import_common_models() -> None:
     """Import what is common to all of its models, if the `hf` extra is installed."""
     with contextlib.suppress(ImportError):
         import transformers.models.auto.modeling_auto  # noqa: F401

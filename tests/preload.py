@@ -12,7 +12,7 @@ from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.sharded.elementwise import slots_of
-from elastic_train.preload import import_transformers
+from elastic_train.preload import import_common_models
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.task_source import source_of
 from elastic_train.tasks.text_classifier import TextClassifier
@@ -32,5 +32,5 @@ def _find_out() -> None:
 
 
 _find_out()
-import_transformers()
+import_common_models()
 use_huge_pages()

@@ -16,6 +16,8 @@ from tests.conftest import ROOT
 from tests.deploy.pages import command
 
 TOOLS = ("buildah", "podman", "runc", "mmdebstrap")
+PACKAGES = " ".join((*TOOLS, "catatonit"))
+"""What Debian calls them, and what a container is started by; with --no-install-recommends."""
 DEPENDENCIES = "/dependencies"
 """Where the base image has torch and the rest: what is installed here, bound into it, so that nothing is fetched."""
 WITH_TORCH = f"{DEPENDENCIES}/with-torch"
@@ -40,7 +42,7 @@ def why_no_images() -> str | None:
     if os.geteuid() != 0:
         return "images are built from Debian's packages, which takes root"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        return f"no {', '.join(missing)}: apt-get install --no-install-recommends {' '.join(TOOLS)} catatonit"
+        return f"no {', '.join(missing)}: apt-get install --no-install-recommends {PACKAGES}"
     if sys.version_info[:2] != debian_python():
         return "this Python is not Debian's version of it, in whose image what is installed here would run"
     return None

@@ -17,7 +17,7 @@ OWN, TEXT = "elastic_train.tasks.causal_lm:CausalLM", "elastic_train.tasks.text_
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Holds a value for each time that transformers would have been imported."""
     times: list[bool] = []
-    monkeypatch.setattr(preload, "import_transformers", lambda: times.append(True))
+    monkeypatch.setattr(preload, "import_common_models", lambda: times.append(True))
     return times
 
 
