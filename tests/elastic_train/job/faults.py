@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from elastic_train.errors import PeerLostError
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
 from tests.elastic_train.job.sharded.shard_jobs import facts_of
+from tests.memory_world import die
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ def step_with(
 ) -> None:
     """Compute the step in which a world ends, as far as this member comes in it."""
     if fault.point == "computing" and who in fault.dying:
-        os._exit(0)
+        die()
     try:
         measured = compute()
     except PeerLostError:
         return
     if fault.point == "summed" and who in fault.dying:
-        os._exit(0)
+        die()
     if who in fault.unable:
         return
     try:
@@ -53,4 +53,4 @@ def step_with(
         return
     state.apply(facts_of(state, term), norm)
     if who in fault.dying:
-        os._exit(0)
+        die()

@@ -1,16 +1,14 @@
 """Seats through faults: no applied step is lost while a copy lives, wherever in a step a rank dies; joiners get shares.
 
-Real ranks over real connections; a rank that dies leaves its process, and its peers learn of it by their connections.
+Ranks in memory; a rank that dies leaves its groups, and its peers learn of it at their next exchange.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from elastic_train.job.reseating import Brought, bring, leave_out_unfinished, re
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.shards.seats import seats_of
-from tests.conftest import run_ranks
 from tests.elastic_train.job.faults import Fault, step_with
 from tests.elastic_train.job.sharded.shard_jobs import (
     Offloads,
@@ -33,6 +30,7 @@ from tests.elastic_train.job.sharded.shard_jobs import (
     shards_of,
     train,
 )
+from tests.memory_world import in_memory, rank_here
 
 STEPS = 6
 
@@ -45,6 +43,16 @@ class World:
     fault: Fault | None = None
     breaks_at: int | None = None
     """The member that leaves the world as soon as it has what belongs to its seat, before others know that it has."""
+
+
+LEAVING: dict[int, Leave] = {}
+"""The members that are about to leave."""
+
+
+def reach(point: str) -> None:
+    """Leave the world if this member is about to."""
+    if (leave := LEAVING.get(rank_here())) is not None:
+        leave(point)
 
 
 class Leave:
@@ -62,28 +70,28 @@ class Leave:
 def member(
     who: int,
     num: int,
-    folder: str,
     worlds: Sequence[World],
     copies: int,
     shards_of_what: Shards,
     offload: Offloads = "none",
-) -> None:
-    """Live through the worlds that this member is in; leave what it saw."""
+) -> list[list[object]]:
+    """Live through the worlds that this member is in; return what it saw."""
     torch.set_num_threads(1)
-    state, seen = build(shards_of_what, copies, offload=offload), []
+    state, seen = build(shards_of_what, copies, offload=offload), list[list[object]]()
     shards = shards_of(state)
     for term, world in enumerate(worlds, start=1):
         if who not in world.members:
             continue
-        group = meet(Path(folder), f"world-{term}", world.members.index(who), len(world.members))
+        group = meet(f"world-{term}", world.members.index(who), len(world.members))
         brought = bring(group, state, shards, ("", str(who)), counts=True)
         brought = roll_forward(group, state, shards, brought)
         if world.breaks_at is not None:
-            taking.reach = Leave() if world.breaks_at == who else lambda point: None
+            if world.breaks_at == who:
+                LEAVING[who] = Leave()
             with pytest.raises(PeerLostError):
                 reseat(group, state, shards, brought)
             group.abandon()
-            taking.reach = lambda point: None
+            LEAVING.pop(who, None)
             continue
         before, memory = group.num_bytes, memory_of(state)
         lost = reseat(group, state, shards, brought)
@@ -101,8 +109,7 @@ def member(
         else:
             seen.append([term, state.step, fingerprint(group, state), 0, 0, 0])
             group.barrier()
-    (Path(folder) / f"{who}.json").write_text(json.dumps(seen))
-    os._exit(0)
+    return seen
 
 
 def memory_of(state: AppliedState) -> set[int]:
@@ -111,7 +118,6 @@ def memory_of(state: AppliedState) -> set[int]:
 
 
 def live_through(
-    tmp_path: Path,
     worlds: Sequence[World],
     copies: int = 2,
     shards: Shards = "optimizer",
@@ -122,9 +128,9 @@ def live_through(
     The last two say whether it was sent as much as it holds, and whether what it held is still where it was.
     """
     num = 1 + max(who for world in worlds for who in world.members)
-    run_ranks(member, num, str(tmp_path), worlds, copies, shards, offload)
-    found = {who: tmp_path / f"{who}.json" for who in range(num)}
-    return {who: json.loads(path.read_text()) for who, path in found.items() if path.exists()}
+    with mock.patch.object(taking, "reach", reach):
+        seen = in_memory(member, num, worlds, copies, shards, offload)
+    return {who: rows for who, rows in enumerate(seen) if rows is not None}
 
 
 @pytest.mark.slow
@@ -142,14 +148,14 @@ def live_through(
     ids=["computing", "summed", "summed-by-0", "one-cannot", "all-left-missed-it", "one-missed-it", "all-applied-it"],
 )
 @pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
-def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, fault: Fault, kept: int, shards: Shards) -> None:
+def test_a_lost_rank_costs_no_applied_step(fault: Fault, kept: int, shards: Shards) -> None:
     """Four ranks lose one, and another at the next step; the last two have the weights of one that holds everything."""
     expected = replicated(STEPS)
     victim = next(who for who in (1, 2, 0) if who not in fault.dying)
     left = [who for who in range(4) if who not in fault.dying]
     last = [who for who in left if who != victim]
     seen = live_through(
-        tmp_path, [World(range(4), fault), World(left, Fault(5, "summed", dying=[victim])), World(last)], shards=shards
+        [World(range(4), fault), World(left, Fault(5, "summed", dying=[victim])), World(last)], shards=shards
     )
     assert set(seen) == set(last)
     for of_member in seen.values():
@@ -166,7 +172,7 @@ def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, fault: Fault, kept: i
 @pytest.mark.parametrize(
     ("shards", "offload"), [("none", "optimizer"), ("gradients", "optimizer"), ("parameters", "all")]
 )
-def test_what_is_in_host_memory_lives_through_faults_alike(tmp_path: Path, shards: Shards, offload: Offloads) -> None:
+def test_what_is_in_host_memory_lives_through_faults_alike(shards: Shards, offload: Offloads) -> None:
     """A step is rolled forward there, shares of lost ranks are taken over from there, and a joiner gets its own."""
     expected = replicated(STEPS)
     worlds = [
@@ -174,7 +180,7 @@ def test_what_is_in_host_memory_lives_through_faults_alike(tmp_path: Path, shard
         World([0, 2], Fault(4, "summed", dying=[])),
         World([3, 2, 0]),
     ]
-    seen = live_through(tmp_path, worlds, shards=shards, offload=offload)
+    seen = live_through(worlds, shards=shards, offload=offload)
     assert [row[:4] for row in seen[0]][1:] == [
         [2, 3, expected[2], 0],
         [3, 5, expected[4], 0],
@@ -185,7 +191,7 @@ def test_what_is_in_host_memory_lives_through_faults_alike(tmp_path: Path, shard
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
-def test_joiners_take_their_shares_and_leavers_take_nothing_along(tmp_path: Path, shards: Shards) -> None:
+def test_joiners_take_their_shares_and_leavers_take_nothing_along(shards: Shards) -> None:
     """One rank, then three, then four of whom two are new, then two."""
     expected = replicated(STEPS)
     worlds = [
@@ -194,7 +200,7 @@ def test_joiners_take_their_shares_and_leavers_take_nothing_along(tmp_path: Path
         World([2, 0, 3, 4], Fault(4, "computing", dying=[])),
         World([4, 3]),
     ]
-    seen = live_through(tmp_path, worlds, shards=shards)
+    seen = live_through(worlds, shards=shards)
     for of_member in seen.values():
         for term, step, weights, lost, *_ in of_member:
             assert not lost and (step == 0 or weights == expected[int(str(step)) - 1]), f"term {term}, step {step}"
@@ -204,13 +210,11 @@ def test_joiners_take_their_shares_and_leavers_take_nothing_along(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("copies", "dying", "is_lost"), [(1, [1], True), (2, [1, 3], True), (2, [0, 1], False)])
-def test_what_no_rank_holds_any_more_is_said_to_be_lost(
-    tmp_path: Path, copies: int, dying: Sequence[int], is_lost: bool
-) -> None:
+def test_what_no_rank_holds_any_more_is_said_to_be_lost(copies: int, dying: Sequence[int], is_lost: bool) -> None:
     """Ranks 0 and 1 hold everything once, 2 and 3 do again; where a grain is lost, nothing has changed."""
     expected = replicated(STEPS)
     left = [who for who in range(4) if who not in dying]
-    seen = live_through(tmp_path, [World(range(4), Fault(3, "computing", dying=dying)), World(left)], copies)
+    seen = live_through([World(range(4), Fault(3, "computing", dying=dying)), World(left)], copies)
     for of_member in seen.values():
         assert of_member[1][1:3] == [3, expected[2]]
         assert bool(of_member[1][3]) is is_lost
@@ -218,22 +222,20 @@ def test_what_no_rank_holds_any_more_is_said_to_be_lost(
 
 
 @pytest.mark.slow
-def test_a_step_that_one_of_its_world_cannot_apply_is_dropped_by_all(tmp_path: Path) -> None:
+def test_a_step_that_one_of_its_world_cannot_apply_is_dropped_by_all() -> None:
     """Rank 3 dies before it sends anything; ranks 0 to 2 have nothing to apply, and compute the step again."""
     expected = replicated(STEPS)
-    seen = live_through(tmp_path, [World(range(4), Fault(2, "computing", dying=[3])), World(range(3))])
+    seen = live_through([World(range(4), Fault(2, "computing", dying=[3])), World(range(3))])
     assert [rows[1][1:3] for rows in seen.values()] == [[2, expected[1]]] * 3
     assert {rows[-1][2] for rows in seen.values()} == {expected[-1]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
-def test_a_rank_may_be_lost_and_another_join_before_the_first_step(tmp_path: Path, shards: Shards) -> None:
+def test_a_rank_may_be_lost_and_another_join_before_the_first_step(shards: Shards) -> None:
     """First weights that were shared out come from who holds them; the newcomer's own do not count."""
     expected = replicated(STEPS)
-    seen = live_through(
-        tmp_path, [World(range(4), Fault(0, "computing", dying=[3])), World([4, 0, 1, 2])], shards=shards
-    )
+    seen = live_through([World(range(4), Fault(0, "computing", dying=[3])), World([4, 0, 1, 2])], shards=shards)
     assert [[row[3] for row in rows] for rows in seen.values()] == [[0, 0, 0]] * 3 + [[0, 0]]
     assert {rows[-1][2] for rows in seen.values()} == {expected[-1]}
 
@@ -241,14 +243,12 @@ def test_a_rank_may_be_lost_and_another_join_before_the_first_step(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", ["optimizer", "parameters"])
 @pytest.mark.parametrize("breaks_at", [2, 0])
-def test_a_world_that_breaks_while_seats_are_taken_loses_nothing(
-    tmp_path: Path, breaks_at: int, shards: Shards
-) -> None:
+def test_a_world_that_breaks_while_seats_are_taken_loses_nothing(breaks_at: int, shards: Shards) -> None:
     """One holder of each share: who has given a part away keeps it until the taker is known to have its seat."""
     expected = replicated(STEPS)
     grown = World([0, 1, 2], breaks_at=breaks_at)
     seen = live_through(
-        tmp_path, [World([0, 1], Fault(4, "computing", dying=[])), grown, grown, World([1, 0])], copies=1, shards=shards
+        [World([0, 1], Fault(4, "computing", dying=[])), grown, grown, World([1, 0])], copies=1, shards=shards
     )
     for who in (0, 1):
         assert [row[:4] for row in seen[who]][1:] == [[4, 5, expected[4], 0], [4, 6, expected[5], 0]]

@@ -1,16 +1,13 @@
 """Seats in cells: the bits of cells whose ranks hold all of their parts, through faults; a share comes from its column.
 
-Real ranks over real connections; a rank that dies leaves its process, and its peers learn of it by their connections.
+Ranks in memory; a rank that dies leaves its groups, and its peers learn of it at their next exchange.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.mesh import Cell
 from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.grains import GRAIN
-from tests.conftest import run_ranks
 from tests.elastic_train.job.cells.cell_jobs import (
     CELL,
     SIZE,
@@ -34,6 +30,7 @@ from tests.elastic_train.job.cells.cell_jobs import (
     train,
 )
 from tests.elastic_train.job.faults import Fault, step_with
+from tests.memory_world import in_memory
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -49,15 +46,15 @@ class World:
 
 
 def member(
-    who: int, num: int, folder: str, worlds: Sequence[World], copies: int, shards: Shards, wire: Wire, cell: Cell
-) -> None:
-    """Live through the worlds that this member is in; leave what it saw at their beginnings, and at the end."""
+    who: int, num: int, worlds: Sequence[World], copies: int, shards: Shards, wire: Wire, cell: Cell
+) -> list[list[object]]:
+    """Live through the worlds that this member is in; return what it saw at their beginnings, and at the end."""
     torch.set_num_threads(1)
-    state, seen = build(shards, copies, wire, cell), []
+    state, seen = build(shards, copies, wire, cell), list[list[object]]()
     for term, world in enumerate(worlds, start=1):
         if who not in world.members:
             continue
-        ranks = meet(Path(folder), f"world-{term}", world.members.index(who), len(world.members), cell)
+        ranks = meet(f"world-{term}", world.members.index(who), len(world.members), cell)
         num_lost = enter(ranks, state, who, term)
         seen.append([term, state.step, fingerprint(ranks, state), num_lost])
         if num_lost:
@@ -77,12 +74,10 @@ def member(
                     "as a task is given it in the end"
                 )
             ranks.world.barrier()
-    (Path(folder) / f"{who}.json").write_text(json.dumps(seen))
-    os._exit(0)
+    return seen
 
 
 def live_through(
-    folder: Path,
     worlds: Sequence[World],
     copies: int = 2,
     shards: Shards = "optimizer",
@@ -91,34 +86,32 @@ def live_through(
 ) -> dict[int, list[list[object]]]:
     """Return what each member that did not die saw: [term, step, weights, shards lost] at every beginning and the end,
     and then the numbers of moments that it holds, of its weights, and of gradients that it keeps."""
-    folder.mkdir(exist_ok=True)
     num = 1 + max(who for world in worlds for who in world.members)
-    run_ranks(member, num, str(folder), worlds, copies, shards, wire, cell)
-    found = {who: folder / f"{who}.json" for who in range(num)}
-    return {who: json.loads(path.read_text()) for who, path in found.items() if path.exists()}
+    seen = in_memory(member, num, worlds, copies, shards, wire, cell)
+    return {who: rows for who, rows in enumerate(seen) if rows is not None}
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+def expected() -> list[object]:
     """The weights after every step of one cell whose ranks hold all of their parts."""
-    return alone(tmp_path_factory.mktemp("whole"), CELL)
+    return alone(CELL)
 
 
-def alone(folder: Path, cell: Cell) -> list[object]:
+def alone(cell: Cell) -> list[object]:
     """Return the weights after every step of one cell whose ranks hold all of their parts."""
     members = range(cell.size)
     worlds = [World(members, Fault(step, "computing", dying=[])) for step in range(STEPS)]
-    seen = live_through(folder, [*worlds, World(members)], shards="none", cell=cell)
+    seen = live_through([*worlds, World(members)], shards="none", cell=cell)
     return [row[2] for row in seen[0][1:]]
 
 
 @pytest.mark.parametrize("shards", KINDS)
 @pytest.mark.parametrize(("num_cells", "copies"), [(1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_a_rank_holds_its_share_of_its_places_moments(
-    tmp_path: Path, expected: list[object], num_cells: int, copies: int, shards: Shards
+    expected: list[object], num_cells: int, copies: int, shards: Shards
 ) -> None:
     """And the weights are those of cells that hold all of them: over any number of cells, however often each share."""
-    seen = live_through(tmp_path, [World(range(num_cells * SIZE))], copies, shards)
+    seen = live_through([World(range(num_cells * SIZE))], copies, shards)
     assert {row[1][2] for row in seen.values()} == {expected[-1]}
     held, weights = (sum(int(str(row[2][column])) for row in seen.values()) for column in (0, 1))
     num_copies = min(copies, num_cells)
@@ -130,13 +123,11 @@ def test_a_rank_holds_its_share_of_its_places_moments(
     assert gradients == pytest.approx(weights if shards == "optimizer" else held / 2, rel=0.01)
 
 
-def test_leaves_that_are_rounded_on_their_way_have_the_same_bits_in_any_number_of_cells(
-    tmp_path: Path, expected: list[object]
-) -> None:
+def test_leaves_that_are_rounded_on_their_way_have_the_same_bits_in_any_number_of_cells(expected: list[object]) -> None:
     found = set()
     for num_cells in (1, 3):
         worlds = [World(range(num_cells * SIZE))]
-        seen = live_through(tmp_path / str(num_cells), worlds, 1, "gradients", "bf16")
+        seen = live_through(worlds, 1, "gradients", "bf16")
         found |= {row[1][2] for row in seen.values()}
     assert len(found) == 1 and found != {expected[-1]}
 
@@ -155,16 +146,14 @@ def test_leaves_that_are_rounded_on_their_way_have_the_same_bits_in_any_number_o
     ids=["computing", "summed", "summed-by-0", "one-cannot", "all-left-missed-it", "two-missed-it", "all-applied-it"],
 )
 @pytest.mark.parametrize("shards", KINDS)
-def test_a_lost_rank_costs_no_applied_step(
-    tmp_path: Path, expected: list[object], fault: Fault, kept: int, shards: Shards
-) -> None:
+def test_a_lost_rank_costs_no_applied_step(expected: list[object], fault: Fault, kept: int, shards: Shards) -> None:
     """Three cells lose a rank, and go on as two: its mate is a spare, which comes back with a newcomer at the end."""
     [dead] = fault.dying
     mate = dead ^ 1
     left = [who for who in range(3 * SIZE) if who not in (dead, mate)]
     pair = [mate, 6] if mate % SIZE == 0 else [6, mate]
     worlds = [World(range(6), fault), World(left, Fault(5, "summed", dying=[])), World([*left, *pair])]
-    seen = live_through(tmp_path, worlds, shards=shards)
+    seen = live_through(worlds, shards=shards)
     for who in left:
         rows = seen[who][:-1]
         assert [row[1:3] for row in rows[1:]] == [[kept, expected[kept - 1]], [6, expected[5]], [6, expected[5]]]
@@ -174,15 +163,13 @@ def test_a_lost_rank_costs_no_applied_step(
 
 
 @pytest.mark.parametrize("shards", KINDS)
-def test_a_rank_that_comes_to_another_place_gets_its_part(
-    tmp_path: Path, expected: list[object], shards: Shards
-) -> None:
+def test_a_rank_that_comes_to_another_place_gets_its_part(expected: list[object], shards: Shards) -> None:
     """What it held at its old place is of no use there, and at the beginning it has the weights of neither."""
     worlds = [
         World([0, 1, 2, 3], Fault(3, "applied", dying=[2])),
         World([0, 1, 4, 3], Fault(4, "computing", dying=[4])),
     ]
-    seen = live_through(tmp_path, [*worlds, World([0, 1, 3, 5])], shards=shards)
+    seen = live_through([*worlds, World([0, 1, 3, 5])], shards=shards)
     assert [row[:4] for row in seen[3][:-1]][1:] == [
         [2, 4, expected[3], 0],
         [3, 4, expected[3], 0],
@@ -192,24 +179,22 @@ def test_a_rank_that_comes_to_another_place_gets_its_part(
 
 
 @pytest.mark.parametrize("shards", KINDS)
-def test_ranks_of_two_cells_that_make_one_compute_the_same_lanes(
-    tmp_path: Path, expected: list[object], shards: Shards
-) -> None:
+def test_ranks_of_two_cells_that_make_one_compute_the_same_lanes(expected: list[object], shards: Shards) -> None:
     """They held other shares, and both take the one that moves least; so do newcomers that make a third cell again."""
     worlds = [World(range(6), Fault(2, "summed", dying=[2, 5])), World([0, 1, 4, 3], Fault(4, "applied", dying=[1]))]
-    seen = live_through(tmp_path, [*worlds, World([0, 3, 4, 6, 7, 8])], shards=shards)
+    seen = live_through([*worlds, World([0, 3, 4, 6, 7, 8])], shards=shards)
     for who in (0, 3, 4):
         assert [row[1:] for row in seen[who][1:-1]] == [[3, expected[2], 0], [5, expected[4], 0], [6, expected[5], 0]]
 
 
 @pytest.mark.parametrize("dying", [[4], [0, 2]])
 def test_what_no_rank_of_a_column_holds_any_more_is_said_to_be_lost(
-    tmp_path: Path, expected: list[object], dying: Sequence[int]
+    expected: list[object], dying: Sequence[int]
 ) -> None:
     """Of one copy, with one rank: nothing has changed then."""
     gone = {one for dead in dying for one in (dead, dead ^ 1)}
     left = [who for who in range(3 * SIZE) if who not in gone]
-    seen = live_through(tmp_path, [World(range(6), Fault(3, "computing", dying=dying)), World(left)], copies=1)
+    seen = live_through([World(range(6), Fault(3, "computing", dying=dying)), World(left)], copies=1)
     for who in left:
         assert seen[who][1][1:3] == [3, expected[2]] and int(str(seen[who][1][3])) > 0
 
@@ -219,17 +204,15 @@ TOKENS = Cell(context=2)
 
 
 @pytest.fixture(scope="module")
-def of_tokens(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+def of_tokens() -> list[object]:
     """The weights after every step of one cell of two ranks that hold everything."""
-    return alone(tmp_path_factory.mktemp("tokens"), TOKENS)
+    return alone(TOKENS)
 
 
 @pytest.mark.parametrize(("num_cells", "copies"), [(1, 1), (2, 2), (3, 1)])
-def test_ranks_with_parts_of_rows_hold_shares_of_one_part(
-    tmp_path: Path, of_tokens: list[object], num_cells: int, copies: int
-) -> None:
+def test_ranks_with_parts_of_rows_hold_shares_of_one_part(of_tokens: list[object], num_cells: int, copies: int) -> None:
     """In one cell, too: of its moments each has a half."""
-    seen = live_through(tmp_path, [World(range(num_cells * 2))], copies, cell=TOKENS)
+    seen = live_through([World(range(num_cells * 2))], copies, cell=TOKENS)
     assert {row[1][2] for row in seen.values()} == {of_tokens[-1]}
     weights = int(str(seen[0][2][1]))
     held = [int(str(row[2][0])) for row in seen.values()]
@@ -237,10 +220,10 @@ def test_ranks_with_parts_of_rows_hold_shares_of_one_part(
     assert max(held) < copies * weights / num_cells + 2 * GRAIN
 
 
-def test_parts_of_tensor_ranks_are_shared_by_those_with_other_tokens(tmp_path: Path) -> None:
+def test_parts_of_tensor_ranks_are_shared_by_those_with_other_tokens() -> None:
     cell = Cell(tensor=2, context=2)
-    expected = alone(tmp_path / "whole", cell)
-    seen = live_through(tmp_path / "shares", [World(range(4))], 1, cell=cell)
+    expected = alone(cell)
+    seen = live_through([World(range(4))], 1, cell=cell)
     assert {row[1][2] for row in seen.values()} == {expected[-1]}
     assert all(int(str(row[2][0])) < int(str(row[2][1])) + 2 * GRAIN for row in seen.values()), "half of two moments"
 
@@ -255,15 +238,15 @@ def test_parts_of_tensor_ranks_are_shared_by_those_with_other_tokens(tmp_path: P
     ids=["one cell loses a rank", "a cell is given up", "a cell of two others"],
 )
 def test_a_lost_rank_with_parts_of_rows_costs_no_applied_step(
-    tmp_path: Path, of_tokens: list[object], worlds: list[World], kept: int
+    of_tokens: list[object], worlds: list[World], kept: int
 ) -> None:
     """Copies are in different cells where there are two; and a rank that has other tokens next keeps its share."""
-    seen = live_through(tmp_path, worlds, cell=TOKENS)
+    seen = live_through(worlds, cell=TOKENS)
     for who in worlds[1].members:
         assert [row[1:] for row in seen[who][-3:-1]] == [[kept, of_tokens[kept - 1], 0], [6, of_tokens[5], 0]]
 
 
-def test_what_one_rank_of_a_cell_held_alone_is_said_to_be_lost(tmp_path: Path, of_tokens: list[object]) -> None:
+def test_what_one_rank_of_a_cell_held_alone_is_said_to_be_lost(of_tokens: list[object]) -> None:
     worlds = [World([0, 1], Fault(3, "computing", dying=[1])), World([0, 2])]
-    seen = live_through(tmp_path, worlds, copies=1, cell=TOKENS)
+    seen = live_through(worlds, copies=1, cell=TOKENS)
     assert seen[0][1][1:3] == [3, of_tokens[2]] and int(str(seen[0][1][3])) > 0

@@ -1,17 +1,15 @@
-"""A small job on cells of a few ranks, step by step, over real connections: what tests of it share.
+"""A small job on cells of a few ranks, step by step, in memory: what its tests share.
 
 Ranks that would compute some tokens of a lane each compute all of it here, and their sum is of as many leaves.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
@@ -25,6 +23,7 @@ from elastic_train.job.state import AppliedState, build_state
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from tests.elastic_train.job.sharded.shard_jobs import CLIPPING, GROUPS, NUM_LANES, Net, compute_lanes, facts_of
+from tests.memory_world import group_of
 
 SIZE = 2
 """Ranks of a cell, unless a test says otherwise."""
@@ -62,10 +61,10 @@ def shards_of(state: AppliedState) -> SeatedCellState:
     return state.shards
 
 
-def meet(folder: Path, name: str, rank: int, size: int, shape: Cell = CELL) -> Ranks:
+def meet(name: str, rank: int, size: int, shape: Cell = CELL) -> Ranks:
     """Return the groups of a world whose ranks have this name for it; neighbours make cells."""
     mesh = Mesh(rank, size, shape)
-    world = Group(rank, size, FileStore(f"{folder}/{name}", size), 30)
+    world = group_of(name, rank, size)
     first, (part, _) = mesh.replica * shape.size, shape.holder_of(rank)
     cell = world.part(f"cell-{mesh.replica}", range(first, first + shape.size))
     return Ranks(world, cell, world.part(f"column-{part}", mesh.by_part[part]), mesh)

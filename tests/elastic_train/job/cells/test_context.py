@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 import torch
 from torch import nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
@@ -18,15 +16,14 @@ from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import context_of, lone_part
-from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.rows.token_rows import TokenColumns
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.witness import Witness
-from tests.conftest import run_ranks
 from tests.elastic_train.tasks.language_rows import lists
+from tests.memory_world import group_of, in_memory
 
 pytestmark = pytest.mark.slow
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=8, kv_heads=4, hidden=12)
@@ -59,8 +56,8 @@ def make_model() -> Decoder:
     return Decoder(SHAPE)
 
 
-def of_rank(rank: int, size: int, folder: str) -> None:
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+def of_rank(rank: int, size: int) -> None:
+    group = group_of("world", rank, size)
     whole, model = make_model(), make_model()
     expected = run(whole, lambda batch: TASK.loss(whole, batch))
     context = context_of(TASK, Mesh(rank, size, Cell(context=size)), group, num_lanes=3)
@@ -80,8 +77,8 @@ def of_rank(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_parts_add_up_to_whole_rows(tmp_path: Path, size: int) -> None:
-    run_ranks(of_rank, size, str(tmp_path))
+def test_parts_add_up_to_whole_rows(size: int) -> None:
+    in_memory(of_rank, size)
 
 
 def test_a_lone_part_runs_without_peers() -> None:

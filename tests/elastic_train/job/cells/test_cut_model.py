@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
@@ -23,7 +21,7 @@ from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.task import TensorPlan
 from elastic_train.tasks.witness import Witness
-from tests.conftest import run_ranks
+from tests.memory_world import group_of, in_memory
 
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=8, kv_heads=4, hidden=12, dropout=0.2)
 TASK = CausalLM(model={"dim": 16, "heads": 8, "kv_heads": 4, "hidden": 12})
@@ -43,8 +41,8 @@ def run_once(model: nn.Module) -> Tensor:
     return out.detach()
 
 
-def of_rank(rank: int, size: int, folder: str) -> None:
-    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+def of_rank(rank: int, size: int) -> None:
+    group = group_of("world", rank, size)
     compare(make_model, group, 0.7)
     group.close()
 
@@ -98,15 +96,15 @@ def compare(make_model: Callable[[], nn.Module], group: Group, share: float, tol
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_parts_compute_what_the_whole_does(tmp_path: Path, size: int) -> None:
+def test_parts_compute_what_the_whole_does(size: int) -> None:
     """Outputs and gradients, in float64, where a wrong or missing sum would show in the first digits."""
-    run_ranks(of_rank, size, str(tmp_path))
+    in_memory(of_rank, size)
 
 
-def with_experts(rank: int, size: int, folder: str) -> None:
+def with_experts(rank: int, size: int) -> None:
     """Routers compute in fp32 whatever the rest is in, so that is how far the sums over ranks may be off."""
     shape = replace(SHAPE, experts=8, expert_hidden=6, shared_hidden=12)
-    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+    group = group_of("world", rank, size)
 
     def make() -> Decoder:
         torch.manual_seed(3)
@@ -118,9 +116,9 @@ def with_experts(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_parts_of_a_model_with_experts_compute_what_the_whole_does(tmp_path: Path, size: int) -> None:
+def test_parts_of_a_model_with_experts_compute_what_the_whole_does(size: int) -> None:
     """Each rank has some of the experts, and all route all tokens."""
-    run_ranks(with_experts, size, str(tmp_path))
+    in_memory(with_experts, size)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell
@@ -17,13 +16,13 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.parallel.cells.links import CellLinks
-from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.sequence_classifier import SequenceClassifier
-from tests.conftest import run_ranks, standby_with
+from tests.conftest import standby_with
 from tests.elastic_train.job.cells.test_cut_model import compare, run_once
 from tests.elastic_train.job.cells.test_sequence import compare_tokens
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS
+from tests.memory_world import group_of, in_memory
 
 pytestmark = WITH_TRANSFORMERS
 SIZES = {
@@ -50,6 +49,7 @@ FAMILIES = (
     "starcoder2",
     "olmo2",
 )
+
 """Kinds of models of transformers: with norms of single heads, biases of rows, and attention that is not cut, too."""
 
 
@@ -63,17 +63,17 @@ def model_of_transformers(kind: str) -> nn.Module:
     return model
 
 
-def of_rank_with_transformers(rank: int, size: int, folder: str) -> None:
-    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+def of_rank_with_transformers(rank: int, size: int) -> None:
+    group = group_of("world", rank, size)
     for kind in FAMILIES:
         compare(partial(model_of_transformers, kind), group, 0.95, tolerance=1e-4)
     group.close()
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_parts_of_models_of_transformers_compute_what_the_whole_does(tmp_path: Path, size: int) -> None:
+def test_parts_of_models_of_transformers_compute_what_the_whole_does(size: int) -> None:
     standby_with("tests.preload_transformers")
-    run_ranks(of_rank_with_transformers, size, str(tmp_path))
+    in_memory(of_rank_with_transformers, size)
 
 
 WITH_SOME_TOKENS = tuple(kind for kind in FAMILIES if kind != "olmo2")
@@ -88,8 +88,8 @@ def with_dropout(kind: str) -> nn.Module:
     return model
 
 
-def of_rank_with_some_tokens(rank: int, size: int, folder: str) -> None:
-    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+def of_rank_with_some_tokens(rank: int, size: int) -> None:
+    group = group_of("world", rank, size)
     for kind in WITH_SOME_TOKENS:
         task = CausalLM(hf={"config": {"model_type": kind, **SIZES}}, max_tokens=16)
         share = (0.8 if size == 2 else 0.6) if kind == "llama" else 1.0  # others have wide heads beside the rest
@@ -98,12 +98,10 @@ def of_rank_with_some_tokens(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_with_some_tokens_of_models_of_transformers_compute_what_those_with_all_do(
-    tmp_path: Path, size: int
-) -> None:
+def test_ranks_with_some_tokens_of_models_of_transformers_compute_what_those_with_all_do(size: int) -> None:
     """Outputs have the bits of tensor ranks alone, as have all gradients but those of norms and row layers' biases."""
     standby_with("tests.preload_transformers")
-    run_ranks(of_rank_with_some_tokens, size, str(tmp_path))
+    in_memory(of_rank_with_some_tokens, size)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
@@ -25,8 +23,8 @@ from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.task import SequencePlan, Task, TensorPlan
 from elastic_train.tasks.witness import Witness
-from tests.conftest import run_ranks
 from tests.elastic_train.job.cells.test_cut_model import assert_like
+from tests.memory_world import group_of, in_memory
 
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=8, kv_heads=4, hidden=12, dropout=0.2)
 SIZES = {"dim": 16, "heads": 8, "kv_heads": 4, "hidden": 12}
@@ -109,8 +107,8 @@ def kept_bytes(model: nn.Module) -> int:
     return total
 
 
-def of_rank(rank: int, size: int, folder: str) -> None:
-    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+def of_rank(rank: int, size: int) -> None:
+    group = group_of("world", rank, size)
     compare_tokens(make_model, TASK, group, share=0.75 if size == 2 else 0.6)
     group.close()
 
@@ -162,13 +160,13 @@ def compare_tokens(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_with_some_tokens_compute_what_those_with_all_do(tmp_path: Path, size: int) -> None:
+def test_ranks_with_some_tokens_compute_what_those_with_all_do(size: int) -> None:
     """Outputs and gradients, in float64, with dropout and recomputation, and no more than a part of what is kept."""
-    run_ranks(of_rank, size, str(tmp_path))
+    in_memory(of_rank, size)
 
 
-def of_biased_rank(rank: int, size: int, folder: str) -> None:
-    group = Group(rank, size, FileStore(f"{folder}/store-{size}", size), 60)
+def of_biased_rank(rank: int, size: int) -> None:
+    group = group_of("world", rank, size)
     whole, plain, model, frozen = (make_biased() for _ in range(4))
     for name, one in frozen.named_parameters():
         one.requires_grad_(name.endswith("bias"))
@@ -195,9 +193,9 @@ def of_biased_rank(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_biases_of_layers_that_are_cut_have_one_gradient_on_all_ranks(tmp_path: Path, size: int) -> None:
+def test_biases_of_layers_that_are_cut_have_one_gradient_on_all_ranks(size: int) -> None:
     """A row layer's is added to each rank's own tokens, a column layer's to all tokens of its outputs."""
-    run_ranks(of_biased_rank, size, str(tmp_path))
+    in_memory(of_biased_rank, size)
 
 
 class Sharing(Witness):

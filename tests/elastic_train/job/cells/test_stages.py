@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
@@ -21,13 +19,12 @@ from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.cells.pipeline import run_schedule
-from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder, drawn_weights
 from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.task import Batch, LaneLoss, StagePlan
 from elastic_train.tasks.witness import Witness
-from tests.conftest import run_ranks
+from tests.memory_world import group_of, in_memory
 
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=5, heads=4, tied=False, dropout=0.3)
 TASK = CausalLM(model={"dim": 16, "depth": 5, "heads": 4, "tied": False})
@@ -99,7 +96,7 @@ class Lanes:
     def waited(self) -> None: ...
 
 
-def of_rank(rank: int, size: int, folder: str, kind: str, make: Callable[[], Subject] = decoder) -> None:
+def of_rank(rank: int, size: int, kind: str, make: Callable[[], Subject] = decoder, name: str = "world") -> None:
     subject = make()
     whole = begun(subject)
     losses = losses_of_whole(subject.task, whole)
@@ -107,7 +104,7 @@ def of_rank(rank: int, size: int, folder: str, kind: str, make: Callable[[], Sub
     model = begun(subject)
     plan = cell_plan_of(subject.task, model, parallel)
     assert plan is not None
-    links, group = CellLinks(), Group(rank, size, FileStore(f"{folder}/store-{size}-{kind}", size), 60)
+    links, group = CellLinks(), group_of(name, rank, size)
     cut = CutModel(model, plan, parallel.cell, links)
     mesh = Mesh(rank, size, parallel.cell)
     cut.bind(mesh, group)
@@ -135,9 +132,9 @@ def of_rank(rank: int, size: int, folder: str, kind: str, make: Callable[[], Sub
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "kind"), [(2, "1f1b"), (2, "gpipe"), (4, "1f1b"), (2, "interleaved")])
-def test_stages_compute_the_bits_of_the_whole(tmp_path: Path, size: int, kind: str) -> None:
+def test_stages_compute_the_bits_of_the_whole(size: int, kind: str) -> None:
     """Losses and gradients, with dropout, lanes of several shapes, and one without samples."""
-    run_ranks(of_rank, size, str(tmp_path), kind)
+    in_memory(of_rank, size, kind)
 
 
 def with_experts() -> Subject:
@@ -149,9 +146,9 @@ def with_experts() -> Subject:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "kind"), [(3, "1f1b"), (2, "interleaved")])
-def test_the_routers_of_all_stages_add_to_the_loss(tmp_path: Path, size: int, kind: str) -> None:
+def test_the_routers_of_all_stages_add_to_the_loss(size: int, kind: str) -> None:
     """What those of the first ones add goes through all that follow, and their gradients come back."""
-    run_ranks(of_rank, size, str(tmp_path), kind, with_experts)
+    in_memory(of_rank, size, kind, with_experts)
 
 
 @pytest.mark.parametrize(("num_stages", "num_blocks"), [(2, [2, 3]), (3, [1, 2, 2]), (5, [1] * 5)])

@@ -19,9 +19,10 @@ from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.folder_weights import open_folder
 from elastic_train.tasks.models.hugging_face import Kind
-from tests.conftest import run_ranks, standby_with
+from tests.conftest import standby_with
 from tests.elastic_train.job.cells.test_stages import Subject, of_rank
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS
+from tests.memory_world import in_memory
 
 pytestmark = WITH_TRANSFORMERS
 UNTIED = {"vocab_size": 11, "tie_word_embeddings": False}
@@ -29,6 +30,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {**LLAMA, **UNTIED, "num_hidden_layers": 5, "attention_dropout": 0.3},
     {**GPT2, **UNTIED, "n_layer": 5, "embd_pdrop": 0.3, "resid_pdrop": 0.3},
 )
+
 """GPT-2 has learned positions and draws before its layers, so the second stage has to leave that out."""
 
 
@@ -38,17 +40,16 @@ def of_transformers(config: dict[str, Any]) -> Subject:
     return Subject(task, partial(task.source.build, Kind("AutoModelForCausalLM", task.source.load_config())))
 
 
-def of_rank_with_transformers(rank: int, size: int, folder: str, kind: str) -> None:
+def of_rank_with_transformers(rank: int, size: int, kind: str) -> None:
     for number, config in enumerate(CONFIGS):
-        Path(folder, str(number)).mkdir(exist_ok=True)
-        of_rank(rank, size, f"{folder}/{number}", kind, partial(of_transformers, config))
+        of_rank(rank, size, kind, partial(of_transformers, config), f"world-{number}")
 
 
 @pytest.mark.parametrize(("size", "kind"), [(2, "1f1b"), (3, "gpipe"), (2, "interleaved")])
-def test_stages_of_transformers_compute_the_bits_of_the_whole(tmp_path: Path, size: int, kind: str) -> None:
+def test_stages_of_transformers_compute_the_bits_of_the_whole(size: int, kind: str) -> None:
     """Losses and gradients, of lanes of several shapes."""
     standby_with("tests.preload_transformers")
-    run_ranks(of_rank_with_transformers, size, str(tmp_path), kind)
+    in_memory(of_rank_with_transformers, size, kind)
 
 
 def pages_of_folders() -> int:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +18,8 @@ from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
-from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import Shards, build, compute, facts_of, fingerprint, meet, train
+from tests.memory_world import in_memory
 
 STEPS = 3
 EMA = {"ema": {"decay": 0.9}}
@@ -71,15 +68,14 @@ def resumed(state: AppliedState, recipe: Mapping[str, Any]) -> AppliedState:
     return other
 
 
-def ranks(rank: int, size: int, folder: str) -> None:
+def ranks(rank: int, size: int) -> dict[str, list[str]]:
     torch.set_num_threads(1)
-    group, found = meet(Path(folder), "world", rank, size), {}
+    group, found = meet("world", rank, size), {}
     for name, (recipe, modes) in RECIPES.items():
         for mode in modes:
             found[f"{name}, {mode}"] = trained(group, mode, recipe)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     group.barrier()
-    os._exit(0)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +87,9 @@ def alone() -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_no_world_and_no_shards_show_in_the_bits(tmp_path: Path, size: int, alone: dict[str, list[str]]) -> None:
+def test_no_world_and_no_shards_show_in_the_bits(size: int, alone: dict[str, list[str]]) -> None:
     """In no mode that an optimizer takes; and no two optimizers end with the same."""
-    run_ranks(ranks, size, str(tmp_path))
-    for rank in range(size):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in in_memory(ranks, size):
         assert found == {f"{name}, {mode}": alone[name] for name, (_, modes) in RECIPES.items() for mode in modes}
     assert len({hashes[-1] for hashes in alone.values()}) == len(RECIPES)
 

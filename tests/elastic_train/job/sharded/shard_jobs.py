@@ -1,15 +1,13 @@
-"""A small job on sharded state, step by step, over real connections: what tests of it share."""
+"""A small job on sharded state, step by step, in memory: what its tests share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
@@ -25,6 +23,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.tasks.task import ParameterGroup
 from tests.fake_memory import FakeMemory
+from tests.memory_world import group_of
 
 NUM_LANES, TERM = 7, 3
 CLIPPING = 1e-3
@@ -59,7 +58,6 @@ GROUPS = (
     ParameterGroup(("frozen",), is_frozen=True),
 )
 
-
 Shards = Literal["none", "optimizer", "gradients", "parameters"]
 Offloads = Literal["none", "optimizer", "all"]
 
@@ -89,9 +87,9 @@ def shards_of(state: AppliedState) -> HeldState:
     return state.shards
 
 
-def meet(folder: Path, name: str, rank: int, size: int) -> Group:
+def meet(name: str, rank: int, size: int) -> Group:
     """Return the group of a world whose ranks have this name for it."""
-    return Group(rank, size, FileStore(f"{folder}/{name}", size), 30)
+    return group_of(name, rank, size)
 
 
 def compute(group: Group, state: AppliedState) -> Tensor:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +18,9 @@ from elastic_train.job.units.recompute import Recompute
 from elastic_train.parallel.dealt_sum import DealtSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitFlats, UnitWeights
-from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import Shards, compute, fingerprint, meet, shards_of, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers
+from tests.memory_world import in_memory
 
 WIDTH, NUM_BLOCKS, STEPS = 64, 5, 3
 
@@ -101,34 +98,30 @@ def build(kind: str, shards: Shards, *, known_order: bool = True) -> AppliedStat
     return state
 
 
-def ranks(rank: int, size: int, folder: str, kind: str) -> None:
+def ranks(rank: int, size: int, kind: str) -> list[str]:
     """Train a kind of model; leave the weights after each step."""
     torch.set_num_threads(1)
-    group, state, found = meet(Path(folder), "world", rank, size), build(kind, "parameters"), []
+    group, state, found = meet("world", rank, size), build(kind, "parameters"), []
     take_first_seats(group, shards_of(state), newcomers(size))
     shards_of(state).agree_on_order(group)
     for step in range(STEPS):
         train(group, state, step + 1)
         found.append(fingerprint(group, state))
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     group.barrier()
-    os._exit(0)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 3])
-def test_weights_are_those_of_whole_state_whatever_a_pass_does_with_its_blocks(
-    tmp_path: Path, size: int, kind: str
-) -> None:
+def test_weights_are_those_of_whole_state_whatever_a_pass_does_with_its_blocks(size: int, kind: str) -> None:
     """Each lane may leave out another block, compute blocks once more, or train a part of them only."""
     torch.set_num_threads(1)
     whole, alone, expected = build(kind, "none"), Group(0, 1, None, 60), []
     for step in range(STEPS):
         train(alone, whole, step + 1)
         expected.append(fingerprint(alone, whole))
-    run_ranks(ranks, size, str(tmp_path), kind)
-    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)] == [expected] * size
+    assert in_memory(ranks, size, kind) == [expected] * size
 
 
 def seated(kind: str, *, known_order: bool = True) -> tuple[Group, AppliedState]:

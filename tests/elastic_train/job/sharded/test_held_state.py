@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.holdings import num_elements
 from elastic_train.world.fencing import StoreFence
-from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import (
     NUM_LANES,
     Shards,
@@ -40,6 +37,7 @@ from tests.elastic_train.job.sharded.shard_jobs import (
     shards_of,
     train,
 )
+from tests.memory_world import in_memory
 
 STEPS = 4
 
@@ -50,11 +48,11 @@ def newcomers(size: int) -> list[Brought]:
 
 
 def ranks(
-    rank: int, size: int, folder: str, shards: Literal["optimizer", "gradients", "parameters"], wire: Wire = "exact"
-) -> None:
+    rank: int, size: int, shards: Literal["optimizer", "gradients", "parameters"], wire: Wire = "exact"
+) -> dict[str, list[Any]]:
     """Train with one to three copies; leave the weights after each step, and how much each rank holds."""
     torch.set_num_threads(1)
-    group, found = meet(Path(folder), "world", rank, size), {}
+    group, found = meet("world", rank, size), {}
     for copies in (1, 2, 3):
         state, digests = build(shards, copies, wire=wire), []
         take_first_seats(group, shards_of(state), newcomers(size))
@@ -63,22 +61,21 @@ def ranks(
             digests.append(fingerprint(group, state))
         moments = sum(moment.numel() for one in shards_of(state).runs for moment in one.moments.values())
         found[str(copies)] = [digests, moments]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     group.barrier()
-    os._exit(0)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_weights_are_those_of_whole_state_and_moments_are_shared_out(tmp_path: Path, size: int, shards: str) -> None:
+def test_weights_are_those_of_whole_state_and_moments_are_shared_out(size: int, shards: str) -> None:
     """Clipped, with parameter groups, tied and frozen weights: every rank has the weights of one that holds all."""
     expected = replicated(STEPS)
-    run_ranks(ranks, size, str(tmp_path), shards)
+    seen = in_memory(ranks, size, shards)
     layout = build("none").layout
     whole, most = num_elements(layout, layout.trained), int(layout.span.max())
     for copies in (1, 2, 3):
-        held = [json.loads((tmp_path / f"{rank}.json").read_text())[str(copies)] for rank in range(size)]
+        held = [found[str(copies)] for found in seen if found]
         assert [digests for digests, _ in held] == [expected] * size
         num = min(copies, size)
         assert sum(moments for _, moments in held) == 2 * whole * num
@@ -109,14 +106,14 @@ def rounded(until: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shards", "size"), [("gradients", 1), ("gradients", 3), ("parameters", 3), ("parameters", 4)])
-def test_gradients_that_are_sent_rounded_are_those_of_rounded_lanes(tmp_path: Path, shards: str, size: int) -> None:
+def test_gradients_that_are_sent_rounded_are_those_of_rounded_lanes(shards: str, size: int) -> None:
     """Whatever the world and the copies: each lane's gradient is rounded once, and sums are not."""
     torch.set_num_threads(1)
     expected = rounded(STEPS)
     assert expected != replicated(STEPS)
-    run_ranks(ranks, size, str(tmp_path), shards, "bf16")
+    seen = in_memory(ranks, size, shards, "bf16")
     for rank in range(size):
-        held = json.loads((tmp_path / f"{rank}.json").read_text())
+        held = seen[rank]
         assert [held[str(copies)][0] for copies in (1, 2, 3)] == [expected] * 3
 
 
@@ -149,10 +146,10 @@ def test_what_arrives_late_reaches_no_gradient() -> None:
     assert fingerprint(group, state) == expected[1]
 
 
-def damaged(rank: int, size: int, folder: str) -> None:
+def damaged(rank: int, size: int) -> str:
     """Let rank 1's copy of a gradient differ by one bit before the ranks meet; leave what each says of it."""
     torch.set_num_threads(1)
-    group, state = meet(Path(folder), "world", rank, size), build("optimizer", 2)
+    group, state = meet("world", rank, size), build("optimizer", 2)
     shards = shards_of(state)
     take_first_seats(group, shards, newcomers(size))
     train(group, state, 1)
@@ -164,23 +161,22 @@ def damaged(rank: int, size: int, folder: str) -> None:
         said = "nothing"
     except WeightsDifferError as error:
         said = str(error)
-    (Path(folder) / f"{rank}.txt").write_text(said)
     group.barrier()
-    os._exit(0)
+    return said
 
 
 @pytest.mark.slow
-def test_copies_that_were_summed_otherwise_are_found_before_the_step_is_applied(tmp_path: Path) -> None:
+def test_copies_that_were_summed_otherwise_are_found_before_the_step_is_applied() -> None:
     """All ranks learn of it together, and which tensor it is."""
-    run_ranks(damaged, 2, str(tmp_path))
+    said = in_memory(damaged, 2)
     for rank in range(2):
-        assert "have different gradients of '" in (tmp_path / f"{rank}.txt").read_text()
+        assert "have different gradients of '" in str(said[rank])
 
 
-def flipped(rank: int, size: int, folder: str) -> None:
+def flipped(rank: int, size: int) -> list[str]:
     """Let one bit of rank 2's share flip; leave what each says of it."""
     torch.set_num_threads(1)
-    group, state, said = meet(Path(folder), "world", rank, size), build("parameters", 2), list[str]()
+    group, state, said = meet("world", rank, size), build("parameters", 2), list[str]()
     shards = shards_of(state)
     take_first_seats(group, shards, newcomers(size))
     train(group, state, 1)
@@ -192,17 +188,16 @@ def flipped(rank: int, size: int, folder: str) -> None:
             said.append(str(error))
         if rank == 2:
             shards.trained_runs[-1].weights[3:4].view(torch.int32).bitwise_xor_(1)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
     group.barrier()
-    os._exit(0)
+    return said
 
 
 @pytest.mark.slow
-def test_copies_of_weights_that_differ_are_found_by_all(tmp_path: Path) -> None:
+def test_copies_of_weights_that_differ_are_found_by_all() -> None:
     """No rank has all weights to compare: those of each grain's holders are."""
-    run_ranks(flipped, 4, str(tmp_path))
+    seen = in_memory(flipped, 4)
     for rank in range(4):
-        before, after = json.loads((tmp_path / f"{rank}.json").read_text())
+        before, after = seen[rank] or []
         assert not before and "step 1: rank" in after and "have different weights, first in '" in after
 
 

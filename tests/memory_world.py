@@ -1,0 +1,337 @@
+"""Ranks as threads of one process, of which one runs at a time, with the product's own code down to the exchange.
+
+A rank runs until it waits for a peer, and then the next one runs that can. A run is therefore the same each time, takes
+one core at most, and starts in a millisecond. Messages are not buffered: as with gloo, a send ends when its receive was
+posted. If no rank can run, the test fails at once and names what each one waits for. A rank can be lost at any of its
+exchanges; its peers then learn of it as from a connection that was reset.
+
+Every rank has torch's, numpy's and Python's random generators to itself.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store
+
+from elastic_train.parallel.devices.device import Device
+from elastic_train.parallel.group import Group
+
+T = TypeVar("T")
+PATIENCE_S = 60.0
+"""How long a rank may wait for a thread of the product's own that takes part in an exchange."""
+_machine = threading.local()
+
+
+class DeadlockError(AssertionError):
+    """Every rank waits for another."""
+
+
+class Died(BaseException):
+    """This rank is lost: nothing in the product may catch it."""
+
+
+def in_memory(
+    of_rank: Callable[..., T], size: int, *arguments: object, lose: tuple[int, int] | None = None
+) -> list[T | None]:
+    """Run `of_rank(rank, size, *arguments)` for each rank; return the results by rank, None for one that died.
+
+    `lose` names a rank, and the number of its exchanges that it completes. An error of a rank is raised here.
+    """
+    return Machine(size, lose).run(lambda rank: of_rank(rank, size, *arguments))
+
+
+def die() -> None:
+    """Lose the rank that calls this."""
+    raise Died
+
+
+def rank_here() -> int:
+    """Return the rank that calls this."""
+    rank: int = _machine.rank
+    return rank
+
+
+def group_of(name: str, rank: int, size: int) -> MemoryGroup:
+    """Return the group of a world whose ranks have this name for it."""
+    return MemoryGroup(rank, size, name, PATIENCE_S)  # type: ignore[arg-type]  # a name is where they meet
+
+
+class Machine:
+    """The threads, and what they have posted."""
+
+    def __init__(self, size: int, lose: tuple[int, int] | None = None) -> None:
+        self.size, self._lose = size, lose
+        self.changed = threading.Condition(threading.RLock())
+        self.hubs: dict[str, Hub] = {}
+        self.num_exchanges = [0] * size
+        self._turn = [threading.Semaphore(0) for _ in range(size)]
+        self._waits: list[tuple[str, Callable[[], bool]] | None] = [("its turn", lambda: True)] * size
+        self._has_ended = [False] * size
+        self._failed: BaseException | None = None
+        self._all_ended = threading.Event()
+
+    def run(self, main: Callable[[int], T]) -> list[T | None]:
+        results: list[T | None] = [None] * self.size
+
+        def live(rank: int) -> None:
+            self._turn[rank].acquire()
+            _machine.here, _machine.rank = self, rank
+            torch.manual_seed(0)
+            try:
+                results[rank] = main(rank)
+            except Died:
+                pass
+            except BaseException as error:  # noqa: BLE001 - raised below
+                self._failed = self._failed or error
+            self._has_ended[rank] = True
+            with self.changed:
+                for hub in self.hubs.values():
+                    hub.leave_as(rank)
+                self.changed.notify_all()
+            self._pass_on(rank)
+
+        threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(self.size)]
+        with _own_generators():
+            for thread in threads:
+                thread.start()
+            self._turn[0].release()
+            self._all_ended.wait()
+            for thread in threads:
+                thread.join()
+        if self._failed is not None:
+            raise self._failed
+        return results
+
+    def count(self, rank: int) -> None:
+        """Count an exchange that a rank begins; it may be the one at which the rank is lost."""
+        if self._lose == (rank, self.num_exchanges[rank]):
+            raise Died
+        self.num_exchanges[rank] += 1
+
+    def wait(self, why: str, can_go: Callable[[], bool]) -> None:
+        """Let other ranks run until this one can; a thread that is no rank just waits."""
+        if getattr(_machine, "here", None) is not self:
+            with self.changed:
+                assert self.changed.wait_for(can_go, PATIENCE_S), f"a thread waits for {why}"
+            return
+        if can_go():
+            return
+        rank = _machine.rank
+        with _own_generators():
+            self._waits[rank] = why, can_go
+            self._pass_on(rank)
+            self._turn[rank].acquire()
+            self._waits[rank] = None
+        if self._failed is not None:
+            raise DeadlockError(str(self._failed)) from self._failed
+
+    def _pass_on(self, rank: int) -> None:
+        """Let the next rank run that can."""
+        left = [other for i in range(1, self.size + 1) if not self._has_ended[other := (rank + i) % self.size]]
+        if not left:
+            self._all_ended.set()
+            return
+        if (able := self._first_able(left)) is None:
+            self._failed = self._failed or DeadlockError(
+                "; ".join(f"rank {r} waits for {self._waits[r][0]}" for r in left)
+            )  # type: ignore[index]
+            able = left[0]
+        self._turn[able].release()
+
+    def _first_able(self, left: list[int]) -> int | None:
+        """Return the first rank that can run; where one waits for a thread of its own, give that time."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self._failed is None:
+            for rank in left:
+                if self._waits[rank][1]():  # type: ignore[index]
+                    return rank
+            has_thread = any(self._waits[rank][0].startswith("a call") for rank in left)  # type: ignore[index]
+            if not has_thread or time.monotonic() > deadline:
+                return None
+            with self.changed:
+                self.changed.wait(0.001)
+        return left[0]
+
+
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """Give the generators back as they are now."""
+    state, numbers, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    yield
+    torch.set_rng_state(state)
+    np.random.set_state(numbers)
+    random.setstate(python)
+
+
+@dataclass(slots=True)
+class Posted:
+    """One end of a message."""
+
+    tensor: Tensor
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class Collective:
+    """What ranks have given to an operation of all of them."""
+
+    kind: str
+    given: dict[int, Tensor] = field(default_factory=dict)
+    results: dict[int, Tensor] | None = None
+
+
+class Hub:
+    """What the ranks of one group have posted."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size = name, size
+        self.members: dict[int, int] = {}
+        """By rank of the group, the rank of the machine."""
+        self.gone: set[int] = set()
+        self.sends: dict[tuple[int, int, int], deque[Posted]] = {}
+        self.receives: dict[tuple[int, int, int], deque[Posted]] = {}
+        self.collectives: dict[int, Collective] = {}
+
+    def leave(self, rank: int) -> None:
+        self.gone.add(rank)
+
+    def leave_as(self, who: int) -> None:
+        """Leave the group as a rank of the machine."""
+        self.gone.update(rank for rank, other in self.members.items() if other == who)
+
+    def match(self, source: int, to: int, tag: int) -> None:
+        """Copy what was sent to where it is wanted, in the order of both."""
+        sends, receives = (posted.setdefault((source, to, tag), deque()) for posted in (self.sends, self.receives))
+        while sends and receives:
+            sent, wanted = sends.popleft(), receives.popleft()
+            assert sent.tensor.nbytes == wanted.tensor.nbytes and sent.tensor.dtype == wanted.tensor.dtype, (
+                f"{self.name}: rank {source} sends {tuple(sent.tensor.shape)} of {sent.tensor.dtype} to rank {to}, "
+                f"which expects {tuple(wanted.tensor.shape)} of {wanted.tensor.dtype}"
+            )
+            wanted.tensor.detach().view(-1).copy_(sent.tensor.detach().reshape(-1))
+            sent.is_done = wanted.is_done = True
+
+
+class MemoryWork:
+    """An operation that was begun."""
+
+    def __init__(self, backend: MemoryBackend, why: str, is_done: Callable[[], bool], peers: set[int]) -> None:
+        self._backend, self._why, self._is_done, self._peers = backend, why, is_done, peers
+
+    def wait(self) -> None:
+        hub = self._backend.hub
+        self._backend.machine.wait(self._why, lambda: self._is_done() or bool(self._peers & hub.gone))
+        if not self._is_done():
+            raise RuntimeError(f"connection reset by peer {sorted(self._peers & hub.gone)}")
+
+
+class MemoryBackend:
+    """What a group uses of a backend of torch.distributed."""
+
+    def __init__(self, machine: Machine, hub: Hub, rank: int) -> None:
+        self.machine, self.hub, self.rank = machine, hub, rank
+        self._num_collectives = 0
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> MemoryWork:
+        return self._post(self.hub.sends, tensors[0], (self.rank, rank, tag), rank)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> MemoryWork:
+        return self._post(self.hub.receives, tensors[0], (rank, self.rank, tag), rank)
+
+    def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor]) -> MemoryWork:
+        def finish(given: dict[int, Tensor]) -> None:
+            for rank, place in enumerate(gathered[0]):
+                place.copy_(given[rank])
+
+        return self._collect("all_gather", tensors[0], finish)
+
+    def allreduce(self, tensors: list[Tensor]) -> MemoryWork:
+        def finish(given: dict[int, Tensor]) -> None:
+            tensors[0].detach().copy_(sum((given[rank] for rank in range(1, self.hub.size)), given[0]))
+
+        return self._collect("all_reduce", tensors[0], finish)
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> MemoryWork:
+        source = options.rootRank
+        return self._collect(
+            f"broadcast of {source}", tensors[0], lambda given: tensors[0].detach().copy_(given[source])
+        )
+
+    def _post(
+        self, posted: dict[tuple[int, int, int], deque[Posted]], tensor: Tensor, key: tuple[int, int, int], peer: int
+    ) -> MemoryWork:
+        self.machine.count(self.hub.members[self.rank])
+        source, to, tag = key
+        mine = Posted(tensor)
+        with self.machine.changed:
+            if peer in self.hub.gone:
+                raise RuntimeError(f"connection reset by peer [{peer}]")
+            posted.setdefault(key, deque()).append(mine)
+            self.hub.match(source, to, tag)
+            self.machine.changed.notify_all()
+        why = f"a message from {source} to {to} of {self.hub.name}"
+        return MemoryWork(self, why, lambda: mine.is_done, {peer})
+
+    def _collect(self, kind: str, tensor: Tensor, finish: Callable[[dict[int, Tensor]], Any]) -> MemoryWork:
+        self.machine.count(self.hub.members[self.rank])
+        number, hub = self._num_collectives, self.hub
+        self._num_collectives += 1
+        with self.machine.changed:
+            one = hub.collectives.setdefault(number, Collective(kind))
+            assert one.kind == kind, f"{hub.name}: rank {self.rank} begins {kind} where others begin {one.kind}"
+            one.given[self.rank] = tensor.detach().clone()
+            self.machine.changed.notify_all()
+        is_finished = False
+
+        def is_done() -> bool:
+            nonlocal is_finished
+            if not is_finished and len(one.given) == hub.size:
+                finish(one.given)
+                is_finished = True
+            return is_finished
+
+        others = set(range(hub.size)) - {self.rank}
+        why = f"{kind} {number} of {hub.name}"
+        return MemoryWork(self, why, is_done, others - set(one.given) if is_done() else others)
+
+
+class MemoryGroup(Group):
+    """The product's group over a machine's memory; `store` is the name at which its ranks meet."""
+
+    def _connect(self, store: Store, timeout: timedelta, device: Device | None, address: str | None) -> None:
+        machine, name = _machine.here, str(store)
+        hub = machine.hubs.setdefault(name, Hub(name, self.size))
+        assert hub.size == self.size and self.rank not in hub.members, f"two ranks are {self.rank} of {name}"
+        hub.members[self.rank] = _machine.rank
+        self._memory = MemoryBackend(machine, hub, self.rank)
+        self._host = self._memory
+
+    def part(self, name: str, ranks: Any) -> MemoryGroup:
+        made = MemoryGroup(ranks.index(self.rank), len(ranks), f"{self._store}/{name}", self._timeout_s)  # type: ignore[arg-type]
+        self._parts.append(made)
+        return made
+
+    def join(self) -> None:
+        for call in self._expected:
+            self._memory.machine.wait("a call of its own", call.ended.is_set)
+        super().join()
+
+    def abandon(self) -> None:
+        if self._host is not None:
+            with self._memory.machine.changed:
+                self._memory.hub.leave(self.rank)
+                self._memory.machine.changed.notify_all()
+        super().abandon()
