@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_train.checkpoint.stores.store import Store, read
+from elastic_train.checkpoint.stores.store import KeyMissing, Store, read
 from elastic_train.errors import OtherJobError, StorageError
 from elastic_train.system.process_identity import process_identity
 from elastic_train.tracking.history_files import FOLDER
@@ -62,10 +62,20 @@ def term_key(term: int) -> str:
     return f"{TERMS}{term:08d}.json"
 
 
-def new_claim(run_id: str) -> bytes:
-    """Say who claims; the unique part lets a retried create recognise itself."""
+def new_claim(run_id: str) -> tuple[bytes, str]:
+    """Return a claim's content, and its nonce, by which a retried create and the other ranks recognise it."""
+    nonce = uuid.uuid4().hex
     who = {"pid": os.getpid(), **process_identity(), "run_id": run_id}
-    return json.dumps({**who, "at": time.time(), "claim": uuid.uuid4().hex}).encode()
+    return json.dumps({**who, "at": time.time(), "claim": nonce}).encode(), nonce
+
+
+def has_claim(store: Store, term: int, nonce: str) -> bool:
+    """Say whether a store has the claim of a term that holds the nonce; StorageError if it does not answer."""
+    try:
+        claim = json.loads(read(store, term_key(term)))
+    except (KeyMissing, ValueError):
+        return False
+    return isinstance(claim, dict) and claim.get("claim") == nonce
 
 
 def read_claim(store: Store, term: int) -> Claim:

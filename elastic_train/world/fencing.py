@@ -81,6 +81,8 @@ class StoreFence:
     def __init__(self, store: Store, run_id: str = "", check: Callable[[int], None] = nothing_to_check) -> None:
         """Claim for a job; `check` is given the newest term that was claimed, before the next one is."""
         self._store, self._run_id, self._check = store, run_id, check
+        self.nonce = ""
+        """The unique part of the last claim, by which other ranks recognise it."""
 
     def claim(self, at_least: int = 1) -> int:
         return self.claim_from(lambda lowest: max(at_least, lowest))
@@ -88,7 +90,8 @@ class StoreFence:
     def claim_from(self, propose: Callable[[int], int]) -> int:
         """Claim the first proposed term that nobody else holds; `propose` gets the lowest that is free."""
         self._check(max((term for term, _ in _of_terms(self._store, TERMS)), default=0))
-        return _claim_in(self._store, propose, self._run_id)
+        term, self.nonce = _claim_in(self._store, propose, self._run_id)
+        return term
 
     def publish(self, term: int, commit: str) -> None:
         newest = newest_term(self._store)
@@ -123,6 +126,10 @@ class JoinedFence:
         self._claims = StoreFence(store, run_id, check)
         self._control = control
 
+    @property
+    def nonce(self) -> str:
+        return self._claims.nonce
+
     def claim(self, at_least: int = 1) -> int:
         with translated():
             return self._claims.claim_from(lambda lowest: self._control.claim(max(at_least, lowest)))
@@ -151,16 +158,20 @@ class JoinedFence:
         self._control.close()
 
 
-def _claim_in(store: Store, propose: Callable[[int], int], run_id: str) -> int:
-    """Claim in the store the first proposed term that nobody else holds; `propose` gets the lowest that is free."""
+def _claim_in(store: Store, propose: Callable[[int], int], run_id: str) -> tuple[int, str]:
+    """Claim in the store the first proposed term that nobody else holds; return it, and the claim's nonce.
+
+    `propose` gets the lowest term that is free.
+    """
     lowest = 1 + newest_term(store)
     for _ in range(_CLAIM_TRIES):
         term = propose(lowest)
-        is_first = create_once(store, term_key(term), new_claim(run_id))
+        content, nonce = new_claim(run_id)
+        is_first = create_once(store, term_key(term), content)
         newest = max(number for number, _ in [(term, ""), *_of_terms(store, TERMS)])
         # Frozen since it proposed the term, a process may create again what was claimed, and deleted, long ago.
         if is_first and newest <= term + KEPT_TERMS:
-            return term
+            return term, nonce
         lowest = max(term, newest) + 1
     raise StorageError(f"{store.url}/{TERMS}: {_CLAIM_TRIES} terms were claimed by others; is another job using it?")
 

@@ -7,6 +7,9 @@ the leader would continue from what its own store has, and the job would have tw
 A process looks before it becomes a member, so a node with a wrong store costs the others nothing. It looks again in
 every world, for mounts may go. In a job's first world, all ranks look at once: the job's store is the one that most of
 them see, and the rest are turned away.
+
+A copy of a store (rsync, a machine's image, a snapshot that was mounted) has the word, too. So in every world each rank
+also looks for the claim that rank 0 has just written: its nonce is younger than any copy.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -25,10 +29,13 @@ from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import mount_of
+from elastic_train.world.claims import has_claim, term_key
 
 KEY = "store-id"
 LOCAL_PATIENCE_S, REMOTE_PATIENCE_S = 1.0, 20.0
 """How long a word that exists may stay unseen: a local file system shows it at once, a network's may be late."""
+LEADER_S = 3.0
+"""How much longer rank 0's claim is waited for: if its own store is the wrong one, it has ended by then."""
 LOOK_S = 0.2
 _DIGITS = 15
 """A word is as many hexadecimal digits as fit into a tensor's integer."""
@@ -110,19 +117,45 @@ def _number(word: str | None) -> int:
         return 0
 
 
-def check(store: Store, word: str, still: Callable[[float], None] = lambda waited_s: None) -> None:
-    """Return if a store is the one that has the word; ConfigError if it is another.
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The term that rank 0 has just claimed in its store, and the nonce in the claim."""
 
-    Waits for a word that cannot be seen yet; `still` is called with the seconds waited, and may raise. Raises
-    StorageError if the store does not answer.
+    term: int
+    nonce: str
+
+
+def check(
+    store: Store,
+    word: str,
+    still: Callable[[float], None] = lambda waited_s: None,
+    claimed: Claimed | None = None,
+) -> None:
+    """Return if a store is the one that has the word, and rank 0's claim if that is given; ConfigError otherwise.
+
+    Waits for what cannot be seen yet; `still` is called with the seconds waited, and may raise. Raises StorageError if
+    the store does not answer.
     """
     started = time.monotonic()
-    while (seen := identity_of(store)) != word:
-        waited_s = time.monotonic() - started
-        if seen is not None or waited_s > _patience_s(store.url):
-            raise ConfigError(_refusal(store, seen))
+    while claimed is None or not has_claim(store, claimed.term, claimed.nonce):
+        seen = identity_of(store)
+        if claimed is None and seen == word:
+            return
+        waited_s, patience_s = time.monotonic() - started, _patience_s(store.url) + (LEADER_S if claimed else 0.0)
+        if seen not in (None, word) or waited_s > patience_s:
+            raise ConfigError(_refusal(store, seen, claimed if seen == word else None))
         still(waited_s)
         time.sleep(LOOK_S)
+
+
+def check_first(
+    store: Store,
+    word: str,
+    still: Callable[[float], None] = lambda waited_s: None,
+    claimed: Claimed | None = None,
+) -> None:
+    """Check the store of a rank in a job's first world, in which all ranks have seen one word."""
+    check(store, word, still, claimed)
 
 
 def check_before_joining(config: Config, word: str | None, on_progress: Callable[[], None]) -> None:
@@ -140,12 +173,17 @@ def _patience_s(url: str) -> float:
     return LOCAL_PATIENCE_S if mount is not None and mount.is_local else REMOTE_PATIENCE_S
 
 
-def _refusal(store: Store, seen: str | None) -> str:
+def _refusal(store: Store, seen: str | None, claimed: Claimed | None = None) -> str:
     mount = None if "://" in store.url else mount_of(store.url)
     where = f"{store.url} ({mount.kind}, mounted at {mount.point})" if mount else store.url
-    what = f"has no {KEY}" if seen is None else f"has another {KEY}"
+    what = f"it has no {KEY}" if seen is None else f"it has another {KEY}"
+    if claimed is not None:
+        what = (
+            f"it has the same {KEY}, but not {term_key(claimed.term)}, which rank 0 has just written, so it is a copy "
+            "or an old view of that folder"
+        )
     return (
-        f"{where} is not where this job keeps its commits: it {what}. All nodes must see one store: set run.dir or "
+        f"{where} is not where this job keeps its commits: {what}. All nodes must see one store: set run.dir or "
         "checkpoint.url to a folder that all of them mount, or to an object store, and check that it is mounted here. "
         "To begin another job in this store, give it a run id of its own"
     )

@@ -153,9 +153,14 @@ def enter_world(
     store = DeadlineStore(save_store, on_progress)
     fence = _fence(store, group, launched, use, config.run.dir)
     at_least = launched.term if launched else 1
+
+    def begin_term() -> tuple[str | None, int, str, str]:
+        bound, term = _tested(store, fence, use.proven), fence.claim(at_least)
+        return bound, term, fence.nonce, _word()
+
     try:
-        bound, term, word = agree(group, lambda: (_tested(store, fence, use.proven), fence.claim(at_least), _word()))
-        writes = _sees_store(group, store, fence, bound) and use.try_again()
+        bound, term, nonce, word = agree(group, begin_term)
+        writes = _sees_store(group, store, fence, bound, one_store.Claimed(term, nonce)) and use.try_again()
     except ElasticTrainError:
         fence.close()
         raise
@@ -222,19 +227,23 @@ def _tested(store: Store, fence: Fence, proven: set[str]) -> str | None:
     return bound
 
 
-def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None) -> bool:
+def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None, claimed: one_store.Claimed) -> bool:
     """Say whether this rank's store is known to be the job's; ConfigError, on this rank alone, if it is another.
 
-    `bound` is the word of the job's store, None if it has none yet. A rank whose store does not answer does not know.
+    `bound` is the word of the job's store, None if it has none yet; rank 0 has `claimed` the world's term there. A rank
+    whose store does not answer does not know.
     """
+    is_leader, look = group.rank == 0, one_store.check
     if bound is None:
         bound, sees_it = one_store.choose(group, store)
-        if group.rank == 0 and bound is not None:
+        if is_leader and bound is not None:
             one_store.proves_itself(store, bound)
             fence.bind(bound)
-        return sees_it
+        if is_leader or not sees_it or bound is None:
+            return sees_it
+        look = one_store.check_first
     try:
-        one_store.check(store, bound, group.check)
+        look(store, bound, group.check, None if is_leader else claimed)
     except StorageError as error:
         log.warning("this rank writes no part of this world's commits: %s", error)
         return False
@@ -251,11 +260,13 @@ def _forget_old_terms(store: Store, term: int) -> None:
         log.info("uploads that killed processes left are not aborted, the bucket's lifecycle rules may: %s", error)
 
 
-def _fence(store: Store, group: Group, launched: RendezvousContext | None, use: StoreUse, run_dir: str) -> Fence:
+def _fence(
+    store: Store, group: Group, launched: RendezvousContext | None, use: StoreUse, run_dir: str
+) -> StoreFence | JoinedFence:
     """Return the fence of a job in its folder, which no other job may be at work in when a term is claimed."""
     run_id = own_run_id()
     rivals = Rivals(store, run_dir, run_id, use.last_term, lambda other: fence.num_members(other))
-    fence: Fence = StoreFence(store, run_id, rivals.check)
+    fence: StoreFence | JoinedFence = StoreFence(store, run_id, rivals.check)
     if launched and group.rank == 0:
         fence = JoinedFence(store, open_fence(launched, give_up_after_s=FENCE_TIMEOUT_S), run_id, rivals.check)
     return fence
@@ -263,24 +274,29 @@ def _fence(store: Store, group: Group, launched: RendezvousContext | None, use: 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a world continues from: a commit or its members' state, its step, and a commit's age."""
+    """What a world continues from: a commit or its members' state, its step, and a commit's age.
+
+    `lost_step` is that of a newer commit that is missing, and whose loss was accepted; 0 without one.
+    """
 
     name: str
     step: int
     age_s: float | None
+    lost_step: int = 0
 
 
 def banner_of(world: World, source: Source, skipped: Sequence[tuple[str, str]], seconds: float) -> ResumeBanner | None:
     """Return what a resumption cost, as far as the histories of earlier terms record it; None at a run's beginning."""
     last = world.history.last_applied()
-    if source.step == 0 and last is None:
+    if source.step == 0 and last is None and not source.lost_step:
         return None
     joined_at = world.launched.joined_at if world.launched else None
+    furthest = max(source.lost_step, last.step if last else 0)
     return ResumeBanner(
         commit=source.name,
         step=source.step,
         age_s=source.age_s,
-        steps_lost=max(0, last.step - source.step) if last else None,
+        steps_lost=furthest - source.step if furthest >= source.step else None,  # histories may be lost, or elsewhere
         world_before=last.world if last else None,
         world_after=world.group.size,
         term_before=last.term if last else None,

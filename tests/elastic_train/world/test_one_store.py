@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,17 @@ from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.world import one_store
-from elastic_train.world.one_store import check, check_before_joining, choose, identify, proves_itself
+from elastic_train.world.claims import new_claim, term_key
+from elastic_train.world.fencing import StoreFence
+from elastic_train.world.one_store import (
+    Claimed,
+    check,
+    check_before_joining,
+    check_first,
+    choose,
+    identify,
+    proves_itself,
+)
 
 
 class Ranks:
@@ -47,6 +58,41 @@ def test_another_store_is_refused(tmp_path: Path, is_used: bool, monkeypatch: py
         identify(other)
     with pytest.raises(ConfigError, match=r"other .*is not where this job keeps its commits: it has .*run.dir"):
         check(other, identify(LocalStore(tmp_path / "job")))
+
+
+@pytest.mark.parametrize("look", [check, check_first])
+def test_a_copy_of_the_store_is_refused(tmp_path: Path, look: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the word and every file, and lacks what rank 0 has claimed since; or has a claim of its own there."""
+    monkeypatch.setattr(one_store, "LOCAL_PATIENCE_S", 0.0)
+    monkeypatch.setattr(one_store, "LEADER_S", 0.0)
+    job, copy = LocalStore(tmp_path / "job"), LocalStore(tmp_path / "copy")
+    word = identify(job)
+    StoreFence(job).claim()
+    shutil.copytree(tmp_path / "job", tmp_path / "copy")
+    fence = StoreFence(job)
+    claimed = Claimed(fence.claim(), fence.nonce)
+    look(job, word, claimed=claimed)
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=r"copy .*not where this job .*terms/00000002.json, which rank 0 has just"
+        ):
+            look(copy, word, claimed=claimed)
+        assert StoreFence(copy).claim() >= 2
+
+
+def test_a_claim_that_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While rank 0 is there; if it has left, because its own store was the wrong one, the world has ended."""
+    monkeypatch.setattr(one_store, "LOOK_S", 0.0)
+    store, asked = LocalStore(tmp_path), list[float]()
+    word, (content, nonce) = identify(store), new_claim("run")
+
+    def still(waited_s: float) -> None:
+        asked.append(waited_s)
+        if len(asked) == 3:
+            store.create(term_key(1), content)
+
+    check(store, word, still, Claimed(1, nonce))
+    assert len(asked) == 3
 
 
 def test_a_word_that_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
