@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,9 @@ class CheckpointConfig(Section):
     """If a commit is due while the last one is still being written: skip it, or wait."""
     give_up_after: PositiveInt | None = 10
     """End training with an error after this many failed commits in a row; null for never."""
+    accept_loss: str | None = None
+    """A commit, as term-step, that the store has lost: continue from an older one all the same. Without it the start is
+    refused, with the value to set. It holds for that commit alone, so it may stay set."""
     keep_last: PositiveInt = 5
     """Newest commits to keep. The newest verified commit, pinned ones and those in use are never deleted."""
     keep_every_steps: PositiveInt | None = None
@@ -117,6 +121,13 @@ class CheckpointConfig(Section):
 
     _is_folder = field_validator("near_dir")(folder)
     _expands = field_validator("url")(home)
+
+    @field_validator("accept_loss")
+    @classmethod
+    def _names_a_commit(cls, text: str | None) -> str | None:
+        if text is not None and re.fullmatch(r"\d+-\d+", text) is None:
+            raise ValueError(f"'{text}' names no commit: give its term and step, such as 5-1200")
+        return text
 
     @field_validator("keep_best")
     @classmethod

@@ -21,7 +21,16 @@ from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.system.process_identity import process_identity, process_usage
 from elastic_train.tracking.background_files import ANSWER_S, BackgroundFiles
-from elastic_train.tracking.history_files import FOLDER, LastApplied, Stagnation, last_applied, num_ended, stagnation
+from elastic_train.tracking.history_files import (
+    FOLDER,
+    HEAD_FILE,
+    LastApplied,
+    Stagnation,
+    last_applied,
+    newest_commit,
+    num_ended,
+    stagnation,
+)
 from elastic_train.tracking.history_pruning import prune
 
 T = TypeVar("T")
@@ -54,6 +63,11 @@ class History:
         self._run_dir, self._files = run_dir, files
         path = Path(run_dir) / FOLDER / f"{term:08d}-{rank:05d}-{uuid.uuid4().hex[:12]}.jsonl"
         self._lines = files.lines(path, most_bytes)
+
+    @property
+    def folder(self) -> str:
+        """The run's folder."""
+        return str(self._run_dir)
 
     def form(
         self, *, world: int, cause: str, joined_at: float | None, sealed_at: float | None, started_at: float
@@ -150,6 +164,10 @@ class History:
         times = {"created_at": created_at, "seconds": seconds, "stall_s": stall_s}
         what = {"key": key, "digest": digest, "parent": parent, "weights_sha256": weights_sha256}
         self._write("commit", step=step, **what, **times)
+        self._name_newest(key, step)
+
+    def _name_newest(self, key: str, step: int) -> None:
+        self._files.replace(Path(self._run_dir) / HEAD_FILE, json.dumps({"commit": key, "step": step}) + "\n")
 
     def phases(self, *, step: int, steps: int, seconds: Sequence[Sequence[float]]) -> None:
         """What every rank has spent over so many steps, up to this one, by rank: see `RankFacts` for the columns."""
@@ -215,6 +233,10 @@ class History:
         """Return the furthest step of earlier terms; None if there is none, or the folder does not say so in time."""
 
         return self._ask(lambda: last_applied(self._run_dir, self.term), None)
+
+    def newest_commit(self) -> str | None:
+        """Return the key of the newest commit that was published from this folder; None if it does not say in time."""
+        return self._ask(lambda: newest_commit(self._run_dir), None)
 
     def stagnation(self, most: int) -> Stagnation:
         """Return how many earlier terms in a row, up to `most`, got no further; 0 if the folder does not answer."""

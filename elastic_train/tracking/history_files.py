@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "history"
+HEAD_FILE = "head.json"
+"""Beside the folder: the newest commit that was published, by which a store that has lost it is recognised."""
 _TAIL_BYTES = 1 << 16
 _OF_COST, _MOST_LAST = ("memory", "phases"), 8
 """What is also said of steps when a world breaks, of which no more lines than these come last."""
@@ -40,6 +42,16 @@ def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
             last = max(lines, key=lambda line: (int(str(line["step"])), float(str(line["t"]))))
             return LastApplied(term, int(str(last["step"])), int(str(last["world"])), float(str(last["t"])))
     return None
+
+
+def newest_commit(run_dir: str | Path) -> str | None:
+    """Return the key of the commit that a run's folder names as newest; None if it names none."""
+    try:
+        found = json.loads((Path(run_dir) / HEAD_FILE).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    key = found.get("commit") if isinstance(found, dict) else None
+    return key if isinstance(key, str) else None
 
 
 @dataclass(frozen=True, slots=True)

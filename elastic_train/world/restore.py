@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from elastic_train.checkpoint import CommitRecord, Store, discover, load
-from elastic_train.checkpoint.commits.reader import continues, damage_of, read_record, records
+from elastic_train.checkpoint.commits.reader import ABSENT, continues, damage_of, exists, read_record, records
 from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.lineage import Interval, cut, parted_at
-from elastic_train.errors import CommitError, ElasticTrainError, StateLostError, StorageError
+from elastic_train.core.lineage import Interval, cut, parted_at, place_of
+from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, StateLostError, StorageError
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.plan import Plan
@@ -51,13 +51,14 @@ def restore(plan: Plan, world: World, state: AppliedState, before: Sequence[Inte
     reach("restore")
     # Rank 0 asks once: nobody can publish any more but under this world's term.
     published = functools.cache(lambda: named(world.fence))
-    found = _find(world, state, published)
+    known = _KnownCommits(world, published, plan.config.checkpoint.accept_loss)
+    found = _find(world, state, known)
     if found.head is not None:
         plan.check_continues(found.head)
     if isinstance(state.shards, HeldState | SeatedCellState):
-        found = _take_seats(plan, world, state, state.shards, found)
+        found = _take_seats(plan, world, state, state.shards, found, known)
     elif isinstance(state.shards, CellState):
-        found = _take_parts(plan, world, state, state.shards, found)
+        found = _take_parts(plan, world, state, state.shards, found, known)
     elif found.is_loaded:
         _load_head(plan, world, state, found)
     else:
@@ -68,7 +69,7 @@ def restore(plan: Plan, world: World, state: AppliedState, before: Sequence[Inte
     if found.head is not None and world.is_leader and published() != found.head.key:
         with contextlib.suppress(StorageError):  # if the fence does not hear of it now, it will by the next commit
             world.fence.publish(world.term, found.head.key)
-    _report(world, state, found, before, time.perf_counter() - started)
+    _report(world, state, found, before, time.perf_counter() - started, known.accepted_step)
     return found.head
 
 
@@ -89,7 +90,50 @@ class _Found:
     num_lost: int = 0
 
 
-def _find(world: World, state: AppliedState, published: Callable[[], str | None]) -> _Found:
+class _KnownCommits:
+    """Names the commits that the store should have, on rank 0: by the fence, and by the run's folder.
+
+    A store that was restored from a backup, or has lost files, lacks the newest of them. Its steps were committed, so a
+    world that would go back refuses to begin, until the loss of that very commit is accepted.
+    """
+
+    def __init__(self, world: World, published: Callable[[], str | None], accepted: str | None) -> None:
+        self._world, self.published, self._accepted = world, published, accepted
+        self.accepted_step = 0
+
+    def check(self, step: int, head: str | None, skipped: Sequence[tuple[str, str]] = ()) -> None:
+        """Return if a world may begin with a step, where `head` is the newest commit that was found; or ConfigError.
+
+        Damaged commits are among those that were `skipped`: they are not missing.
+        """
+        world, newest_here = self._world, (place_of(head) if head else None) or (0, 0)
+        damaged = {key for key, why in skipped if why != ABSENT}
+        named = {"etcd": self.published(), world.history.folder: world.history.newest_commit()}
+        for by, key in named.items():
+            term, lost = (place_of(key) if key else None) or (0, 0)
+            if key is None or lost <= step or (term, lost) <= newest_here or key in damaged:
+                continue
+            if exists(world.store, key):
+                continue
+            if self._accepted == f"{term}-{lost}":
+                self.accepted_step = max(self.accepted_step, lost)
+                continue
+            raise ConfigError(_refusal_to_go_back(world.store.url, by, key, lost, step, f"{term}-{lost}"))
+
+
+def _refusal_to_go_back(url: str, by: str, key: str, lost: int, step: int, value: str) -> str:
+    where = f"step {step} is the newest that {url} has" if step else f"{url} has no commit at all"
+    return (
+        f"{by} names {key} (step {lost}) as this run's newest commit, and {url} does not have it: {where}. Was it "
+        f"restored from a backup, or is another folder mounted there? Going back would lose {lost - step} committed "
+        f"steps, so nothing was trained. Restore that commit (its record, and its files below data/), or "
+        f"accept the loss: checkpoint.accept_loss={value} (--checkpoint.accept_loss {value}, or "
+        f"ELASTIC_TRAIN__CHECKPOINT__ACCEPT_LOSS={value}), which holds for this commit alone"
+    )
+
+
+def _find(world: World, state: AppliedState, known: _KnownCommits) -> _Found:
+    published = known.published
     counts, places = True, gather_places(world.group, state)
     if max(places).step > 0:
         term, fields = agree(world.group, lambda: _newest(world, published()))
@@ -97,7 +141,7 @@ def _find(world: World, state: AppliedState, published: Callable[[], str | None]
         counts = state.reached.term > term or _is_of(lineage, state)
         places = gather_places(world.group, state, counts=counts)
     furthest = max(places)
-    key, skipped = agree(world.group, lambda: _find_head(world.store, published(), furthest.step))
+    key, skipped = agree(world.group, lambda: _find_head(world.store, published(), furthest.step, known))
     head = read_record(world.store, key) if key else None
     is_loaded = head is not None and head.step > furthest.step
     return _Found(places, counts, head, tuple((name, why) for name, why in skipped), is_loaded=is_loaded)
@@ -120,7 +164,9 @@ def _take_members_state(world: World, state: AppliedState, found: _Found) -> _Fo
     return replace(found, given_by=None if given_by is None else holders[given_by])
 
 
-def _take_parts(plan: Plan, world: World, state: AppliedState, shards: CellState, found: _Found) -> _Found:
+def _take_parts(
+    plan: Plan, world: World, state: AppliedState, shards: CellState, found: _Found, known: _KnownCommits
+) -> _Found:
     """Bring this rank to the furthest step that is held as a whole, where each holds its place's part."""
     if found.is_loaded:
         state.drop_pending()
@@ -129,7 +175,7 @@ def _take_parts(plan: Plan, world: World, state: AppliedState, shards: CellState
         found, whole = replace(found, places=places), furthest_whole(places, world.mesh.by_part)
         if whole < max(places):
             what = f"every cell has lost the same part of the state ({world.mesh.cell.size} ranks hold it together)"
-            found = _find_after_loss(plan, world, found, what, 1, whole.step)
+            found = _find_after_loss(plan, world, found, known, what, 1, whole.step)
             found = replace(found, places=[place if place <= whole else Place(0, 0) for place in places])
     if found.is_loaded:
         _load_head(plan, world, state, found)
@@ -142,7 +188,12 @@ def _take_parts(plan: Plan, world: World, state: AppliedState, shards: CellState
 
 
 def _take_seats(
-    plan: Plan, world: World, state: AppliedState, shards: HeldState | SeatedCellState, found: _Found
+    plan: Plan,
+    world: World,
+    state: AppliedState,
+    shards: HeldState | SeatedCellState,
+    found: _Found,
+    known: _KnownCommits,
 ) -> _Found:
     """Bring this rank to the furthest step, on a seat; return what was found, and whether a commit had to be loaded.
 
@@ -156,7 +207,7 @@ def _take_seats(
         if whole < furthest:
             copies = plan.config.parallel.copies
             what = f"all holders of {num_lost} of the state's shards are lost (parallel.copies: {copies})"
-            found = _find_after_loss(plan, world, found, what, num_lost, whole.step)
+            found = _find_after_loss(plan, world, found, known, what, num_lost, whole.step)
         brought = kept
     held = shards if isinstance(shards, HeldState) else shards.share
     if not found.is_loaded:
@@ -183,7 +234,9 @@ def _begin_alike(world: World, shards: HeldState | SeatedCellState) -> None:
     begin_alike(world.group, shards.weights(), world.announce)
 
 
-def _find_after_loss(plan: Plan, world: World, found: _Found, what: str, num_lost: int, whole: int) -> _Found:
+def _find_after_loss(
+    plan: Plan, world: World, found: _Found, known: _KnownCommits, what: str, num_lost: int, whole: int
+) -> _Found:
     """Return where a world begins of which some members are further than all of the state is held, which is at `whole`.
 
     `what` says how that came.
@@ -191,7 +244,8 @@ def _find_after_loss(plan: Plan, world: World, found: _Found, what: str, num_los
     That is with the newest commit if it is further. If it is as far as the furthest member, nothing was lost: that
     member had loaded it when its world ended.
     """
-    key, skipped = agree(world.group, lambda: _find_head(world.store, found.head.key if found.head else None, 0))
+    named_key = found.head.key if found.head else None
+    key, skipped = agree(world.group, lambda: _find_head(world.store, named_key, 0, known, whole))
     head = read_record(world.store, key) if key else None
     if head is None and whole == 0:
         raise StateLostError(f"{what}, and there is no commit yet: start again from the beginning")
@@ -205,12 +259,15 @@ def _find_after_loss(plan: Plan, world: World, found: _Found, what: str, num_los
     return found
 
 
-def _report(world: World, state: AppliedState, found: _Found, before: Sequence[Interval], seconds: float) -> None:
+def _report(
+    world: World, state: AppliedState, found: _Found, before: Sequence[Interval], seconds: float, lost_step: int
+) -> None:
     """Write to the history where the world begins, and what was given up; show on rank 0 what a resumption cost."""
     head = found.head
     source = Source("the members' own state" if state.step else "the beginning", state.step, None)
     if head is not None and found.is_loaded:
         source = Source(head.key, head.step, time.time() - head.created_at)
+    source = replace(source, lost_step=lost_step)
     banner = banner_of(world, source, found.skipped, seconds) if world.is_leader else None
     intervals = state.reached.intervals
     if before and (kept := parted_at(before, intervals)) < before[-1].hi:
@@ -308,11 +365,21 @@ def parent_of(store: Store, state: AppliedState, published: str | None, most: in
     return next((record.key for record in found), None)
 
 
-def _find_head(store: Store, published: str | None, furthest: int) -> tuple[str | None, list[tuple[str, str]]]:
-    """Return the newest commit's key, and what was passed over; a commit that nobody will load is not read in full."""
+def _find_head(
+    store: Store, published: str | None, furthest: int, known: _KnownCommits, whole: int = 0
+) -> tuple[str | None, list[tuple[str, str]]]:
+    """Return the newest commit's key, and what was passed over; a commit that nobody will load is not read in full.
+
+    Raises ConfigError if `known` has a newer one than what the world would begin with: that, or the members' state,
+    which is at `furthest`, or as far as `whole`.
+    """
     if furthest > 0:
         newest = next((record for _, record, _ in records(store, published) if record), None)
         if newest is None or newest.step <= furthest:
-            return (newest.key if newest else None), []
+            key = newest.key if newest else None
+            known.check(furthest, key)
+            return key, []
     found = discover(store, published=published)
-    return (found.head.key if found.head else None), list(found.skipped)
+    key, step = (found.head.key, found.head.step) if found.head else (None, 0)
+    known.check(max(step, whole), key, found.skipped)
+    return key, list(found.skipped)

@@ -73,9 +73,9 @@ def discover(
         wrong = damage(store, key)
         if wrong is None:
             return Discovery(read_record(store, key), tuple(skipped))
-        skipped.append((key, _ABSENT if key == published and not _exists(store, key) else wrong))
+        skipped.append((key, ABSENT if key == published and not exists(store, key) else wrong))
         left = _after(store, key, left, skipped)
-    if set(keys) - {key for key, why in skipped if why == _ABSENT}:
+    if set(keys) - {key for key, why in skipped if why == ABSENT}:
         listed = "\n".join(f"  {key}: {why}" for key, why in skipped)
         raise CommitError(
             f"{store.url}: there are commits, but none is intact:\n{listed}\n"
@@ -84,7 +84,7 @@ def discover(
     return Discovery(None, tuple(skipped))
 
 
-_ABSENT = "the fence names it as head, but its record is not in the store"
+ABSENT = "the fence names it as head, but its record is not in the store"
 
 
 class _Strays:
@@ -224,7 +224,8 @@ def read_state(store: Store, record: CommitRecord) -> State:
     return state
 
 
-def _exists(store: Store, key: str) -> bool:
+def exists(store: Store, key: str) -> bool:
+    """Say whether a store has a key, listed or not, readable or not; StorageError if it does not answer."""
     try:
         store.open(key).close()
     except KeyMissing:

@@ -19,13 +19,14 @@ from elastic_train.checkpoint import (
     open_store,
     prune,
 )
-from elastic_train.checkpoint.commits.reader import read_record, strays_from
+from elastic_train.checkpoint.commits.reader import ABSENT, read_record, strays_from
 from elastic_train.checkpoint.format.layout import leaves_by_path
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.measured import faults_before
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.checkpoint.saving.abandonment import call_abandonable
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
+from elastic_train.core.lineage import place_of
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
@@ -96,9 +97,10 @@ def _commit_alone(
     plan: Plan, state: AppliedState, published: str | None, run_id: str, on_progress: Callable[[], None]
 ) -> None:
     store = DeadlineStore(open_store(plan.config.checkpoint_url), on_progress)
-    head = discover(store, published=published).head
-    if state.step <= (head.step if head else 0):
-        return
+    found = discover(store, published=published)
+    head, missing = found.head, [key for key, why in found.skipped if why == ABSENT]
+    if state.step <= max([head.step if head else 0, *(place[1] for key in missing if (place := place_of(key)))]):
+        return  # a start goes back behind a commit that is missing only if that is accepted
     if head is not None and head.key == published and strays_from(state.reached.intervals, head):
         return
     fence = StoreFence(store, run_id)

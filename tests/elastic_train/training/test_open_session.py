@@ -45,7 +45,8 @@ from tests.conftest import PATIENCE_S
 
 def plan_of(folder: Path) -> SimpleNamespace:
     run = SimpleNamespace(dir=str(folder), seed=1)
-    config = SimpleNamespace(checkpoint_url=str(folder), run=run, identity=lambda: "one")
+    checkpoint = SimpleNamespace(accept_loss=None)
+    config = SimpleNamespace(checkpoint_url=str(folder), checkpoint=checkpoint, run=run, identity=lambda: "one")
     manifest, order = SimpleNamespace(digest="two", num_rows=9), SimpleNamespace(block_row_groups=8, arrangement=None)
     return SimpleNamespace(config=config, manifest=manifest, order=order, num_lanes=8, micro_batch=8, sources=())
 

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, Store, Unheard, open_store
-from elastic_train.errors import CommitError, ElasticTrainError, FencedError
+from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, FencedError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.parallel.group import Group
 from elastic_train.training.opening.saves import commit_alone
@@ -54,6 +54,8 @@ class Job:
         self.plan.check_continues = lambda head: None
         self.store: Store = open_store(str(folder))
         self.etcd = Etcd()
+        self.named_here: str | None = None
+        """What the run's folder names as the newest commit."""
         self.fence = JoinedFence(self.store, self.etcd)  # type: ignore[arg-type]
 
     def commit(self, parent: CommitRecord | None, *intervals: tuple[int, int, int]) -> CommitRecord:
@@ -68,8 +70,72 @@ class Job:
     def world(self) -> World:
         """Begin the next world, of one rank."""
         term = self.fence.claim(1)
-        group, history = Group(0, 1, None, 1.0), MagicMock(last_applied=lambda: None)
+        group, history = (
+            Group(0, 1, None, 1.0),
+            MagicMock(last_applied=lambda: None, newest_commit=lambda: self.named_here, folder="the run's folder"),
+        )
         return World(group, term, self.store, self.fence, history, None, None, 0.0, self.store)
+
+
+@pytest.mark.parametrize("witness", ["etcd", "the run's folder"])
+@pytest.mark.parametrize("left", [1, 0])
+def test_a_store_that_has_lost_the_newest_commit_is_not_gone_back_to(tmp_path: Path, witness: str, left: int) -> None:
+    """Refused with both steps and the key that accepts it, which holds for that commit alone; a copy back is enough."""
+    job = Job(tmp_path)
+    first = job.commit(None, (1, 0, 5))
+    newest = job.commit(first, (1, 0, 5), (2, 5, 10))
+    if witness == "the run's folder":
+        job.etcd.commit, job.named_here = None, newest.key
+    lost = {key: (tmp_path / key).read_bytes() for key in (newest.key, *([] if left else [first.key]))}
+    for key in lost:
+        (tmp_path / key).unlink()
+    with pytest.raises(ConfigError) as refused:
+        restore(job.plan, job.world(), state_of())  # type: ignore[arg-type]
+    said = str(refused.value)
+    for part in (
+        witness,
+        newest.key,
+        "step 10",
+        "step 5 is the newest" if left else "no commit at all",
+        f"{5 * (2 - left)} committed steps",
+    ):
+        assert part in said, said
+    assert "checkpoint.accept_loss=2-10" in said
+    job.plan.config.checkpoint.accept_loss = "1-5"
+    with pytest.raises(ConfigError):
+        restore(job.plan, job.world(), state_of())  # type: ignore[arg-type]
+    job.plan.config.checkpoint.accept_loss = "2-10"
+    world = job.world()
+    assert restore(job.plan, world, state_of()) == (first if left else None)  # type: ignore[arg-type]
+    assert world.history.restore.call_args.kwargs["resumed"]["steps_lost"] == (5 if left else 10)  # type: ignore[attr-defined]
+    job.plan.config.checkpoint.accept_loss = None
+    for key, content in lost.items():
+        (tmp_path / key).write_bytes(content)
+    assert restore(job.plan, job.world(), state_of()) == newest  # type: ignore[arg-type]
+
+
+def test_a_fence_or_a_folder_that_names_an_older_commit_changes_nothing(tmp_path: Path) -> None:
+    """Etcd was restored from an older backup than the store, and retention has deleted what it names."""
+    job = Job(tmp_path)
+    first = job.commit(None, (1, 0, 5))
+    newest = job.commit(first, (1, 0, 5), (2, 5, 10))
+    job.etcd.commit = job.named_here = first.key
+    (tmp_path / first.key).unlink()
+    assert restore(job.plan, job.world(), state_of()) == newest  # type: ignore[arg-type]
+
+
+def test_members_that_are_as_far_as_the_lost_commit_lose_nothing(tmp_path: Path) -> None:
+    """Their state continues; who is behind it may not bring the others back, and commits nothing alone."""
+    job = Job(tmp_path)
+    first = job.commit(None, (1, 0, 5))
+    newest = job.commit(first, (1, 0, 5), (2, 5, 10))
+    (tmp_path / newest.key).unlink()
+    restore(job.plan, job.world(), state_of((1, 0, 5), (2, 5, 10)))  # type: ignore[arg-type]
+    job.etcd.commit = newest.key
+    with pytest.raises(ConfigError, match=r"step 10.*accept_loss=2-10"):
+        restore(job.plan, job.world(), state_of((1, 0, 5), (2, 5, 7)))  # type: ignore[arg-type]
+    commit_alone(job.plan, state_of((1, 0, 5), (2, 5, 7)), SaveMemory(), newest.key)  # type: ignore[arg-type]
+    assert [entry.key for entry in job.store.list("commits/")] == [first.key]
 
 
 @pytest.mark.parametrize("is_heard", [True, False])

@@ -49,7 +49,7 @@ class SimHistory(History):
 
     def __init__(self, host: Host, files: BackgroundFiles, run_dir: str, term: int, rank: int, most_bytes: int) -> None:
         self.term, self._rank = term, rank
-        self._host = host
+        self._host, self._run_dir = host, run_dir
         process = host.kernel.process
         self._name = f"{term:08d}-{rank:05d}-{process.pid}-{process.node}-{process.born:.6f}"
 
@@ -58,6 +58,12 @@ class SimHistory(History):
 
     def last_applied(self) -> None:
         """Banners are not shown."""
+
+    def _name_newest(self, key: str, step: int) -> None:
+        """Etcd names it."""
+
+    def newest_commit(self) -> None:
+        """Etcd alone names the newest commit."""
 
     def stagnation(self, most: int) -> Stagnation:
         """Nothing in a simulated job keeps it at one step."""

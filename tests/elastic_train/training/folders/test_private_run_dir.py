@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.live.test_live import (
     ENDLESS,
     etcd,
+    eventually,
     history,
     launch_alone,
     nothing_left,
@@ -42,6 +45,28 @@ def test_a_node_with_a_store_of_its_own_is_turned_away(tmp_path: Path, rows: Pat
     first.wait()
     assert launch(tmp_path, etcd, config, "b").wait(PATIENCE_S) == 2
     assert not list((tmp_path / "b").glob("commits/*"))
+
+
+def test_a_node_with_a_copy_of_the_store_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """Its copy has the job's word; it ends with 2 in its first world, and alone, with the steps that it lacks."""
+    config = write_config(tmp_path, rows, ENDLESS)
+    first = launch(tmp_path, etcd, config, "a")
+    until_whole(tmp_path / "a", 1)
+    eventually(lambda: any((tmp_path / "a").glob("commits/*.json")), "a commit")
+    with contextlib.suppress(shutil.Error):  # of files that are deleted meanwhile
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert launch(tmp_path, etcd, config, "b").wait(PATIENCE_S) == 2
+    assert "so it is a copy or an old view of that folder" in (tmp_path / "b.log").read_text()
+    eventually(lambda: newest(tmp_path / "a") > newest(tmp_path / "b"), "a newer commit")
+    assert first.poll() is None
+    first.kill()
+    first.wait()
+    assert launch(tmp_path, etcd, config, "b").wait(PATIENCE_S) == 2
+    assert "checkpoint.accept_loss=" in (tmp_path / "b.log").read_text()
+
+
+def newest(run: Path) -> int:
+    return max(int(path.stem.rpartition("-")[2]) for path in run.glob("commits/*.json"))
 
 
 def test_two_nodes_that_begin_at_once_have_one_lineage(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
