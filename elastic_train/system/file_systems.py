@@ -45,6 +45,20 @@ def mount_of(path: str | Path, mounts: Path = MOUNTS) -> Mount | None:
     return max(reversed(around), key=lambda mount: len(Path(mount.point).parts), default=None)
 
 
+Location = tuple[int, str, str]
+"""A device, its mount point, and the real path of a folder there."""
+
+
+def location_of(url: str) -> Location | None:
+    """Return where a folder is, or will be once it is made; None for URLs, and if the kernel does not say."""
+    if "://" in url:
+        return None
+    real = Path(os.path.realpath(url))
+    nearest = next((path for path in (real, *real.parents) if path.exists()), None)
+    mount = mount_of(real)
+    return None if nearest is None or mount is None else (nearest.stat().st_dev, mount.point, str(real))
+
+
 def hazards(url: str, mounts: Path = MOUNTS) -> Iterator[str]:
     """Yield what is dangerous about a folder as the place of a job's commits, one sentence each; nothing for URLs."""
     if "://" in url or (mount := mount_of(url, mounts)) is None:

@@ -50,6 +50,8 @@ class BackgroundFiles:
         self._is_served = self._has_reported = False
         self._awaited: threading.Event | None = None
         self._look: Call[object] | None = None
+        self._open: set[LineFile] = set()
+        """The files that are open; for the thread alone."""
 
     def put(self, act: Act) -> None:
         """Let the thread do something after all that was put before."""
@@ -89,6 +91,14 @@ class BackgroundFiles:
                 self.report(path, error)
 
         self.put(attempted)
+
+    def reopen_removed(self) -> None:
+        """Let the thread begin the files again that somebody has removed or moved; returns at once."""
+        self.put(self._reopen_removed)
+
+    def _reopen_removed(self) -> None:
+        for file in tuple(self._open):
+            file.reopen_if_removed()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was put so far is done, `timeout_s` seconds at most; return whether it is.
@@ -213,9 +223,29 @@ class LineFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._size = os.fstat(self._file).st_size
+        self._files._open.add(self)
         self._is_torn = self._size > 0
         for line in self._again if self._size == 0 else ():
             self._write(line)
+
+    def reopen_if_removed(self) -> None:
+        """Begin the part again, on the thread, if its name does not lead to it any more."""
+        path = self._path_of(self._part)
+        assert self._file is not None, "it is open"
+        try:
+            if os.path.samestat(os.fstat(self._file), path.stat()):
+                return
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._files.report(path, error)
+            return
+        log.warning("%s was removed while this process writes it: it is begun again, without its earlier lines", path)
+        self._close()
+        try:
+            self._open()
+        except OSError as error:
+            self._files.report(path, error)
 
     def _path_of(self, part: int) -> Path:
         return self.path if part == 0 else self.path.with_name(f"{self.path.stem}.p{part:06d}{self.path.suffix}")
@@ -234,6 +264,7 @@ class LineFile:
     def _close(self) -> None:
         if self._file is not None:
             file, self._file = self._file, None
+            self._files._open.discard(self)
             with contextlib.suppress(OSError):
                 os.close(file)
 

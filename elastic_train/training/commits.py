@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from elastic_train.checkpoint import CommitRecord, SaveOutcome, Saves, Unheard
 from elastic_train.checkpoint.commits.pins_and_holds import pin
 from elastic_train.checkpoint.interval.cadence import Cadence
+from elastic_train.checkpoint.saving.store_keeper import StoreKeeper
 from elastic_train.checkpoint.saving.store_use import MOST_UNWRITTEN, StoreUse
 from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.job.commit_facts import describe_commit
@@ -49,6 +50,7 @@ class Commits:
     tracker: Tracker | None
     head: CommitRecord | None
     use: StoreUse
+    keeper: StoreKeeper | None = None
     rounds_alike: bool = True
     is_vouching: bool = False
     is_pin_due: bool = False
@@ -186,6 +188,8 @@ class Commits:
             return
         self.cadence.begin()
         self.is_asked = False
+        if self.keeper is not None:
+            self.keeper.keep_files()
         reach("commit")
         facts = describe_commit(self.plan, self.state, self.world.group.size)
         held, still = shards.to_save(), shards.stillness()
@@ -220,6 +224,8 @@ class Commits:
             self.world.announce(f"{commit.key} could not be pinned: {error}")
 
     def _record(self, ended: SaveOutcome) -> None:
+        for noticed in self.keeper.take_said() if self.keeper is not None else ():
+            self.world.announce(noticed)
         if ended.commit is not None:
             self._record_commit(ended, ended.commit)
         elif isinstance(ended.error, Unheard):

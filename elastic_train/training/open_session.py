@@ -102,7 +102,17 @@ def _open_in(process: Process, world: World) -> Session:
         worlds=process.worlds,
         watchdog=process.watchdog,
         commits=Commits(
-            plan, world, state, process.watchdog, saves, cadence, tracker, head, process.use, rounds_alike=not differing
+            plan,
+            world,
+            state,
+            process.watchdog,
+            saves,
+            cadence,
+            tracker,
+            head,
+            process.use,
+            world.keeper,
+            rounds_alike=not differing,
         ),
         tracker=tracker,
         holes=_holes(process, world, stuck),

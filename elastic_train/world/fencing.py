@@ -81,8 +81,8 @@ class StoreFence:
     def __init__(self, store: Store, run_id: str = "", check: Callable[[int], None] = nothing_to_check) -> None:
         """Claim for a job; `check` is given the newest term that was claimed, before the next one is."""
         self._store, self._run_id, self._check = store, run_id, check
-        self.nonce = ""
-        """The unique part of the last claim, by which other ranks recognise it."""
+        self.nonce, self.claimed = "", b""
+        """The unique part of the last claim, by which other ranks recognise it, and all of its content."""
 
     def claim(self, at_least: int = 1) -> int:
         return self.claim_from(lambda lowest: max(at_least, lowest))
@@ -90,7 +90,7 @@ class StoreFence:
     def claim_from(self, propose: Callable[[int], int]) -> int:
         """Claim the first proposed term that nobody else holds; `propose` gets the lowest that is free."""
         self._check(max((term for term, _ in _of_terms(self._store, TERMS)), default=0))
-        term, self.nonce = _claim_in(self._store, propose, self._run_id)
+        term, self.nonce, self.claimed = _claim_in(self._store, propose, self._run_id)
         return term
 
     def publish(self, term: int, commit: str) -> None:
@@ -130,6 +130,10 @@ class JoinedFence:
     def nonce(self) -> str:
         return self._claims.nonce
 
+    @property
+    def claimed(self) -> bytes:
+        return self._claims.claimed
+
     def claim(self, at_least: int = 1) -> int:
         with translated():
             return self._claims.claim_from(lambda lowest: self._control.claim(max(at_least, lowest)))
@@ -158,8 +162,8 @@ class JoinedFence:
         self._control.close()
 
 
-def _claim_in(store: Store, propose: Callable[[int], int], run_id: str) -> tuple[int, str]:
-    """Claim in the store the first proposed term that nobody else holds; return it, and the claim's nonce.
+def _claim_in(store: Store, propose: Callable[[int], int], run_id: str) -> tuple[int, str, bytes]:
+    """Claim in the store the first proposed term that nobody else holds; return it, the claim's nonce and content.
 
     `propose` gets the lowest term that is free.
     """
@@ -171,7 +175,7 @@ def _claim_in(store: Store, propose: Callable[[int], int], run_id: str) -> tuple
         newest = max(number for number, _ in [(term, ""), *_of_terms(store, TERMS)])
         # Frozen since it proposed the term, a process may create again what was claimed, and deleted, long ago.
         if is_first and newest <= term + KEPT_TERMS:
-            return term, nonce
+            return term, nonce, content
         lowest = max(term, newest) + 1
     raise StorageError(f"{store.url}/{TERMS}: {_CLAIM_TRIES} terms were claimed by others; is another job using it?")
 

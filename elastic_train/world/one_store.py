@@ -14,6 +14,7 @@ also looks for the claim that rank 0 has just written: its nonce is younger than
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections import Counter
@@ -31,6 +32,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import mount_of
 from elastic_train.world.claims import has_claim, term_key
 
+log = logging.getLogger(__name__)
 KEY = "store-id"
 LOCAL_PATIENCE_S, REMOTE_PATIENCE_S = 1.0, 20.0
 """How long a word that exists may stay unseen: a local file system shows it at once, a network's may be late."""
@@ -156,6 +158,21 @@ def check_first(
 ) -> None:
     """Check the store of a rank in a job's first world, in which all ranks have seen one word."""
     check(store, word, still, claimed)
+
+
+def mend(store: Store, word: str) -> bool:
+    """Give a store its word again if it has lost it; False if it has another.
+
+    For who has trained with this store, at this very place, before: the folder was deleted or moved meanwhile.
+    """
+    if identity_of(store) is not None or not create_once(store, KEY, word.encode()):
+        return False
+    log.warning(
+        "%s has lost its %s, and probably all commits, since this job began: it is written again, and the next commit "
+        "is complete. Was the folder deleted, moved or cleaned?",
+        *(store.url, KEY),
+    )
+    return True
 
 
 def check_before_joining(config: Config, word: str | None, on_progress: Callable[[], None]) -> None:

@@ -14,9 +14,11 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from elastic_train.checkpoint import Store, open_store, sweep
 from elastic_train.checkpoint.commits.sweeping import drop_unfinished
+from elastic_train.checkpoint.saving.store_keeper import StoreKeeper
 from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.parallel import ParallelConfig
@@ -25,14 +27,16 @@ from elastic_train.core.mesh import Axis, Cell, Mesh
 from elastic_train.errors import ConfigError, ElasticTrainError, FencedError, StorageError
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
+from elastic_train.system.file_systems import location_of
 from elastic_train.system.wording import counted
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from elastic_train.tracking.progress import Progress, ResumeBanner
+from elastic_train.tracking.run_folder import CONFIG
 from elastic_train.world import one_store
 from elastic_train.world.agreement import agree
-from elastic_train.world.claims import Rivals
-from elastic_train.world.fencing import Fence, JoinedFence, StoreFence, forget_old_terms
+from elastic_train.world.claims import Rivals, term_key
+from elastic_train.world.fencing import CONFIGS, Fence, JoinedFence, StoreFence, forget_old_terms
 from elastic_train.world.forming import Formed, own_run_id
 from rendezvous.context import RendezvousContext, open_fence
 from rendezvous.waiting import begin
@@ -63,6 +67,8 @@ class World:
     """Unique to this world, and the same on all of its ranks."""
     writes: bool = True
     """Whether this rank writes parts of commits: its store is known to be the job's, and it can write there."""
+    keeper: StoreKeeper | None = None
+    """Keeps the store and the run's folder complete."""
 
     shape: Cell = field(default_factory=Cell)
     """That of a replica; every rank is one by default."""
@@ -160,11 +166,13 @@ def enter_world(
 
     try:
         bound, term, nonce, word = agree(group, begin_term)
-        writes = _sees_store(group, store, fence, bound, one_store.Claimed(term, nonce)) and use.try_again()
+        word_of_store = _find_store(group, store, fence, bound, one_store.Claimed(term, nonce), use)
+        writes = word_of_store is not None and use.try_again()
     except ElasticTrainError:
         fence.close()
         raise
     use.last_term = term
+    location = use.location = location_of(config.checkpoint_url)
     history = History(files, config.run.dir, term, group.rank, config.run.history_bytes)
     history.form(
         world=group.size,
@@ -182,7 +190,15 @@ def enter_world(
             log.warning("what fenced writers left could not be removed: %s", error)
         begin("old terms", lambda: _forget_old_terms(save_store, term))  # nobody waits for it
     progress = Progress() if group.rank == 0 else None
-    return World(group, term, store, fence, history, progress, launched, time.time(), save_store, word, writes)
+    keys = {} if word_of_store is None else {one_store.KEY: word_of_store.encode()}
+    keys[term_key(term)] = fence.claimed
+    folder, text = Path(config.run.dir), config.to_yaml()
+    if config.checkpoint.url is not None:
+        keys[f"{CONFIGS}{term:08d}.yaml"] = text.encode()
+    texts = {folder / CONFIG: text} if group.rank == 0 else {}
+    keeper = StoreKeeper(save_store, keys, location, files, texts)
+    at = time.time()
+    return World(group, term, store, fence, history, progress, launched, at, save_store, word, writes, keeper)
 
 
 def form_cells(world: World, parallel: ParallelConfig) -> World:
@@ -227,11 +243,14 @@ def _tested(store: Store, fence: Fence, proven: set[str]) -> str | None:
     return bound
 
 
-def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None, claimed: one_store.Claimed) -> bool:
-    """Say whether this rank's store is known to be the job's; ConfigError, on this rank alone, if it is another.
+def _find_store(
+    group: Group, store: Store, fence: Fence, bound: str | None, claimed: one_store.Claimed, use: StoreUse
+) -> str | None:
+    """Return the word of the job's store if this rank sees it; ConfigError, on this rank alone, if it sees another.
 
     `bound` is the word of the job's store, None if it has none yet; rank 0 has `claimed` the world's term there. A rank
-    whose store does not answer does not know.
+    whose store does not answer does not know. If rank 0 has trained with the store, and it lost its word, it gets it
+    again.
     """
     is_leader, look = group.rank == 0, one_store.check
     if bound is None:
@@ -240,14 +259,18 @@ def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None, cla
             one_store.proves_itself(store, bound)
             fence.bind(bound)
         if is_leader or not sees_it or bound is None:
-            return sees_it
+            return bound if sees_it else None
         look = one_store.check_first
     try:
         look(store, bound, group.check, None if is_leader else claimed)
+    except ConfigError:
+        is_same_place = use.location is not None and use.location == location_of(store.url)
+        if not (is_leader and is_same_place and one_store.mend(store, bound)):
+            raise
     except StorageError as error:
         log.warning("this rank writes no part of this world's commits: %s", error)
-        return False
-    return True
+        return None
+    return bound
 
 
 def _forget_old_terms(store: Store, term: int) -> None:

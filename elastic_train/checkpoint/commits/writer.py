@@ -94,13 +94,24 @@ def attempt_folder(step: int, term: int, unique: str) -> str:
 
 
 class CommitWriter:
-    """Publishes the commits of one term, each the child of the one before; used by rank 0 alone."""
+    """Publishes the commits of one term, each the child of the one before; used by rank 0 alone.
 
-    def __init__(self, store: Store, fence: Publisher, term: int, parent: CommitRecord | None) -> None:
+    `look` is called before anything of a commit is written, with its parent; a StorageError of its keeps it from that.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        fence: Publisher,
+        term: int,
+        parent: CommitRecord | None,
+        look: Callable[[CommitRecord | None], None] = lambda parent: None,
+    ) -> None:
         self._store = store
         self._fence = fence
         self._term = term
         self._parent = parent
+        self._look = look
         self._sent: list[CommitRecord] = []
         self._lock = threading.Lock()
 
@@ -135,6 +146,7 @@ class CommitWriter:
         child.
         """
         parent = record = self._parent
+        self._look(parent)
         if record is not None and (record.term, record.step) == (self._term, draft.facts.step):
             with gate or contextlib.nullcontext():
                 self._make_head(record)

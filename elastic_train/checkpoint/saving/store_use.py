@@ -17,6 +17,7 @@ from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import KeyTaken, NotAllowed, no_listener
 from elastic_train.errors import StorageError
+from elastic_train.system.file_systems import Location
 from rendezvous.waiting import Call, GivenUp, begin
 
 PROBES = "probes/"
@@ -35,6 +36,8 @@ class StoreUse:
     """Words of the stores that this process has tested when it led."""
     last_term: int = 0
     """The newest term that this process has trained in; 0 before its first world."""
+    location: Location | None = None
+    """Where the store was in the last world; None before the first, and for URLs."""
     is_barred: bool = False
     why: str = ""
     """Why the last part could not be written."""

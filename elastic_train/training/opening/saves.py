@@ -57,10 +57,10 @@ def open_saves(process: Process, world: World, head: CommitRecord | None) -> Sav
     writers = process.state.shards.assign(can)
     place = writers.index(world.group.rank) if world.group.rank in writers else None
     retention = process.plan.retention
-    store = world.save_store
+    store, look = world.save_store, world.keeper.look if world.keeper is not None else lambda parent: None
     return Saves(
         store,
-        CommitWriter(store, world.fence, world.term, head),
+        CommitWriter(store, world.fence, world.term, head, look),
         world.term,
         Role(place, len(writers), world.word),
         process.save_memory,

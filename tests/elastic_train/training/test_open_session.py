@@ -147,6 +147,7 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
     slow, state = Slow(tmp_path), state_of((1, 0, 9))
     fence = StoreFence(slow)
     world = SimpleNamespace(
+        keeper=None,
         term=StoreFence(LocalStore(tmp_path)).claim(),
         group=Group(0, 1, None, 1.0),
         fence=fence,

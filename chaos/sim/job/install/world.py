@@ -69,6 +69,8 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     device_time = stdlib.SeldomTime(around.kernel, DEVICE_EVERY_S)
     yield from within("elastic_train.parallel.devices.device_group", time=device_time)
     yield from within("elastic_train.world.forming", live_context=host.context, os=Launcher(host))
+    # Nobody removes or unmounts a simulated store.
+    yield from within("elastic_train.world.world", StoreKeeper=nothing, location_of=lambda url: None)
     yield from within("elastic_train.world.world", open_store=storage, DeadlineStore=undelayed, open_fence=fence)
     yield from within("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
     yield from within("elastic_train.tracking.history", process_identity=host.identity, process_usage=dict)

@@ -65,8 +65,24 @@ def test_a_node_with_a_copy_of_the_store_is_turned_away(tmp_path: Path, rows: Pa
     assert "checkpoint.accept_loss=" in (tmp_path / "b.log").read_text()
 
 
+def test_a_run_dir_that_is_removed_is_complete_again(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """It is said at the next commit, and a node that comes then is let in, and finds the history of the first."""
+    config, folder = write_config(tmp_path, rows, ENDLESS), tmp_path / "a"
+    launch(tmp_path, etcd, config, "a")
+    until_whole(folder, 1)
+    eventually(lambda: any(folder.glob("commits/*.json")), "a commit")
+    folder.rename(tmp_path / "moved")
+    said = "was changed while this job trains: store-id and terms/00000001.json were removed"
+    eventually(lambda: said in (tmp_path / "a.log").read_text(), "the line")
+    eventually(lambda: newest(folder) > newest(tmp_path / "moved"), "a commit after that")
+    assert {path.name for path in folder.iterdir()} >= {"store-id", "terms", "config.yaml", "history", "head.json"}
+    launch_alone(tmp_path, etcd, config, "b", "--run.dir", str(folder))
+    until_whole(folder, 2)
+    assert {line["term"] for line in history(folder) if line["op"] == "form"} == {1, 2}
+
+
 def newest(run: Path) -> int:
-    return max(int(path.stem.rpartition("-")[2]) for path in run.glob("commits/*.json"))
+    return max((int(path.stem.rpartition("-")[2]) for path in run.glob("commits/*.json")), default=0)
 
 
 def test_two_nodes_that_begin_at_once_have_one_lineage(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
