@@ -104,7 +104,9 @@ class CheckpointConfig(Section):
     when_busy: Literal["skip", "wait"] = "skip"
     """If a commit is due while the last one is still being written: skip it, or wait."""
     give_up_after: PositiveInt | None = 10
-    """End training with an error after this many failed commits in a row; null for never."""
+    """End training with an error after this many failed commits in a row, over give_up_after_s; null for never."""
+    give_up_after_s: float = Field(default=600.0, ge=0)
+    """Commits that fail end training only if they have failed for this many seconds, however many there were."""
     accept_loss: str | None = None
     """A commit, as term-step, that the store has lost: continue from an older one all the same. Without it the start is
     refused, with the value to set. It holds for that commit alone, so it may stay set."""

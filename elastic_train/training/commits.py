@@ -61,6 +61,8 @@ class Commits:
     last_stall_s: float = 0.0
     num_failed: int = 0
     num_failed_in_a_row: int = 0
+    failing_since_s: float = 0.0
+    """When the first of these was found to have failed (monotonic)."""
     num_skipped: int = 0
 
     @property
@@ -83,9 +85,11 @@ class Commits:
         return self.saves.is_owed or (self.world.is_leader and (self.is_asked or self.cadence.is_overdue()))
 
     def is_hopeless(self) -> bool:
-        """Say whether so many saves in a row have failed that training should end; only rank 0 knows."""
-        limit = self.plan.config.checkpoint.give_up_after
-        return limit is not None and self.num_failed_in_a_row >= limit
+        """Say whether saves have failed for so many times and seconds that training should end; only rank 0 knows."""
+        keys = self.plan.config.checkpoint
+        if keys.give_up_after is None or self.num_failed_in_a_row < keys.give_up_after:
+            return False
+        return time.monotonic() - self.failing_since_s >= keys.give_up_after_s
 
     def is_unable(self) -> bool:
         """Say whether this rank cannot write its part of the commits, or, as rank 0, their records."""
@@ -165,10 +169,11 @@ class Commits:
 
     def failed(self) -> SavesFailedError:
         """Return the error that ends training on every rank."""
-        limit = self.plan.config.checkpoint.give_up_after
+        keys = self.plan.config.checkpoint
         return SavesFailedError(
-            f"{limit} saves in a row have failed, the last before step {self.state.step}: make {self.world.store.url} "
-            "writable and start again, or set checkpoint.give_up_after to null"
+            f"at least {keys.give_up_after} saves in a row have failed, for {keys.give_up_after_s:.0f} s or more, the "
+            f"last before step {self.state.step}: make {self.world.store.url} writable and start again. "
+            "checkpoint.give_up_after_s sets for how long to try, and give_up_after: null for ever"
         )
 
     def _check_weights(self) -> None:
@@ -232,6 +237,8 @@ class Commits:
             self.num_failed_in_a_row = 0  # the store has taken it
             self.world.announce(f"commit at step {ended.step} exists, which etcd has not heard of yet: {ended.error}")
         elif isinstance(ended.error, StorageError):
+            if self.num_failed_in_a_row == 0:
+                self.failing_since_s = time.monotonic()
             self.num_failed += 1
             self.num_failed_in_a_row += 1
             self.world.announce(

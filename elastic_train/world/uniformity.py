@@ -45,6 +45,7 @@ OWN = frozenset(
             "checkpoint.every_s",
             "checkpoint.rpo_s",
             "checkpoint.give_up_after",
+            "checkpoint.give_up_after_s",
             "checkpoint.accept_loss",
         ),
         *("checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_every_s", "checkpoint.keep_best"),

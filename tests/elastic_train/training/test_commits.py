@@ -195,7 +195,7 @@ def test_a_job_ends_after_the_save_in_flight(tmp_path: Path) -> None:
 def test_saves_that_fail_in_a_row_end_training(tmp_path: Path) -> None:
     """Each is counted and shown; one that succeeds makes up for those before; after too many in a row training ends."""
     store = FullStore(tmp_path, 3 * 2)
-    commits, ears = opened_on(store, give_up_after=3)
+    commits, ears = opened_on(store, give_up_after=3, give_up_after_s=0)
     for number in range(1, 7):
         assert not commits.is_hopeless()
         take_step(commits)
@@ -210,10 +210,34 @@ def test_saves_that_fail_in_a_row_end_training(tmp_path: Path) -> None:
     )
     error = commits.failed()
     assert isinstance(error, SavesFailedError) and error.exit_code == StorageError.exit_code
-    assert "3 saves in a row have failed" in str(error) and str(tmp_path) in str(error)
+    assert "at least 3 saves in a row have failed" in str(error) and str(tmp_path) in str(error)
     with pytest.raises(StorageError, match="could not be committed in 3 tries"):
         commits.finish()
     assert [entry.key.split("/")[1] for entry in store.list("data/")] == ["step-000000000003"] * 2
+
+
+def test_an_outage_is_outlasted_however_many_saves_fail_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials that are away for 25 s, with a save a second, end nothing; ten minutes do. A commit begins anew."""
+    store = FullStore(tmp_path, 10**6)
+    commits, _ = opened_on(store)
+    now = 1000.0
+    monkeypatch.setattr("elastic_train.training.commits.time", SimpleNamespace(monotonic=lambda: now))
+    for _ in range(25):
+        take_step(commits)
+        save(commits)
+        assert not commits.is_hopeless()
+        now += 1
+    now = 1600.0
+    assert commits.is_hopeless()
+    store.num_left = 0
+    take_step(commits)
+    save(commits)
+    assert not commits.is_hopeless()
+    store.num_left = 10**6
+    for _ in range(10):
+        take_step(commits)
+        save(commits)
+    assert not commits.is_hopeless()
 
 
 def test_commits_missing_from_etcd_are_not_failures(tmp_path: Path) -> None:
