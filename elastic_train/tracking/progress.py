@@ -44,7 +44,7 @@ class ResumeBanner:
     skipped: tuple[tuple[str, str], ...] = ()
 
     def lines(self) -> list[str]:
-        """Return the banner's text, one fact per line."""
+        """Return the banner's text: one line of an ordinary restart, else one fact per line."""
 
         def seconds(value: float | None) -> str:
             return "unknown" if value is None else f"{value:.1f} s"
@@ -53,8 +53,11 @@ class ResumeBanner:
         term = f"{'?' if self.term_before is None else self.term_before} -> {self.term_after}"
         lost = "unknown" if self.steps_lost is None else str(self.steps_lost)
         age = "" if self.age_s is None else f", {self.age_s:.1f} s old"
+        first = f"Resuming from step {self.step} ({self.commit}{age}); steps lost: {lost}"
+        if not self.steps_lost and not self.skipped and self.world_before == self.world_after:
+            return [first]
         return [
-            f"resumed from {self.commit} (step {self.step}{age}); steps lost: {lost}",
+            first,
             f"world {world}, term {term}",
             f"detect {seconds(self.detect_s)}, form {seconds(self.form_s)}, restore {seconds(self.restore_s)}",
             *(f"skipped {key}: {why}" for key, why in self.skipped),
@@ -103,7 +106,7 @@ class Progress:
     def banner(self, banner: ResumeBanner) -> None:
         """Show where the run resumes."""
         lines = banner.lines()
-        if self._console.is_terminal:
+        if self._console.is_terminal and len(lines) > 1:
             panel = Panel(Text("\n".join(lines)), title="resumed", border_style="yellow")
             self._contain(lambda: self._console.print(panel))
             return

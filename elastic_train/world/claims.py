@@ -113,6 +113,8 @@ class Rivals:
             return
         if self._last_term:
             raise taken_over(self._store, self._last_term, claim)
+        if _has_ended_here(claim):
+            return
         if self._is_at_work(claim):
             raise OtherJobError(
                 f"{self._store.url}: {claim.owner} has claimed term {newest} at {_moment(claim.at)} and is at work "
@@ -121,15 +123,13 @@ class Rivals:
             )
         if time.time() - claim.at < RECENT_S:
             log.warning(
-                "%s: %s claimed term %d at %s. No sign of it was seen for %.0f s, so this job continues in its place; "
-                "should it be alive, it will be fenced off and end",
-                *(self._store.url, claim.owner, newest, _moment(claim.at), LOOK_S),
+                "%s: %s has not been heard of since term %d (%s): this job continues in its place",
+                *(self._store.url, claim.owner, newest, _moment(claim.at)),
             )
 
     def _is_at_work(self, claim: Claim) -> bool:
         """Look for signs of life of a job, until there is none for a while, or have been for long."""
-        here = process_identity()
-        if not claim.run_id and (claim.host, claim.boot) == (here["host"], here["boot"]):
+        if _is_one_process_here(claim):
             return is_alive(claim.pid, claim.born)
         deadline, seen = time.monotonic() + PATIENCE_S, self._traces()
         while time.monotonic() < deadline:
@@ -146,6 +146,16 @@ class Rivals:
             return claims | {(path.name, path.stat().st_size) for path in (self._run_dir / FOLDER).glob("*.jsonl")}
         except OSError:
             return claims
+
+
+def _is_one_process_here(claim: Claim) -> bool:
+    here = process_identity()
+    return not claim.run_id and (claim.host, claim.boot) == (here["host"], here["boot"])
+
+
+def _has_ended_here(claim: Claim) -> bool:
+    """Say whether a claim is of a process of this machine that is known to have ended: an ordinary restart."""
+    return _is_one_process_here(claim) and not is_alive(claim.pid, claim.born)
 
 
 _only_one = "and two jobs in one folder fence each other off"

@@ -141,6 +141,12 @@ def test_a_banner_without_an_earlier_world_says_so() -> None:
     assert "steps lost: unknown" in first.lines()[0]
 
 
+def test_an_ordinary_restart_is_one_line() -> None:
+    """The same ranks, and nothing lost: there is nothing more to say."""
+    line = ResumeBanner("commits/a.json", 7, 3.0, 0, 2, 2, 1, 2, None, None, 0.1).lines()
+    assert line == ["Resuming from step 7 (commits/a.json, 3.0 s old); steps lost: 0"]
+
+
 class Failing(io.StringIO):
     """A stream that cannot be written to while `error` is set."""
 

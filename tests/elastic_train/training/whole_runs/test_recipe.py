@@ -60,7 +60,7 @@ def test_a_fault_in_a_validation_and_another_world_change_nothing(tmp_path: Path
     assert "planted failure" in start([path], num_ranks=2).output
     assert len(history(tmp_path, "validate")) == 6, "the third validation has begun on both ranks"
     done = succeed(start([path], num_ranks=3))
-    assert "resumed from commits/00000001-000000000007.json" in done.output
+    assert "Resuming from step 7 (commits/00000001-000000000007.json" in done.output
     for key in ("step", "ended_by", "improvement", "weights_sha256", "metrics"):
         assert result(tmp_path)[key] == result(stopped)[key], key
     assert average_of(tmp_path) == average_of(stopped)

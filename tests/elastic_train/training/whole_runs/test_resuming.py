@@ -20,7 +20,7 @@ def test_a_failed_run_resumes_at_another_world_size(tmp_path: Path, rows: Path, 
     assert first.code != 0
     assert "planted failure" in first.output
     second = succeed(start([path], num_ranks=3))
-    assert "resumed from commits/00000001-000000000007.json (step 7" in second.output
+    assert "Resuming from step 7 (commits/00000001-000000000007.json" in second.output
     assert "steps lost: 4" in second.output
     for key in ("weights_sha256", "metrics", "coverage"):
         assert result(tmp_path)[key] == result(alone)[key], key

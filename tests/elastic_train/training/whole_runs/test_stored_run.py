@@ -65,7 +65,7 @@ def test_the_stored_run_is_resumed_to_its_end(tmp_path: Path) -> None:
     done = run_source(RESUME, cwd=folder)
     assert done.returncode == 0, done.stderr
     status, step, weights, count = json.loads(done.stdout.splitlines()[-1])
-    assert "resumed from commits/00000001-000000000014.json (step 14," in done.stdout
+    assert "Resuming from step 14 (commits/00000001-000000000014.json" in done.stdout
     assert "00000001-000000000014.json is of an older version, which computed the norm" in done.stdout
     assert (status, step, count) == ("done", end["step"], end["coverage"]["count"])
     result = json.loads((folder / "run" / "result.json").read_text())
