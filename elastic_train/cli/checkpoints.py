@@ -15,7 +15,7 @@ from rich.table import Table
 
 from elastic_train.checkpoint.commits import listing, pins_and_holds
 from elastic_train.checkpoint.commits.export import Format, export
-from elastic_train.checkpoint.commits.lookup import find, name_to_key, open_run
+from elastic_train.checkpoint.commits.lookup import find, find_trained, name_to_key, open_run
 from elastic_train.checkpoint.commits.pruning import prune
 from elastic_train.checkpoint.commits.reader import (
     DAMAGE,
@@ -195,8 +195,9 @@ def export_(
     --format safetensors (the default) names the commit in its header; --format torch is a state dict for torch.load.
     --weights ema: their average, of a run with optimizer.ema.
     """
-    store = open_run(run)
-    record = find(store, commit)
+    store, (record, why) = open_run(run), find_trained(run, commit)
+    if why is not None:
+        sys.stderr.write(f"{why}\n")
     num_tensors = export(store, record, target, format_, weights)
     if json_:
         return print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})

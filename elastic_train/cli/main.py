@@ -241,8 +241,9 @@ def export(
     --to hf (the default): a folder that transformers' AutoModel classes load, with the tokenizer; the package's own
     decoder becomes a Llama, with experts a Mixtral or Qwen2-MoE; adapters a folder of peft, or with --merge a whole
     model. --to safetensors or torch: one file of weights, of any task. --weights ema: their average, of a run with
-    optimizer.ema. --commit: a step, term-step or key. --train: where the training set is, if it has moved (once for
-    each source of a mixture).
+    optimizer.ema. --commit: a step, term-step, key or newest; by default the best
+    one if early stopping has ended the run, else the newest. --train: where the training set is, if it has moved (once
+    for each source of a mixture).
     """
     from elastic_train.cli.models import export as export_model
 
@@ -270,7 +271,8 @@ def generate(
 
     --ids 5,6,7 gives token ids in place of a text. --tokens: how many follow at most. --temperature 0 takes the
     likeliest token each time; above 0 tokens are drawn from --seed, of the --top-k likeliest if that is given.
-    --weights ema: with the average of the weights. --commit: a step, term-step or key. --train: where the training set
+    --weights ema: with the average of the weights. --commit: a step, term-step, key or newest; by default the best
+    one if early stopping has ended the run, else the newest. --train: where the training set
     is, if it has moved (once for each source of a mixture).
     """
     from elastic_train.cli.models import generate as generate_text
@@ -296,7 +298,8 @@ def evaluate(
     """Compute the loss and the metrics of RUN's model, of any task, over --data, a folder or URL with a manifest.
 
     On the validation set of the run they are those of training, to the last bit. --max-samples: only the first ones.
-    --weights ema: the average of the weights. --commit: a step, term-step or key. --train: where the training set is,
+    --weights ema: the average of the weights. --commit: a step, term-step, key or newest; by default the best
+    one if early stopping has ended the run, else the newest. --train: where the training set is,
     if it has moved (once for each source of a mixture).
     """
     from elastic_train.cli.models import evaluate as evaluate_run

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from elastic_train.checkpoint.commits.export import export as export_file
-from elastic_train.checkpoint.commits.lookup import find, open_run
+from elastic_train.checkpoint.commits.lookup import find_trained, open_run
+from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.weights import Weights
 from elastic_train.cli.output import print_json, print_text
 from elastic_train.errors import ConfigError
@@ -36,8 +38,7 @@ def export(
     """Write a commit's model, and print where it is."""
     if target is None and "://" in run:
         raise ConfigError(f"{run}: name a TARGET, a place on this machine")
-    store = open_run(run)
-    record = find(store, commit)
+    store, record = open_run(run), _chosen(run, commit)
     place = target or Path(run) / _NAMES[to].format(step=record.step)
     if to == "hf":
         num_bytes = export_folder(run, place, commit=record.key, train=train, weights=weights, is_merged=merge)
@@ -65,11 +66,19 @@ def generate(
         raise ConfigError("give one of --prompt and --ids")
     if sampling.num_tokens < 1 or not sampling.temperature >= 0 or sampling.top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
-    trained = open_trained(run, commit, train=train, weights=weights)
+    trained = open_trained(run, _chosen(run, commit).key, train=train, weights=weights)
     found, text = complete(trained, prompt if prompt is not None else _parse_ids(ids or ""), sampling)
     if is_json:
         return print_json({"commit": trained.record.key, "ids": found, "text": text})
     return print_text(" ".join(map(str, found)) if text is None else f"{prompt or ''}{text}")
+
+
+def _chosen(run: str, commit: str | None) -> CommitRecord:
+    """Return the commit to use; say on stderr if that is not the newest."""
+    record, why = find_trained(run, commit)
+    if why is not None:
+        sys.stderr.write(f"{why}\n")
+    return record
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -90,7 +99,9 @@ def evaluate(
     is_json: bool,
 ) -> int:
     """Print the loss and the metrics of a run's model over a dataset."""
-    trained = open_trained(run, commit, train=train, validation=data, max_samples=max_samples, weights=weights)
+    trained = open_trained(
+        run, _chosen(run, commit).key, train=train, validation=data, max_samples=max_samples, weights=weights
+    )
     values = evaluate_trained(trained)
     if is_json:
         return print_json({"commit": trained.record.key, "step": trained.record.step, "data": data, "metrics": values})

@@ -5,6 +5,7 @@ Of a commit, once it is verified, the weights are read, one after the other, and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from elastic_train.checkpoint import CommitRecord
-from elastic_train.checkpoint.commits.lookup import find, open_run
+from elastic_train.checkpoint.commits.lookup import find_trained, open_run
 from elastic_train.checkpoint.commits.weights import CommitWeights, Weights, open_weights
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
@@ -25,6 +26,7 @@ from elastic_train.job.state import AppliedState
 from elastic_train.system.wording import counted
 from elastic_train.tracking.run_folder import CONFIG, RunFolder
 
+log = logging.getLogger(__name__)
 _KEPT = ("task", "data", "batch", "epochs", "max_steps", "reduction", "threads_per_rank")
 _KEPT_OF_RUN = ("dir", "seed")
 """What of a run's configuration says which model it trains, of which data, and how kernels compute.
@@ -97,7 +99,9 @@ def open_commit(
     max_samples: int | None = None,
     weights: Weights = "trained",
 ) -> Iterator[Opened]:
-    """Verify a commit of a run, the newest intact one by default, and hold it while its weights are read.
+    """Verify a commit of a run, and hold it while its weights are read.
+
+    By default it is the newest intact one, or the best of a run that early stopping has ended (see `find_trained`).
 
     `run` is a run's folder. `train` says where the training set is now, or all sources of a mixture in their order, if
     it has moved; `validation` is a set to evaluate, of which the first `max_samples` count; `weights` says whether the
@@ -109,7 +113,9 @@ def open_commit(
     store, found = open_run(run), RunFolder(Path(run)).config()
     data = {"validation": validation, **(_moved(run, found, train) if train else {})}
     plan = make_plan(_alone(found, data, max_samples, run))
-    record = find(store, commit)
+    record, why = find_trained(run, commit)
+    if why is not None:
+        log.warning("%s: %s", run, why)
     with open_weights(store, record, weights) as stored:
         yield Opened(run, plan, record, stored)
 

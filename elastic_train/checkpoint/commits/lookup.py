@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from elastic_train.checkpoint.commits.reader import commit_keys, discover, read_record
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from elastic_train.checkpoint.commits.improvement import is_exhausted
+from elastic_train.checkpoint.commits.reader import commit_keys, continues, damage_of, discover, read_record, records
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.stores.open import open_store
-from elastic_train.checkpoint.stores.store import Store
+from elastic_train.checkpoint.stores.store import Store, read
+from elastic_train.config.recipe import EarlyStoppingConfig
 from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import ConfigError
-from elastic_train.tracking.run_folder import RunFolder, existing_folder
+from elastic_train.tracking.run_folder import CONFIG, RunFolder, existing_folder
 
 
 def open_run(run: str) -> Store:
@@ -20,14 +28,53 @@ def open_run(run: str) -> Store:
     return open_store((not has_commits and RunFolder(folder).setting("checkpoint", "url")) or run)
 
 
+NEWEST = "newest"
+CONFIGS = "configs/"
+
+
 def find(store: Store, name: str | None) -> CommitRecord:
     """Return the commit that a person names, or the newest intact one; ConfigError if there is none."""
-    if name is not None:
+    if name is not None and name != NEWEST:
         return read_record(store, name_to_key(store, name))
     head = discover(store).head
     if head is None:
         raise ConfigError(f"{store.url}: no commits; is this the run's folder, or the URL of its commits?")
     return head
+
+
+def find_trained(run: str, name: str | None) -> tuple[CommitRecord, str | None]:
+    """Return the commit whose model a person wants, and a sentence if it is not the newest, or should not be it.
+
+    Without a name it is the best one of a run that early stopping has ended, and else the newest; `newest` names that.
+    """
+    store = open_run(run)
+    head = find(store, name)
+    best = head.improvement
+    if name is not None or best is None or not 0 < best.best_step < head.step:
+        return head, None
+    if not is_exhausted(_early_stopping(run, store), best):
+        return head, None
+    why = f"early stopping ended this run after step {head.step}: its best validation ({best.metric}: {best.best}) was"
+    of_step = (r for _, r, _ in records(store) if r and r.step == best.best_step and continues(head.intervals, r))
+    found = next((record for record in of_step if damage_of(store, record.key) is None), None)
+    if found is None:
+        return head, f"{why} that of step {best.best_step}, of which no intact commit is left; the newest is used"
+    return found, f"{why} that of {found.key}, which is used; --commit {NEWEST} takes step {head.step}"
+
+
+def _early_stopping(run: str, store: Store) -> EarlyStoppingConfig | None:
+    """Return how a run ends early, by its folder, or by the configuration beside its commits; None if it does not."""
+    config: Mapping[str, object] = {}
+    if "://" not in run and (Path(run) / CONFIG).is_file():
+        config = RunFolder(Path(run)).config()
+    elif copies := store.list(CONFIGS):
+        config = yaml.safe_load(read(store, copies[-1].key))
+    validation = config.get("validation")
+    keys = validation.get("early_stopping") if isinstance(validation, dict) else None
+    try:
+        return None if keys is None else EarlyStoppingConfig.model_validate(keys)
+    except ValidationError as error:
+        raise ConfigError(f"{run}/{CONFIG}: is of another version: {error}") from error
 
 
 def name_to_key(store: Store, name: str) -> str:

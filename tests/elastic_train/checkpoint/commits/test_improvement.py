@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_train.checkpoint import CommitWriter
 from elastic_train.checkpoint.commits.improvement import Improvement, improvement_for, is_exhausted
+from elastic_train.checkpoint.commits.lookup import find_trained
+from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.recipe import EarlyStoppingConfig
+from elastic_train.core.lineage import COMMITS
+from elastic_train.world.fencing import StoreFence
+from tests.elastic_train.checkpoint.commit_samples import facts, small_state
 
 values = st.lists(st.one_of(st.floats(-3, 3), st.sampled_from([math.nan, math.inf, -math.inf])), max_size=30)
 
@@ -51,3 +60,32 @@ def test_another_metric_or_none_begins_again() -> None:
     assert improvement_for(other, known) == Improvement("max f1") and not is_exhausted(other, known)
     assert improvement_for(None, known) is None and not is_exhausted(None, known)
     assert improvement_for(config, None) == Improvement("min loss")
+
+
+@pytest.mark.parametrize("patience", [2, 3])
+@pytest.mark.parametrize("is_url", [False, True])
+def test_a_run_that_early_stopping_ended_is_known_by_its_best_commit(
+    tmp_path: Path, patience: int, is_url: bool
+) -> None:
+    """Unless another one is named, or validations had patience left; where it is gone, that is said."""
+    store, url = LocalStore(tmp_path), f"file://{tmp_path}" if is_url else str(tmp_path)
+    fence = StoreFence(store)
+    writer = CommitWriter(store, fence, fence.claim(), None)
+    known = Improvement("min loss")
+    for step, loss in ((1, 0.5), (2, 0.3), (3, 0.4), (4, 0.6)):
+        known = known.after(step, loss, 0.0)
+        writer.save(small_state(step), replace(facts(step), improvement=known))
+    text = f"validation: {{early_stopping: {{metric: min loss, patience: {patience}}}}}\n"
+    store.create("configs/00000001.yaml", text.encode())
+    if not is_url:
+        (tmp_path / "config.yaml").write_text(text)
+    head, best = f"{COMMITS}00000001-{4:012d}.json", f"{COMMITS}00000001-{2:012d}.json"
+    record, why = find_trained(url, None)
+    if patience == 3:
+        assert (record.key, why) == (head, None)
+        return
+    assert record.key == best and best in str(why) and "--commit newest takes step 4" in str(why)
+    assert find_trained(url, "newest")[0].key == head and find_trained(url, "3")[0].step == 3
+    store.delete(best)
+    record, why = find_trained(url, None)
+    assert record.key == head and "no intact commit is left" in str(why)
