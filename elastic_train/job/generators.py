@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -26,3 +30,21 @@ def _accelerators() -> tuple[Callable[[int], None], ...]:
         return ()
     module = torch.get_device_module()
     return (getattr(module, "manual_seed_all", None) or module.manual_seed,)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Set the generators of torch, numpy and Python back to where they were, whatever runs inside."""
+    kept = states_of_generators()
+    try:
+        yield
+    finally:
+        torch_state, numpy_state, python_state = kept
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def states_of_generators() -> tuple[torch.Tensor, Any, Any]:
+    """Return where the generators of torch (on the CPU), numpy and Python are."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()

@@ -211,6 +211,7 @@ def make_plan(config: Config) -> Plan:
     total_steps = count_steps(config, order)
     check_schedule(config.optimizer, total_steps)
     choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
+    choice.rehearse(config.optimizer.name, device)
     check_can_be_in_cells(config, device)
     check_fits_cells(task, config.parallel)
     is_in_cells = config.parallel.cell.size > 1

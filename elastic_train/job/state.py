@@ -34,7 +34,8 @@ from elastic_train.job.cells.seated_cell import SeatedCellState, columns_of, hol
 from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.optimizers.averaging import keep_average
 from elastic_train.job.optimizers.choice import choose
-from elastic_train.job.optimizers.parameter_groups import build_groups, describe_groups
+from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names_of
+from elastic_train.job.optimizers.parameter_groups import FirstStates, build_groups, describe_groups
 from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.sharded.dealt_state import DealtState
 from elastic_train.job.sharded.elementwise import Slots, slots_of
@@ -55,6 +56,9 @@ SHARDED: Mapping[str, type[HeldState]] = {"optimizer": HeldState, "gradients": D
 
 Made = tuple[nn.Module, Optimizer, LambdaLR, SharedScaler]
 """What holds a state: the model, its optimizer, their schedule and the scaler of losses."""
+
+MadeWhole = tuple[nn.Module, Optimizer, LambdaLR, SharedScaler, OptimizerMemory, FirstStates]
+"""The same with what the optimizer keeps, and begins with, where each parameter is whole or a part of one."""
 
 EVERYWHERE = 1 << 30
 """More copies than there are ranks: each holds all. So is whole state held where it is offloaded."""
@@ -270,7 +274,12 @@ def build_state(
     """
     recompute_blocks(model, "none" if parallel is None else parallel.recompute)
     choice = choose(config, device, is_fp16=is_fp16)
-    optimizer = choice.make(build_groups(model, groups, config, choice.settings_of(model)))
+    built = build_groups(model, groups, config, choice.settings_of(model))
+    try:
+        optimizer = choice.make(built)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # it takes matrices, or one group, alone
+        raise ConfigError(f"optimizer.name: '{config.name}' refuses the model's parameters: {error}") from error
+    memory = OptimizerMemory(optimizer, names_of(model))
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     if config.ema is not None:
         keep_average(optimizer, config.ema.decay, lambda: scheduler.last_epoch)
@@ -288,17 +297,18 @@ def build_state(
         return found if config.ema is None else found.with_moment(AVERAGE)
 
     made = (model, optimizer, scheduler, scaler)
+    whole = (*made, memory, FirstStates(optimizer, choice.make, keeps_average=config.ema is not None))
     if parallel is None or (kind is None and cell_plan is None):
-        shards = _make_whole(made, parallel)
+        shards = _make_whole(whole, parallel)
     elif cell_plan is not None:
-        shards = _make_cell(made, parallel, cell_plan, kind, slots)
+        shards = _make_cell(whole, parallel, cell_plan, kind, slots)
     else:
         assert kind is not None, "no cells, and not whole"
         shards = _make_shards(made, parallel, kind, layout, slots())
     return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
 
 
-def _make_whole(made: Made, parallel: ParallelConfig | None) -> StateShards:
+def _make_whole(made: MadeWhole, parallel: ParallelConfig | None) -> StateShards:
     """Return state of which every rank holds all."""
     if parallel is not None and parallel.context > 1:
         return ContextState(*made, _bucket_bytes(parallel))
@@ -306,7 +316,7 @@ def _make_whole(made: Made, parallel: ParallelConfig | None) -> StateShards:
 
 
 def _make_cell(
-    made: Made,
+    made: MadeWhole,
     parallel: ParallelConfig,
     cell_plan: CellPlan,
     kind: type[HeldState] | None,
@@ -320,7 +330,7 @@ def _make_cell(
     if kind is GatheredState:
         _check_state_is_whole(model)
     columns = columns_of(model, optimizer, cut, parallel.cell)
-    hold = holding(kind, *made, slots(), parallel.copies, bucket_bytes, parallel.wire)
+    hold = holding(kind, *made[:4], slots(), parallel.copies, bucket_bytes, parallel.wire)
     return (GatheredCellState if kind is GatheredState else SeatedCellState)(
         *made, bucket_bytes, cut=cut, columns=columns, hold=hold
     )

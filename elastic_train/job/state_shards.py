@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -30,7 +28,8 @@ from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.errors import WeightsDifferError
 from elastic_train.job.majority import name_others
-from elastic_train.job.optimizers.parameter_groups import regroup, set_rates
+from elastic_train.job.optimizers.optimizer_memory import OWN, Names, OptimizerMemory, names_of
+from elastic_train.job.optimizers.parameter_groups import FirstStates, regroup, set_rates
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction, make_gradient_sum
 from elastic_train.parallel.group import Group
@@ -170,9 +169,14 @@ class ReplicatedState:
     optimizer: Optimizer
     scheduler: LambdaLR
     scaler: GradScaler
+    memory: OptimizerMemory
+    first: FirstStates
     bucket_bytes: float | None = None
     _sum: GradientSum | None = None
-    _named: tuple[tuple[object, ...], Mapping[str, object], dict[str, Any]] | None = None
+    _named: tuple[tuple[object, ...], Mapping[str, object]] | None = None
+
+    def names(self) -> Names:
+        return names_of(self.model)
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
@@ -255,17 +259,13 @@ class ReplicatedState:
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def held(self) -> State:
-        memory = tuple(self._memory())
+        memory = tuple(self._memory_of_weights())
         if self._named is None or memory != self._named[0]:
             # Naming takes longer than all else that a save does at a step boundary, and holds while the tensors do.
-            moments = dict(get_optimizer_state_dict(self.model, self.optimizer))
-            self._named = (memory, get_model_state_dict(self.model), moments)
-        _, model, optimizer = self._named
-        groups = zip(optimizer["param_groups"], self.optimizer.param_groups, strict=True)
-        current = [{**named, **{key: live[key] for key in named if key != "params"}} for named, live in groups]
+            self._named = (memory, get_model_state_dict(self.model))
         return {
-            "model": dict(model),
-            "optimizer": {**optimizer, "param_groups": current},
+            "model": dict(self._named[1]),
+            "optimizer": self.memory.tree(self.names()),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
@@ -273,36 +273,37 @@ class ReplicatedState:
     def to_save(self) -> State:
         return self.held()
 
-    def _memory(self) -> Iterator[object]:
-        """Yield where the memory of every saved tensor is, and the other values of the optimizer's state."""
+    def _memory_of_weights(self) -> Iterator[object]:
+        """Yield where the memory of every weight and buffer is."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             yield tensor.data_ptr()
-        for values in self.optimizer.state.values():
-            for value in values.values():
-                yield value.data_ptr() if isinstance(value, Tensor) else value
 
     def stillness(self) -> Callable[[StatePath], bool]:
         return stillness_of(self.model)
 
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
-        own = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         bases = [float(base) for base in self.scheduler.base_lrs]
-        gradients = [parameter.grad for parameter in self.model.parameters()]
-        for parameter in self.model.parameters():
-            parameter.grad = None  # torch does not prepare an optimizer's state while there are gradients
         tensors: State = {"model": get_model_state_dict(self.model), "optimizer": {}, "scheduler": {}, "scaler": {}}
         fill(tensors)
         set_model_state_dict(self.model, tensors["model"])  # type: ignore[arg-type]
-        optimizer = regroup(tensors["optimizer"], self.model, self.optimizer) if keeps_rates else tensors["optimizer"]  # type: ignore[arg-type]
-        set_optimizer_state_dict(self.model, self.optimizer, optimizer)  # type: ignore[arg-type]
+        self._take_optimizer(tensors["optimizer"], keeps_rates=keeps_rates)  # type: ignore[arg-type]
         self.scheduler.load_state_dict(tensors["scheduler"])  # type: ignore[arg-type]
         if tensors["scaler"]:
             self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
         if keeps_rates:
-            set_rates(self.optimizer, self.scheduler, own, bases)
-        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+            set_rates(self.optimizer, self.scheduler, bases)
         self._named = None
+
+    def _take_optimizer(self, saved: Mapping[str, Any], *, keeps_rates: bool) -> None:
+        names = self.names()
+        if keeps_rates:
+            state = regroup(saved, names, self.optimizer, self.first)
+        else:
+            state = saved["state"]
+            for group, given in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
+                group.update({key: value for key, value in given.items() if key != "params"})
+        self.memory.take_state(state, names)
+        self.memory.take_own(saved.get(OWN, {}), names)
 
 
 def stillness_of(model: nn.Module) -> Callable[[StatePath], bool]:

@@ -141,6 +141,8 @@ def placed_state(weights: Weights) -> PlacedState:
         optimizer=nothing,  # type: ignore[arg-type]  # it keeps nothing
         scheduler=None,  # type: ignore[arg-type]  # nothing asks for it
         scaler=None,  # type: ignore[arg-type]
+        memory=None,  # type: ignore[arg-type]
+        first=None,  # type: ignore[arg-type]
         cut=CutWeights(weights),  # type: ignore[arg-type]  # as far as it is used
     )
     parts._measured = _grains(size)

@@ -319,11 +319,10 @@ class CellState(ReplicatedState):
             return leaf if cut is None else to_read(leaf, cut, place)
 
         weights = with_tensors({"model": tree["model"]}, wanted)
-        moments: Mapping[str, object] = self.held()["optimizer"]  # type: ignore[assignment]
         found = {
             **tree,
             **weights,
-            "optimizer": with_tensors({"optimizer": {"state": moments["state"]}}, wanted)["optimizer"],
+            "optimizer": with_tensors({"optimizer": {"state": self._first_moments()}}, wanted)["optimizer"],
         }
         try:
             fill(found)
@@ -339,6 +338,14 @@ class CellState(ReplicatedState):
             return part_read(leaf, cut, place)
 
         tree.update(with_tensors(found, part_of))
+
+    def _first_moments(self) -> State:
+        """Return what a commit has at least of the parameters that this rank holds a part of."""
+        names = self.names()
+        groups = enumerate(self.optimizer.param_groups)
+        found = {names[id(one)]: self.first.of(number, one)[1] for number, group in groups for one in group["params"]}
+        self.first.forget()
+        return {name: dict(state) for name, state in found.items() if state}
 
     @property
     def _mesh(self) -> Mesh:

@@ -17,6 +17,7 @@ from elastic_train.job.optimizers.cuts import MakeOptimizer, shows_no_cut
 from elastic_train.job.optimizers.dotted_path import import_named
 from elastic_train.job.optimizers.muon import MuonWithAdamW
 from elastic_train.job.optimizers.parameter_kinds import muons_parameters
+from elastic_train.job.optimizers.rehearsal import rehearse
 from elastic_train.system.wording import did_you_mean, nearest
 
 SettingsOf = Callable[[nn.Parameter], Mapping[str, object]]
@@ -39,6 +40,17 @@ class OptimizerChoice:
     def tried(self) -> Optimizer:
         """Return the optimizer of a small matrix."""
         return self.make([{"params": [nn.Parameter(torch.zeros(2, 2))], "use_muon": self.adamw_names is not None}])
+
+    def rehearse(self, name: str, device: torch.device | str) -> None:
+        """Raise ConfigError for an optimizer that cannot train or be resumed, tried on a few small parameters."""
+        shapes: list[list[tuple[int, ...]]] = [[(6, 4), (4,)], [(5,)]]
+        settings: list[dict[str, Any]] = [{}, {"weight_decay": 0.0}]
+        if self.adamw_names is not None:
+            shapes, settings = [[(6, 4)], [(4,), (5, 2)]], [{"use_muon": True}, {"use_muon": False}]
+        try:
+            rehearse(name, self.make, settings, shapes, device)
+        except (ValueError, TypeError, RuntimeError, AssertionError):  # it takes matrices alone, or one group
+            rehearse(name, self.make, [{}], [[(6, 4)]], device)
 
     def settings_of(self, model: nn.Module) -> SettingsOf:
         """Return what a parameter's group must say of it beside rate and decay."""

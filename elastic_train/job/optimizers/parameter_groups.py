@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import AVERAGE
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
+from elastic_train.job.generators import undisturbed
 from elastic_train.job.optimizers.choice import SettingsOf
+from elastic_train.job.optimizers.cuts import MakeOptimizer
+from elastic_train.job.optimizers.optimizer_memory import OWN, Names, places_of, settings_of
 from elastic_train.job.optimizers.parameter_kinds import norms_and_biases
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.task import ParameterGroup
@@ -118,63 +120,118 @@ def _describe(names: Sequence[str], group: Mapping[str, Any]) -> str:
     )
 
 
-def regroup(saved: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-    """Return a saved optimizer's state in the groups of this optimizer, whose settings are then its own.
+class FirstStates:
+    """What an optimizer keeps of a parameter before and after its first step, found by one of its kind.
+
+    With `keeps_average` that includes the average of the weights.
+    """
+
+    def __init__(self, optimizer: Optimizer, make: MakeOptimizer, *, keeps_average: bool) -> None:
+        self._optimizer, self._make, self.keeps_average = optimizer, make, keeps_average
+        self._known: dict[object, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+
+    def of(self, number: int, parameter: Tensor) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return the state of a parameter of a group, by number, before and after a first step without gradient."""
+        kind = (number, parameter.shape, parameter.dtype, parameter.device)
+        if kind not in self._known:
+            settings = settings_of(self._optimizer.param_groups[number])
+            settings.pop("initial_lr", None)
+            one = nn.Parameter(torch.zeros_like(parameter))
+            with undisturbed():
+                twin = self._make([{**settings, "params": [one]}])
+                before = dict(twin.state.get(one, {}))
+                one.grad = torch.zeros_like(one)
+                twin.step()
+            average = {AVERAGE: one.detach()} if self.keeps_average else {}
+            self._known[kind] = before, {**twin.state.get(one, {}), **average}
+        return self._known[kind]
+
+    def forget(self) -> None:
+        """Free the memory of what was found."""
+        self._known.clear()
+
+
+def regroup(
+    saved: Mapping[str, Any], names: Names, optimizer: Optimizer, first: FirstStates
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return a saved optimizer's state by the names of this optimizer's parameters.
 
     A parameter keeps its saved moments whichever group it was in. The moments of one that is no longer trained are
-    dropped; one that was not trained before begins with zero moments, as at a run's first step. An average that was not
-    kept before begins with the weights, which must be in place. Where nothing differs, `saved` is returned as it is.
-    Raises ConfigError if another optimizer's moments were saved.
+    dropped; one that was not trained before has none, as at a run's first step. An average that was not kept before
+    begins with the weights, which must be in place. Raises ConfigError if another optimizer's moments were saved, or
+    values that the optimizer keeps in groups that are no longer there.
     """
-    own = get_optimizer_state_dict(model, optimizer)
-    groups: list[Mapping[str, Any]] = list(own["param_groups"])  # type: ignore[arg-type]
-    state: Mapping[str, Mapping[str, Any]] = own["state"]  # type: ignore[assignment]
-    before, now = _names_in(saved["param_groups"]), _names_in(groups)
-    new = [name for name, values in state.items() if values and not saved["state"].get(name)]
-    kept = {name: _fitted(name, saved["state"].get(name) or _begun(values), values) for name, values in state.items()}
+    before = _names_in(saved["param_groups"])
+    now = [[names[id(one)] for one in group["params"]] for group in optimizer.param_groups]
+    elsewhere = places_of(saved.get(OWN, {}))
+    counted = {str(place[3]) for place in elsewhere if place[0] == "group"}
+    if counted and before != now:
+        raise ConfigError(
+            f"the parameter groups have changed since the commit ({len(before)} groups then, {len(now)} now), and "
+            f"{type(optimizer).__name__} keeps {', '.join(sorted(counted))} of each group: set the groups back, or "
+            "start again in another run.dir"
+        )
+    old = {name: _settings(group, counted) for group in saved["param_groups"] for name in group["params"]}
+    found, new = dict[str, Mapping[str, Any]](), list[str]()
+    for number, group in enumerate(optimizer.param_groups):
+        for one in group["params"]:
+            name, (begun, after) = names[id(one)], first.of(number, one)
+            kept = saved["state"].get(name, {})
+            own = {place[3] for place in elsewhere if place[:3] == ["state", 0, ["parameter", name]]}
+            if kept or own:
+                _check_fits(name, {*kept, *own}, after, is_changed=old[name] != _settings(group, counted))
+                found[name] = _with_average(kept, one, keeps_it=first.keeps_average)
+            elif after:
+                new += [name] if set(after) - {AVERAGE} else []
+                found[name] = begun
+    first.forget()
     if before != now or new:
         log.warning(
             "the parameter groups have changed since the commit: %d groups then, %d now; "
-            "%d parameters that were not trained begin with zero moments%s",
+            "%d parameters that were not trained begin as at a first step%s",
             len(before),
             len(now),
             len(new),
             f": {', '.join(new)}" if new else "",
         )
-    elif all(list(kept[name]) == list(saved["state"].get(name, {})) for name in kept):
-        return saved
-    return {"state": kept, "param_groups": groups}
+    return found
 
 
-def _fitted(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a parameter's saved state as this optimizer has it: with an average if, and only if, it keeps one."""
-    if set(saved) - {AVERAGE} != set(own) - {AVERAGE}:
+def _settings(group: Mapping[str, Any], counted: Set[str]) -> dict[str, Any]:
+    """Return what of a group's settings decides what is kept of a parameter."""
+    free = {"params", "lr", "initial_lr", "weight_decay", "betas", *counted}
+    return {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in settings_of(group).items()
+        if key not in free and not isinstance(value, Tensor)
+    }
+
+
+def _check_fits(name: str, saved: Set[str], own: Mapping[str, Any], *, is_changed: bool) -> None:
+    """Refuse another optimizer's state; one whose settings are the same may keep more later than at its first step."""
+    needed = {key for key, value in own.items() if value is not None} - {AVERAGE}
+    if needed - saved or (is_changed and saved - {AVERAGE} - set(own)):
         raise ConfigError(
             f"the commit has {', '.join(sorted(saved)) or 'nothing'} of '{name}', and this optimizer keeps "
             f"{', '.join(sorted(own)) or 'nothing'}: set optimizer.name and optimizer.options back, or start again in "
             "another run.dir"
         )
-    return {key: saved.get(key, value) for key, value in own.items()} if set(saved) != set(own) else saved
+
+
+def _with_average(kept: Mapping[str, Any], parameter: Tensor, *, keeps_it: bool) -> dict[str, Any]:
+    """Return a parameter's saved state with an average if, and only if, one is kept."""
+    average = {AVERAGE: kept.get(AVERAGE, parameter.detach().clone())} if keeps_it else {}
+    return {**{key: value for key, value in kept.items() if key != AVERAGE}, **average}
 
 
 def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [list(group["params"]) for group in groups]
 
 
-def _begun(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one parameter's optimizer state as before its first step, but for its average, which begins with it."""
-    return {
-        key: torch.zeros_like(value) if isinstance(value, Tensor) and key != AVERAGE else value
-        for key, value in values.items()
-    }
-
-
-def set_rates(
-    optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[Mapping[str, Any]], bases: Sequence[float]
-) -> None:
-    """Give the parameter groups their settings, and the rates that follow from `bases` at the scheduler's step."""
+def set_rates(optimizer: Optimizer, scheduler: LambdaLR, bases: Sequence[float]) -> None:
+    """Give the parameter groups the rates that follow from `bases` at the scheduler's step."""
     step, factors = scheduler.last_epoch, scheduler.lr_lambdas
     rates = [base * factor(step) for base, factor in zip(bases, factors, strict=True)]
-    for group, own, rate in zip(optimizer.param_groups, settings, rates, strict=True):
-        group.update({**own, "lr": rate})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
     scheduler.load_state_dict({**scheduler.state_dict(), "base_lrs": list(bases), "_last_lr": rates})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,11 @@ from torch.optim import Optimizer
 
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.cuts import MakeOptimizer, shows_no_cut
+from elastic_train.job.optimizers.optimizer_memory import TENSORS, TEXT, OptimizerMemory, places_of
 from elastic_train.shards.grains import ALIGN
 
 T = TypeVar("T")
-_STEP, _STEPS = "step", 2
+_STEP, _STEPS, _RESUMED_AT = "step", 12, 3
 Kept = dict[str, Any]
 """A parameter's weights under "", and what an optimizer keeps of it."""
 Settings = Mapping[str, Any]
@@ -42,7 +44,8 @@ class Slots:
 
 
 def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | None = None) -> Slots:
-    """Return what an optimizer keeps, found by trying one of its kind on a parameter, whole and in two parts.
+    """Return what an optimizer keeps, found by trying one of its kind on a parameter, on two parts of it
+    apart, and on nothing.
 
     Raises ConfigError for an optimizer that updates, or keeps, anything else: its update would depend on where a
     parameter is cut. So does one that begins otherwise than with zeros, since that is how a share begins.
@@ -90,24 +93,30 @@ def _slots_of_group(
     generator = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(1 + _STEPS, 2, ALIGN, generator=generator).to(device)
 
-    def tried(*parts: int | slice, begun: Slots | None = None) -> list[Kept]:
-        steps = [[gradient[part] for part in parts] for gradient in gradients]
-        return _tried(make, settings, [values[part] for part in parts], steps, begun)
+    def tried(part: int | slice, begun: Slots | None = None) -> _Tried:
+        return _tried(kind, make, settings, values[part], [gradient[part] for gradient in gradients], begun)
 
     try:
-        [whole], halves = tried(slice(None)), tried(0, 1)
-        slots = _read(kind, whole)
-        [begun] = tried(slice(None), begun=slots)
-    except (RuntimeError, ValueError, TypeError) as error:
+        whole, halves = tried(slice(None)), [tried(0), tried(1)]
+        slots = _read(kind, whole.kept)
+        begun, nothing = tried(slice(None), begun=slots), tried(slice(0, 0))
+    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as error:
         raise _not_elementwise(kind, f"it does not update a part of one: {error}") from error
     for name in ("", *slots.moments):
-        if not torch.equal(whole[name], torch.stack([half[name] for half in halves])):
+        if not _are_equal(whole.kept[name], torch.stack([half.kept[name] for half in halves])):
             raise _not_elementwise(kind, f"'{name or 'weights'}' of a part differs from that part of the whole's")
-        if not torch.equal(whole[name], begun[name]):
+        if not _are_equal(whole.kept[name], begun.kept[name]):
             raise _not_elementwise(kind, "its first update is not that of one that has kept zeros")
+    for other in (*halves, begun, nothing):
+        if other.own != whole.own:
+            raise _not_elementwise(kind, "what it keeps of a parameter group depends on the part that it updates")
     if not shows_no_cut(make, settings, device):
         raise _not_elementwise(kind, "it rounds the last elements of a tensor otherwise than the others")
     return slots
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _read(kind: type[Optimizer], kept: Kept) -> Slots:
@@ -121,25 +130,58 @@ def _read(kind: type[Optimizer], kept: Kept) -> Slots:
     return Slots(tuple(names), None if count is None else torch.zeros_like(count))
 
 
+class _Tried(NamedTuple):
+    """What is kept of a parameter after a few steps, and what the optimizer has changed of its groups, as text."""
+
+    kept: Kept
+    own: str
+
+
 def _tried(
+    kind: type[Optimizer],
     make: MakeOptimizer,
     settings: Settings,
-    values: Sequence[Tensor],
-    steps: Sequence[Sequence[Tensor]],
+    values: Tensor,
+    steps: Sequence[Tensor],
     begun: Slots | None,
-) -> list[Kept]:
-    """Return what is kept of parameters after a few steps, from nothing or from slots of zeros."""
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    twin = make([{"params": parameters, **settings}])
+) -> _Tried:
+    """Try a parameter of some values: from nothing, or from slots of zeros and then from what a commit holds of it."""
+    parameter = nn.Parameter(values.clone())
+    twin = make([{"params": [parameter], **settings}])
+    memory = OptimizerMemory(twin, {})
     if begun is not None:
-        for one in parameters:
-            twin.state[one] = begun.filled({name: torch.zeros_like(one) for name in begun.moments}, 0.0)
-    for gradients in steps:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
+        twin.state[parameter] = begun.filled({name: torch.zeros_like(parameter) for name in begun.moments}, 0.0)
+    for number, gradient in enumerate(steps):
+        if begun is not None and number == _RESUMED_AT:
+            parameter, twin, memory = _resumed(make, settings, parameter, twin, memory, begun, number)
+        parameter.grad = gradient.clone()
         twin.step()
-    kept = [{name: value for name, value in twin.state.get(one, {}).items() if value is not None} for one in parameters]
-    return [{"": one.detach(), **state} for one, state in zip(parameters, kept, strict=True)]
+    own = memory.own({})
+    if places := [place for place in places_of(own) if place[0] != "group"]:
+        raise _not_elementwise(kind, f"it keeps '{places[0][-1]}' apart from its parameters and their groups")
+    kept = {name: value for name, value in twin.state.get(parameter, {}).items() if value is not None}
+    values_of = {name: one.tolist() for name, one in own.get(TENSORS, {}).items()}  # type: ignore[attr-defined]
+    return _Tried({"": parameter.detach(), **kept}, f"{own.get(TEXT)} {values_of}")
+
+
+def _resumed(
+    make: MakeOptimizer,
+    settings: Settings,
+    parameter: nn.Parameter,
+    twin: Optimizer,
+    memory: OptimizerMemory,
+    slots: Slots,
+    num_updates: int,
+) -> tuple[nn.Parameter, Optimizer, OptimizerMemory]:
+    """Return another optimizer, of the weights, moments and group values that a share has of one."""
+    again = nn.Parameter(parameter.detach().clone())
+    other = make([{"params": [again], **settings}])
+    remembered = OptimizerMemory(other, {})
+    kept = twin.state.get(parameter, {})
+    if state := slots.filled({name: kept[name].clone() for name in slots.moments}, num_updates):
+        other.state[again] = state
+    remembered.take_own(copy.deepcopy(memory.own({})), {})
+    return again, other, remembered
 
 
 def _not_elementwise(kind: type[Optimizer], why: str) -> ConfigError:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.errors import ConfigError
+from elastic_train.job.optimizers.optimizer_memory import OWN
 from elastic_train.job.sharded.elementwise import Slots
 from elastic_train.job.sharded.flat_model import FlatModel
 from elastic_train.job.sharded.held_tree import (
@@ -354,14 +355,27 @@ class HeldState:
 
     def held(self) -> State:
         self.settle()
+        self._check_slots()
         named = self.pieces()
         counts = zip(self._names, self.settings.num_updates(), strict=True)
         kept = {name: self.slots.filled(named[name].moments, count) for names, count in counts for name in names}
         moments = {name: kept[name] for name in (place.names[0] for place in self.layout.tensors) if kept.get(name)}
         named_groups = zip(self.settings.groups(), self._names, strict=True)
         settings = [{**group, "params": list(names)} for group, names in named_groups]
-        optimizer = {"state": moments, "param_groups": settings}
+        own = self.settings.own()
+        optimizer = {"state": moments, "param_groups": settings, **({OWN: own} if own else {})}
         return {"model": self.held_weights(), "optimizer": optimizer, **self.settings.plain()}
+
+    def _check_slots(self) -> None:
+        """Refuse what an optimizer keeps since later than its first steps: no commit would have it."""
+        known = {*self.slots.moments, *(() if self.slots.count is None else ("step",))}
+        for kept in self.optimizer.state.values():
+            if late := [key for key, value in kept.items() if key not in known and value is not None]:
+                raise ConfigError(
+                    f"{type(self.optimizer).__name__} keeps '{late[0]}' of parameters, which it did not in its first "
+                    "steps: its state cannot be sharded, nor offloaded; continue from the last commit with "
+                    "parallel.shards and parallel.offload none, or choose another optimizer"
+                )
 
     def to_save(self) -> State:
         return self.held()
@@ -392,7 +406,8 @@ class HeldState:
             for one in self.trained_runs:
                 one.moments[AVERAGE].copy_(one.weights)
         moments: Mapping[str, Mapping[str, object]] = tree["optimizer"]["state"]  # type: ignore[index]
-        self.settings.take(tree["optimizer"]["param_groups"], tree, keeps_rates=keeps_rates)  # type: ignore[index]
+        optimizer: Mapping[str, Any] = tree["optimizer"]  # type: ignore[assignment]
+        self.settings.take(optimizer["param_groups"], tree, optimizer.get(OWN, {}), keeps_rates=keeps_rates)
         steps = [[moments[name].get("step", 0.0) for name in names if name in moments] for names in self._names]
         self.sit(self.seated, self.runs, [count_of(group) for group in steps])
 

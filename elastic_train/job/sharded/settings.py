@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import State
+from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory, settings_of
 from elastic_train.job.optimizers.parameter_groups import set_rates
 
 
@@ -19,10 +20,15 @@ class Settings:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR, scaler: GradScaler) -> None:
         self._model, self._optimizer, self._scheduler, self._scaler = model, optimizer, scheduler, scaler
+        self._memory = OptimizerMemory(optimizer, {})
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the settings of every parameter group."""
-        return [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
+        return [settings_of(group) for group in self._optimizer.param_groups]
+
+    def own(self) -> State:
+        """Return what the optimizer itself has changed of the groups' settings."""
+        return self._memory.own({})
 
     def num_updates(self) -> list[float]:
         """Return how many updates each parameter group has had."""
@@ -37,23 +43,32 @@ class Settings:
     def all(self) -> State:
         """Return everything, for a rank that has nothing yet."""
         buffers = dict(self._model.named_buffers())
-        return {**self.plain(), "groups": self.groups(), "buffers": buffers, "num_updates": self.num_updates()}
+        found = {"groups": self.groups(), "buffers": buffers, "num_updates": self.num_updates()}
+        return {**self.plain(), **found, OWN: self.own()}
 
     def take_all(self, settings: Mapping[str, Any]) -> list[float]:
         """Take what another rank gave as `all`; return how many updates each parameter group has had."""
-        self.take(settings["groups"], settings, keeps_rates=False)
+        self.take(settings["groups"], settings, settings.get(OWN, {}), keeps_rates=False)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(settings["buffers"][name])
         return list(settings["num_updates"])
 
-    def take(self, groups: Sequence[Mapping[str, Any]], plain: Mapping[str, Any], *, keeps_rates: bool) -> None:
-        """Take the settings of parameter groups, and plain values; with `keeps_rates` the own rates stay."""
-        own, bases = self.groups(), [float(base) for base in self._scheduler.base_lrs]
+    def take(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        plain: Mapping[str, Any],
+        own: Mapping[str, Any],
+        *,
+        keeps_rates: bool,
+    ) -> None:
+        """Take the settings of groups, plain values, and what `own` gave; with `keeps_rates` the own settings stay."""
+        bases = [float(base) for base in self._scheduler.base_lrs]
         if not keeps_rates:
             for mine, theirs in zip(self._optimizer.param_groups, groups, strict=True):
                 mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self._memory.take_own(own, {})
         self._scheduler.load_state_dict(plain["scheduler"])
         if plain["scaler"]:
             self._scaler.load_state_dict(plain["scaler"])
         if keeps_rates:
-            set_rates(self._optimizer, self._scheduler, own, bases)
+            set_rates(self._optimizer, self._scheduler, bases)

@@ -82,8 +82,11 @@ class StreamedUpdate:
 
     def step(self) -> None:
         """Update everything; the device has, and the host's memory has after `settle`, what it comes to."""
+        before = self._settings()
         for number, block in enumerate(self._blocks):
             self._bring(number)
+            if number:
+                self._set_back(before)
             room = number % len(self.rooms)
             views = [self._views(part, self.rooms[room]) for part in block]
             updated = self._memory.compute(
@@ -95,6 +98,16 @@ class StreamedUpdate:
                 self._bring(number + 1)
         self._memory.join()
         self._bring_first()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Return what the optimizer may change of its groups in a step, of which each block's update is one."""
+        return [_settings_of(group) for group in self._optimizer.param_groups]
+
+    def _set_back(self, before: Sequence[dict[str, Any]]) -> None:
+        for group, settings in zip(self._optimizer.param_groups, before, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update(_settings_of(settings), params=parameters)
 
     def _bring_first(self) -> None:
         for number in range(min(len(self.rooms), len(self._blocks))):
@@ -156,6 +169,12 @@ class StreamedUpdate:
     def _state_of(self, state: dict[str, Any], pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
         moments = {name: there for name, (_, there) in pairs.items() if name != _WEIGHTS}
         return {**({_STEP: state[_STEP].clone()} if _STEP in state else {}), **moments}
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a group has beside its parameters; its tensors may be changed in place."""
+    settings = {key: value for key, value in group.items() if key != "params"}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
 
 
 def _blocks_of(updated: Sequence[Updated], offload: Offload) -> Iterator[list[_Part]]:

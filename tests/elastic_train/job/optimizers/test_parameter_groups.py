@@ -197,10 +197,11 @@ def test_a_layer_may_be_frozen_and_thawed_between_runs(name: str, caplog: pytest
     thawed = resumed(frozen, built(config=config))
     assert all(torch.equal(kept[name], weights(thawed)[name]) for name in BODY)
     if name == "adamw":
-        assert [int(moments(thawed, name)["step"]) for name in (*BODY, *HEAD)] == [0, 0, 5, 5]
-        assert not moments(thawed, "0.weight")["exp_avg"].any()
-        assert "2 parameters that were not trained begin with zero moments: 0.weight, 0.bias" in caplog.text
+        assert [int(moments(thawed, name)["step"]) for name in HEAD] == [5, 5]
+        assert "2 parameters that were not trained begin as at a first step: 0.weight, 0.bias" in caplog.text
     step(thawed)
+    if name == "adamw":
+        assert [int(moments(thawed, name)["step"]) for name in (*BODY, *HEAD)] == [1, 1, 6, 6]
     assert not torch.equal(kept["0.weight"], weights(thawed)["0.weight"])
 
 

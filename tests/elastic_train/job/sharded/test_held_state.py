@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -11,21 +12,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_train.checkpoint import CommitFacts, CommitWriter, load, open_store
+from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store, load, open_store
 from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.config.schema import Config
 from elastic_train.core.lanes import lane_additions
+from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.reseating import Brought, take_first_seats
 from elastic_train.job.sharded.elementwise import Slots, slots_of
+from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.holdings import num_elements
 from elastic_train.world.fencing import StoreFence
+from tests.elastic_train.job.optimizers.odd_optimizers import CountingGroups
 from tests.elastic_train.job.sharded.shard_jobs import (
     NUM_LANES,
+    Offloads,
     Shards,
     build,
     compute,
@@ -208,18 +213,7 @@ def test_averages_that_a_commit_has_not_begin_with_its_weights(shards: Shards, t
     group, store = Group(0, 1, None, 60), open_store(str(tmp_path))
     begun = build("none")
     train(group, begun, 2)
-    facts = CommitFacts(
-        step=2,
-        cursor=begun.cursor,
-        coverage=begun.coverage,
-        rng={},
-        metrics={},
-        config_digest="",
-        manifest_digest="",
-        world_size=1,
-    )
-    fence = StoreFence(store)
-    record = CommitWriter(store, fence, fence.claim(), None).save(begun.shards.held(), facts, begun.reached.intervals)
+    record = committed(store, begun)
     found = list[dict[str, Tensor]]()
     for kind in ("none", shards):
         state = build(kind, recipe={"ema": {"decay": 0.5}})
@@ -235,6 +229,55 @@ def test_averages_that_a_commit_has_not_begin_with_its_weights(shards: Shards, t
     take_first_seats(group, shards_of(state), newcomers(1))
     with pytest.raises(ConfigError, match=r"momentum_buffer.*the commit holds nothing"):
         state.restore(lambda tree: load(store, record, tree), begun.reached, keeps_rates=True)
+
+
+def committed(store: Store, state: AppliedState) -> CommitRecord:
+    """Commit a state of a rank that holds everything."""
+    facts = CommitFacts(
+        step=state.step,
+        cursor=state.cursor,
+        coverage=state.coverage,
+        rng={},
+        metrics={},
+        config_digest="",
+        manifest_digest="",
+        world_size=1,
+    )
+    fence = StoreFence(store)
+    if isinstance(state.shards, HeldState):
+        state.shards.assign([0])
+    return CommitWriter(store, fence, fence.claim(), None).save(state.shards.held(), facts, state.reached.intervals)
+
+
+@pytest.mark.parametrize(("shards", "offload"), [("optimizer", "none"), ("parameters", "none"), ("none", "optimizer")])
+def test_what_an_optimizer_counts_in_its_groups_is_state_in_shards_too(
+    shards: Shards, offload: Offloads, tmp_path: Path
+) -> None:
+    """A commit of a share continues whole and the reverse; blocks that are offloaded are one update together."""
+    torch.set_num_threads(1)
+    group, store = Group(0, 1, None, 60), open_store(str(tmp_path))
+    recipe = {"name": f"{CountingGroups.__module__}:{CountingGroups.__name__}"}
+
+    def begun(kind: tuple[Shards, Offloads]) -> AppliedState:
+        state = build(kind[0], recipe=recipe, offload=kind[1])
+        if isinstance(state.shards, HeldState):
+            take_first_seats(group, state.shards, newcomers(1))
+        return state
+
+    kinds: list[tuple[Shards, Offloads]] = [("none", "none"), (shards, offload)]
+    through = [begun(kind) for kind in kinds]
+    for state in through:
+        train(group, state, 3)
+    records = [committed(store, state) for state in through]
+    for state in through:
+        train(group, state, 6)
+    expected = fingerprint(group, through[0])
+    assert fingerprint(group, through[1]) == expected
+    for kind, record in zip(kinds[::-1], records, strict=True):
+        state, reached = begun(kind), replace(through[0].reached, step=3, cursor=Cursor(0, 3))
+        state.restore(partial(load, store, record), reached, keeps_rates=True)
+        train(group, state, 6)
+        assert fingerprint(group, state) == expected
 
 
 def averages_of(state: AppliedState) -> dict[str, Tensor]:

@@ -1,0 +1,291 @@
+"""Everything that an optimizer keeps from step to step, wherever it keeps it, as one tree that is saved and restored.
+
+Torch's own optimizers keep tensors for each parameter. Others count in their parameter groups, in attributes, under a
+key that is no parameter, in lists, or hold another optimizer. What of that differs from what the optimizer was built
+with is state; what does not is a setting, which a changed configuration may change. So state is found by comparison, at
+each save. What cannot be saved is refused with its place.
+
+Nothing is found out by a step of the optimizer itself, which would change what is outside of its parameters' state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.errors import ConfigError
+from elastic_train.job.optimizers.value_text import Reader, Writer, Written
+
+OWN, TEXT, TENSORS = "own", "text", "tensors"
+"""Where a saved optimizer has what it keeps outside of its parameters' state: JSON, and the tensors that it names."""
+_SCHEDULED = frozenset({"params", "lr", "initial_lr"})
+"""Of a group: what the model and the schedule give it."""
+_TORCHS = frozenset(vars(SGD([nn.Parameter(torch.zeros(1))], lr=0.1))) | {
+    *("step", "_step_count", "_opt_called", "grad_scale", "found_inf"),
+}
+"""Attributes that every optimizer has, and those that torch's schedulers and scalers give it."""
+
+Names = Mapping[int, str]
+"""Of parameters, by their ids."""
+Place = str
+"""Where a value is, as JSON: ["attribute", optimizer, name], ["group", optimizer, group, key], or
+["state", optimizer, key, name]; of a key that is no parameter's, without a name."""
+
+
+class _Value(NamedTuple):
+    """A value as JSON, the types of what in it cannot be saved, and the names of its tensors."""
+
+    written: Written
+    opaque: list[str]
+    tensors: set[str]
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self.written)
+
+
+class OptimizerMemory:
+    """What an optimizer keeps, by comparison with what it was built with; made before its first step."""
+
+    def __init__(self, optimizer: Optimizer, names: Names) -> None:
+        self._optimizer = optimizer
+        self._all = list(_with_inner(optimizer, []))
+        self._built = dict(self._values(Writer(self._known(names))))
+
+    def tree(self, names: Names) -> State:
+        """Return the state as a commit has it: of each parameter, the groups, and all else if there is anything."""
+        parameters = {id(one): one for group in self._optimizer.param_groups for one in group["params"]}
+        kept = {names[key]: self._optimizer.state[one] for key, one in parameters.items() if self._has_state(one)}
+        plain = {name: {key: one for key, one in values.items() if _is_plain(one)} for name, values in kept.items()}
+        groups = [
+            {**settings_of(group), "params": [names[id(one)] for one in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+        own = self.own(names)
+        return {"state": plain, "param_groups": groups, **({OWN: own} if own else {})}
+
+    def _has_state(self, parameter: Tensor) -> bool:
+        return parameter in self._optimizer.state
+
+    def own(self, names: Names) -> State:
+        """Return what is kept outside of parameters' state and differs from what it was; empty if nothing does.
+
+        Raises ConfigError if it cannot be saved.
+        """
+        writer = Writer(self._known(names))
+        found = {place: one for place, one in self._values(writer) if one.tensors or one.text != self._text_at(place)}
+        for place, one in found.items():
+            if one.opaque:
+                raise ConfigError(
+                    f"{type(self._optimizer).__name__} keeps {_shown(place)}, which changes as it steps, and a "
+                    f"{one.opaque[0]} there cannot be saved: keep numbers, tensors or containers of them, or set "
+                    "optimizer.name to adamw"
+                )
+        if not found:
+            return {}
+        used = set().union(*(one.tensors for one in found.values()))
+        tensors = {name: tensor for name, tensor in writer.tensors.items() if name in used}
+        written = [(place, one.written) for place, one in found.items()]
+        return {TEXT: json.dumps(written), **({TENSORS: tensors} if tensors else {})}
+
+    def opaque_attributes(self) -> list[str]:
+        """Return the attributes that hold what cannot be saved, such as functions."""
+        places = [(json.loads(place), one) for place, one in self._built.items() if one.opaque]
+        return [str(place[2]) for place, _ in places if place[0] == "attribute"]
+
+    def _text_at(self, place: Place) -> str | None:
+        built = self._built.get(place)
+        return None if built is None else built.text
+
+    def take_own(self, own: Mapping[str, Any], names: Names) -> None:
+        """Take what `own` has given; whatever is not in it is as it was built."""
+        saved: dict[Place, Written] = dict(json.loads(own[TEXT])) if own else {}
+        now = dict(self._values(Writer(self._known(names))))
+        reader = Reader(own.get(TENSORS, {}), self._device(), self._reader_of(names))
+        for place in [place for place in now if place not in self._built and place not in saved]:
+            self._remove(json.loads(place), names)
+        for place, built in self._built.items():
+            changed = place not in saved and (place not in now or now[place].text != built.text)
+            if changed and not (built.tensors or built.opaque):
+                self._put(json.loads(place), reader.read(built.written), names)
+        for place, written in saved.items():
+            self._put(json.loads(place), reader.read(written), names)
+
+    def take_state(self, saved: Mapping[str, Mapping[str, Any]], names: Names) -> None:
+        """Take the tensors of parameters; one of which nothing is saved has none, and begins as at its first step.
+
+        Their types stay as they are: torch's own loading gives what is kept of a 16-bit parameter its type.
+        """
+        state = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            for one in group["params"]:
+                state.pop(one, None)
+                if (kept := saved.get(names[id(one)])) is not None:
+                    state[one] = {key: _placed(key, value, one, group) for key, value in kept.items()}
+
+    def _values(self, writer: Writer) -> Iterator[tuple[Place, _Value]]:
+        """Yield each value outside of parameters' plain state."""
+        for place, value in self._found(writer):
+            writer.opaque, writer.used = [], set()
+            yield json.dumps(place), _Value(writer.write(value), writer.opaque, writer.used)
+
+    def _found(self, writer: Writer) -> Iterator[tuple[list[Any], Any]]:
+        shared = {id(group) for group in self._optimizer.param_groups}
+        for number, one in enumerate(self._all):
+            for name, value in vars(one).items():
+                if name not in _TORCHS:
+                    yield ["attribute", number, name], value
+            for place, group in enumerate(one.param_groups):
+                if number == 0 or id(group) not in shared:
+                    others = _SCHEDULED if number == 0 else {"params"}
+                    yield from (
+                        (["group", number, place, key], value) for key, value in group.items() if key not in others
+                    )
+            if number == 0 or one.state is not self._optimizer.state:
+                yield from self._found_in_state(number, one, writer)
+
+    def _found_in_state(self, number: int, one: Optimizer, writer: Writer) -> Iterator[tuple[list[Any], Any]]:
+        trained = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+        for key, values in one.state.items():
+            written = writer.write(key)
+            if id(key) not in trained:
+                yield ["state", number, written], values
+            else:
+                for name, value in values.items():
+                    if number > 0 or not _is_plain(value):
+                        yield ["state", number, written, name], value
+
+    def _known(self, names: Names) -> dict[int, Written]:
+        """Return what is not written by value: optimizers, parameters, and the tensors of their state."""
+        known: dict[int, Written] = {id(one): ["optimizer", number] for number, one in enumerate(self._all)}
+        for group in self._optimizer.param_groups:
+            for one in group["params"]:
+                if (name := names.get(id(one))) is not None:
+                    known[id(one)] = ["parameter", name]
+                    kept = self._optimizer.state.get(one, {})
+                    known |= {id(v): ["moment", name, key] for key, v in kept.items() if isinstance(v, Tensor)}
+        known |= {id(group): ["group", place] for place, group in enumerate(self._optimizer.param_groups)}
+        known[id(self._optimizer.state)], known[id(self._optimizer.param_groups)] = ["whole state"], ["groups"]
+        return known
+
+    def _reader_of(self, names: Names) -> Any:
+        parameters = {
+            names[id(one)]: one for group in self._optimizer.param_groups for one in group["params"] if id(one) in names
+        }
+
+        def read(written: Sequence[Any]) -> Any:
+            kind, *parts = written
+            if kind == "optimizer":
+                return self._all[parts[0]]
+            if kind == "parameter":
+                return parameters[parts[0]]
+            if kind == "moment":
+                return self._optimizer.state[parameters[parts[0]]][parts[1]]
+            if kind == "group":
+                return self._optimizer.param_groups[parts[0]]
+            return {"whole state": self._optimizer.state, "groups": self._optimizer.param_groups}.get(kind)
+
+        return read
+
+    def _device(self) -> torch.device:
+        found = (one.device for group in self._optimizer.param_groups for one in group["params"])
+        return next(found, torch.device("cpu"))
+
+    def _put(self, place: Sequence[Any], value: Any, names: Names) -> None:
+        kind, number, *keys = place
+        one = self._all[number]
+        if kind == "attribute":
+            vars(one)[keys[0]] = value
+        elif kind == "group":
+            one.param_groups[keys[0]][keys[1]] = value
+        elif len(keys) == 1:
+            one.state[self._key(keys[0], names)] = value
+        else:
+            one.state[self._key(keys[0], names)][keys[1]] = value
+
+    def _remove(self, place: Sequence[Any], names: Names) -> None:
+        kind, number, *keys = place
+        one = self._all[number]
+        if kind == "attribute":
+            vars(one).pop(keys[0], None)
+        elif kind == "group":
+            one.param_groups[keys[0]].pop(keys[1], None)
+        else:
+            key = self._key(keys[0], names)
+            (one.state if len(keys) == 1 else one.state[key]).pop(key if len(keys) == 1 else keys[1], None)
+
+    def _key(self, written: Written, names: Names) -> Any:
+        """Return a key of an optimizer's state."""
+        return Reader({}, self._device(), self._reader_of(names)).read(written)
+
+
+def names_of(model: nn.Module) -> Names:
+    """Return the names of a model's parameters, by their ids."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a commit has of a group beside its parameters."""
+    return {key: value for key, value in group.items() if key != "params" and _is_setting(value)}
+
+
+def places_of(own: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the places of what `OptimizerMemory.own` has given."""
+    return [json.loads(place) for place, _ in json.loads(own[TEXT])] if own else []
+
+
+def _shown(place: Place) -> str:
+    """Say where a value is."""
+    kind, _, *keys = json.loads(place)
+    if kind == "attribute":
+        return f"its attribute '{keys[0]}'"
+    return f"'{keys[1]}' of its parameter groups" if kind == "group" else f"'{keys[-1]}' in its state"
+
+
+def _with_inner(optimizer: Optimizer, seen: list[Optimizer]) -> Iterator[Optimizer]:
+    """Yield an optimizer, and those that it holds in attributes or in containers of these."""
+    if any(one is optimizer for one in seen):
+        return
+    seen.append(optimizer)
+    yield optimizer
+    for name, value in vars(optimizer).items():
+        if name not in _TORCHS:
+            for inner in _optimizers_in(value):
+                yield from _with_inner(inner, seen)
+
+
+def _optimizers_in(value: object) -> Iterator[Optimizer]:
+    if isinstance(value, Optimizer):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _optimizers_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _optimizers_in(one)
+
+
+def _is_plain(value: object) -> bool:
+    """Say whether a commit holds a value of a parameter's state by its name."""
+    return value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str)
+
+
+def _is_setting(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_setting(one) for one in value)
+    return _is_plain(value)
+
+
+def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
+    """Return a saved value on the device where torch keeps it: counts of updates on the CPU unless kernels count."""
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        return value
+    return value.to(parameter.device)

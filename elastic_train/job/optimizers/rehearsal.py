@@ -1,0 +1,199 @@
+"""A rehearsal of an optimizer before training: some steps on small stand-ins, saved, restored, and compared bit by bit.
+
+What decides a run's result has to be in its commits. An optimizer may keep it where nothing can find it (in a closure,
+a module, a generator of the process), or may need what training does not give it (a closure, sparse gradients). Both
+show here, in milliseconds, and are refused by name. What begins later than NUM_STEPS is looked for at each commit.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
+from elastic_train.errors import ConfigError
+from elastic_train.job.generators import states_of_generators, undisturbed
+from elastic_train.job.optimizers.cuts import MakeOptimizer
+from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory
+
+NUM_STEPS, SAVED_AT = 12, (2, 11)
+_NUM_STEPS_OF_TORCHS, _TORCHS_SAVED_AT = 4, (2,)
+"""Torch's own optimizers keep what they keep from the first step on."""
+Shapes = Sequence[Sequence[tuple[int, ...]]]
+"""Of the stand-ins, by parameter group."""
+_WAY_OUT = "choose another optimizer, such as optimizer.name: adamw"
+
+
+class Saved(NamedTuple):
+    """What a commit would hold of stand-ins."""
+
+    optimizer: State
+    weights: list[Tensor]
+
+
+class Cast:
+    """Stand-ins for parameters, and an optimizer of them; `name` is the configuration's for it."""
+
+    def __init__(
+        self, name: str, make: MakeOptimizer, settings: Sequence[Mapping[str, Any]], values: Sequence[Sequence[Tensor]]
+    ) -> None:
+        self.name = name
+        groups = [[nn.Parameter(value.clone()) for value in group] for group in values]
+        self.parameters = [one for group in groups for one in group]
+        self.names = {id(one): str(number) for number, one in enumerate(self.parameters)}
+        pairs = zip(settings, groups, strict=True)
+        self.optimizer = make([{**own, "params": parameters} for own, parameters in pairs])
+        self.memory = OptimizerMemory(self.optimizer, self.names)
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """Take one step; ConfigError if it fails, draws random numbers, or changes its rate."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        drawn = states_of_generators()
+        try:
+            self.optimizer.step()
+        except Exception as error:  # a user's own code may raise anything, and is named with it
+            raise ConfigError(_why(self.name, self.optimizer, error)) from error
+        if not _same_generators(drawn, states_of_generators()):
+            raise ConfigError(
+                f"optimizer.name: '{self.name}' draws from the random numbers of the process, which differ from world "
+                "to world: let it draw from a torch.Generator that it makes, seeds and keeps in an attribute"
+            )
+        if rates != [group["lr"] for group in self.optimizer.param_groups]:
+            raise ConfigError(
+                f"optimizer.name: '{self.name}' changes its own 'lr', which optimizer.schedule sets before each step: "
+                "let it scale its update by another key of its groups"
+            )
+
+    def save(self) -> Saved:
+        """Return what a commit would hold; ConfigError if a commit cannot hold it."""
+        tree, planner = self.memory.tree(self.names), Planner()
+        leaves = leaves_by_path({"optimizer": tree})
+        try:
+            planner.encode(planner.plan({"optimizer": tree}, leaves, 1), leaves)
+        except ConfigError as error:
+            raise ConfigError(f"optimizer.name: '{self.name}' keeps what a commit cannot hold: {error}") from error
+        return Saved(_copied(tree), _copied(self.parameters))
+
+    def load(self, saved: Saved) -> None:
+        """Take over what a commit would hold, as a new process does."""
+        tree, weights = _copied(saved.optimizer), saved.weights
+        for parameter, value in zip(self.parameters, weights, strict=True):
+            parameter.data.copy_(value)
+        self.memory.take_state(tree["state"], self.names)
+        self.memory.take_own(tree.get(OWN, {}), self.names)
+
+
+def rehearse(
+    name: str, make: MakeOptimizer, settings: Sequence[Mapping[str, Any]], shapes: Shapes, device: torch.device | str
+) -> None:
+    """Raise ConfigError unless an optimizer steps, and steps on alike from what a commit would hold of it."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [shape for group in shapes for shape in group]
+    values = [[torch.randn(shape, generator=generator).to(device) for shape in group] for group in shapes]
+    with undisturbed():
+        first = Cast(name, make, settings, values)
+        is_torchs = type(first.optimizer).__module__.startswith("torch.optim.")
+        num_steps, saved_at = (_NUM_STEPS_OF_TORCHS, _TORCHS_SAVED_AT) if is_torchs else (NUM_STEPS, SAVED_AT)
+        steps = [[torch.randn(shape, generator=generator).to(device) for shape in sizes] for _ in range(num_steps)]
+        _check_modes(first)
+        saved, is_repeatable = dict[int, Saved](), True
+        for number, gradients in enumerate(steps):
+            if number in saved_at:
+                saved[number] = first.save()
+            first.step(gradients)
+        through = first.save()
+        for begin in (0, *saved_at):
+            again = Cast(name, make, settings, values)
+            if begin:
+                again.load(saved[begin])
+            for gradients in steps[begin:]:
+                again.step(gradients)
+            ended = again.save()
+            if begin == 0:  # what differs in itself, such as a time of day, says nothing of what a commit holds
+                is_repeatable = _same(through.optimizer, ended.optimizer)
+            if not _same(through.weights, ended.weights):
+                raise ConfigError(_differs(name, first, is_restored=begin > 0))
+            if is_repeatable and not _same(through.optimizer, ended.optimizer):
+                raise ConfigError(_differs(name, first, is_restored=True))
+
+
+def _copied(tree: Any) -> Any:
+    """Copy a nested state as a commit does, in which tensors share no memory."""
+    if isinstance(tree, Tensor):
+        return tree.detach().clone(memory_format=torch.contiguous_format)
+    if isinstance(tree, Mapping):
+        return {key: _copied(value) for key, value in tree.items()}
+    return [_copied(value) for value in tree] if isinstance(tree, list) else copy.deepcopy(tree)
+
+
+def _same(one: object, other: object) -> bool:
+    """Say whether two nested states are equal bit for bit."""
+    mine, theirs = leaves_by_path({"": one}), leaves_by_path({"": other})
+    return mine.keys() == theirs.keys() and all(_equal(mine[path], theirs[path]) for path in mine)
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        mine, theirs = (it.contiguous().reshape(-1).view(torch.uint8) for it in (one, other))
+        return torch.equal(mine, theirs)
+    return repr(one) == repr(other)  # a number that is none equals itself
+
+
+def _same_generators(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
+    arrays = np.array_equal(one[1][1], other[1][1]) and one[1][2:] == other[1][2:]
+    return torch.equal(one[0], other[0]) and arrays and one[2] == other[2]
+
+
+def _check_modes(cast: Cast) -> None:
+    """Refuse an optimizer whose weights are others for training than for validation."""
+    if all(callable(getattr(cast.optimizer, mode, None)) for mode in ("train", "eval")):
+        raise ConfigError(
+            f"optimizer.name: '{cast.name}' needs train() and eval() around validations and commits, since the weights "
+            f"that it trains are not those to use, and nothing here calls them: {_WAY_OUT}"
+        )
+
+
+def _why(name: str, optimizer: Optimizer, error: Exception) -> str:
+    """Say what an optimizer needs that it is not given."""
+    said = str(error).strip().partition("\n")[0] or "without a message"
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if "closure" in said or (closure is not None and closure.default is closure.empty):
+        need = "a closure that computes the loss again"
+    elif "sparse" in said or "dense gradients" in said:
+        need = "sparse gradients"
+    elif "train mode" in said or ".train()" in said:
+        need = "its train() called before"
+    else:
+        return (
+            f"optimizer.name: '{name}' fails in a rehearsal of its step ({type(error).__name__}: {said}): set its "
+            f"optimizer.options so that it can update dense parameters here, or {_WAY_OUT}"
+        )
+    return (
+        f"optimizer.name: '{name}' needs {need} ({said}), and here a step has one dense gradient, summed over all "
+        f"lanes: {_WAY_OUT}"
+    )
+
+
+def _differs(name: str, cast: Cast, *, is_restored: bool) -> str:
+    if not is_restored:
+        return (
+            f"optimizer.name: '{name}' has other results when the same steps are repeated: it keeps something outside "
+            "of itself, or draws random numbers without a fixed seed; keep it in its state, groups or attributes"
+        )
+    hidden = [key for key in vars(cast.optimizer) if key in cast.memory.opaque_attributes()]
+    where = f" (attributes {', '.join(hidden)} cannot be saved)" if hidden else ""
+    return (
+        f"optimizer.name: '{name}' steps on otherwise from what a commit holds of it{where}: it keeps something where "
+        "no commit can find it; keep numbers and tensors in its state, groups or attributes"
+    )
