@@ -7,8 +7,15 @@ end of the warm-up, to 1, at the schedule's end. A function of your own gets the
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Callable
+import os
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
@@ -16,6 +23,8 @@ from elastic_train.job.optimizers.dotted_path import import_named
 
 OwnSchedule = Callable[[int, int], float]
 """Returns what the learning rate is multiplied by in a step, counted from 0, of so many."""
+_NUM_ASKED, _ANSWER_S = 48, 20.0
+"""For how many steps a function is asked before training, and how long for."""
 
 
 def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -27,7 +36,7 @@ def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
         return (step + 1) / config.warmup_steps
     last = config.schedule_steps or total_steps
     if ":" in config.schedule:
-        return _own_factor(config.schedule, step, last)
+        return _own_factor(config.schedule, min(step, max(0, total_steps - 1)), last)  # no step has the end's own rate
     progress = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
     if config.schedule == "constant":
         return 1.0
@@ -60,14 +69,83 @@ def _own_factor(path: str, step: int, last: int) -> float:
     where = f"optimizer.schedule: '{path}', called with ({step}, {last}),"
     try:
         factor = own_schedule(path)(step, last)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"{where} fails: {error}") from error
+    except Exception as error:  # a user's own code may raise anything, and is named with it
+        raise ConfigError(f"{where} fails: {type(error).__name__}: {error}") from error
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not (math.isfinite(factor) and factor >= 0):
         raise ConfigError(f"{where} returns {factor!r}; it must be a finite number of at least 0")
     return float(factor)
 
 
 def check_schedule(config: OptimizerConfig, total_steps: int) -> None:
-    """Raise ConfigError if the schedule gives no rate at the first step, in the middle or at the last one."""
-    for step in sorted({0, config.warmup_steps, total_steps // 2, max(0, total_steps - 1)}):
-        rate_factor(step, config, total_steps)
+    """Raise ConfigError if the schedule gives no rate at some step, or not always the same one."""
+    last_step = max(0, total_steps - 1)
+    spread = {last_step * part // _NUM_ASKED for part in range(_NUM_ASKED + 1)}
+    steps = sorted({0, min(config.warmup_steps, last_step), min(1, last_step)} | spread)
+    if ":" in config.schedule:
+        _check_purity(config, total_steps, [step for step in steps if step >= config.warmup_steps])
+
+
+def _check_purity(config: OptimizerConfig, total_steps: int, steps: Sequence[int]) -> None:
+    """Ask a user's function in processes of their own, as those that resume a run do, in two orders, and twice."""
+    path, last = config.schedule, config.schedule_steps or total_steps
+    own_schedule(path)
+    twice = _ask_apart(path, [*steps, *steps], last)
+    once, again = twice[: len(steps)], twice[len(steps) :]
+    backwards = _ask_apart(path, steps[::-1], last)[::-1]
+    for answers, how in ((again, "asked again"), (backwards, "asked in another order")):
+        for step, first, other in zip(steps, once, answers, strict=True):
+            if first != other:
+                raise ConfigError(
+                    f"optimizer.schedule: '{path}', called with ({step}, {last}), returns {first} and, {how}, {other}: "
+                    "a process that resumes the run would train with other rates. Compute the factor from these two "
+                    "numbers alone, without counters, attributes that change, or random numbers"
+                )
+
+
+def _ask_apart(path: str, steps: Sequence[int], last: int) -> list[float]:
+    """Return a user's factors of some steps, asked in this order in a forked process, which leaves this one as it is.
+
+    Raises ConfigError if one of them fails.
+    """
+    reads, writes = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads' locks: the child calls the function alone
+        process = os.fork()
+    if process == 0:
+        _answer_and_exit(path, steps, last, writes)
+    os.close(writes)
+    try:
+        answer = _read_within(reads, _ANSWER_S)
+    finally:
+        os.close(reads)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    if not answer:
+        raise ConfigError(f"optimizer.schedule: '{path}' does not return, or ends its process, for steps up to {last}")
+    found: dict[str, Any] = json.loads(answer)
+    if "problem" in found:
+        raise ConfigError(found["problem"])
+    return list(found["factors"])
+
+
+def _answer_and_exit(path: str, steps: Sequence[int], last: int, writes: int) -> NoReturn:
+    answer: dict[str, object] = {}
+    try:
+        answer = {"factors": [_own_factor(path, step, last) for step in steps]}
+    except ConfigError as error:
+        answer = {"problem": str(error)}
+    finally:
+        with os.fdopen(writes, "w") as file:
+            file.write(json.dumps(answer) if answer else "")
+        os._exit(0)
+
+
+def _read_within(source: int, limit_s: float) -> bytes:
+    """Return all that comes until the end; what has come so far if that is late."""
+    end, content = time.monotonic() + limit_s, b""
+    while select.select([source], [], [], max(0.0, end - time.monotonic()))[0]:
+        piece = os.read(source, 1 << 16)
+        if not piece:
+            return content
+        content += piece
+    return b""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import os
+import random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -23,6 +28,50 @@ def halved(step: int, total_steps: int) -> float:
 
 def broken(step: int, total_steps: int) -> float:
     return math.nan if step > 3 else 1.0
+
+
+def table(step: int, total_steps: int) -> float:
+    return [1.0, 0.9, 0.8, 0.7][step]
+
+
+class Decay:
+    """Falls with each call."""
+
+    factor = 1.0
+
+    def __call__(self, step: int, total_steps: int) -> float:
+        self.factor *= 0.9
+        return self.factor
+
+
+decaying, _calls, _first = Decay(), itertools.count(), list[int]()
+
+
+def counted(step: int, total_steps: int) -> float:
+    return 1 / (1 + next(_calls))
+
+
+def noisy(step: int, total_steps: int) -> float:
+    return 1 + random.random()
+
+
+def torch_noise(step: int, total_steps: int) -> float:
+    return float(torch.rand(()))
+
+
+def since_the_first_call(step: int, total_steps: int) -> float:
+    """Warms up anew in each process."""
+    _first.append(step)
+    return min(1.0, max(0.1, (step - _first[0]) / total_steps))
+
+
+@functools.cache
+def remembered(step: int, total_steps: int) -> float:
+    return counted(step, total_steps)
+
+
+def ended(step: int, total_steps: int) -> float:
+    os._exit(0)
 
 
 def without_arguments() -> float:
@@ -90,7 +139,7 @@ def test_a_function_of_ones_own_follows_the_warm_up() -> None:
     [
         (f"{HERE}:nothing", r"optimizer\.schedule: '.*:nothing' cannot be imported .*write module:name"),
         (f"{HERE}:HERE", "is no function of a step"),
-        (f"{HERE}:broken", r"called with \(5, 10\), returns nan; it must be a finite number of at least 0"),
+        (f"{HERE}:broken", r"called with \(4, 10\), returns nan; it must be a finite number of at least 0"),
         (f"{HERE}:without_arguments", r"called with \(0, 10\), fails: .*takes 0 positional arguments"),
     ],
 )
@@ -111,3 +160,37 @@ def test_what_gives_no_rate_is_refused_before_training(name: str, message: str) 
 def test_a_wrong_value_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         OptimizerConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("decaying", "asked again"),
+        ("counted", "asked again"),
+        ("noisy", "asked again"),
+        ("torch_noise", "asked again"),
+        ("remembered", "asked in another order"),
+        ("since_the_first_call", "asked in another order"),
+        ("ended", "does not return, or ends its process"),
+    ],
+)
+def test_a_function_that_does_not_depend_on_the_step_alone_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"optimizer.schedule: '{HERE}:{name}'.*{message}"):
+        check_schedule(OptimizerConfig(schedule=f"{HERE}:{name}", warmup_steps=0), 40)
+
+
+def test_a_function_is_asked_before_training_without_a_trace_of_it() -> None:
+    """A pure one may remember what it has computed; only its own answers decide."""
+    check_schedule(OptimizerConfig(schedule=f"{HERE}:halved"), 40)
+    with pytest.raises(ConfigError):
+        check_schedule(OptimizerConfig(schedule=f"{HERE}:since_the_first_call", warmup_steps=0), 40)
+    assert _first == []
+
+
+def test_the_end_of_a_run_asks_for_no_rate_that_no_step_has() -> None:
+    """Torch's scheduler asks for one step more than there are: a table of the run's steps has none."""
+    config = OptimizerConfig(schedule=f"{HERE}:table", warmup_steps=0)
+    check_schedule(config, 4)
+    assert [rate_factor(step, config, 4) for step in range(5)] == [1.0, 0.9, 0.8, 0.7, 0.7]
+    with pytest.raises(ConfigError, match="IndexError"):
+        check_schedule(config, 5)
