@@ -88,12 +88,13 @@ class Detector:
         step: int,
         ranks: Sequence[RankFacts],
         loss: float,
-        norm: float,
+        norm: float | None,
         num_failed_saves: int = 0,
         etcd: Answers | None = None,
     ) -> list[Event]:
         """Return what begins and ends to be wrong with a step; `loss` is the mean, of saves those failed in a row.
 
+        There is no `norm` where a scaler of fp16 was looking for its scale.
         `etcd` are all of this process's requests until now.
         """
         rows = np.array(ranks)
@@ -185,10 +186,10 @@ class Detector:
             measured = (100 * share, 100 * ETCD_SHARE, " %") if kind == "silent_etcd" else (seconds, ETCD_S, " s")
             yield Event(kind, step, standing.since, None, *measured)
 
-    def _numbers(self, step: int, loss: float, norm: float) -> Iterator[Event]:
+    def _numbers(self, step: int, loss: float, norm: float | None) -> Iterator[Event]:
         """Judge a step's loss and norm by those before it."""
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            yield Event("nonfinite", step, step, None, loss if not math.isfinite(loss) else norm, 0.0, "")
+        if wrong := [value for value in (loss, norm) if value is not None and not math.isfinite(value)]:
+            yield Event("nonfinite", step, step, None, wrong[0], 0.0, "")
             return
         if len(self._losses) >= SPIKE_LEAST:
             usual = statistics.median(self._losses)
@@ -196,11 +197,13 @@ class Detector:
                 deviation = _MAD_TO_SIGMA * statistics.median(abs(value - usual) for value in self._losses)
                 if loss > usual + SPIKE_DEVIATIONS * deviation:
                     yield Event("loss_spike", step, step, None, loss, usual, "")
+        if norm is not None and len(self._norms) >= SPIKE_LEAST:
             usual = statistics.median(self._norms)
             if norm > NORM_RATIO * usual > 0:
                 yield Event("gradient_spike", step, step, None, norm, usual, "")
         self._losses.append(loss)
-        self._norms.append(norm)
+        if norm is not None:
+            self._norms.append(norm)
 
     def _failed(self, step: int, num_failed: int) -> Iterator[Event]:
         before, self._num_failed = self._num_failed, num_failed

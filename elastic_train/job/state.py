@@ -188,6 +188,11 @@ class AppliedState:
         return self.reached.step
 
     @property
+    def num_updates(self) -> int:
+        """How many of the applied steps have updated weights."""
+        return self.step - sum(hi - lo for lo, hi in self.reached.skipped_steps) - self.scaler.num_overflows
+
+    @property
     def place(self) -> Place:
         return Place(self.reached.step, self.reached.term)
 
@@ -233,14 +238,16 @@ class AppliedState:
         Clipping, the scaler's decision and what is finite read reduced values only, so every rank decides alike. A step
         whose loss or gradient is not finite leaves weights, moments and buffers alone, unless the configuration keeps
         it; it still counts as applied: its samples are spent. So does one whose fp16 gradients overflowed, which is
-        how a scaler finds its scale, and which counts as finite.
+        how a scaler finds its scale, and which counts as finite until the scale is too small to be the cause.
         """
         if self.config.clip_norm is not None:
             self.shards.clip(self.config.clip_norm, norm)
-        is_finite = math.isfinite(facts.loss) and (bool(norm.isfinite()) or self.scaler.is_enabled())
+        has_norm = bool(norm.isfinite())
+        is_finite = math.isfinite(facts.loss) and (has_norm or self.scaler.is_own_overflow())
         is_skipped = not is_finite and self.config.on_nonfinite != "keep"
-        if not norm.isfinite():
+        if not has_norm:
             self.scaler.note_overflow(self.optimizer)
+            self.scaler.num_overflows += self.scaler.is_enabled() and not is_skipped
         self.pending = None
         if not is_skipped:
             self.scaler.step(self.optimizer)
@@ -281,8 +288,7 @@ def build_state(
         raise ConfigError(f"optimizer.name: '{config.name}' refuses the model's parameters: {error}") from error
     memory = OptimizerMemory(optimizer, names_of(model))
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
-    if config.ema is not None:
-        keep_average(optimizer, config.ema.decay, lambda: scheduler.last_epoch)
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # a first step may leave out its update; torch would warn
     scaler = SharedScaler(device, enabled=is_fp16)
     kind = None if parallel is None or not parallel.has_shares else SHARDED.get(parallel.shards, HeldState)
     units = unit_names(model) if kind is not None else []
@@ -305,7 +311,10 @@ def build_state(
     else:
         assert kind is not None, "no cells, and not whole"
         shards = _make_shards(made, parallel, kind, layout, slots())
-    return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
+    state = AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
+    if config.ema is not None:
+        keep_average(optimizer, config.ema.decay, lambda: state.num_updates)
+    return state
 
 
 def _make_whole(made: MadeWhole, parallel: ParallelConfig | None) -> StateShards:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -287,7 +288,9 @@ class Session:
         if self.page is not None:
             self._show(self.page.facts, sums, norm, seconds)
         if self.watch is not None:
-            self.watch.step(state.step, sums, norm, self.commits.num_failed_in_a_row)
+            is_overflow = not math.isfinite(norm) and state.reached.num_nonfinite == 0
+            num_failed = self.commits.num_failed_in_a_row
+            self.watch.step(state.step, sums, norm, num_failed, is_overflow=is_overflow)
             self.commits.is_asked |= self.watch.take_wanted_commit()
         if self.tracker is not None:
             learning_rate = float(state.scheduler.get_last_lr()[0])

@@ -49,14 +49,18 @@ class Watch:
         self._window, self._detector = PhaseWindow(), Detector(num_lanes, world.mesh.alike)
         self._step, self._at_first_step = 0, at_first_step
 
-    def step(self, step: int, sums: StepSums, norm: float, num_failed_saves: int) -> None:
-        """Take the rows of a step that was applied, and the norm of its gradient; of saves those failed in a row."""
+    def step(self, step: int, sums: StepSums, norm: float, num_failed_saves: int, *, is_overflow: bool = False) -> None:
+        """Take the rows of a step that was applied, and the norm of its gradient; of saves those failed in a row.
+
+        With `is_overflow` the scale of the loss was too large for fp16, which is how it is found.
+        """
         self._window.add(sums.ranks)
         if self._step == 0:
             self._at_first_step()
         self._step = step
         loss = sums.loss / sums.divisor
-        for event in self._detector.step(step, sums.ranks, loss, norm, num_failed_saves, TALLY.read()):
+        usual_norm = None if is_overflow else norm
+        for event in self._detector.step(step, sums.ranks, loss, usual_norm, num_failed_saves, TALLY.read()):
             self.tell(event)
         if self._window.num_steps >= self._every_steps:
             self.say()

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from elastic_train.checkpoint.format.layout import AVERAGE
 
 
-def keep_average(optimizer: Optimizer, decay: float, num_applied: Callable[[], int]) -> None:
+def keep_average(optimizer: Optimizer, decay: float, num_updates: Callable[[], int]) -> None:
     """Update the average of every parameter after each of the optimizer's steps.
 
-    `num_applied` is how many steps of the run were applied before the one that is being applied. A parameter that has
+    `num_updates` is how many of the run's steps have updated weights before the one that does: steps that left out
+    their update do not count, or the first weights would be in the average. A parameter that has
     no average yet begins with its weights before the step, as a share of one does.
     """
     begun: dict[Tensor, Tensor] = {}
@@ -33,7 +34,7 @@ def keep_average(optimizer: Optimizer, decay: float, num_applied: Callable[[], i
         for parameter, weights in begun.items():
             one.state[parameter][AVERAGE] = weights
         begun.clear()
-        _update(one, (1.0 - decay) / (1.0 - decay ** (num_applied() + 1)))
+        _update(one, (1.0 - decay) / (1.0 - decay ** (num_updates() + 1)))
 
     optimizer.register_step_pre_hook(begin)
     optimizer.register_step_post_hook(update)

@@ -71,6 +71,11 @@ def choose(config: OptimizerConfig, device: str = "cpu", *, is_fp16: bool = Fals
     if patterns is not None and not (isinstance(patterns, list) and all(isinstance(one, str) for one in patterns)):
         raise ConfigError(f"optimizer.options.{ADAMW_NAMES}: write a list of patterns, such as ['head.*']")
     _check_options(config.name, kind, options, [ADAMW_NAMES] if patterns is not None else [])
+    if is_fp16 and options.get("fused") and config.ema is not None:
+        raise ConfigError(
+            "optimizer.options.fused: a fused update itself leaves out a step that overflows in fp16, of which "
+            "optimizer.ema would not know: leave out fused, or set precision to bf16"
+        )
     make, names = _maker(config, kind, options, {}), None if patterns is None else tuple(patterns)
     try:
         OptimizerChoice(kind, make, names).tried()

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+
+LEAST_SCALE = 2.0**-14
+"""Down to which an overflow is the scale's: 30 steps in a row from the first one."""
+_OVERFLOWS = "num_overflows"
 
 
 class SharedScaler(GradScaler):
     """torch's scaler, told what it cannot see. What it keeps of a step is private to torch's class and its children,
     as `torch.distributed.fsdp.sharded_grad_scaler` uses it, whose process group ours is not.
     """
+
+    num_overflows = 0
+    """How many steps left out their update to find the scale; saved with it."""
+
+    def is_own_overflow(self) -> bool:
+        """Say whether a gradient that is not finite may be the scale's doing: a gradient that overflows at the least
+        scale would without one.
+        """
+        return self.is_enabled() and self.get_scale() > LEAST_SCALE
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state, _OVERFLOWS: self.num_overflows} if state else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.num_overflows = int(state_dict.get(_OVERFLOWS, 0))
 
     def note_overflow(self, optimizer: Optimizer) -> None:
         """Let the step that was unscaled count as overflowed, wherever it did; nothing where scaling is off."""

@@ -186,6 +186,16 @@ def test_losses_and_norms_are_judged_by_the_steps_before() -> None:
     assert said == expected
 
 
+def test_a_search_for_the_scale_of_fp16_is_no_event_and_no_history() -> None:
+    """Its loss is one as any other; a norm that is no number comes neither before nor among those that are."""
+    detector, events = Detector([1]), list[Event]()
+    for step in range(1, 60):
+        is_search = step < 3 or step % 9 == 0
+        norm = None if is_search else 30.0 if step == 50 else 1.0
+        events += detector.step(step, [QUIET], 9.0 if step == 54 else 2.0, norm)
+    assert [(event.kind, event.step) for event in events] == [("gradient_spike", 50), ("loss_spike", 54)]
+
+
 def test_precision_recall_and_latency_over_drawn_cases() -> None:
     """The benchmark's own figures, over a fifth of its cases."""
     figures = straggler_figures(Effort(True, print))

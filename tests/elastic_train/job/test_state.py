@@ -148,6 +148,42 @@ def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_count
     assert (state.reached.skipped_steps, state.reached.num_nonfinite) == (((1, 3),), 0)
 
 
+@pytest.mark.parametrize("leaves_out", ["overflow", "loss"])
+def test_steps_that_left_out_their_update_do_not_count_in_the_average(leaves_out: str) -> None:
+    """Whether fp16 was looking for its scale or the loss was not finite: initial weights are not in it, nor after a
+    resume among such steps.
+    """
+    config = OptimizerConfig(warmup_steps=0, ema={"decay": 0.9})  # type: ignore[arg-type]
+    state = built(config, is_fp16=leaves_out == "overflow")
+    gradient, loss = (math.inf, 1.0) if leaves_out == "overflow" else (0.25, math.nan)
+    for _ in range(3):
+        facts = StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount(), loss=loss)
+        state.apply(facts, measured(state, gradient))
+    other = built(config, is_fp16=leaves_out == "overflow")
+    other.restore(lambda tree: tree.update(copy.deepcopy(state.shards.held())), state.reached, keeps_rates=True)
+    for one in (state, other):
+        assert (one.step, one.num_updates) == (3, 0)
+        step(one)
+        assert one.num_updates == 1
+        for parameter in one.model.parameters():
+            assert torch.equal(one.optimizer.state[parameter]["ema"], parameter)
+    step(state)
+    step(other)
+    for mine, theirs in zip(state.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(state.optimizer.state[mine]["ema"], other.optimizer.state[theirs]["ema"])
+
+
+def test_gradients_that_overflow_at_any_scale_are_not_finite() -> None:
+    """A scaler that halves its scale for ever would train for ever without an update, and say nothing."""
+    state = built(OptimizerConfig(warmup_steps=0), is_fp16=True)
+    kinds = []
+    for _ in range(34):
+        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), measured(state, math.inf))
+        kinds.append(state.reached.num_nonfinite)
+    assert kinds == [0] * 30 + [1, 2, 3, 4]
+    assert state.reached.skipped_steps == ((30, 34),)
+
+
 @given(models(6), st.sampled_from([0.01, 1.0, 1e30]), st.integers(0, 2**31))
 @settings(max_examples=40, deadline=None)
 def test_clipping_is_by_the_norm_of_the_trained_grains_and_leaves_the_rest_alone(

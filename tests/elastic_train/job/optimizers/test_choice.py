@@ -167,3 +167,10 @@ def has_fma() -> bool:
 def test_what_needs_whole_matrices_is_refused_in_shards(name: str, shards: str) -> None:
     with pytest.raises(ConfigError, match=r"does not update a parameter element by element .*set parallel\.shards to"):
         built(shards, name=name)
+
+
+def test_a_fused_update_that_leaves_out_steps_unseen_is_refused_with_an_average() -> None:
+    config = OptimizerConfig(options={"fused": True}, ema={"decay": 0.9})  # type: ignore[arg-type]
+    choose(config)
+    with pytest.raises(ConfigError, match=r"optimizer\.options\.fused: .*precision to bf16"):
+        choose(config, is_fp16=True)
