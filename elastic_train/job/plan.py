@@ -27,6 +27,7 @@ from elastic_train.data.dataset.training_sources import Source, join, load_sourc
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells
 from elastic_train.job.optimizers.choice import choose
+from elastic_train.job.optimizers.recipe_changes import Recipe
 from elastic_train.job.optimizers.schedule import check_schedule
 from elastic_train.job.plan_facts import describe_offload, describe_pipeline, describe_sources
 from elastic_train.job.sample_streams import Feed
@@ -98,6 +99,7 @@ class Plan:
             model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, config.parallel, plan
         )
         state.compiled = compiled
+        state.keep_recipe(Recipe(config.optimizer, self.total_steps, config.compile))
         if sketch is not None and isinstance(state.shards, GatheredState):
             state.shards.begin_with(self._initial_weights)
         return state

@@ -36,6 +36,7 @@ from elastic_train.job.optimizers.averaging import keep_average
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates, build_groups, describe_groups
+from elastic_train.job.optimizers.recipe_changes import Recipe, read_recipe, say_changes
 from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.sharded.dealt_state import DealtState
 from elastic_train.job.sharded.elementwise import Slots, slots_of
@@ -56,6 +57,9 @@ SHARDED: Mapping[str, type[HeldState]] = {"optimizer": HeldState, "gradients": D
 
 Made = tuple[nn.Module, Optimizer, LambdaLR, SharedScaler]
 """What holds a state: the model, its optimizer, their schedule and the scaler of losses."""
+
+_RECIPE = "recipe"
+"""The attribute of the scheduler that has the recipe."""
 
 MadeWhole = tuple[nn.Module, Optimizer, LambdaLR, SharedScaler, OptimizerMemory, FirstStates]
 """The same with what the optimizer keeps, and begins with, where each parameter is whole or a part of one."""
@@ -175,6 +179,10 @@ class AppliedState:
     reached: Reached = field(default_factory=Reached)
     pending: Pending | None = None
     """The step that is neither applied nor dropped, if any: what is left of a world decides."""
+    recipe: Recipe | None = None
+    """What decides its updates, as a commit keeps it."""
+    changes: str | None = None
+    """What has changed of the recipe since the commit that was restored, in words."""
     compiled: CompiledBlocks | None = None
     """What of the model is compiled, if anything is to be."""
     _first: tuple[dict[str, Any], dict[str, Any]] = field(init=False)
@@ -259,8 +267,17 @@ class AppliedState:
 
     def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
         """Take over what was saved at a place, as `fill` reads it back into what is held; see `StateShards.take`."""
+        vars(self.scheduler).pop(_RECIPE, None)
         self.shards.take(fill, keeps_rates=keeps_rates)
         self.reached = reached
+        if self.recipe is not None:
+            self.changes = say_changes(read_recipe(vars(self.scheduler).get(_RECIPE)), self.recipe, self.step)
+            self.keep_recipe(self.recipe)
+
+    def keep_recipe(self, recipe: Recipe) -> None:
+        """Let commits hold a recipe, with the schedule that it has."""
+        self.recipe = recipe
+        vars(self.scheduler)[_RECIPE] = recipe.to_text()  # torch's scheduler saves its attributes
 
 
 def build_state(

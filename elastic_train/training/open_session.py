@@ -18,6 +18,7 @@ from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import Context, ContextState, context_of
 from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.cells.stage import Stage, stage_of
+from elastic_train.job.optimizers.recipe_changes import say_end_of_rates
 from elastic_train.job.plan import Plan
 from elastic_train.job.reseating.placing import redundancy_of, take_place
 from elastic_train.job.sharded.held_state import HeldState
@@ -45,6 +46,7 @@ from elastic_train.world.restore import restore
 from elastic_train.world.uniformity import check_alike, check_can_be_sharded, differing_kernels
 from elastic_train.world.world import World, enter_world, form_cells
 
+_RATES = "rates"
 log = logging.getLogger(__name__)
 TRIAL_EVERY = 3
 """How many worlds in a row have to end at one step before the next one's samples are tried, and tried again."""
@@ -133,6 +135,7 @@ def _open_in(process: Process, world: World) -> Session:
         f"term {world.term}: {counted(world.group.size, 'rank')}, {counted(plan.num_lanes, 'lane')}, "
         f"{counted(plan.total_steps, 'step')}, {plan.device}"
     )
+    _say_of_rates(process, world)
     if isinstance(state.shards, HeldState):
         world.announce(_redundancy_of(state.shards))
         if state.shards.offload is not None:
@@ -143,6 +146,15 @@ def _open_in(process: Process, world: World) -> Session:
         world.announce(f"{state.compiled}")
     _warn_of_file_system(process, world)
     return session
+
+
+def _say_of_rates(process: Process, world: World) -> None:
+    """Say once where the schedule ends before the job does."""
+    state = process.state
+    said = None if state.recipe is None else say_end_of_rates(state.recipe, state.step)
+    if said is not None and _RATES not in process.warned:
+        process.warned.add(_RATES)
+        world.announce(said)
 
 
 def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage | None:

@@ -87,7 +87,7 @@ class Process:
     totals: PhaseTotals = field(default_factory=PhaseTotals)
     """Of the worlds that it has led."""
     warned: set[str] = field(default_factory=set)
-    """What it has said about the file system of its commits."""
+    """What it has said once, about the file system of its commits and about rates."""
     inspected: list[Inspected] = field(default_factory=list)
     """What came of its part of the rows, once it has had that inspected before the run's first step."""
 

@@ -260,6 +260,8 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
         session.world.group.abandon()
         session.worlds.leave(is_job_done=False)
         return Preempted(f"asked to leave after step {step}; the other members continue")
+    if session.state.compiled is not None and (share := session.state.compiled.describe_share()) is not None:
+        session.world.announce(share)
     digest = session.state.shards.digest(session.world.group)
     result = result_of(session.plan, session.state, outcome.value, digest)
     if outcome is Outcome.DONE and isinstance(session.plan.task, Finishing):

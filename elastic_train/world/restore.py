@@ -151,6 +151,8 @@ def _load_head(plan: Plan, world: World, state: AppliedState, found: _Found) -> 
     assert found.head is not None, "there is a commit to load"
     _load(world.store, found.head, state)
     _say_if_clipping_rounds_otherwise(plan, world, found.head)
+    if state.changes is not None:
+        world.announce(f"{found.head.key} was trained with another configuration: {state.changes}")
 
 
 def _take_members_state(world: World, state: AppliedState, found: _Found) -> _Found:

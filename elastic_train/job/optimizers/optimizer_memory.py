@@ -83,9 +83,9 @@ class OptimizerMemory:
         for place, one in found.items():
             if one.opaque:
                 raise ConfigError(
-                    f"{type(self._optimizer).__name__} keeps {_shown(place)}, which changes as it steps, and a "
-                    f"{one.opaque[0]} there cannot be saved: keep numbers, tensors or containers of them, or set "
-                    "optimizer.name to adamw"
+                    f"optimizer.name: {type(self._optimizer).__name__} keeps {_shown(place)}, which changes as it "
+                    f"steps, and a {one.opaque[0]} there cannot be saved: keep numbers, tensors or containers of them, "
+                    "or set optimizer.name to adamw"
                 )
         if not found:
             return {}

@@ -49,6 +49,7 @@ class CompiledBlocks:
         self._is_learning = False
         self._has_warned = False
         self._seconds = 0.0
+        self._num_calls = self._num_plain = 0
         names = unit_names(model)
         self._num_blocks = len(names)
         for name in names or [""]:
@@ -80,7 +81,9 @@ class CompiledBlocks:
         if self._is_learning:
             self._calls[call] = f"{name}: {', '.join(map(str, call[1:]))}"
             return compiled(*arguments, **named)
+        self._num_calls += 1
         if call not in self._calls:
+            self._num_plain += 1
             self._warn(call)
             return plain(*arguments, **named)
         with torch.compiler.set_stance("fail_on_recompile"):
@@ -108,6 +111,16 @@ class CompiledBlocks:
     def __str__(self) -> str:
         what = counted(self._num_blocks, "block") if self._num_blocks else "the whole model"
         return f"{what} compiled before training, in {self._seconds:.0f} s"
+
+    def describe_share(self) -> str | None:
+        """Say how much of training ran without compiled kernels, None if nothing did."""
+        if not self._num_plain:
+            return None
+        share, left = 100 * self._num_plain / self._num_calls, counted(self._num_plain, "call")
+        return (
+            f"compile: {left} of {self._num_calls} of blocks in training ({share:.1f} %) ran uncompiled on rank 0: "
+            "their shapes are not the first micro-batch's. Bits are equal in each world; steps are slower"
+        )
 
     def described(self) -> list[str]:
         """Return a line for each call that is compiled, the same in processes that compute alike."""

@@ -77,6 +77,7 @@ def test_calls_of_the_first_micro_batch_alone_are_compiled(
         model.eval()(torch.ones(3, 4))
     assert compiled_calls == []
     assert caplog.text.count("has not the shape of the run's first one") == 1
+    assert "6 calls of 6 of blocks in training (100.0 %) ran uncompiled" in str(compiled.describe_share())
     model.train()(torch.zeros(3, 4))
     assert compiled_calls == [(3, 4)] * 2
 
