@@ -89,6 +89,7 @@ class Plan:
         sketch = self._sketch() if may_defer else None
         model = self.task.build_model().to(self.device) if sketch is None else sketch
         check_model(model)
+        make_gradients_dense(model)
         model.train()
         is_fp16 = self.config.precision == "fp16"
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
@@ -192,6 +193,32 @@ def check_model(model: nn.Module) -> None:
             f"the task's model has SyncBatchNorm ({', '.join(found)}), whose statistics depend on the number of ranks: "
             "use BatchNorm, whose running statistics become the mean over a step's lanes"
         )
+
+
+def make_gradients_dense(model: nn.Module) -> None:
+    """Let embeddings leave dense gradients, and refuse whatever else leaves a sparse one in its first backward pass.
+
+    A leaf of the sum over lanes is one addition. Rows of a sparse gradient are added one by one to the sum so far, in
+    which it would show how many lanes a rank has had before.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            _refuse_sparse(name, parameter)
+
+
+def _refuse_sparse(name: str, parameter: Tensor) -> None:
+    def look(gradient: Tensor) -> None:
+        handle.remove()
+        if gradient.is_sparse:
+            raise ConfigError(
+                f"the task's model leaves a sparse gradient of '{name}', and here gradients are dense, summed over all "
+                "lanes: call torch.nn.functional.embedding without sparse=True"
+            )
+
+    handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
 
 
 def make_plan(config: Config) -> Plan:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 from elastic_train.checkpoint import CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import Best
@@ -16,7 +17,7 @@ from elastic_train.config.schema import Config, TaskConfig
 from elastic_train.core.order import VERSION
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
 from elastic_train.job import plan as plan_module
-from elastic_train.job.plan import Plan, check_can_be_in_cells, make_plan
+from elastic_train.job.plan import Plan, check_can_be_in_cells, make_gradients_dense, make_plan
 from elastic_train.tasks.task import load_task
 
 in_one_process = pytest.mark.xdist_group("torchmetrics")  # to ask the task for its metrics imports it, for two seconds
@@ -166,3 +167,29 @@ def test_a_node_has_room_for_a_stage(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_workers))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_can_be_in_cells(config, torch.device("cpu"))
+
+
+class Looked(nn.Module):
+    """Looks up rows with gradients that are sparse by torch's own function, or by its module."""
+
+    def __init__(self, *, is_module: bool) -> None:
+        super().__init__()
+        self.rows, self.is_module = nn.Embedding(5, 3, sparse=True), is_module
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.rows(ids) if self.is_module else nn.functional.embedding(ids, self.rows.weight, sparse=True)
+
+
+def test_sparse_gradients_are_dense_or_refused_in_the_first_backward_pass() -> None:
+    """Rows that are added to a sum of lanes one by one round otherwise than a leaf: ranks would show in the bits."""
+    ids = torch.tensor([1, 1, 4])
+    for is_module in (True, False):
+        model = Looked(is_module=is_module)
+        make_gradients_dense(model)
+        if is_module:
+            model(ids).sum().backward()
+            assert model.rows.weight.grad is not None and not model.rows.weight.grad.is_sparse
+        else:
+            with pytest.raises(ConfigError, match=r"a sparse gradient of 'rows.weight'.*without sparse=True"):
+                model(ids).sum().backward()
+        assert not model.rows.weight._backward_hooks
