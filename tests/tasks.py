@@ -178,6 +178,14 @@ class Poisoned(TextClassifier):
         return replace(loss, total=loss.total * torch.nan)
 
 
+class Untargeted(TextClassifier):
+    """A classifier no row of which has a target."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        loss = super().loss(model, batch)
+        return replace(loss, total=0.0 * loss.total, weight=0.0)
+
+
 class Uninspectable(TextClassifier):
     """Has a row that ends every process that inspects it."""
 

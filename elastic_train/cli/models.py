@@ -105,6 +105,8 @@ def evaluate(
     values = evaluate_trained(trained)
     if is_json:
         return print_json({"commit": trained.record.key, "step": trained.record.step, "data": data, "metrics": values})
-    num_samples = int(values.pop("samples"))
-    shown = "\n".join(f"{name} {value:.6g}" for name, value in values.items())
+    num_samples = int(values.pop("samples") or 0)
+    shown = "\n".join(
+        f"{name} is no number" if value is None else f"{name} {value:.6g}" for name, value in values.items()
+    )
     return print_text(f"{trained.record.key} over {counted(num_samples, 'sample')} of {data}\n{shown}")

@@ -87,12 +87,13 @@ class Detector:
         self,
         step: int,
         ranks: Sequence[RankFacts],
-        loss: float,
+        loss: float | None,
         norm: float | None,
         num_failed_saves: int = 0,
         etcd: Answers | None = None,
     ) -> list[Event]:
-        """Return what begins and ends to be wrong with a step; `loss` is the mean, of saves those failed in a row.
+        """Return what begins and ends to be wrong with a step; `loss` is the mean, None without a target, and
+        `num_failed_saves` counts those in a row.
 
         There is no `norm` where a scaler of fp16 was looking for its scale.
         `etcd` are all of this process's requests until now.
@@ -186,10 +187,12 @@ class Detector:
             measured = (100 * share, 100 * ETCD_SHARE, " %") if kind == "silent_etcd" else (seconds, ETCD_S, " s")
             yield Event(kind, step, standing.since, None, *measured)
 
-    def _numbers(self, step: int, loss: float, norm: float | None) -> Iterator[Event]:
+    def _numbers(self, step: int, loss: float | None, norm: float | None) -> Iterator[Event]:
         """Judge a step's loss and norm by those before it."""
-        if wrong := [value for value in (loss, norm) if value is not None and not math.isfinite(value)]:
+        wrong = [value for value in (loss, norm) if value is not None and not math.isfinite(value)]
+        if wrong:
             yield Event("nonfinite", step, step, None, wrong[0], 0.0, "")
+        if wrong or loss is None:
             return
         if len(self._losses) >= SPIKE_LEAST:
             usual = statistics.median(self._losses)

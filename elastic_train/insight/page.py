@@ -7,6 +7,7 @@ page and nothing else. The page ends with its process.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,12 +72,13 @@ class Facts:
         self.num_worlds += 1
         self.is_recovering = self.last_step_at > 0
 
-    def add_step(self, step: int, loss: float, norm: float, seconds: float, num_samples: int) -> None:
+    def add_step(self, step: int, loss: float | None, norm: float, seconds: float, num_samples: int) -> None:
         """A step was applied; the first of a world ends a recovery, unless the process has just begun."""
         now = time.time()
         if self.is_recovering:
             self.recovery_s, self.is_recovering = now - self.last_step_at, False
-        self.step, self.loss, self.gradient_norm, self.step_s = step, loss, norm, seconds
+        self.step, self.gradient_norm, self.step_s = step, norm, seconds
+        self.loss = math.nan if loss is None else loss
         self.samples_per_s = num_samples / seconds if seconds else 0.0
         self.last_step_at = now
 

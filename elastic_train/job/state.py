@@ -85,6 +85,8 @@ class StepFacts:
     loss: float = 0.0
     is_fast: bool = False
     sources: tuple[CoverageSums, ...] = ()
+    has_target: bool = True
+    """Whether a sample has a target; else a step without a gradient changes nothing, by decay or momentum either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,10 @@ class Reached:
     """How far a state has come: its place in the data, the terms that applied its steps, what it was last worth.
 
     `fast_steps` and `skipped_steps` are half-open ranges of the steps, counted from 0, whose rounding depended on the
-    world, and those whose update was left out because loss or gradient was not finite. `num_nonfinite` counts the
-    newest steps in a row that were not finite. `norm` is that of the last step's gradient, where it is known.
-    `improvement` is what early stopping goes by. `sources` are the coverage sums of each source of a mixture, over the
-    source's own ids.
+    world, and those whose update was left out: loss or gradient was not finite, or no sample had a target.
+    `num_nonfinite` counts the newest steps in a row that were not finite. `norm` is that of the last step's gradient,
+    where it is known. `improvement` is what early stopping goes by. `sources` are the coverage sums of each source of a
+    mixture, over the source's own ids.
     """
 
     step: int = 0
@@ -246,13 +248,15 @@ class AppliedState:
         Clipping, the scaler's decision and what is finite read reduced values only, so every rank decides alike. A step
         whose loss or gradient is not finite leaves weights, moments and buffers alone, unless the configuration keeps
         it; it still counts as applied: its samples are spent. So does one whose fp16 gradients overflowed, which is
-        how a scaler finds its scale, and which counts as finite until the scale is too small to be the cause.
+        how a scaler finds its scale, and which counts as finite until the scale is too small to be the cause. A step
+        without target and gradient is left out, too.
         """
         if self.config.clip_norm is not None:
             self.shards.clip(self.config.clip_norm, norm)
         has_norm = bool(norm.isfinite())
         is_finite = math.isfinite(facts.loss) and (has_norm or self.scaler.is_own_overflow())
-        is_skipped = not is_finite and self.config.on_nonfinite != "keep"
+        is_empty = not facts.has_target and float(norm) == 0.0
+        is_skipped = is_empty or (not is_finite and self.config.on_nonfinite != "keep")
         if not has_norm:
             self.scaler.note_overflow(self.optimizer)
             self.scaler.num_overflows += self.scaler.is_enabled() and not is_skipped
@@ -261,7 +265,8 @@ class AppliedState:
             self.scaler.step(self.optimizer)
             for buffer, value in facts.buffers:
                 buffer.copy_(value)
-        self.scaler.update()
+        if not is_empty:
+            self.scaler.update()
         self.scheduler.step()
         self.reached = self.reached.advance(facts, float(norm), is_finite=is_finite, is_skipped=is_skipped)
 

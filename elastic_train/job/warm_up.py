@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,11 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CALLS
-from elastic_train.tasks.task import Batch, LaneLoss, Sequencing
+from elastic_train.tasks.preparing import try_metrics
+from elastic_train.tasks.task import Batch, LaneLoss, Sequencing, weight_of
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 def warm_up(plan: Plan, state: AppliedState) -> None:
@@ -29,7 +34,8 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
     step that needs it, which says what to do; but where the model is compiled, which is for the shape of the run's
     first micro-batch, DataError or StorageError is raised. Without weights nothing is computed.
     """
-    plan.task.metrics()
+    metrics = plan.task.metrics()
+    try_metrics(metrics, None)
     try:
         [[batch]] = plan.feed.training(plan.order, range(1), Cursor(), num_steps=1)
     except (DataError, StorageError):
@@ -47,7 +53,20 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
         return
     devices = [plan.device] if plan.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _unchanged(state.model), state.shards.recording(), _compiling(state):
-        run_once(plan, state.model, batch, step=0)
+        loss = run_once(plan, state.model, batch, step=0)
+        if loss is not None and plan.config.data.validation is not None:
+            _try_metrics(plan, metrics, loss)
+
+
+def _try_metrics(plan: Plan, metrics: Mapping[str, Metric], loss: LaneLoss) -> None:
+    """Refuse metrics that the first validation could not compute of predictions such as a loss's."""
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")  # as in a validation
+    try:
+        with torch.no_grad():
+            try_metrics({name: metric.to(plan.device) for name, metric in metrics.items()}, loss)
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 @contextlib.contextmanager
@@ -61,15 +80,17 @@ def _compiling(state: AppliedState) -> Iterator[None]:
     state.outline = {**state.outline, CALLS: state.compiled.described()}
 
 
-def run_once(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> None:
+def run_once(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> LaneLoss | None:
     """Run forward and backward of one micro-batch as a step does, outside of any world; nothing without samples."""
     if batch.tensors is None:
-        return
+        return None
     seed_generators(lane_seed(plan.config.run.seed, step, batch.lane))
     tensors = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
     with plan.autocast():
         loss = _loss_alone(plan, model, tensors)
+    weight_of(loss)
     torch.autograd.backward(loss.total)
+    return loss
 
 
 def _loss_alone(plan: Plan, model: nn.Module, tensors: Batch) -> LaneLoss:

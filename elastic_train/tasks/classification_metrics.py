@@ -1,4 +1,4 @@
-"""Validation metrics whose states are integer counts, so that they add up exactly over any world.
+"""Validation metrics whose states are integers, so that any world computes the same values.
 
 A separate module because torchmetrics takes over a second to import, which a validation can wait for and a
 recovery should not.
@@ -9,16 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from elastic_train.tasks.metric_library import (
-    BinaryAUROC,
-    BinaryF1Score,
-    Metric,
-    MulticlassAUROC,
-    MulticlassF1Score,
-)
+from elastic_train.tasks.metric_library import BinaryF1Score, Metric, MulticlassF1Score
 
-_THRESHOLDS = 200  # a curve over all predictions would keep floats; a binned one counts
 _BINS, _UNIT = 15, 1 << 30
+_MOST_ROWS = 1 << 21
+"""Distinct scores, over all classes, up to which an area is exact: 64 MB. Of more, close ones become equal."""
+_CLASS, _KEY = 0, 1
 
 
 class PositiveF1(BinaryF1Score):
@@ -28,11 +24,98 @@ class PositiveF1(BinaryF1Score):
         super().update(preds[:, 1], target)
 
 
-class PositiveAUROC(BinaryAUROC):
-    """Area under the curve of class 1, from (batch, 2) probabilities."""
+class AreaUnderCurve(Metric):
+    """Mean area under the ROC curve of each class against the rest; for two classes, that of class 1.
+
+    The state is a table of integers: class, score, and how many targets with this score are of other classes, and of
+    this one. A score is the ordered bits of its double, so areas are scikit-learn's, ties and saturated scores
+    included. A longer table than `most_rows` drops the fewest low bits of all scores that shorten it enough. A part of
+    the samples never drops more bits than all of them, so the result is the same for any division among ranks.
+
+    Classes without a sample are left out of the mean, and `remark` names them. The value is NaN if a score is NaN, or
+    no class has both kinds of samples.
+    """
+
+    higher_is_better = True
+    is_differentiable = False
+    full_state_update = False
+    rows: list[Tensor]
+
+    def __init__(self, num_classes: int, *, most_rows: int = _MOST_ROWS) -> None:
+        super().__init__()
+        self._classes = [1] if num_classes == 2 else list(range(num_classes))
+        self._most_rows, self._num_new = most_rows, 0
+        self.remark: str | None = None
+        self.add_state("rows", [], dist_reduce_fx="cat")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        super().update(preds[:, 1], target)
+        classes = torch.tensor(self._classes, device=preds.device)
+        scores = preds.double()[:, self._classes]
+        is_of_class = (target[:, None] == classes).long()
+        number = classes.expand_as(scores).masked_fill(scores.isnan(), -1)
+        columns = (number, _ordered(scores), 1 - is_of_class, is_of_class)
+        self.rows.append(torch.stack([column.reshape(-1) for column in columns], dim=1))
+        self._num_new += scores.numel()
+        if self._num_new >= self._most_rows:
+            self.rows, self._num_new = [_merged(torch.cat(self.rows), self._most_rows)], 0
+
+    def compute(self) -> Tensor:
+        undefined = torch.tensor(torch.nan, dtype=torch.float64)
+        table = self.rows if isinstance(self.rows, Tensor) else torch.cat([_NO_ROWS, *(row.cpu() for row in self.rows)])
+        rows = _merged(table.cpu(), self._most_rows)
+        if not len(rows) or bool((rows[:, _CLASS] < 0).any()):
+            return undefined
+        areas, absent = [], []
+        for number in self._classes:
+            others, own = rows[rows[:, _CLASS] == number, 2:].T
+            num_others, num_own = int(others.sum()), int(own.sum())
+            if not num_own:
+                absent.append(number)
+            if num_own and num_others:
+                pairs = int((own * (2 * (others.cumsum(0) - others) + others)).sum())
+                areas.append(pairs / (2 * num_own * num_others))
+        if absent and len(self._classes) > 1:
+            self.remark = f"the mean is over other classes than {absent}, which have no sample"
+        return torch.tensor(sum(areas) / len(areas), dtype=torch.float64) if areas else undefined
+
+
+_NO_ROWS = torch.zeros((0, 4), dtype=torch.int64)
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """Return integers that are ordered as the scores are, and equal where they are equal."""
+    bits = (scores + 0.0).view(torch.int64)  # -0.0 becomes 0.0
+    return torch.where(bits < 0, bits ^ torch.iinfo(torch.int64).max, bits)
+
+
+def _merged(rows: Tensor, most: int) -> Tensor:
+    """Return a table with one row for each class and score, sorted by them, of about `most` rows at most."""
+    for column in (_KEY, _CLASS):
+        rows = rows[rows[:, column].argsort(stable=True)]
+    rows = _added(rows)
+    if len(rows) <= most:
+        return rows
+    lo, hi = 0, 63
+    while hi - lo > 1:
+        middle = (lo + hi) // 2
+        lo, hi = (lo, middle) if int(_begins(rows, middle).sum()) <= most else (middle, hi)
+    rows[:, _KEY] = (rows[:, _KEY] >> hi) << hi
+    return _added(rows)
+
+
+def _added(rows: Tensor) -> Tensor:
+    """Add up the counts of neighbours with one class and score."""
+    begins = _begins(rows, 0)
+    counts = rows.new_zeros((int(begins.sum()), 2)).index_add_(0, begins.cumsum(0) - 1, rows[:, 2:])
+    return torch.cat([rows[begins, :2], counts], dim=1)
+
+
+def _begins(rows: Tensor, shift: int) -> Tensor:
+    """Say which rows of a sorted table differ from the one before in class, or in score without its low bits."""
+    begins = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    keys, classes = rows[:, _KEY] >> shift, rows[:, _CLASS]
+    begins[1:] = (keys[1:] != keys[:-1]) | (classes[1:] != classes[:-1])
+    return begins
 
 
 class CalibrationError(Metric):
@@ -62,12 +145,12 @@ class CalibrationError(Metric):
 
     def compute(self) -> Tensor:
         gaps = (self.correct.double() - self.confidence.double() / _UNIT).abs()
-        return gaps.sum() / self.count.sum().clamp(min=1)
+        return gaps.sum() / self.count.sum()  # NaN without a sample
 
 
 def classification_metrics(num_classes: int) -> dict[str, Metric]:
     """Return macro-F1 and AUC, and for two classes the positive class's F1; fed with (batch, classes) probabilities."""
     metrics: dict[str, Metric] = {"macro_f1": MulticlassF1Score(num_classes, average="macro")}
     if num_classes == 2:
-        return {**metrics, "f1": PositiveF1(), "auc": PositiveAUROC(thresholds=_THRESHOLDS)}
-    return {**metrics, "auc": MulticlassAUROC(num_classes, average="macro", thresholds=_THRESHOLDS)}
+        metrics["f1"] = PositiveF1()
+    return {**metrics, "auc": AreaUnderCurve(num_classes)}

@@ -6,14 +6,20 @@ in, and what a task chooses by what it finds, such as the columns of packed docu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from elastic_train.config.schema import TaskConfig
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import check_columns
 from elastic_train.data.dataset.training_sources import Source
-from elastic_train.errors import DataError
-from elastic_train.tasks.task import Matching, Task, load_task
+from elastic_train.errors import ConfigError, DataError
+from elastic_train.tasks.task import LaneLoss, Matching, Task, load_task
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 def prepare(task: Task, config: TaskConfig, manifest: Manifest, sources: Sequence[Source]) -> None:
@@ -52,3 +58,50 @@ def _check_read_alike(manifest: Manifest, mine: list[str], first: Manifest, thei
                 f"{manifest.url}: column '{name}' is {manifest.columns[name]}, in {first.url} it is "
                 f"{first.columns[name]}: sources of a mixture have one type for each column; write one of them again"
             )
+
+
+def check_states(name: str, metric: Metric) -> None:
+    """Refuse a metric whose states any world could not put together to the same bits."""
+    lists = [state for state, value in metric.metric_state.items() if isinstance(value, list)]
+    for state, value in metric.metric_state.items():
+        parts = value if isinstance(value, list) else [value]
+        is_whole = all(isinstance(part, Tensor) and not part.is_floating_point() for part in parts)
+        if not is_whole or len(lists) > 1 or isinstance(metric._defaults[state], list) != isinstance(value, list):
+            raise ConfigError(
+                f"task.path: metric '{name}': state '{state}' is not an integer count, of which any world adds up the "
+                "same: give the metric `thresholds`, or count in tensors of integers (one list of such rows is allowed)"
+            )
+        reduction = getattr(metric._reductions.get(state), "__name__", None)
+        if reduction != ("dim_zero_cat" if lists and state in lists else "dim_zero_sum"):
+            raise ConfigError(
+                f"task.path: metric '{name}': state '{state}' must be added with dist_reduce_fx 'sum', or 'cat' for a "
+                "list of rows of integers"
+            )
+
+
+def value_of(name: str, metric: Metric) -> float:
+    """Compute a metric; ConfigError if that is no single number."""
+    value = metric.compute()
+    if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ConfigError(
+            f"task.path: metric '{name}' gives {found}, not one number: have it averaged (average='macro'), or return "
+            "a metric for each of its numbers"
+        )
+    return float(value)
+
+
+def try_metrics(metrics: Mapping[str, Metric], loss: LaneLoss | None) -> None:
+    """Refuse metrics that no validation could compute: by their states, and by what they make of a loss, if given."""
+    for name, metric in metrics.items():
+        check_states(name, metric)
+        if loss is None or loss.predictions is None:
+            continue
+        try:
+            metric.update(loss.predictions.detach(), loss.targets)
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            raise ConfigError(
+                f"task.path: metric '{name}' refuses the predictions and targets that `loss` returns: {error}"
+            ) from error
+        check_states(name, metric)
+        value_of(name, metric)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,14 +37,31 @@ class LaneLoss:
     """The loss of one micro-batch.
 
     `total` is the *sum* over samples (or tokens), a scalar; `weight` is what the step's sum of totals is divided by,
-    summed over all lanes (a count of samples, of tokens, a sum of class weights); all weights 0 means: do not divide.
-    `predictions` and `targets` feed the metrics; shapes are the metrics' own.
+    summed over all lanes (a count of samples, of tokens, a sum of class weights); None, in all lanes, for not to
+    divide. Weights that add up to 0 say that there is no target, and then the loss is no number. `predictions` and
+    `targets` feed the metrics; shapes are the metrics' own.
     """
 
     total: Tensor
-    weight: float
+    weight: float | None
     predictions: Tensor | None = None
     targets: Tensor | None = None
+
+
+def weight_of(loss: LaneLoss) -> float:
+    """Return a loss's weight, NaN for not to divide; ConfigError if it is none."""
+    if loss.weight is None:
+        return math.nan
+    if not 0.0 <= loss.weight < math.inf:
+        raise ConfigError(f"task.path: `loss` returns the weight {loss.weight}: it must be a number of at least 0")
+    return loss.weight
+
+
+def mean_loss(total: float, weight: float) -> float | None:
+    """Return the loss of lanes whose weights (`weight_of`) add up to this; None if they have no target."""
+    if math.isnan(weight):
+        return total
+    return None if weight == 0.0 else total / weight
 
 
 class Task(Protocol):
@@ -79,7 +97,11 @@ class Task(Protocol):
         """Compute the summed loss of one micro-batch."""
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Return fresh validation metrics whose states are summed integers (counts), so that any world agrees."""
+        """Return fresh validation metrics, each of one number, whose states any world puts together to the same bits.
+
+        States are tensors of integers that are summed, or one list of tensors whose rows of integers are put in order.
+        A metric's `remark` is told with its value.
+        """
 
 
 @runtime_checkable
@@ -414,4 +436,6 @@ __all__ = [
     "TensorPlan",
     "Tokenizer",
     "load_task",
+    "mean_loss",
+    "weight_of",
 ]

@@ -114,7 +114,7 @@ class History:
         num_samples: int,
         num_left_out: int = 0,
         world: int,
-        loss: float,
+        loss: float | None,
         standing: Standing = "settled",
         place: int | None = None,
     ) -> None:

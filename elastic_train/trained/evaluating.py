@@ -25,7 +25,7 @@ class Alone:
         return self.group
 
 
-def evaluate_trained(trained: Trained) -> dict[str, float]:
+def evaluate_trained(trained: Trained) -> dict[str, float | None]:
     """Return loss, number of samples and the task's metrics over the validation set that it was opened with."""
     plan, state = trained.plan, trained.state
     make_repeatable(plan.config)

@@ -1,13 +1,17 @@
 """Validation over all ranks: each sample once, and the same numbers, to the last bit, at any world size.
 
 The validation set is cut into the run's lanes in file order. Losses are summed by lane and then along the lanes' tree;
-metric states are integer counts, which add up exactly.
+metric states are integers: counts, which add up exactly, or lists of rows, which are put in order.
+
+A value without a target to judge by is no number, None: it is not best, and no early stopping goes by it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,15 +19,19 @@ from torch import Tensor, nn
 
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.errors import ConfigError
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import gather_tables, tree_sum
-from elastic_train.tasks.task import OWN_VALUES, LaneLoss, Task
+from elastic_train.tasks.preparing import check_states, value_of
+from elastic_train.tasks.task import OWN_VALUES, LaneLoss, Task, mean_loss, weight_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+log = logging.getLogger(__name__)
+Judged = tuple[float, str | None]
+"""The value of a metric, and what is to be said of it."""
 
 
 class Ranks(Protocol):
@@ -52,8 +60,12 @@ def evaluate(
     num_lanes: int,
     device: torch.device,
     stage: Stage | None = None,
-) -> dict[str, float]:
+    remark: Callable[[str], None] = log.warning,
+) -> dict[str, float | None]:
     """Return {"loss": ..., "samples": ..., metric: ...} over the whole validation set, equal on every rank.
+
+    Without a target, loss and metrics are None; so is a metric that is undefined though the loss is a number. `remark`
+    gets a sentence for each. A metric is NaN where predictions are.
 
     In a pipeline the last stage alone learns of losses, and tells the others what they come to.
     """
@@ -64,22 +76,40 @@ def evaluate(
     try:
         turns = shards.turns(world.owners, (batch for step in steps for batch in step))
         for batch, loss in _losses(task, model, turns, device) if stage is None else stage.losses(turns, device):
-            row = sums.setdefault(batch.lane, [0.0, 0.0, 0.0])
+            row = sums.setdefault(batch.lane, [0.0, 0.0, 0.0, 0.0])
             if loss is None:
                 continue
             row[0] += float(loss.total.detach())
-            row[1] += loss.weight
+            row[1] += weight_of(loss)
             row[2] += len(batch.ids)
+            row[3] += _has_nan(loss.predictions)
             with _plain_kernels():
                 for metric in metrics.values():
                     metric.update(loss.predictions, loss.targets)
     finally:
         model.train(was_training)
     table = gather_tables(world.group, world.mesh, world.mesh.assigned(num_lanes), sums).lanes
-    total, weight, samples = (tree_sum([row[place] for row in table]) for place in range(3))
-    own = dict(zip(OWN_VALUES, (total / (weight or 1.0), samples), strict=True))
-    values = _merge(metrics, world.owners)
-    return {**own, **(values if stage is None else _told(world, values))}
+    total, weight, samples, num_nan = (tree_sum([row[place] for row in table]) for place in range(4))
+    mean = mean_loss(total, weight)
+    judged = _merge(metrics, world.owners, is_nan=num_nan > 0)
+    if stage is not None:
+        judged = _told(world, judged)
+    if mean is None:
+        remark("no sample of the validation set has a target: its loss and metrics are no numbers, and decide nothing")
+        return {**dict(zip(OWN_VALUES, (None, samples), strict=True)), **dict.fromkeys(judged)}
+    found: dict[str, float | None] = dict(zip(OWN_VALUES, (mean, samples), strict=True))
+    for name, (value, text) in judged.items():
+        found[name] = value
+        if math.isnan(value) and not num_nan and math.isfinite(mean):
+            remark(f"the metric '{name}' is undefined for the targets of the validation set: it decides nothing")
+            found[name] = None
+        elif text is not None:
+            remark(f"the metric '{name}': {text}")
+    return found
+
+
+def _has_nan(predictions: Tensor | None) -> bool:
+    return predictions is not None and predictions.is_floating_point() and bool(predictions.isnan().any())
 
 
 def _losses(
@@ -91,11 +121,11 @@ def _losses(
         yield batch, None if tensors is None else task.loss(model, {name: t.to(device) for name, t in tensors.items()})
 
 
-def _told(world: Ranks, values: dict[str, float]) -> dict[str, float]:
+def _told(world: Ranks, judged: dict[str, Judged]) -> dict[str, Judged]:
     """Return what the rank has found that knows of its cell's losses."""
     first = world.mesh.replica * world.mesh.cell.size
-    told = world.group.all_gather_objects(values)
-    found: dict[str, float] = told[first + world.mesh.cell.speaker]
+    told = world.group.all_gather_objects(judged)
+    found: dict[str, Judged] = told[first + world.mesh.cell.speaker]
     return found
 
 
@@ -110,16 +140,31 @@ def _plain_kernels() -> Iterator[None]:
         torch.set_deterministic_debug_mode(mode)
 
 
-def _merge(metrics: Mapping[str, Metric], owners: Group) -> dict[str, float]:
-    """Sum the metrics' states over the owners of lanes and compute their values."""
-    values: dict[str, float] = {}
+def _merge(metrics: Mapping[str, Metric], owners: Group, *, is_nan: bool) -> dict[str, Judged]:
+    """Put the metrics' states of all owners of lanes together and compute their values; NaN if predictions are."""
+    judged: dict[str, Judged] = {}
     for name, metric in metrics.items():
+        check_states(name, metric)
         for state_name, state in metric.metric_state.items():
-            if not isinstance(state, Tensor) or state.is_floating_point():
-                raise ConfigError(
-                    f"metric '{name}': state '{state_name}' is not an integer count; give the metric thresholds"
-                )
-            owners.all_reduce(state)
-            setattr(metric, state_name, state)
-        values[name] = float(metric.compute())
-    return values
+            if isinstance(state, Tensor):
+                owners.all_reduce(state)
+            setattr(metric, state_name, state if isinstance(state, Tensor) else [_all_rows(state, owners)])
+        judged[name] = (math.nan, None) if is_nan else (value_of(name, metric), getattr(metric, "remark", None))
+    return judged
+
+
+def _all_rows(parts: Sequence[Tensor], owners: Group) -> Tensor:
+    """Return the rows that all owners have, in ascending order, whoever has which."""
+    own = torch.cat([part.cpu().long() for part in parts]) if parts else torch.zeros(0, dtype=torch.int64)
+    shapes = owners.all_gather_objects(list(own.shape))
+    longest = max(shapes, key=lambda shape: (len(shape), shape))
+    room = torch.zeros([max(1, longest[0]), *longest[1:]], dtype=torch.int64)
+    if own.numel():
+        room[: len(own)] = own
+    gathered = owners.all_gather(room)
+    rows = torch.cat([part[: shape[0]] for part, shape in zip(gathered, shapes, strict=True)])
+    if rows.dim() == 1:
+        return rows.sort().values
+    for column in reversed(range(rows[0].numel() if len(rows) else 0)):
+        rows = rows[rows.flatten(1)[:, column].argsort(stable=True)]
+    return rows

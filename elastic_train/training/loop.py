@@ -118,6 +118,7 @@ def _apply(session: Session, lanes: Sequence[LaneBatch], computed: Computed, sta
         report_nonfinite(session, lanes, sums, float(norm))
     if lost is not None:
         raise lost
+    session.note_targets(sums)
     state.shards.refresh(session.world.group)
 
 
@@ -127,7 +128,9 @@ def _facts_of(session: Session, computed: Computed) -> StepFacts:
     cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
     account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
     is_fast, term = session.reduction == "fast", session.world.term
-    return StepFacts(cursor, sums.coverage, term, account, computed.buffers, sums.loss, is_fast, sums.sources)
+    has_target = sums.mean is not None or not sums.coverage.count
+    buffers, loss = computed.buffers, sums.loss
+    return StepFacts(cursor, sums.coverage, term, account, buffers, loss, is_fast, sums.sources, has_target)
 
 
 def _check_ends(session: Session, facts: StepFacts) -> None:

@@ -27,9 +27,8 @@ def report_nonfinite(session: Session, lanes: Sequence[LaneBatch], sums: StepSum
     if state.reached.num_nonfinite == 1:
         where = f"lanes {list(sums.nonfinite_lanes)}" if sums.nonfinite_lanes else "no lane alone"
         what = "used all the same" if config.on_nonfinite == "keep" else "left out"
-        mean = sums.loss / sums.divisor
         session.world.announce(
-            f"step {state.step}: loss {mean}, gradient norm {norm}, by {where}; its update is {what}"
+            f"step {state.step}: loss {sums.mean}, gradient norm {norm}, by {where}; its update is {what}"
         )
         session.commits.pin_newest()
     if config.on_nonfinite == "fail" and state.reached.num_nonfinite >= config.nonfinite_limit:

@@ -36,6 +36,7 @@ from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.system.wording import counted
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import Standing
 from elastic_train.tracking.progress import Status
@@ -131,6 +132,10 @@ class Session:
     memory: MemoryWatch | None = None
     lane: int | None = None
     """The lane that is being computed."""
+    num_untargeted: int = 0
+    """Steps of this session of which no sample has a target."""
+    remarks: set[str] = field(default_factory=set)
+    """What was said of the validation set."""
 
     @property
     def lanes(self) -> range:
@@ -263,7 +268,7 @@ class Session:
 
     def record_step(self, sums: StepSums, norm: float, seconds: float, *, standing: Standing) -> None:
         """Write the step that was just applied, or is pending, to the history; to tracker and progress on rank 0."""
-        state, loss, rate = self.state, sums.loss / sums.divisor, sums.coverage.count / seconds
+        state, loss, rate = self.state, sums.mean, sums.coverage.count / seconds
         done = state.step - (standing != "pending")
         before = self.plan.order.cursor_at(done, self.plan.micro_batch)
         self.world.history.step(
@@ -294,7 +299,9 @@ class Session:
             self.commits.is_asked |= self.watch.take_wanted_commit()
         if self.tracker is not None:
             learning_rate = float(state.scheduler.get_last_lr()[0])
-            values = {"train/loss": loss, "train/gradient_norm": norm, "train/learning_rate": learning_rate}
+            values = {"train/gradient_norm": norm, "train/learning_rate": learning_rate}
+            if loss is not None:
+                values["train/loss"] = loss
             account = state.reached.account
             counts = {"train/left_out": account.left_out, "train/truncated": account.truncated}
             values |= {name: count for name, count in counts.items() if count}
@@ -320,7 +327,7 @@ class Session:
 
     def _show(self, facts: Facts, sums: StepSums, norm: float, seconds: float) -> None:
         """Put the step that was just applied on the node's page."""
-        facts.add_step(self.state.step, sums.loss / sums.divisor, norm, seconds, sums.coverage.count)
+        facts.add_step(self.state.step, sums.mean, norm, seconds, sums.coverage.count)
         facts.add_row(sums.ranks[self.world.group.rank])
         facts.samples_left_out = self.state.reached.account.left_out
         if self.watch is not None:
@@ -352,19 +359,43 @@ class Session:
                 self.plan.num_lanes,
                 self.plan.device,
                 self.stage,
+                self._remark,
             )
         self._note(values)
         if self.tracker is not None:
             better = {"loss": False, **higher}
             self.tracker.log(
                 self.state.step,
-                {f"validation/{name}": value for name, value in values.items()},
+                {f"validation/{name}": value for name, value in values.items() if value is not None},
                 {f"validation/{name}": is_so for name, is_so in better.items() if is_so is not None},
             )
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "samples")
+        shown = ", ".join(
+            f"{name} is no number" if value is None else f"{name} {value:.4f}"
+            for name, value in values.items()
+            if name != "samples"
+        )
         self.world.announce(f"validation at step {self.state.step}: {shown}")
 
-    def _note(self, values: Mapping[str, float]) -> None:
+    def _remark(self, text: str) -> None:
+        """Say once what is wrong with the validation set."""
+        if text not in self.remarks:
+            self.remarks.add(text)
+            self.world.announce(f"WARNING: data.validation {self.plan.config.data.validation}: {text}")
+
+    def note_targets(self, sums: StepSums) -> None:
+        """Say that no sample of the step that was applied has a target: the first time, and after every tenfold."""
+        if sums.mean is not None or not sums.coverage.count:
+            return
+        self.num_untargeted += 1
+        if self.num_untargeted in (10**power for power in range(10)):
+            self.world.announce(
+                f"WARNING: step {self.state.step}: no sample of it has a target, in data.train "
+                f"{', '.join(self.plan.config.data.sources)} ({counted(self.num_untargeted, 'such step')} so far): its "
+                "loss is no number, and nothing is learned from it; check labels and masks, or leave such rows out "
+                "(a loss that is not to be divided has the weight None)"
+            )
+
+    def _note(self, values: Mapping[str, float | None]) -> None:
         """Keep what a validation has found, and say so if training ends by it."""
         stopping, reached = self.plan.config.validation.early_stopping, self.state.reached
         improvement = improvement_for(stopping, reached.improvement)

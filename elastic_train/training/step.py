@@ -32,6 +32,7 @@ from elastic_train.parallel.cells.pipeline import run_schedule
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
 from elastic_train.system.failpoints import reach
+from elastic_train.tasks.task import weight_of
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import (
     ABLE,
@@ -224,7 +225,7 @@ class _StagePasses:
         session.clock.mark("forward")
         if isinstance(made, Tensor):
             return made
-        self.results[batch.lane] = _given(made.total, made.weight)
+        self.results[batch.lane] = _given(made.total, weight_of(made))
         return session.state.scaler.scale(made.total)
 
     def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
@@ -269,7 +270,7 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums | Unread:
     reach("backward")
     with _audited(session, batch.lane):
         torch.autograd.backward(session.state.scaler.scale(loss.total))
-    given = _given(loss.total, loss.weight, session.buffers.digest())
+    given = _given(loss.total, weight_of(loss), session.buffers.digest())
     clock.mark("backward")
     return given
 

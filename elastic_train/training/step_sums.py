@@ -11,6 +11,7 @@ from operator import and_, or_
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.insight.phases import RankFacts, facts_of
 from elastic_train.parallel.step_tables import Row, StepTables, tree_sum
+from elastic_train.tasks.task import mean_loss
 
 _WORD = 1 << 64
 _OF_SOURCES = 4 + len(RankFacts._fields)
@@ -21,7 +22,8 @@ LEAVE, COMMIT, GROW, BUSY, GIVE_UP, UNREADABLE, BUFFERS, UNABLE, ABLE, STOP = (1
 
 @dataclass(frozen=True, slots=True)
 class LaneSums:
-    """What one lane's forward pass gave: its loss sum and weight, and the checksum of its integer buffers."""
+    """What one lane's forward pass gave: its loss sum and weight (NaN for not to divide), and the checksum of its
+    integer buffers."""
 
     loss: float = 0.0
     weight: float = 0.0
@@ -54,7 +56,13 @@ class StepSums:
 
     @property
     def divisor(self) -> float:
-        return self.weight or 1.0
+        """What the sums of losses and of gradients are divided by."""
+        return 1.0 if math.isnan(self.weight) else self.weight or 1.0
+
+    @property
+    def mean(self) -> float | None:
+        """The step's loss, None if no sample has a target."""
+        return mean_loss(self.loss, self.weight)
 
 
 def fold(tables: StepTables) -> StepSums:

@@ -58,9 +58,8 @@ class Watch:
         if self._step == 0:
             self._at_first_step()
         self._step = step
-        loss = sums.loss / sums.divisor
         usual_norm = None if is_overflow else norm
-        for event in self._detector.step(step, sums.ranks, loss, usual_norm, num_failed_saves, TALLY.read()):
+        for event in self._detector.step(step, sums.ranks, sums.mean, usual_norm, num_failed_saves, TALLY.read()):
             self.tell(event)
         if self._window.num_steps >= self._every_steps:
             self.say()

@@ -24,10 +24,15 @@ class Improvement:
     num_since: int = 0
 
     def after(self, step: int, value: float | None, min_delta: float) -> Improvement:
-        """Return what it is after a validation at a step, which counts once, however often it is repeated."""
+        """Return what it is after a validation at a step, which counts once, however often it is repeated.
+
+        One that has no value, None, as without a target, counts neither for the metric nor against it.
+        """
         if step <= self.validated_at:
             return self
-        if value is not None and math.isfinite(value) and self._is_better(value, min_delta):
+        if value is None:
+            return replace(self, validated_at=step)
+        if math.isfinite(value) and self._is_better(value, min_delta):
             return replace(self, best=value, best_step=step, validated_at=step, num_since=0)
         return replace(self, validated_at=step, num_since=self.num_since + 1)
 

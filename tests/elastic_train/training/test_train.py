@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, Printed, run_source, start
-from tests.elastic_train.training.jobs import CLASSIFIER, config, failing
+from tests.elastic_train.training.jobs import CLASSIFIER, config, failing, history, result
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def run_on_two_ranks(script: Path, *arguments: str) -> list[str]:
 
 
 def lines_of(done: subprocess.CompletedProcess[str] | Printed) -> list[str]:
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.output
     return done.stdout.splitlines()
 
 
@@ -105,3 +105,20 @@ def test_errors_are_raised_and_not_printed(tmp_path: Path, rows: Path) -> None:
     assert unknown == "ConfigError: overrides: unknown key 'epoch'; did you mean 'epochs'?"
     assert nowhere.startswith("DataError: nowhere: no manifest.json there")
     assert thread.startswith("ValueError: signal only works in main thread")
+
+
+def test_steps_and_validations_without_a_target_are_no_numbers_and_change_nothing(tmp_path: Path, rows: Path) -> None:
+    """Weight decay does not act, early stopping does not count them, and each is said with the dataset."""
+    task = {"path": "tests.tasks:Untargeted", "params": CLASSIFIER["task"]["params"]}  # type: ignore[index]
+    validation = {"every_steps": 2, "early_stopping": {"metric": "max auc", "patience": 1}}
+    described = config(tmp_path, rows, {**CLASSIFIER, "task": task, "validation": validation, "max_steps": 6})
+    done = start([described])
+    assert done.code == 0, done.output
+    found = result(tmp_path)
+    assert found["step"] == 6 and found["skipped_steps"] == [[0, 6]] and found["ended_by"] == "last step"
+    assert found["metrics"]["loss"] is None and found["metrics"]["auc"] is None  # type: ignore[index]
+    assert found["improvement"]["best"] is None and found["improvement"]["num_since"] == 0  # type: ignore[index]
+    assert {line["loss"] for line in history(tmp_path, "step")} == {None}
+    assert done.output.count("no sample of it has a target, in data.train") == 1
+    assert done.output.count(f"WARNING: data.validation {rows / 'validation'}: no sample") == 1
+    assert "loss is no number" in done.output

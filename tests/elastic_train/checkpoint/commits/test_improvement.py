@@ -89,3 +89,10 @@ def test_a_run_that_early_stopping_ended_is_known_by_its_best_commit(
     store.delete(best)
     record, why = find_trained(url, None)
     assert record.key == head and "no intact commit is left" in str(why)
+
+
+def test_a_validation_without_a_value_counts_neither_way() -> None:
+    """As one without a target: it is not best, and patience does not run out by it; NaN is worse than all numbers."""
+    known = Improvement("min loss").after(10, 1.0, 0.0).after(20, None, 0.0)
+    assert (known.best, known.best_step, known.num_since, known.validated_at) == (1.0, 10, 0, 20)
+    assert known.after(30, math.nan, 0.0).num_since == 1

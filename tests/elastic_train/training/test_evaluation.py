@@ -1,0 +1,137 @@
+"""A validation's numbers: what has no target is none, and a metric that no validation could compute is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import BinaryAUROC, MulticlassF1Score
+
+from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.errors import ConfigError
+from elastic_train.job.state_shards import StateShards
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.classification_metrics import CalibrationError, classification_metrics
+from elastic_train.tasks.language_metrics import Perplexity, TokenAccuracy
+from elastic_train.tasks.preparing import try_metrics
+from elastic_train.tasks.task import LaneLoss, Task, mean_loss, weight_of
+from elastic_train.trained.evaluating import Alone
+from elastic_train.training.evaluation import evaluate
+
+pytestmark = pytest.mark.xdist_group("torchmetrics")  # one process imports it
+
+
+class Losses:
+    """A task with given losses and metrics; not a model's."""
+
+    def __init__(self, losses: Sequence[LaneLoss], metrics: Mapping[str, Metric]) -> None:
+        self._losses, self._metrics = iter(losses), metrics
+
+    def metrics(self) -> Mapping[str, Metric]:
+        return self._metrics
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> LaneLoss:
+        return next(self._losses)
+
+    def turns(self, owners: Group, batches: Iterator[LaneBatch]) -> Iterator[LaneBatch]:
+        return batches
+
+
+def evaluated(losses: Sequence[LaneLoss], metrics: Mapping[str, Metric]) -> tuple[dict[str, float | None], list[str]]:
+    task, remarks = Losses(losses, metrics), list[str]()
+    steps = [[LaneBatch(0, 0, n, n + 2, np.array([n, n + 1]), {})] for n in range(0, 2 * len(losses), 2)]
+    alone, shards = Alone(Group(0, 1, None, 1.0)), cast(StateShards, task)
+    cpu = torch.device("cpu")
+    found = evaluate(cast(Task, task), nn.Module(), steps, shards, alone, 1, cpu, remark=remarks.append)
+    return found, remarks
+
+
+def language() -> dict[str, Metric]:
+    return {"perplexity": Perplexity(), "accuracy": TokenAccuracy()}
+
+
+def test_a_validation_without_a_target_is_no_number() -> None:
+    """Neither 0.0, nor a perplexity of 1.0; of some rows without one, the others decide."""
+    none = LaneLoss(torch.tensor(0.0), 0.0, torch.zeros(0), torch.zeros(0, dtype=torch.bool))
+    some = LaneLoss(torch.tensor(6.0), 2.0, torch.tensor([2.0, 4.0]), torch.tensor([True, False]))
+    values, remarks = evaluated([none, none], language())
+    assert values == {"loss": None, "samples": 4.0, "perplexity": None, "accuracy": None}
+    assert remarks == [
+        "no sample of the validation set has a target: its loss and metrics are no numbers, and decide nothing"
+    ]
+    values, remarks = evaluated([none, some], language())
+    assert values["loss"] == 3.0 and values["accuracy"] == 0.5 and not remarks
+    assert values["perplexity"] == pytest.approx(math.exp(3.0))
+
+
+def test_a_metric_that_the_targets_do_not_define_is_no_number_and_one_of_nan_is_nan() -> None:
+    """NaN, a model that has diverged, counts as worse than any number; what is undefined does not count."""
+    scores = torch.tensor([[0.2, 0.8], [0.6, 0.4]])
+    values, remarks = evaluated(
+        [LaneLoss(torch.tensor(1.0), 2.0, scores, torch.tensor([1, 1]))], classification_metrics(2)
+    )
+    assert values["auc"] is None and values["f1"] is not None
+    assert remarks == ["the metric 'auc' is undefined for the targets of the validation set: it decides nothing"]
+    values, _ = evaluated(
+        [LaneLoss(torch.tensor(torch.nan), 2.0, scores * torch.nan, torch.tensor([1, 0]))], classification_metrics(2)
+    )
+    assert all(math.isnan(cast(float, values[name])) for name in ("loss", "auc", "f1", "macro_f1"))
+
+
+def test_weights_are_numbers_of_at_least_0_or_none_for_not_to_divide() -> None:
+    for weight in (-1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match=r"returns the weight .*at least 0"):
+            weight_of(LaneLoss(torch.tensor(1.0), weight))
+    assert mean_loss(6.0, weight_of(LaneLoss(torch.tensor(6.0), None))) == 6.0
+    assert mean_loss(6.0, 2.0) == 3.0 and mean_loss(0.0, 0.0) is None
+
+
+class OfFloats(Metric):
+    """Has a list of floats, which is empty before the first update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", [], dist_reduce_fx="cat")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        cast(list[Any], self.rows).append(preds)
+
+    def compute(self) -> Tensor:
+        return torch.tensor(0.0)
+
+
+class Largest(OfFloats):
+    """Has a count of which the largest is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("most", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (MeanMetric(), "not an integer count"),
+        (BinaryAUROC(), "not an integer count"),
+        (OfFloats(), "not an integer count"),
+        (Largest(), "dist_reduce_fx 'sum'"),
+        (MulticlassF1Score(2, average=None), r"gives shape \(2,\), not one number"),
+        (MulticlassF1Score(3, average="macro"), "refuses the predictions and targets"),
+    ],
+)
+def test_a_metric_that_no_validation_could_compute_is_refused(metric: Metric, message: str) -> None:
+    scores = torch.tensor([[0.2, 0.8], [0.6, 0.4]])
+    with pytest.raises(ConfigError, match=message):
+        try_metrics({"mine": metric}, LaneLoss(torch.tensor(1.0), 2.0, scores, torch.tensor([1, 0])))
+
+
+def test_the_products_own_metrics_are_not_refused() -> None:
+    scores = torch.tensor([[0.2, 0.8], [0.6, 0.4]])
+    loss = LaneLoss(torch.tensor(1.0), 2.0, scores, torch.tensor([1, 0]))
+    try_metrics({**classification_metrics(2), "calibration_error": CalibrationError()}, loss)
