@@ -95,9 +95,11 @@ def launch(config: Path, *overrides: Overrides, flags: LaunchFlags = _NO_FLAGS) 
 def validate(config: Path, *overrides: Overrides) -> int:
     """Check CONFIG, its task and its data without training; print the resolved keys and what follows from them."""
     from elastic_train.job.plan import make_plan
+    from elastic_train.training.opening.inspection import inspect_alone
 
     resolved = sources.load(config, environ=os.environ, arguments=overrides)
-    facts = make_plan(resolved).describe()
+    plan = make_plan(resolved)
+    facts = {**plan.describe(), "rows": inspect_alone(plan)}
     print_text(resolved.to_yaml())
     return print_text("\n".join(f"# {name}: {value}" for name, value in facts.items()))
 

@@ -191,7 +191,7 @@ _LM = Starter(
     model: {dim: 512, depth: 8, heads: 8, kv_heads: 4}        # or hf: {path: a model's local folder}
     # lora: {r: 8, target_modules: [q_proj, v_proj]}        # adapters of a folder's model
 """,
-    more_data="",
+    more_data="  too_long: truncate        # rows of more tokens are cut, and counted; fail refuses them\n",
     rest="""\
 optimizer: {lr: 3.0e-3, weight_decay: 0.1, warmup_steps: 10}
 validation: {every_steps: 50}

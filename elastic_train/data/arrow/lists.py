@@ -60,6 +60,23 @@ def lengths_of(column: pa.ChunkedArray) -> Int64s:
     return np.diff(numbers_of(whole(column).offsets)).astype(np.int64)
 
 
+def first_longer(column: pa.ChunkedArray, longest: int) -> int | None:
+    """Return the first row of a list column with more values, None for none."""
+    is_longer = lengths_of(column) > longest
+    return int(is_longer.argmax()) if is_longer.any() else None
+
+
+def first_incomplete(column: pa.ChunkedArray) -> int | None:
+    """Return the first row of a list column that has a null among its values, None for none."""
+    lists = whole(column)
+    offsets = numbers_of(lists.offsets).astype(np.int64)
+    within = lists.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+    if not within.null_count:
+        return None
+    place = int(numbers_of(within.is_null().cast(pa.uint8())).argmax()) + int(offsets[0])
+    return int(np.searchsorted(offsets, place, side="right")) - 1
+
+
 def truncate_lists(rows: pa.Table, name: str, longest: int) -> pa.Table:
     """Return the table with the lists of one column cut after `longest` values."""
     import pyarrow.compute as pc  # takes long to import, and few runs need it

@@ -92,6 +92,14 @@ class Lengths:
         return np.frombuffer(content, dtype=self._dtype)
 
 
+def find_lengths(manifest: Manifest) -> Lengths | None:
+    """Open a dataset's lengths; None if there are none, or if they are of another manifest."""
+    try:
+        return load_lengths(manifest)
+    except DataError:
+        return None
+
+
 def load_lengths(manifest: Manifest) -> Lengths:
     """Open a dataset's lengths; DataError if there are none, or if they are another dataset's."""
     how = f"make it with `elastic-train data lengths {manifest.url} --column COLUMN`"

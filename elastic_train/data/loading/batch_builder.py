@@ -172,12 +172,17 @@ class BatchBuilder:
             is_long |= lengths > longest
             if not self._rules.truncates:
                 worst = int(lengths.argmax())
-                raise DataError(
-                    f"sample {ids[worst]} has {lengths[worst]} values in column '{name}', the task takes {longest}: "
-                    "let the task take more, or set `data.too_long: truncate` to cut such rows"
-                )
+                raise DataError(f"sample {ids[worst]}: {too_long(int(lengths[worst]), name, longest)}")
             rows = truncate_lists(rows, name, longest)
         return rows, int(is_long.sum())
+
+
+def too_long(length: int, column: str, longest: int) -> str:
+    """Say what is wrong with a row of more values than the task takes."""
+    return (
+        f"it has {length} values in column '{column}', the task takes {longest}: let the task take more, or set "
+        "`data.too_long: truncate` to cut such rows"
+    )
 
 
 def _leave_out(

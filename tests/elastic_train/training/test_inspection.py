@@ -9,11 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.config.sources import load_config
+from elastic_train.data.dataset.manifest import build_manifest, load_manifest
+from elastic_train.data.dataset.row_lengths import make_lengths
 from elastic_train.errors import DataError, ElasticTrainError, StorageError
-from elastic_train.training.opening.inspection import inspect_rows
+from elastic_train.job.plan import make_plan
+from elastic_train.training.opening.inspection import inspect_alone, inspect_rows
 
 
 class Inspects:
@@ -70,3 +74,51 @@ def test_what_one_rank_cannot_look_at_ends_all_of_them_alike(rows: Path, error: 
 def test_of_unfit_rows_all_ranks_name_the_first(rows: Path) -> None:
     with pytest.raises(DataError, match=r"sample 0 .*: is of the other rank"):
         inspected(Inspects(unfit=3), rows, [1, [0, 0, "is of the other rank"], None])
+
+
+@pytest.mark.parametrize(
+    ("place", "row", "why"),
+    [
+        (
+            "train",
+            list(range(9)),
+            r"it has 9 values in column 'input_ids', the task takes 8: .*data.too_long: truncate",
+        ),
+        ("validation", list(range(9)), r"it has 9 values in column 'input_ids', the task takes 8"),
+        ("train", [1, None, 3], r"a value within the list of column 'input_ids' is missing \(null\)"),
+        ("validation", [None], r"a value within the list of column 'input_ids' is missing \(null\)"),
+    ],
+)
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_one_unfit_list_among_many_is_named_before_training(
+    tmp_path: Path, place: str, row: list[int | None], why: str, has_lengths: bool
+) -> None:
+    """With dataset, file, row group and row, in either dataset; lists that are cut may be of any length."""
+    for part in ("train", "validation"):
+        lists: list[list[int | None]] = [[number % 7] * (number % 9) for number in range(400)]
+        if part == place:
+            lists[333] = row
+        (tmp_path / part).mkdir()
+        table = pa.table({"input_ids": pa.array(lists, pa.list_(pa.int32())), "label": [0, 1] * 200})
+        pq.write_table(table, tmp_path / part / "rows.parquet", row_group_size=50)
+        manifest = build_manifest(str(tmp_path / part), label_column="label")
+        if has_lengths:
+            make_lengths(manifest, "input_ids")
+    tree = {
+        "task.path": "elastic_train.tasks.text_classifier:TextClassifier",
+        "task.params": {"max_tokens": 8, "vocabulary": 9, "dim": 8, "heads": 1, "depth": 0},
+        "data.train": str(tmp_path / "train"),
+        "data.validation": str(tmp_path / "validation"),
+        "run.dir": str(tmp_path / "run"),
+        "batch": {"global_batch": 4, "micro_batch": 2},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text("{}")
+    with pytest.raises(DataError, match=rf"{place}: sample 333 \(rows.parquet, row group 6, row 33\): {why}"):
+        inspect_alone(make_plan(load_config(path, tree)))
+    cut = make_plan(load_config(path, {**tree, "data.too_long": "truncate"}))
+    if None in row:
+        with pytest.raises(DataError, match="row group 6, row 33"):
+            inspect_alone(cut)
+    else:
+        assert inspect_alone(cut).startswith("800 of 800 rows were inspected")

@@ -275,6 +275,6 @@ def test_long_rows_are_cut_and_counted(lists: list[list[int]], longest: int) -> 
     if num_truncated:
         refusing = LaneDataset(storage, order, keep, 3, SampleRules(longest={"input_ids": longest}))  # type: ignore[arg-type]
         with pytest.raises(
-            DataError, match=rf"has \d+ values in column 'input_ids', the task takes {longest}: .*trunc"
+            DataError, match=rf"it has \d+ values in column 'input_ids', the task takes {longest}: .*trunc"
         ):
             [refusing[slice_] for slice_ in slices]
