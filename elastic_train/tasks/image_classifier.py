@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.arrow.numbers import numbers_of
+from elastic_train.data.arrow.plain_types import plain_name
 from elastic_train.data.dataset.encoded_images import decoding_errors, reason, undecodable
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
@@ -121,7 +122,7 @@ class ImageClassifier:
         """Refuse a dataset that lacks a column, or has it in a type that cannot be used."""
         image, label = self._image, str(self._label)
         check_columns(manifest, image, label)
-        if manifest.columns[image] not in ("binary", "large_binary"):
+        if plain_name(manifest.columns[image]) not in ("binary", "large_binary"):
             raise DataError(
                 f"{manifest.url}: column '{image}' is {manifest.columns[image]}, not the bytes of encoded images; make "
                 "the dataset with `elastic-train data import images`"

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_train.core.arrays import Int64s
+from elastic_train.data.arrow.plain_types import plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.schemas import TOKENS
 from elastic_train.data.parquet.files import open_parquet, read_row_group
@@ -52,7 +53,7 @@ def describe(manifest: Manifest, *, track: Track = silent) -> Description:
     """Count missing values of every column and lengths of `input_ids`, row group by row group, in constant memory."""
     missing = dict.fromkeys(manifest.columns, 0)
     lengths, num_tokens = np.zeros(len(LENGTH_BOUNDS), dtype=np.int64), 0
-    has_tokens = manifest.columns.get(TOKENS.name, "").startswith(("list<", "large_list<", "fixed_size_list<"))
+    has_tokens = plain_name(manifest.columns.get(TOKENS.name, "")).startswith(("list<", "large_list<"))
     for entry in track(manifest.files, "reading files", len(manifest.files)):
         path = f"{manifest.url.rstrip('/')}/{entry.path}"
         try:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 
+from elastic_train.data.arrow.plain_types import plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups, num_decoders
 from elastic_train.data.dataset.verify import Verdict
@@ -60,9 +61,9 @@ def undecodable(column: pa.ChunkedArray) -> list[tuple[int, str]]:
 
 def check_images(manifest: Manifest, column: str) -> None:
     """Refuse a column that a dataset lacks, or that cannot hold encoded images; ConfigError names those that can."""
-    if manifest.columns.get(column) in _BINARY:
+    binary = [name for name, kind in manifest.columns.items() if plain_name(kind) in _BINARY]
+    if column in binary:
         return
-    binary = [name for name, kind in manifest.columns.items() if kind in _BINARY]
     found = f"is {manifest.columns[column]}, not binary" if column in manifest.columns else "is not there"
     has = f"columns that can hold encoded images: {', '.join(binary)}" if binary else "no column holds encoded images"
     raise ConfigError(f"{manifest.url}: column '{column}' {found}; {has}")

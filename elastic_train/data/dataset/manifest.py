@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import first_ids
+from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.parquet.chunks import all_chunks, digest
 from elastic_train.data.parquet.files import (
     footer_sha256,
@@ -230,13 +231,13 @@ def _count_labels(fs: fsspec.AbstractFileSystem, path: str, column: str, metadat
             labels = read_row_group(file, number, [column]).column(0)
             if labels.null_count:
                 raise DataError(f"{path}: label column '{column}' has missing values in row group {number}")
-            numbers = labels.to_numpy()
+            numbers = numbers_of(labels)
             if numbers.min() < 0 or numbers.max() >= MAX_LABELS:
                 raise DataError(
                     f"{path}: label column '{column}' runs from {numbers.min()} to {numbers.max()} in row group "
                     f"{number}; labels number the classes 0, 1, ... below {MAX_LABELS}"
                 )
-            counts = _add(counts, np.bincount(numbers))
+            counts = _add(counts, np.bincount(numbers.astype(np.int64)))
     return counts
 
 

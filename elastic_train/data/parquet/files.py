@@ -17,6 +17,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_train.data.arrow.plain_types import plain
 from elastic_train.errors import DataError
 
 MAGIC = b"PAR1"
@@ -69,5 +70,5 @@ def keep_memory() -> None:
 
 
 def read_row_group(file: pq.ParquetFile, number: int, columns: list[str] | None = None) -> pa.Table:
-    """Read and decode a row group in the calling thread."""
-    return file.read_row_group(number, columns=columns, use_threads=False)
+    """Read and decode a row group in the calling thread, as columns of plain types."""
+    return plain(file.read_row_group(number, columns=columns, use_threads=False))

@@ -20,6 +20,7 @@ import pyarrow.csv as arrow_csv
 import pyarrow.json as arrow_json
 import pyarrow.parquet as pq
 
+from elastic_train.data.arrow.plain_types import plain
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track
 
@@ -59,7 +60,7 @@ def read_files(paths: Sequence[Path], types: Types | None = None) -> Iterator[Ch
         for rows, share in _batches(path, known):
             if not first:
                 known |= {field.name: field.type for field in rows.schema if field.name not in known}
-            yield Chunk(path, first, rows, (before + share * size) / total)
+            yield Chunk(path, first, plain(rows), (before + share * size) / total)
             first += rows.num_rows
         if not first:
             raise ConfigError(f"{path}: holds no rows")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from elastic_train.data.arrow.plain_types import plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 
@@ -29,7 +30,7 @@ def check_columns(manifest: Manifest, *names: str) -> None:
 
 def check_label(manifest: Manifest, label: str) -> None:
     """Refuse a label column that holds no whole numbers."""
-    if not _INTEGERS.fullmatch(manifest.columns[label]):
+    if not _INTEGERS.fullmatch(plain_name(manifest.columns[label])):
         raise DataError(f"{manifest.url}: label column '{label}' is {manifest.columns[label]}, not an integer")
 
 

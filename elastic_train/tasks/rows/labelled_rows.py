@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastic_train.data.arrow.lists import pad_lists
-from elastic_train.data.arrow.numbers import numbers_of, whole
+from elastic_train.data.arrow.lists import first_incomplete, pad_lists
+from elastic_train.data.arrow.numbers import numbers_of
+from elastic_train.data.arrow.plain_types import plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.rows.classes import check_columns, check_label, check_same_classes, count_classes, label_of
@@ -23,6 +25,8 @@ from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens
 from elastic_train.tasks.task import Batch, LaneLoss
 
 _WIDTH_MULTIPLE = 8
+_NUMBERS = re.compile(r"u?int\d+|halffloat|float|double|bool|null|decimal\d+\(.*\)")
+_NESTED = re.compile(r"\w+<|\w*binary")
 Ids = npt.NDArray[np.int64]
 
 
@@ -123,17 +127,28 @@ class LabelledRows:
         check_columns(manifest, *self.names())
         check_lists(manifest, self.tokens)
         check_label(manifest, self.label)
+        for name in self.numeric:
+            if not _NUMBERS.fullmatch(manifest.columns[name]):
+                raise DataError(
+                    f"{manifest.url}: column '{name}' is {manifest.columns[name]}, not numbers: leave it out of "
+                    "task.params.numeric, or name it in task.params.categorical"
+                )
+        for name in self.categorical:
+            if _NESTED.match(plain_name(manifest.columns[name])):
+                raise DataError(
+                    f"{manifest.url}: column '{name}' is {manifest.columns[name]}, not one value a row: leave it out "
+                    "of task.params.categorical"
+                )
 
     def _check_whole(self, rows: pa.Table, ids: Ids) -> None:
         """Refuse a missing label, and a missing token among others; a row without tokens is an empty one."""
-        for name, column in (
-            (self.tokens, whole(rows.column(self.tokens)).values),
-            (self.label, rows.column(self.label)),
-        ):
-            if column.null_count:
+        tokens, labels = rows.column(self.tokens), rows.column(self.label)
+        without = numbers_of(labels.is_null().cast(pa.uint8())).argmax() if labels.null_count else None
+        for name, row in ((self.tokens, first_incomplete(tokens)), (self.label, without)):
+            if row is not None:
                 raise DataError(
-                    f"column '{name}': a value is missing in one of the rows around sample {ids[0]}; write the data "
-                    "again without missing tokens and labels"
+                    f"column '{name}': a value is missing (null) in sample {ids[row]}; write the data again without "
+                    "missing tokens and labels"
                 )
 
 

@@ -14,8 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from elastic_train.data.arrow.lists import lengths_of, pad_lists
-from elastic_train.data.arrow.numbers import whole
+from elastic_train.data.arrow.lists import first_incomplete, lengths_of, pad_lists
 from elastic_train.errors import DataError
 from elastic_train.tasks.rows.token_parts import PADDING
 from elastic_train.tasks.rows.vocabulary import Ids, check_range
@@ -79,10 +78,10 @@ class TokenColumns:
         """Return how many tokens each row has."""
         lengths = lengths_of(rows.column(self.tokens))
         for name in self.names():
-            if whole(rows.column(name)).flatten().null_count:
+            if (row := first_incomplete(rows.column(name))) is not None:
                 raise DataError(
-                    f"column '{name}': a value is missing in one of the rows around sample {ids[0]}; write the data "
-                    "again without missing values"
+                    f"column '{name}': a value is missing (null) in sample {ids[row]}; write the data again without "
+                    "missing values"
                 )
             others = lengths_of(rows.column(name))
             if (others != lengths).any():

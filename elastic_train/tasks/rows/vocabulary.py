@@ -12,6 +12,7 @@ import fsspec
 import numpy as np
 import numpy.typing as npt
 
+from elastic_train.data.arrow.plain_types import plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.value_ranges import first_outside
 from elastic_train.errors import ConfigError, DataError
@@ -27,7 +28,7 @@ def check_lists(manifest: Manifest, *columns: str) -> None:
     for name in columns:
         if name not in manifest.columns:
             raise DataError(f"{manifest.url}: no column '{name}'; it has {', '.join(manifest.columns)}")
-        if not _INTEGER_LISTS.fullmatch(manifest.columns[name]):
+        if not _INTEGER_LISTS.fullmatch(plain_name(manifest.columns[name])):
             raise DataError(f"{manifest.url}: column '{name}' is {manifest.columns[name]}, not a list of integers")
 
 

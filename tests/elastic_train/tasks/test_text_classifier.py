@@ -36,7 +36,6 @@ def prepared(manifest: Manifest, **params: Any) -> TextClassifier:
 @pytest.mark.parametrize(
     ("tokens", "label", "message"),
     [
-        (pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)), pa.array([0, 1]), "not a list of integers"),
         (pa.array([[{"int": 1}], []]), pa.array([0, 1]), "not a list of integers"),
         (pa.array([["a"], []]), pa.array([0, 1]), "not a list of integers"),
         (pa.array([[1], []]), pa.array(["a", "b"]).dictionary_encode(), "not an integer"),
@@ -92,7 +91,7 @@ def test_numbers_of_any_size_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "label", "named"),
     [
-        (pa.array([[1, None], [3], [], []], pa.list_(pa.int32())), LABELS, "'input_ids'"),
+        (pa.array([[3], [1, None], [], []], pa.list_(pa.int32())), LABELS, "'input_ids'"),
         (TOKENS, pa.array([0, None, 1, 1]), "'label'"),
     ],
 )
@@ -105,7 +104,7 @@ def test_a_missing_required_value_is_named(tmp_path: Path, tokens: pa.Array, lab
         1,
         1,
     ]
-    with pytest.raises(DataError, match=f"column {named}: a value is missing in one of the rows around sample 70"):
+    with pytest.raises(DataError, match=f"column {named}: a value is missing .null. in sample 71"):
         task.collate(pa.table({"input_ids": tokens, "label": label}), np.arange(70, 74))
 
 
