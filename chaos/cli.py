@@ -49,7 +49,7 @@ from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due, schedule
 from chaos.scenario.soak import drawn_nodes, drawn_shards
 from chaos.script import run as scripts
-from elastic_train.cli.output import wrong_usage
+from elastic_train.cli.output import NO_EMPTY, Flag, Json, wrong_usage
 from elastic_train.config.sources import load as load_config
 from elastic_train.errors import ElasticTrainError, explain
 from elastic_train.system.extras import needed_for
@@ -60,9 +60,9 @@ app = App(
     suppress_keyboard_interrupt=False,
     help="Break a training job on purpose, then prove from its files that nothing was lost, repeated or changed.",
     error_formatter=partial(wrong_usage, "elastic-chaos"),
+    default_parameter=NO_EMPTY,
 )
 console = Console(soft_wrap=True)
-Json = Annotated[bool, Parameter(name="--json")]
 
 
 @app.command
@@ -151,9 +151,9 @@ def sim(
     hours: float | None = None,
     faults_per_hour: float = 120.0,
     step_s: float = 10.0,
-    shards: bool = False,
-    cells: bool = False,
-    stages: bool = False,
+    shards: Flag = False,
+    cells: Flag = False,
+    stages: Flag = False,
     processes: int | None = None,
     ledger: Path | None = None,
     json_: Json = False,

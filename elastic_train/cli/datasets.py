@@ -20,7 +20,7 @@ from rich.text import Text
 
 from elastic_train.cli.imports import app as imports
 from elastic_train.cli.imports import pack, report_written
-from elastic_train.cli.output import Json, print_json, print_text
+from elastic_train.cli.output import Flag, Json, print_json, print_text
 from elastic_train.data.corpora import origin, synthetic
 from elastic_train.data.dataset import describe, row_lengths, verify
 from elastic_train.data.dataset.checksums import add_checksums
@@ -43,7 +43,7 @@ def synth(
     schema: Literal["quality", "policy"] = "quality",
     seed: int = 0,
     rows_per_group: int = 2048,
-    replace: bool = False,
+    replace: Flag = False,
 ) -> int:
     """Write any number of synthetic rows, with labels that can be learned, to OUT, in constant memory.
 

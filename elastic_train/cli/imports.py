@@ -13,7 +13,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from elastic_train.cli.output import Json, print_json, print_text
+from elastic_train.cli.output import Flag, Json, print_json, print_text
 from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.text import Options
 from elastic_train.data.dataset.manifest import Manifest
@@ -37,23 +37,21 @@ Names = Annotated[tuple[str, ...], Parameter(consume_multiple=True)]
 class Chosen:
     """Options of imports of text."""
 
-    samples: int = corpora.DEFAULTS.num_samples
-    "Samples to take, for `docstrings`; `text` takes every row."
     seed: int = corpora.DEFAULTS.seed
-    "Decides which samples are taken, the split, and the row order."
+    "Decides the split and the row order, and which docstrings are taken."
     vocabulary: int = corpora.DEFAULTS.vocabulary
     "Size of the byte-level BPE tokeniser's vocabulary."
     max_tokens: int = corpora.DEFAULTS.max_tokens
     "Most tokens to keep of a text."
-    replace: bool = False
+    replace: Flag = False
     "Replace whatever is in OUT."
 
-    def options(self) -> Options:
-        if self.samples < 2 or self.vocabulary < 512 or self.max_tokens < 1 or self.seed < 0:
+    def options(self, samples: int = corpora.DEFAULTS.num_samples) -> Options:
+        if samples < 2 or self.vocabulary < 512 or self.max_tokens < 1 or self.seed < 0:
             raise ConfigError(
                 "--samples must be at least 2, --vocabulary at least 512, --max-tokens at least 1, --seed at least 0"
             )
-        return Options(self.samples, self.seed, self.vocabulary, self.max_tokens, self.replace)
+        return Options(samples, self.seed, self.vocabulary, self.max_tokens, self.replace)
 
 
 @Parameter(name="*")
@@ -65,7 +63,7 @@ class Split:
     "Share of the rows to keep for validation, by their content; 0 for none. Ignored where the source has a split."
     seed: int = 7
     "Decides the split, and the order of images."
-    replace: bool = False
+    replace: Flag = False
     "Replace whatever is in OUT."
 
     def checked(self) -> Split:
@@ -112,15 +110,23 @@ class Columns:
 
 
 @app.command(name="docstrings")
-def import_docstrings(out: Path, *, chosen: Chosen | None = None, site_packages: Path | None = None) -> int:
+def import_docstrings(
+    out: Path,
+    *,
+    samples: int = corpora.DEFAULTS.num_samples,
+    chosen: Chosen | None = None,
+    site_packages: Path | None = None,
+) -> int:
     """Import the docstrings of the installed libraries; the label is the library. Nothing is downloaded or executed.
 
     Parameters
     ----------
+    samples
+        Samples to take.
     site_packages
         Folder to read the libraries from; default: the running interpreter's.
     """
-    options = (chosen or Chosen()).options()
+    options = (chosen or Chosen()).options(samples)
     imported = corpora.import_docstrings(out, options, site_packages=site_packages, track=shown)
     return _report(out, (imported.train, imported.validation), is_new=imported.is_new)
 
@@ -159,7 +165,7 @@ def import_hf_folder(out: Path, folder: Path, *, columns: Columns | None = None,
 
 @app.command(name="images")
 def import_images(out: Path, folder: Path, *, split: Split | None = None) -> int:
-    """Import images from FOLDER/<label>/<file>, or from FOLDER/train/<label>/<file> and FOLDER/validation/….
+    """Import images from FOLDER/LABEL/FILE, or from FOLDER/train/LABEL/FILE and FOLDER/validation/….
 
     Every image is decoded once, and refused by name if that fails; what is stored are its bytes as they are.
     """

@@ -12,7 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from elastic_train.cli.output import Flag, Json, LaunchFlags, Overrides, print_json, print_text, wrong_usage
+from elastic_train.cli.output import NO_EMPTY, Flag, Json, LaunchFlags, Overrides, print_json, print_text, wrong_usage
 from elastic_train.config import schema as configuration
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError, ElasticTrainError, explain
@@ -22,6 +22,7 @@ app = App(
     name="elastic-train",
     help="Elastic, fault-tolerant training: every sample counts once, and the weights do not depend on what broke.",
     error_formatter=partial(wrong_usage, "elastic-train"),
+    default_parameter=NO_EMPTY,
 )
 PLACES = "elastic_train.cli.places"
 LATER = {

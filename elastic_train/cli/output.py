@@ -15,6 +15,8 @@ from elastic_train.launch.options import Flags
 
 Json = Annotated[bool, Parameter(name="--json", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
+NO_EMPTY = Parameter(negative_iterable="")
+"""For a whole program: no `--empty-...` for options that take several values."""
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 """Keys of a configuration and their values, between a command's own flags or after them."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+from cyclopts import App
 
 from elastic_train.cli import main
 
@@ -28,3 +31,22 @@ def test_every_command_says_what_it_is_for(arguments: list[str]) -> None:
     said = {words[0]: words[1] for words in lines if len(words) == 2}
     for name in (*main.LATER, "train", "launch", "report"):
         assert name in said, name
+
+
+def _commands(app: App, *path: str) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name in app:
+        if not name.startswith("-"):
+            yield from _commands(app[name], *path, name)
+
+
+@pytest.mark.slow
+def test_no_command_has_a_flag_that_only_repeats_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither --empty-files nor --no-replace; and no part of a text is lost as if it were markup."""
+    found = {}
+    for path in _commands(main.app):
+        main.app([*path, "--help"], result_action="return_value")
+        text = capsys.readouterr().out
+        flags = [line for line in text.splitlines() if re.search(r"--empty-|--\S+ +--no-\S+ .*default: False", line)]
+        found |= {path: flags} if flags or "//" in text.replace("://", "") else {}
+    assert not found
