@@ -27,7 +27,7 @@ from elastic_train.tracking.delivery import (
     attempt,
     code_tags,
 )
-from elastic_train.tracking.destinations.destination import Destination
+from elastic_train.tracking.destinations.destination import Destination, LostValuesError
 from elastic_train.tracking.metric_log import (
     LineageReader,
     MetricsWriter,
@@ -220,6 +220,10 @@ class _Sending:
             try:
                 self._deliver()
                 return
+            except LostValuesError as error:
+                self._show("has lost values", error)
+                self._failures_in_a_row += 1
+                self._lines, self._piece = None, []  # from the beginning: the destination knows what it lacks
             except Exception as error:  # noqa: BLE001 - the supervisor: no tracker's failure may end training
                 self._show("cannot be reached", error)
                 self._failures_in_a_row += 1

@@ -8,6 +8,10 @@ from typing import Protocol
 from elastic_train.tracking.metric_log import Settled, Values
 
 
+class LostValuesError(OSError):
+    """Values that were sent have not arrived: `open` finds out which, and all are offered again."""
+
+
 class Destination(Protocol):
     """Takes a run's settled lines, each once, from one thread; any call may fail, and `open` is called again then.
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from elastic_train.errors import ConfigError
 from elastic_train.system.atomic_files import write_atomically
@@ -42,6 +42,7 @@ class EventFiles:
         self._folder = run_dir / FOLDER
         self._marks: dict[str, int] = {}
         self._writer: RecordWriter | None = None
+        self._file: BinaryIO | None = None
 
     def known_id(self) -> str | None:
         return None
@@ -92,6 +93,8 @@ class EventFiles:
             event = Event(step=line.step, wall_time=line.t, summary=Summary(value=values))
             writer.write(event.SerializeToString())
         writer.flush()
+        assert self._file is not None, "opened with its writer"
+        os.fsync(self._file.fileno())  # `sent.json`, which is made durable next, must not know of more
 
     def _begin(self) -> RecordWriter:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -104,7 +107,8 @@ class EventFiles:
         before = [_second_of(path) for path in self._folder.glob(f"{_PREFIX}*")]
         second = max(int(now), *(each + 1 for each in before)) if before else int(now)
         name = f"{_PREFIX}{second:010d}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
-        writer = RecordWriter((self._folder / name).open("xb"))
+        self._file = (self._folder / name).open("xb")
+        writer = RecordWriter(self._file)
         writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
         return writer
 

@@ -1,15 +1,18 @@
 """A run in Weights & Biases, online or as offline folders below <run>/wandb that `wandb sync` uploads later.
 
 `wandb.json` in the run's folder has the run's id, so that every process of a job continues one run, and up to which
-step each metric was given to the package; what that then does with it is its own. Values are over a metric `step` of
-their own, not over the package's count of calls, which a resumed run may not go back behind. A process has one run of
-the package over all of its terms. The package's own process writes it, and ends some milliseconds after ours.
+step the package has written each metric to its file (`transaction_log`). What it was given and has not written, because
+the disk was full or it was killed, is given again: to another file of the same run. The upload is the package's. Values
+are over a metric `step` of their own, not over the package's count of calls, which a resumed run may not go back
+behind. A process has one run of the package over all of its terms. The package's own process writes it, and ends some
+milliseconds after ours.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +24,8 @@ from typing import TYPE_CHECKING, Literal
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.extras import needed_for
 from elastic_train.tracking.delivery import count_values
+from elastic_train.tracking.destinations.destination import LostValuesError
+from elastic_train.tracking.destinations.transaction_log import TransactionLog
 from elastic_train.tracking.metric_log import Settled, Values
 from elastic_train.tracking.mlflow_run import flatten
 
@@ -30,13 +35,30 @@ if TYPE_CHECKING:
 LINK, LOCK = "wandb.json", "wandb.lock"
 Mode = Literal["online", "offline"]
 _INIT_TIMEOUT_S = 60.0
-_RUNS: dict[str, Run] = {}
+_MOST_UNWRITTEN = 1 << 18
+"""Characters of values that the package may keep before it writes a block: several times what it does."""
+_WRITTEN_S, _LOOK_S = 10.0, 0.1
+"""How long a finished run's file may take to be whole, and how often it is looked at."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A run of this process, what its file holds, and up to which step it was given each metric."""
+
+    run: Run
+    log: TransactionLog
+    given: dict[str, int] = field(default_factory=dict)
+    num_unwritten: int = 0
+    """Characters given since the file last grew."""
+
+
+_RUNS: dict[str, _Open] = {}
 """The runs of this process by id, until they are finished: a term that follows another goes on with its run."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What the folder knows of the run there."""
+    """What the folder knows of the run there, and which steps it has written of each metric."""
 
     id: str
     steps: Mapping[str, int] = field(default_factory=dict)
@@ -46,13 +68,13 @@ class WeightsAndBiases:
     """A run's values for Weights & Biases; the package is imported, and its process begun, in the thread that sends."""
 
     name, lock = "Weights & Biases", LOCK
-    remedy = "the run's metrics/*.jsonl have all of it"
+    remedy = "the run's metrics/*.jsonl have all of it; the same line, started again, gives it the rest"
 
     def __init__(self, run_dir: Path, config: Mapping[str, object], mode: Mode, project: str, run_name: str) -> None:
         self._run_dir, self._config, self._mode = run_dir, config, mode
         self._project, self._run_name = project, run_name
         self._sent = _Sent("")
-        self._run: Run | None = None
+        self._open: _Open | None = None
         self._tags: dict[str, str] = {}
 
     def known_id(self) -> str | None:
@@ -63,10 +85,22 @@ class WeightsAndBiases:
         found = self._recalled()
         self._sent = found if found.id else _Sent(uuid.uuid4().hex)
         if self._sent.id not in _RUNS:
-            self._keep(self._sent)
-            _RUNS[self._sent.id] = self._begun()
-        self._run = _RUNS[self._sent.id]
+            self._recall_files()
+            run = self._begun()
+            _RUNS[self._sent.id] = _Open(run, TransactionLog(Path(run.settings.sync_file)))
+        self._open = _RUNS[self._sent.id]
         return self._sent.id
+
+    def _recall_files(self) -> None:
+        """Find out what the files of earlier processes hold, which may be more than these lived to say."""
+        for path in sorted((self._run_dir / "wandb").glob(f"*run-*/run-{self._sent.id}.wandb")):
+            log = TransactionLog(path)
+            log.read()
+            self._note(log.steps)
+        self._keep(self._sent)
+
+    def _note(self, steps: Mapping[str, int]) -> None:
+        self._sent = replace(self._sent, steps=_furthest(self._sent.steps, steps))
 
     def _begun(self) -> Run:
         """Begin the run in this process; a task's own run of the package is left alone."""
@@ -98,34 +132,60 @@ class WeightsAndBiases:
 
     def send(self, lines: Sequence[Values | Settled]) -> int:
         """Log the values that the run lacks, by step."""
-        assert self._run is not None, "a run is opened before it is sent to"
-        missing, steps = list[Values](), dict(self._sent.steps)
+        assert self._open is not None, "a run is opened before it is sent to"
+        missing, marks = list[Values](), _furthest(self._sent.steps, self._open.given)
         for line in lines:
             if isinstance(line, Settled):
                 self._tags |= line.tags
                 continue
-            by_name = {name: value for name, value in line.by_name.items() if line.step > steps.get(name, -1)}
-            steps |= dict.fromkeys(by_name, line.step)
+            by_name = {name: value for name, value in line.by_name.items() if line.step > marks.get(name, -1)}
+            marks |= dict.fromkeys(by_name, line.step)
             if by_name:
                 missing.append(replace(line, by_name=by_name))
         for line in missing:
-            self._run.log({**line.by_name, "step": line.step})
-        if missing:
-            self._sent = replace(self._sent, steps=steps)
-            self._keep(self._sent)
+            self._open.run.log({**line.by_name, "step": line.step})
+            self._open.num_unwritten += len(str(line.by_name))
+        self._open.given = marks
+        self._confirm(self._open)
+        if self._open.num_unwritten > _MOST_UNWRITTEN:
+            self._give_up(self._open)
         return count_values(missing)
+
+    def _confirm(self, opened: _Open) -> bool:
+        """Note what the run's file holds; say whether that is all that it was given."""
+        before = dict(opened.log.steps)
+        opened.log.read()
+        if opened.log.steps != before:
+            opened.num_unwritten = 0
+            self._note(opened.log.steps)
+            with suppress(OSError):  # the files themselves are read again by whoever continues the run
+                self._keep(self._sent)
+        return all(step <= self._sent.steps.get(name, -1) for name, step in opened.given.items())
+
+    def _give_up(self, opened: _Open) -> None:
+        """End a run whose file takes nothing more; raise LostValuesError, after which `open` begins another file."""
+        _RUNS.pop(self._sent.id, None)
+        opened.run.finish(exit_code=0)
+        self._confirm(opened)
+        raise LostValuesError(f"{opened.log.path} does not have all values that were logged; is its disk full?")
 
     def tag(self) -> None:
         """Put the newest tags into the run's configuration, which is what it shows beside its values."""
-        if self._tags and self._run is not None:
-            self._run.config.update({"elastic_train": self._tags}, allow_val_change=True)
+        if self._tags and self._open is not None:
+            self._open.run.config.update({"elastic_train": self._tags}, allow_val_change=True)
             self._tags = {}
 
     def end(self, status: str) -> None:
-        """Finish the run: as failed, unless it is done or was asked to leave."""
-        run = _RUNS.pop(self._sent.id, None)
-        if run is not None:
-            run.finish(exit_code=1 if status == "FAILED" else 0)
+        """Finish the run: as failed, unless it is done or was asked to leave; LostValuesError if its file lacks any."""
+        opened = _RUNS.pop(self._sent.id, None)
+        if opened is None:
+            return
+        opened.run.finish(exit_code=1 if status == "FAILED" else 0)
+        deadline = time.monotonic() + _WRITTEN_S
+        while not self._confirm(opened):
+            if time.monotonic() > deadline:
+                self._give_up(opened)
+            time.sleep(_LOOK_S)  # the package's own process writes the last block
 
     def _recalled(self) -> _Sent:
         with suppress(OSError, ValueError, TypeError):  # none yet, or a power cut left half of it
@@ -134,6 +194,10 @@ class WeightsAndBiases:
 
     def _keep(self, sent: _Sent) -> None:
         write_atomically(self._run_dir / LINK, json.dumps(asdict(sent)) + "\n")
+
+
+def _furthest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: max(one.get(name, -1), other.get(name, -1)) for name in {**one, **other}}
 
 
 def check_installed() -> None:

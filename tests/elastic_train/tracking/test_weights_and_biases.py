@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from elastic_train.core.lineage import Interval
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import make_plan
 from elastic_train.tracking.background_files import BackgroundFiles
+from elastic_train.tracking.destinations import weights_and_biases
+from elastic_train.tracking.destinations.destination import LostValuesError
 from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
+from elastic_train.tracking.metric_log import Values
 from elastic_train.tracking.tracker import Tracker
 from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.jobs import CLASSIFIER, config
@@ -83,7 +87,6 @@ def test_a_job_is_one_run_with_each_value_once(tmp_path: Path) -> None:
     for step in range(1, 5):
         first.log(step, {"train/loss": float(step)})
     first.commit(2, "commits/1-2.json")
-    eventually(lambda: sent(tmp_path) == 2)
     first.pause()
     second = term(tmp_path, 2, lo=2)
     for step in range(3, 5):
@@ -119,3 +122,63 @@ def test_a_missing_package_is_an_error_before_training(
     )
     with pytest.raises(ConfigError, match=r"pip install 'elastic-train\[wandb\]'"):
         make_plan(resolved)
+
+
+class FullDisk:
+    """A stand-in for the package's run: its file takes values until the disk is full, and then nothing more."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self.settings, self.room, self.rows = SimpleNamespace(sync_file=str(path)), room, 0
+        self.config = SimpleNamespace(update=lambda *_, **__: None)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b":W&B\x00\x00\x00")
+
+    def log(self, values: dict[str, float]) -> None:
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        record = Record()
+        for name, value in values.items():
+            record.history.item.add(key=name, value_json=json.dumps(value))
+        content = record.SerializeToString()
+        if self.rows < self.room:
+            with Path(self.settings.sync_file).open("ab") as file:
+                file.write(struct.pack("<IHB", 0, len(content), 1) + content)
+        self.rows += 1
+
+    def finish(self, exit_code: int) -> None:
+        """Nothing is left to write."""
+
+
+def test_values_that_a_full_disk_did_not_take_are_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the package's file holds counts as sent; the rest goes to another file of the run, from this process
+    or, after a kill, from the next one."""
+    pytest.importorskip("wandb")
+    monkeypatch.setattr(weights_and_biases, "_WRITTEN_S", 0.0)
+    rooms = iter((3, 1, 99))
+
+    def begin(self: WeightsAndBiases) -> FullDisk:
+        number = len(list(tmp_path.glob("wandb/*/*")))
+        path = tmp_path / f"wandb/offline-run-{number}/run-{self._sent.id}.wandb"
+        return FullDisk(path, next(rooms))
+
+    monkeypatch.setattr(WeightsAndBiases, "_begun", begin)
+    lines = [Values(0.0, step, {"train/loss": float(step)}) for step in range(1, 7)]
+
+    def give(to: WeightsAndBiases) -> None:
+        to.open()
+        to.send(lines)
+        to.end("FINISHED")
+
+    to = WeightsAndBiases(tmp_path, {}, "offline", "project", "run")
+    with pytest.raises(LostValuesError, match="is its disk full"):
+        give(to)
+    assert sent(tmp_path) == 3
+    to.open()
+    to.send(lines)
+    weights_and_biases._RUNS.clear()  # killed before it ends, and before it has told
+    (tmp_path / "wandb.json").write_text(json.dumps({"id": to.known_id(), "steps": {}}))
+    give(WeightsAndBiases(tmp_path, {}, "offline", "project", "run"))
+    found = [r for path in sorted(tmp_path.glob("wandb/*/*.wandb")) for r in records(path)]
+    steps = [int(float(item.value_json)) for r in found for item in r.history.item if item.key == "step"]
+    assert steps == [1, 2, 3, 4, 5, 6], "each once"
+    assert sent(tmp_path) == 6
