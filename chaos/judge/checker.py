@@ -1,11 +1,12 @@
 """The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
 
-The invariants are functions in eleven rooms: what was applied, and by which cells (`exactly_once`), what was published
-(`one_lineage`), what its last commit holds (`deliverable`), the run as a whole (`whole_run`), departures, and who was
-let in (`departures`), what was logged of it (`tracked_values`), what outlived it (`leftovers`), what its processes held
-(`bounded`), whether it gave up in time (`progress`), what one bad node cost the others (`no_harm`), and whether shards
-of the state were lost too soon (`rollbacks`). Here is the table of them; a planted bug is caught by the one named
-beside it in `chaos.planted.catalogue`. `chaos.judge.invariants.script_run` judges a run of a user's script.
+The invariants are functions in rooms: whether the evidence is there (`complete`), what was applied, and by which cells
+(`exactly_once`), what was published (`one_lineage`), what commits hold and the result claims (`deliverable`,
+`delivery`), the run as a whole (`whole_run`), departures, and who was let in (`departures`), what was logged of it
+(`tracked_values`), what outlived it (`leftovers`), what its processes held (`bounded`), whether it gave up in time
+(`progress`), what one bad node cost the others (`no_harm`), and whether shards of the state were lost too soon
+(`rollbacks`). Here is the table of them; `chaos.planted.catalogue` names for each a planted bug that it catches.
+`chaos.judge.invariants.script_run` judges a run of a user's script.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from chaos.judge.delivery import claims, evaluated
 from chaos.judge.evidence.run_files import Evidence, scenario_field
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, find
 from chaos.judge.invariants import (
     bounded,
+    complete,
     deliverable,
     departures,
     leftovers,
@@ -33,6 +36,7 @@ from chaos.judge.invariants.exactly_once import agreement, cells, compared, coun
 from chaos.judge.job_shape import cell_size
 
 INVARIANTS: dict[str, Callable[[Evidence], str]] = {
+    "complete": complete.complete,
     "finished": whole_run.finished,
     "faults": whole_run.faults,
     "deaths": departures.deaths,
@@ -49,8 +53,9 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "liveness": whole_run.liveness,
     "progress": progress.progress,
     "cleanliness": leftovers.cleanliness,
+    "validation": evaluated.validation,
 }
-WITHOUT_HISTORIES = ("cleanliness", "sums", "witness", "hash", "metrics")
+WITHOUT_HISTORIES = ("cleanliness", "sums", "witness", "hash", "metrics", "validation")
 """What can be judged of a run that has deleted some of its histories: these read results, commits and what is left."""
 COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
     "hash": compared.same_weights,
@@ -73,6 +78,7 @@ def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
 def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
     findings = [find(name, partial(check, run)) for name, check in INVARIANTS.items()]
     findings.append(find("sums", partial(samples.sums, run, reference)))
+    findings.append(find("claims", partial(claims.claims, run, reference)))
     findings.append(find("deliverable", partial(deliverable.deliverable, run, reference)))
     if cell_size(run.config) > 1:
         findings.append(find("cells", partial(cells.cells, run)))

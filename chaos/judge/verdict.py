@@ -58,11 +58,19 @@ def examine(folder: Path) -> Verdict:
     """
     if not (folder / FAULTED / "history").is_dir():
         raise ChaosError(f"{folder}: no {FAULTED}/history there; give the folder of an `elastic-chaos run`")
-    run = so_far(collect(folder / FAULTED))
+    run = _so_far(collect(folder / FAULTED))
     reference = collect(folder / REFERENCE) if (folder / REFERENCE / "history").is_dir() else None
     verdict = weigh(run, reference)
     (folder / VERDICT).write_text(json.dumps(verdict.fields, indent=2) + "\n")
     return verdict
+
+
+def _so_far(run: Evidence) -> Evidence:
+    """Return a run that has not ended as far as it has come; as it is, where its lines do not say how far."""
+    try:
+        return so_far(run)
+    except (KeyError, TypeError, ValueError):
+        return run
 
 
 def weigh(run: Evidence, reference: Evidence | None) -> Verdict:

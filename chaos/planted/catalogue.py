@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.judge.findings import Truth
-from chaos.planted import damage, damage_around, damage_commits, damage_delivered
+from chaos.planted import damage, damage_around, damage_claims, damage_commits, damage_delivered
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,21 @@ PLANTED = (
     ),
     Planted("other-claim", "a hash that the files do not have", damage_delivered.other_claim, "deliverable"),
     Planted("nan-weights", "weights that are not numbers", damage_delivered.nan_weights, "deliverable"),
+    Planted("earlier-flip", "a bit of an earlier commit flipped", damage_claims.earlier_flip, "deliverable"),
+    Planted("earlier-files", "an earlier commit without its files", damage_claims.earlier_files, "deliverable"),
+    Planted("unsealed", "a record that was changed after its seal", damage_claims.unsealed_record, "lineage"),
+    Planted("invented-metrics", "metrics that the weights do not have", damage_claims.invented_metrics, "validation"),
+    Planted("nan-metrics", "a validation without a number", damage_claims.nan_metrics, "validation"),
+    Planted("invented-skips", "updates left out for no reason", damage_claims.invented_skips, "claims"),
+    Planted("invented-cuts", "cut rows that nobody counted", damage_claims.invented_cuts, "claims"),
+    Planted("invented-end", "an end that the job did not have", damage_claims.invented_end, "claims"),
+    Planted("no-validations", "validations that left no line", damage_claims.no_validations, "complete", "unknown"),
+    Planted("no-exits", "nodes without an end", damage_claims.no_exits, "complete", "unknown"),
+    Planted("no-terms", "terms that nobody claimed", damage_claims.no_terms, "complete"),
+    Planted("another-claim", "a term that another process claimed", damage_claims.another_claim, "complete"),
+    Planted("empty-proof", "an effect that nothing showed", damage_claims.empty_proof, "faults", "unknown"),
+    Planted("empty-manifest", "a manifest without files", damage_claims.empty_manifest, "complete"),
+    Planted("broken-line", "a history that was damaged", damage_claims.broken_line, "complete"),
     Planted("no-result", "a job that hung or died", damage.no_result, "finished"),
     Planted("preempted", "a job that was not started again", damage.preempted, "finished"),
     Planted("unseen-leases", "an etcd that did not answer", damage_around.unseen_leases, "cleanliness", "unknown"),

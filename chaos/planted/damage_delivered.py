@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import yaml
@@ -73,7 +74,10 @@ def nan_weights(folder: Path) -> None:
     weights = {name: torch.full_like(tensor, float("nan")) for name, tensor in run.load(_last(folder)).items()}
     save({"model": weights}, checkpoint_id=folder / attempt, no_dist=True)
     held = {path.name: path.read_bytes() for path in (folder / attempt).iterdir()}
-    files = {name: {"size": len(content), "blake3": blake3(content).hexdigest()} for name, content in held.items()}
+    files = {
+        name: {"size": len(content), "blake3": blake3(content).hexdigest(), "blocks": [zlib.crc32(content)]}
+        for name, content in held.items()
+    }
     digest = digest_of(weights)
     _change_last(folder, {"format": 3, "attempt": attempt, "files": files, "weights_sha256": digest})
     edit_result(folder, weights_sha256=digest)

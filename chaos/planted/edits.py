@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from chaos.judge.evidence.applied import restored_at
-from chaos.judge.evidence.run_files import Evidence, Line, record_files
+from chaos.judge.evidence.run_files import Evidence, Line, record_files, seal_of
 
 Change = Callable[[Line], Line | None]
 
@@ -30,14 +30,16 @@ def edit_result(folder: Path, **fields: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def forge(folder: Path, change: Change) -> None:
-    """Change commit records, oldest first, and compute digests and parents again, in records and histories."""
+def forge(folder: Path, change: Change, *, seals: bool = True) -> None:
+    """Change commit records, oldest first; compute seals, digests and parents again, in records and histories."""
     renamed: dict[object, str] = {}
     for path in record_files(folder):
         before = path.read_bytes()
         record = change(json.loads(before))
         assert record is not None, "a record is changed, not dropped"
         record = {**record, "parent": renamed.get(record["parent"], record["parent"])}
+        if seals and "seal" in record:
+            record = {**record, "seal": seal_of(record)}
         path.write_text(json.dumps(record))
         renamed[hashlib.sha256(before).hexdigest()] = hashlib.sha256(path.read_bytes()).hexdigest()
     fields = ("digest", "parent")

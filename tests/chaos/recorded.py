@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import zlib
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 from blake3 import blake3
 
+from chaos.judge.evidence.run_files import seal_of
 from elastic_train.core.coverage import CoverageSums
 
 ROWS, LANES, MICRO_BATCH, EPOCHS, EVERY, KEPT = 101, 6, 4, 6, 5, 3
+HELD_OUT = 16
 STEPS_PER_EPOCH = 5
 STEPS = EPOCHS * STEPS_PER_EPOCH
 START = 1_800_000_000.0
@@ -56,6 +62,11 @@ def digest_at(step: int) -> str:
         content = f"{tensor.dtype} {tuple(tensor.shape)} in 1 grains of 65536\n".encode() + grain
         lines += f"{name} {hashlib.sha256(content).hexdigest()}\n"
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def metrics_at(step: int) -> dict[str, float]:
+    """Return what a validation on the first rows gives: the witness's loss is the negative sum of its weights."""
+    return {"loss": -float(model_at(step)["w"][:HELD_OUT].sum()), "samples": float(HELD_OUT)}
 
 
 def loss_of(step: int) -> float:
@@ -101,12 +112,16 @@ class Recorder:
             self.write(name, "form", **who, world=world.ranks, pid=int(name[-5:]), cause="start", **times)
             where = {"step": world.lo, "epoch": world.lo // 5, "offset": world.lo % 5 * MICRO_BATCH, "commit": key}
             self.write(name, "restore", **who, **where, seconds=0.1, skipped=[], resumed=None)
+            self.write("chaos", "node", node=rank % 2, pids=[int(name[-5:])])
         self.metrics[term] = [{"t": self.now, "term": term, "begins_at": world.lo}]
         for step in range(world.lo + 1, world.hi + 1):
             self.now += STEP_S
             self.step(term, world, names, step)
             if step % EVERY == 0 or (step == world.hi and world.status != "killed"):
                 self.commit(term, names[0], step)
+        if world.status == "done":
+            for rank, name in enumerate(names):
+                self.write(name, "validate", term=term, rank=rank, step=world.hi)
         if world.status != "killed":
             for rank, name in enumerate(names):
                 outcome = {"status": world.status, "step": world.hi, "weights_sha256": digest_at(world.hi)}
@@ -137,13 +152,14 @@ class Recorder:
         record = {**places, "parent": parent, "parent_key": self.head[0] if self.head else None, "created_at": self.now}
         path = self.folder / key
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(record))
+        path.write_text(json.dumps(record | {"seal": seal_of(record)}))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         self.now += 0.01
         what = {"digest": digest, "parent": parent, "weights_sha256": record["weights_sha256"], "seconds": 0.01}
         self.write(name, "commit", term=term, rank=0, step=step, key=key, **what)
         self.head = (key, digest)
         for old in sorted(path.parent.glob("*.json"))[:-KEPT]:
+            shutil.rmtree(self.folder / json.loads(old.read_text())["attempt"])
             old.unlink()
 
     def save(self, term: int, step: int) -> dict[str, object]:
@@ -151,8 +167,19 @@ class Recorder:
         attempt = f"data/step-{step:012d}/{term:08d}-made"
         dcp.save({"model": model_at(step)}, checkpoint_id=self.folder / attempt, no_dist=True)
         contents = {path.name: path.read_bytes() for path in (self.folder / attempt).iterdir()}
-        files = {name: {"size": len(held), "blake3": blake3(held).hexdigest()} for name, held in contents.items()}
-        return {"format": 3, "attempt": attempt, "files": files, "weights_sha256": digest_at(step)}
+        files = {
+            name: {"size": len(held), "blake3": blake3(held).hexdigest(), "blocks": [zlib.crc32(held)]}
+            for name, held in contents.items()
+        }
+        account = {"holes": [], "left_out": 0, "truncated": 0}
+        return {
+            "format": 3,
+            "account": account,
+            "metrics": metrics_at(step),
+            "attempt": attempt,
+            "files": files,
+            "weights_sha256": digest_at(step),
+        }
 
     def lo_of(self, term: int) -> int:
         return next(line["step"] for name in self.files for line in self.files[name] if _restores(line, term))  # type: ignore[return-value]
@@ -180,19 +207,30 @@ class Recorder:
             "mlflow_run_id": "m",
         }
         counts = {"coverage": coverage_at(STEPS), "num_samples": ROWS, "epochs": EPOCHS}
-        metrics = {"macro_f1": 0.75, "loss": 0.25}
-        (self.folder / "result.json").write_text(json.dumps({**result, **counts, "metrics": metrics}))
+        counts |= {"num_left_out": 0, "num_truncated": 0, "holes": [], "fast_steps": [], "skipped_steps": []}
+        how = {"ended_by": "last step", "improvement": None, "metrics": metrics_at(STEPS)}
+        (self.folder / "result.json").write_text(json.dumps({**result, **counts, **how}))
         batch = {"global_batch": LANES * MICRO_BATCH, "micro_batch": MICRO_BATCH}
         task = {"path": "elastic_train.tasks.witness:Witness"}
         config = {
             "epochs": EPOCHS,
             "max_steps": None,
             "batch": batch,
+            "checkpoint": {"url": None, "keep_last": KEPT},
             "task": task,
+            "data": {"train": None, "validation": str(self.folder.parent / "held-out")},
+            "validation": {"every_steps": None, "max_samples": None, "weights": "trained", "early_stopping": None},
             "tracking": {"mlflow_uri": "sqlite:///mlflow.db"},
         }
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
         (self.folder / "manifest.json").write_text(json.dumps({"files": [{"row_groups": [60, ROWS - 60]}]}))
+        (self.folder.parent / "held-out").mkdir(exist_ok=True)
+        pq.write_table(pa.table({"x": pa.array(range(HELD_OUT))}), self.folder.parent / "held-out" / "part.parquet")
+        held_out = {"files": [{"path": "part.parquet", "row_groups": [HELD_OUT]}], "columns": {"x": "int64"}}
+        (self.folder.parent / "held-out" / "manifest.json").write_text(json.dumps(held_out))
+        (self.folder / "terms").mkdir()
+        for number in self.metrics:
+            (self.folder / "terms" / f"{number:08d}.json").write_text(json.dumps({"run_id": "recorded"}))
         (self.folder / "metrics").mkdir()
         for number, lines in self.metrics.items():
             path = self.folder / "metrics" / f"{number:08d}.jsonl"

@@ -19,11 +19,13 @@ from statistics import median_low
 
 Line = dict[str, object]
 Lines = list[list[Line]]
-TOLERANCE_S = 1.0
+TOLERANCE_S = 0.5
 _STAMPS = ("t", "joined_at", "sealed_at", "started_at", "created_at")
 _FORMED = -1
 _MOST_STEPS = 2000
 """Steps that are compared of each pair of hosts: a median needs no more."""
+_LEAST_STEPS = 8
+"""Steps that a process must share with others of its host before its clock is said to differ from theirs."""
 
 
 def offsets_of(processes: Sequence[Sequence[Line]]) -> dict[str, float]:
@@ -74,9 +76,26 @@ def _is_time(line: Line) -> bool:
 
 
 def _hosts(processes: Sequence[Sequence[Line]]) -> dict[tuple[object, object], str]:
-    """Return the host of each (term, rank) that says it."""
-    forms = (line for process in processes for line in process if line["op"] == "form" and "host" in line)
-    return {_place(line): str(line["host"]) for line in forms}
+    """Return the host of each (term, rank) that says it; of a process whose clock is not its host's, the process.
+
+    Processes of one host share its clock, unless they run in containers or machines that take the host's name.
+    """
+    forms = [line for process in processes for line in process if line["op"] == "form" and "host" in line]
+    hosts = {_place(line): str(line["host"]) for line in forms}
+    own = {_place(line): f"{line['host']} {line.get('pid')}" for line in forms}
+    if len(set(own.values())) == len(set(hosts.values())):
+        return hosts
+    differences = _differences(_applied(processes, own), _LEAST_STEPS)
+    apart = {
+        one
+        for one, others in differences.items()
+        if any(abs(ahead) > TOLERANCE_S for other, ahead in others.items() if _host_of(one) == _host_of(other))
+    }
+    return {place: own[place] if own[place] in apart else host for place, host in hosts.items()}
+
+
+def _host_of(process: str) -> str:
+    return process.rpartition(" ")[0]
 
 
 def _applied(
@@ -103,7 +122,9 @@ def _formed(processes: Sequence[Sequence[Line]]) -> dict[tuple[int, int], dict[s
     return formed
 
 
-def _differences(seen: Mapping[tuple[int, int], Mapping[str, float]]) -> dict[str, dict[str, float]]:
+def _differences(
+    seen: Mapping[tuple[int, int], Mapping[str, float]], least_steps: int = 1
+) -> dict[str, dict[str, float]]:
     """Return, for each host, how far the clocks of the others in its worlds are ahead of its own."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for at in seen.values():
@@ -112,7 +133,7 @@ def _differences(seen: Mapping[tuple[int, int], Mapping[str, float]]) -> dict[st
                 if one != other and len(found[one, other]) < _MOST_STEPS:
                     found[one, other].append(here - there)
     ahead: dict[str, dict[str, float]] = defaultdict(dict)
-    for one, other in sorted(found):
+    for one, other in sorted(pair for pair, steps in found.items() if len(steps) >= least_steps):
         ahead[other][one] = median_low(found[one, other])
     return ahead
 

@@ -1,6 +1,7 @@
 """What a run has left, read from files alone: histories, commits, results, the witness, the faults.
 
-Nothing here is imported from what is judged. A torn last line of a history (its process died) is passed over.
+Nothing here is imported from what is judged. A torn last line of a history (its process died) is passed over. A file
+that cannot be read otherwise is named in `Evidence.unreadable`, and read as if it were not there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from chaos.judge.evidence.identities import identified
 from chaos.judge.evidence.stored_weights import Tensors, load_weights
 
 Line = dict[str, object]
+_OF_RANK = re.compile(r"(\d{8,})-(\d{5,})-")
 _LARGEST_VOID = 100
 MANIFEST = "manifest.json"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -37,6 +40,21 @@ class Commit:
     key: str
     digest: str
     fields: Line | None
+    is_sealed: bool = True
+    """Whether the record has the digest that its own seal says; true of records that have none."""
+
+    @classmethod
+    def of(cls, key: str, content: bytes) -> Commit:
+        """Read a record's bytes."""
+        fields = _parsed(content)
+        is_sealed = fields is None or not {"format", "seal"} & fields.keys() or fields.get("seal") == seal_of(fields)
+        return cls(key, hashlib.sha256(content).hexdigest(), fields, is_sealed)
+
+
+def seal_of(record: Line) -> str:
+    """Return the SHA-256 of a record without its seal, in canonical form (docs/formats.md, Commits)."""
+    fields = {name: value for name, value in record.items() if name != "seal"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +77,10 @@ class Evidence:
     """How many rows the training set has by its manifest; None without one."""
     sizes: tuple[int, ...] = ()
     """How many of them each source of a mixture has; none without one."""
+    terms: dict[int, Line] | None = None
+    """The claims of terms that the run's folder holds; None where they are stored elsewhere."""
+    unreadable: tuple[str, ...] = ()
+    """The files that are there and cannot be read, each with the reason."""
     load: Callable[[Line], Tensors] | None = field(default=None, repr=False)
     """Returns the weights that the files of a commit record hold; raises Violated where they are not what it says."""
     # What is worked out of the files once; `replace` begins with none of it.
@@ -107,28 +129,121 @@ def once(derive: Callable[[Evidence], T]) -> Callable[[Evidence], T]:
     return remembered
 
 
+class _Files:
+    """Reads the files of a run's folder, and remembers which of them cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.unreadable: list[str] = []
+
+    def mapping(self, path: Path, parse: Callable[[bytes], object] = json.loads) -> Line | None:
+        """Return the mapping that a file holds; None without one."""
+        try:
+            value = parse(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+            self._note(path, f"cannot be read: {str(error).partition(chr(10))[0]}")
+            return None
+        if not isinstance(value, dict):
+            self._note(path, f"holds {_kind_of(value)} instead of a mapping")
+            return None
+        return value
+
+    def lines(self, path: Path) -> list[Line]:
+        """Return the mappings of a file's lines; the last one may be torn."""
+        *texts, last = path.read_bytes().split(b"\n")
+        found = [(number, text, _parsed(text)) for number, text in enumerate([*texts, last], 1) if text.strip()]
+        if not found:
+            self._note(path, "is empty")
+        for number, _, line in found:
+            if line is None and number <= len(texts):
+                self._note(path, f"line {number} is not a JSON object")
+        return [line for _, _, line in found if line is not None]
+
+    def history(self, path: Path) -> list[Line]:
+        """Return the lines of a history; each names its operation."""
+        lines = self.lines(path)
+        if any(not isinstance(line.get("op"), str) for line in lines):
+            self._note(path, "a line names no operation (`op`)")
+        if whose := _OF_RANK.match(path.name):
+            place = int(whose[1]), int(whose[2])
+            said = [(line.get("term", place[0]), line.get("rank", place[1])) for line in lines]
+            if any(each != place for each in said):
+                self._note(path, "a line is not of the term and rank that the file is named after")
+        return [line for line in lines if isinstance(line.get("op"), str)]
+
+    def counts(self, path: Path) -> npt.NDArray[np.int64] | None:
+        """Return the witness's counts; None without any."""
+        try:
+            found = np.load(path, allow_pickle=False)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, EOFError) as error:
+            self._note(path, f"cannot be read: {error}")
+            return None
+        if isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype == np.int64:
+            return found
+        self._note(path, "does not hold one int64 for each sample")
+        return None
+
+    def normal(self, problem: str, as_read: T, normalise: Callable[[], T]) -> T:
+        """Return what was read in a normal form; as it is, with a note, where values do not allow that."""
+        try:
+            return normalise()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self.unreadable.append(f"history: {problem}, because a line lacks a value or has another kind ({error})")
+            return as_read
+
+    def _note(self, path: Path, why: str) -> None:
+        named = path.relative_to(self.folder) if path.is_relative_to(self.folder) else path
+        self.unreadable.append(f"{named} {why}" if not why.startswith("line ") else f"{named}: {why}")
+
+
+def _kind_of(value: object) -> str:
+    return {list: "a list", str: "text", type(None): "null"}.get(type(value), "a number")
+
+
 def collect(folder: Path) -> Evidence:
-    """Read everything below a run's folder."""
-    witness = folder / "witness.npy"
-    config = _mapping(yaml.load(_text(folder / "config.yaml") or "{}", Loader=_LOADER))
-    result, held = _text(folder / "result.json"), _text(folder / "tracked.json")
-    manifests = manifests_of(folder, config or {})
-    sizes = [rows_of(manifest) for manifest in manifests]
+    """Read everything below a run's folder; never raises for what a file holds."""
+    files = _Files(folder)
+    config = files.mapping(folder / "config.yaml", lambda content: yaml.load(content, Loader=_LOADER)) or {}
+    sizes = [rows for manifest in manifests_of(folder, config, files.mapping) if (rows := _rows(files, manifest))]
+    histories = [_process([files.history(path) for path in parts]) for parts in _histories(folder)]
+    commits = [_commit(path) for path in record_files(folder)]
     read = Evidence(
         folder=folder,
-        processes=identified(without_vain([_process(parts) for parts in _histories(folder)])),
-        commits=[_commit(path) for path in record_files(folder)],
-        config=config or {},
-        result=_parsed(result.encode()) if result else None,
-        witness=np.load(witness, allow_pickle=False) if witness.exists() else None,
-        metrics=metrics_of(folder),
-        pruned=_pruned(folder),
-        tracked=_parsed(held.encode()) if held else None,
+        processes=files.normal("processes are unclear", histories, lambda: identified(without_vain(histories))),
+        commits=commits,
+        config=config,
+        result=files.mapping(folder / "result.json"),
+        witness=files.counts(folder / "witness.npy"),
+        metrics=metrics_of(folder, files.lines),
+        pruned=_pruned(folder, files.mapping(folder / "history" / "summary.json") or {}),
+        tracked=files.mapping(folder / "tracked.json"),
         rows=sum(sizes) if sizes else None,
-        sizes=tuple(sizes) if _sources_of(config or {}) else (),
+        sizes=tuple(sizes) if _sources_of(config) else (),
+        terms=_terms(files, config),
         load=functools.partial(load_weights, folder),
     )
-    return with_one_clock(read)
+    read = files.normal("clocks cannot be compared", read, lambda: with_one_clock(read))
+    return replace(read, unreadable=tuple(files.unreadable))
+
+
+def _rows(files: _Files, manifest: Line) -> int | None:
+    try:
+        return rows_of(manifest)
+    except (KeyError, TypeError) as error:
+        files.unreadable.append(f"a manifest of the training set does not list its files' row groups ({error})")
+        return None
+
+
+def _terms(files: _Files, config: Line) -> dict[int, Line] | None:
+    """Read who claimed each term; None where commits are stored elsewhere, and so these are."""
+    if (_mapping(config.get("checkpoint")) or {}).get("url"):
+        return None
+    paths = [path for path in sorted((files.folder / "terms").glob("*.json")) if path.stem.isdecimal()]
+    return {int(path.stem): claim for path in paths if (claim := files.mapping(path)) is not None}
 
 
 def with_one_clock(run: Evidence) -> Evidence:
@@ -156,7 +271,7 @@ def without_vain(processes: list[list[Line]]) -> list[list[Line]]:
     ]
 
 
-def manifests_of(folder: Path, config: Line) -> list[Line]:
+def manifests_of(folder: Path, config: Line, read: Callable[[Path], Line | None] | None = None) -> list[Line]:
     """Read the training set's manifest, or those of a mixture's sources: the copy in the run's folder, or where its
     configuration says; none unless all are there."""
     data = _mapping(config.get("data")) or {}
@@ -165,8 +280,8 @@ def manifests_of(folder: Path, config: Line) -> list[Line]:
     found = []
     for number, source in enumerate(sources):
         places = [folder / copy_of_manifest(number), *([Path(source) / MANIFEST] if source else [])]
-        content = next((place.read_bytes() for place in places if place.is_file()), b"")
-        found.append(_parsed(content) if content else None)
+        place = next((place for place in places if place.is_file()), None)
+        found.append((read or _mapping_in)(place) if place else None)
     return [each for each in found if each is not None] if None not in found else []
 
 
@@ -178,7 +293,7 @@ def copy_of_manifest(number: int) -> str:
 def _sources_of(config: Line) -> list[str]:
     """Return where the sources of a mixture are; none without one."""
     mixture = (_mapping(config.get("data")) or {}).get("mixture")
-    return [str(line["source"]) for line in mixture if isinstance(line, dict)] if isinstance(mixture, list) else []
+    return [str(line.get("source")) for line in mixture if isinstance(line, dict)] if isinstance(mixture, list) else []
 
 
 def rows_of(manifest: Line) -> int:
@@ -192,19 +307,18 @@ def _histories(folder: Path) -> list[list[Path]]:
     return [list(parts) for _, parts in itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])]
 
 
-def _process(parts: list[Path]) -> list[Line]:
+def _process(parts: list[list[Line]]) -> list[Line]:
     """Return a process's lines, each once: every part begins with some of the first one's `again`."""
     lines, said = list[Line](), set[tuple[object, object]]()
-    for line in itertools.chain.from_iterable(parse_lines(path.read_bytes()) for path in parts):
+    for line in itertools.chain.from_iterable(parts):
         if not line.get("again") or (line["op"], line.get("t")) not in said:
             lines.append(line)
         said.add((line["op"], line.get("t")))
     return lines
 
 
-def _pruned(folder: Path) -> str | None:
+def _pruned(folder: Path, summary: Line) -> str | None:
     """Say which histories were deleted while the run went on, whole terms or the first parts of long ones."""
-    summary = _parsed((_text(folder / "history" / "summary.json") or "{}").encode()) or {}
     if terms := summary.get("pruned"):
         return f"the histories of the terms up to {terms} were deleted (run.history_terms)"
     firsts = [parts[0].name for parts in _histories(folder)]
@@ -229,13 +343,21 @@ def is_void(content: bytes) -> bool:
     return _parsed(content) == {"void": True}
 
 
-def metrics_of(folder: Path) -> dict[int, list[Line]]:
+def metrics_of(folder: Path, read: Callable[[Path], list[Line]] | None = None) -> dict[int, list[Line]]:
     """Read the lines of every term's metrics below a run's folder."""
     return {
-        int(path.stem): [line for text in path.read_bytes().splitlines() if (line := _parsed(text)) is not None]
+        int(path.stem): (read or _lines_in)(path)
         for path in sorted((folder / "metrics").glob("*.jsonl"))
         if path.stem.isdecimal()
     }
+
+
+def _lines_in(path: Path) -> list[Line]:
+    return [line for text in path.read_bytes().splitlines() if (line := _parsed(text)) is not None]
+
+
+def _mapping_in(path: Path) -> Line | None:
+    return _parsed(path.read_bytes())
 
 
 def parse_lines(content: bytes) -> Iterator[Line]:
@@ -292,20 +414,15 @@ def lanes_of(line: Line) -> range:
 
 
 def _commit(path: Path) -> Commit:
-    content = path.read_bytes()
-    return Commit(f"commits/{path.name}", hashlib.sha256(content).hexdigest(), _parsed(content))
+    return Commit.of(f"commits/{path.name}", path.read_bytes())
 
 
 def _parsed(content: bytes) -> Line | None:
     try:
         return _mapping(json.loads(content))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
 def _mapping(value: object) -> Line | None:
     return value if isinstance(value, dict) else None
-
-
-def _text(path: Path) -> str | None:
-    return path.read_text() if path.exists() else None

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
+from chaos.judge.evidence.clocks import TOLERANCE_S
 from chaos.judge.evidence.run_files import (
     Evidence,
     Line,
@@ -21,6 +22,8 @@ from chaos.judge.evidence.run_files import (
 
 PATIENCE_S = 300.0
 """For a run that does not say."""
+EARLY_S = TOLERANCE_S
+"""How much before a fault its consequences may be stamped: clocks that differ by less than the tolerance are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ def spells_of(run: Evidence) -> Spells:
     """Return the spells of a run's faults and of what was done to undo them."""
     lines = sorted([*run.of("fault"), *run.of("undo")], key=lambda line: number(line, "t"))
     ends = [spell_end(run, line) for line in lines]
-    return Spells(tuple(lines), tuple(number(line, "t") for line in lines), tuple(ends), tuple(accumulate(ends, max)))
+    begins = tuple(number(line, "t") - EARLY_S for line in lines)
+    return Spells(tuple(lines), begins, tuple(ends), tuple(accumulate(ends, max)))
 
 
 def spell_end(run: Evidence, line: Line) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Tensors = Mapping[str, "Tensor"]
-_CHUNK = 1 << 22
+_BLOCK = 1 << 20
+"""Bytes of a file that a checksum in its record is of."""
 _FILE_DIGESTS = {1: "sha256", 2: "blake3", 3: "blake3"}
 _GRAIN = 1 << 16
 """Elements of a tensor that are hashed at once, since format 3."""
@@ -64,22 +66,26 @@ def checked_files(
         if file is None:
             raise Violated(f"{where} is not there, and its commit record lists it")
         with file:
-            size, digest = _size_and_digest(file, kind := _FILE_DIGESTS[cast(int, record["format"])])
+            size, digest, blocks = _measure(file, kind := _FILE_DIGESTS[cast(int, record["format"])])
             if (size, digest) != (listed["size"], listed[kind]):
                 told = f"{listed['size']} bytes with {kind} {str(listed[kind])[:16]}"
                 raise Violated(f"{where} holds {size} bytes with {kind} {digest[:16]}, its commit record says {told}")
+            if listed["blocks"] != blocks:
+                raise Violated(f"{where}: the checksums of its blocks are not those that its commit record lists")
             file.seek(0, io.SEEK_SET)
             yield name, file
 
 
-def _size_and_digest(file: BinaryIO, kind: str) -> tuple[int, str]:
+def _measure(file: BinaryIO, kind: str) -> tuple[int, str, list[int]]:
+    """Return a file's size, its digest, and the CRC-32 of each of its blocks."""
     from blake3 import blake3
 
-    size, digest = 0, hashlib.sha256() if kind == "sha256" else blake3()
-    while chunk := file.read(_CHUNK):
-        size += len(chunk)
-        digest.update(chunk)
-    return size, digest.hexdigest()
+    size, blocks, digest = 0, list[int](), hashlib.sha256() if kind == "sha256" else blake3()
+    while block := file.read(_BLOCK):
+        size += len(block)
+        digest.update(block)
+        blocks.append(zlib.crc32(block))
+    return size, digest.hexdigest(), blocks
 
 
 def digest_of(tensors: Tensors, commit_format: int = 3) -> str:

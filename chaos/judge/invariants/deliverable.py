@@ -1,6 +1,7 @@
-"""Invariant of what a run delivers: the last commit's files hold the weights of the result, and these are numbers.
+"""Invariant of what a run delivers: the files of every commit that is left hold the weights that its record says.
 
-Every other invariant reads what the run says. Here the judge opens the files itself.
+Of the last commit these are also the weights of the result and of the run without faults. Every other invariant reads
+what the run says; here the judge opens the files itself.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from chaos.scenario.kinds import damages
 
 
 def deliverable(run: Evidence, reference: Evidence | None) -> str:
-    """The last commit loads with torch's own reader, and holds the weights of its record, the result, the reference.
+    """Every commit loads with torch's own reader; the last one holds the weights of the result and the reference.
 
-    One that a fault has damaged is passed over: then the newest that none has is compared with its own record.
+    A commit that a fault has damaged is passed over. The reference's commits are opened, too: those of the same step
+    are compared by their records in `weights`, so each record has to be true of its files.
     """
     result, last_step = result_of(run), shape_of(run).total_steps
     commits = sorted((commit for commit in run.commits if commit.fields is not None), key=_place)
@@ -26,23 +28,37 @@ def deliverable(run: Evidence, reference: Evidence | None) -> str:
     last = max((commit for commit in commits if _step(commit) == last_step), key=_place, default=None)
     if last is None and result["status"] == "done":
         raise Violated(f"the job ended at step {last_step}, the newest commit is of step {_step(commits[-1])}")
-    chosen = last or commits[-1]
     spoilt = {
         f"commits/{fault['commit']}" for fault in run.of("fault") if damages(fault["kind"]) and fault.get("commit")
     }
-    if chosen.key in spoilt:
-        whole_ones = [commit for commit in commits if commit.key not in spoilt]
-        if not whole_ones:
-            raise Unknown("every commit that is left was damaged by a fault")
-        chosen = whole_ones[-1]
-    tensors = _load(run, chosen)
-    claims: dict[str, Line] = {chosen.key: chosen.fields or {}}
-    if chosen is last:
-        others = {"the result": result, "the run without faults": (reference.result if reference else None) or {}}
-        claims |= {whose: fields for whose, fields in others.items() if "weights_sha256" in fields}
-    found = _check_weights(chosen.key, tensors, claims)
-    summary = f"{len(tensors)} tensors of {chosen.key}, sha256 {found[:16]}: those of {', '.join(claims)}"
-    return summary if last in (None, chosen) else f"{summary}; a fault had damaged the last one, {last.key}"
+    opened = [commit for commit in commits if commit.key not in spoilt]
+    if not opened:
+        raise Unknown("every commit that is left was damaged by a fault")
+    summary = ""
+    for commit in opened:
+        tensors = _load(run, commit)
+        claims: dict[str, Line] = {commit.key: commit.fields or {}}
+        if commit is last:
+            others = {"the result": result, "the run without faults": (reference.result if reference else None) or {}}
+            claims |= {whose: fields for whose, fields in others.items() if "weights_sha256" in fields}
+        found = _check_weights(commit.key, tensors, claims)
+        summary = f"{len(tensors)} tensors of {commit.key}, sha256 {found[:16]}: those of {', '.join(claims)}"
+    summary += f"; of {len(opened)} commits that are left all files were read, and hold what the records say"
+    summary += _check_reference(reference)
+    return summary if last in (None, opened[-1]) else f"{summary}; a fault had damaged the last one, {last.key}"
+
+
+def _check_reference(reference: Evidence | None) -> str:
+    """Open all commits of the run without faults; return how many there are."""
+    if reference is None or reference.load is None:
+        return ""
+    commits = [commit for commit in reference.commits if commit.fields is not None]
+    for commit in commits:
+        try:
+            _check_weights(commit.key, _load(reference, commit), {commit.key: commit.fields or {}})
+        except Violated as violation:
+            raise Violated(f"the run without faults: {violation}") from violation
+    return f", as in {len(commits)} of the run without faults"
 
 
 def _check_weights(key: str, tensors: Tensors, claims: Mapping[str, Line]) -> str:

@@ -65,6 +65,8 @@ def _check_records(run: Evidence, published: dict[str, Line]) -> None:
     for commit in run.commits:
         if commit.fields is None:
             raise Violated(f"{commit.key} is damaged: it cannot be read")
+        if not commit.is_sealed:
+            raise Violated(f"{commit.key} is damaged: it does not have the SHA-256 that its seal says")
         if commit.key in keys and keys[commit.key] != commit.digest:
             raise Violated(f"{commit.key} has digest {commit.digest[:12]}, it was published as {keys[commit.key][:12]}")
         if _place(commit.key) != (commit.fields["term"], commit.fields["step"]):
@@ -228,10 +230,18 @@ def fencing(run: Evidence) -> str:
     for line in run.of("commit"):
         at = made_at[str(line["key"])]
         newer = [term for term in formed if term > whole(line, "term") and formed[term] < at]
+        newer = [term for term in newer if not _was_before(run, line, term)]
         _check_not_continued(run, line, newer)
     if result_term != max(formed):
         raise Violated(f"the result is of term {result_term}, but term {max(formed)} had formed")
     return f"terms {terms[0]} to {terms[-1]}, none extended by an older one"
+
+
+def _was_before(run: Evidence, commit: Line, term: int) -> bool:
+    """Say whether the process that published a commit joined a term's world later, both by its own clock."""
+    publishers = {x["pid"] for x in run.in_term("form", whole(commit, "term")) if x["rank"] == commit["rank"]}
+    joined = [number(x, "t") for x in run.in_term("form", term) if x["pid"] in publishers]
+    return any(number(commit, "t") <= at for at in joined)
 
 
 def _check_not_continued(run: Evidence, commit: Line, newer: list[int]) -> None:

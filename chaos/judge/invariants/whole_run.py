@@ -30,7 +30,7 @@ from chaos.judge.evidence.recovery_cost import (
     ridden_out,
     seats_of,
 )
-from chaos.judge.evidence.run_files import Evidence, number, whole
+from chaos.judge.evidence.run_files import Evidence, Line, number, whole
 from chaos.judge.evidence.spells import answering_s, patience_of, spell_end, spells_of
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.rollbacks import check_rollbacks
@@ -60,7 +60,7 @@ def faults(run: Evidence) -> str:
         raise Unknown(f"{fault_kind(missed[0])} never came: {missed[0].get('why', 'no process came there')}")
     if not injected:
         raise Unknown("no fault was injected, so recovery was not put to the test")
-    proved = {line.get("fault") for line in run.of("effect")}
+    proved = {line.get("fault") for line in run.of("effect") if _is_proof(line, injected)}
     if unproved := [fault for fault in injected if "number" in fault and fault["number"] not in proved]:
         raise Unknown(f"{fault_name(unproved[0])}: nothing shows that it had an effect")
     recovered = {recovery.place: recovery for recovery in recoveries(run)}
@@ -82,6 +82,14 @@ def faults(run: Evidence) -> str:
         ended = f", {len(late)} after the last step" if late else ""
         return f"{summary}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out{ended}"
     return f"{summary}, each fault followed by a new world's steps"
+
+
+def _is_proof(effect: Line, injected: list[Line]) -> bool:
+    """Say whether a line says in words what showed the effect of a fault of its own kind."""
+    proof = effect.get("proof")
+    is_said = isinstance(proof, str) and bool(proof.strip())
+    kinds = {fault["kind"] for fault in injected if fault.get("number") == effect.get("fault")}
+    return is_said and ("kind" not in effect or effect["kind"] in kinds)
 
 
 def is_soak(run: Evidence) -> bool:

@@ -113,6 +113,8 @@ class SlurmJob:
         self._place()
         if wrong := set(self.submission.states()) - {"COMPLETED"}:
             raise RunError(f"the job ended as {', '.join(sorted(wrong))}; {self.submission.said()}")
+        for node in sorted({self.cluster.nodes.index(str(host)) for host, _, _ in self._placed}):
+            self.record("exit", node=node, code=0)  # Slurm says that all of its jobs are completed
         self.record("clean", orphans=self._left(), drafts=drafts(self.folder))
 
     def look(self) -> None:

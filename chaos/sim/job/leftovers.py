@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from elastic_train.config.schema import Config
 def _commits(store: Storage) -> list[Commit]:
     """Return the commits of one store; a job that has kept some in another has no one lineage."""
     return [
-        Commit(key, hashlib.sha256(content).hexdigest(), json.loads(content))
+        Commit.of(key, content)
         for key, (content, _) in sorted(store.files.items())
         if key.startswith("commits/") and not is_void(content)
     ]

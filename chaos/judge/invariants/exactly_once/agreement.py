@@ -9,7 +9,7 @@ from chaos.judge.evidence.applied import Steps, restored_at, result_of, shape_of
 from chaos.judge.evidence.holes import left_out_of
 from chaos.judge.evidence.run_files import Evidence, Line, lanes_of, number, whole
 from chaos.judge.findings import Violated
-from chaos.judge.job_shape import Crews
+from chaos.judge.job_shape import Crews, MixedShape
 
 _UNWRITTEN_S = 0.25
 """How long a line may wait for the thread that writes it, on a machine that is busy."""
@@ -24,6 +24,7 @@ def agreement(run: Evidence) -> str:
     for line in run.of("restore"):
         first = {"applied_by": line.get("applied_by"), **restored[whole(line, "term")]}
         _same({"applied_by": None, **line}, first, ("step", "epoch", "offset", "commit", "applied_by"), "restored")
+    _check_places(run)
     for process in run.processes:
         _check_consecutive(process, restored)
     steps = steps_of(run)
@@ -39,6 +40,24 @@ def agreement(run: Evidence) -> str:
         if line["term"] == result["term"]:
             _same(line, result, ("step", "weights_sha256", "coverage"), "ended")
     return f"{len(steps)} steps of {len(restored)} terms, all ranks agree on each"
+
+
+def _check_places(run: Evidence) -> None:
+    """Worlds are as large as all their ranks say; epoch, offset and count of a step are those of the job."""
+    shape, sizes = shape_of(run), dict[object, object]()
+    for line in [*run.of("form"), *run.of("step")]:
+        if "world" in line and sizes.setdefault(line["term"], line["world"]) != line["world"]:
+            raise Violated(
+                f"term {line['term']} has {sizes[line['term']]} ranks, rank {line['rank']} says {line['world']}"
+            )
+    for line in [] if isinstance(shape, MixedShape) else run.of("restore"):
+        epoch, steps = divmod(whole(line, "step"), shape.steps_per_epoch)
+        if (line["epoch"], line["offset"]) != (epoch, steps * shape.micro_batch):
+            where = f"rank {line['rank']} of term {line['term']} restored step {line['step']}"
+            raise Violated(f"{where} as epoch {line['epoch']}, offset {line['offset']}")
+    for line in run.of("commit"):
+        if str(line["key"]) != f"commits/{line['term']:08d}-{line['step']:012d}.json":
+            raise Violated(f"{line['key']} is recorded as a commit of term {line['term']}, step {line['step']}")
 
 
 def _check_consecutive(process: list[Line], restored: dict[int, Line]) -> None:
@@ -74,9 +93,10 @@ def partition(run: Evidence) -> str:
     """In every applied step, every lane belongs to exactly one rank of the world; or to those that compute it in a
     cell."""
     steps, num_lanes = steps_of(run), shape_of(run).num_lanes
-    last_term, ended_at = whole(result_of(run), "term"), dict[int, float]()
+    last_term, ended_at = whole(result_of(run), "term"), dict[tuple[int, object], float]()
     for (term, _), lines in steps.items():
-        ended_at[term] = max(ended_at.get(term, 0.0), *(number(line, "t") for line in lines))
+        for line in lines:  # each rank by its own clock
+            ended_at[term, line["rank"]] = max(ended_at.get((term, line["rank"]), 0.0), number(line, "t"))
     crews = Crews.of(run.config)
     if crews.cell > 1:
         _check_cells(steps, crews)
@@ -88,7 +108,8 @@ def partition(run: Evidence) -> str:
         wrong = [lane for lane in range(max([num_lanes, *owners]) + 1) if owners[lane] != (lane < num_lanes)]
         # A rank that was killed before its last lines were written leaves a hole at its term's end only.
         at = max(number(line, "t") for line in lines)
-        is_last = at >= ended_at[term] - _UNWRITTEN_S or _is_unwritten_to_the_end(run, term, at, wrong)
+        own = all(number(line, "t") >= ended_at[term, line["rank"]] - _UNWRITTEN_S for line in lines)
+        is_last = own or _is_unwritten_to_the_end(run, term, at, wrong)
         is_torn = is_last and term != last_term and all(owners[lane] == 0 for lane in wrong)
         if wrong and not is_torn:
             times = owners[wrong[0]]

@@ -41,7 +41,7 @@ def same_weights_at_commits(run: Evidence, reference: Evidence) -> str:
             raise Violated(f"{where} has weights of SHA-256 {weights[:16]}, without faults {expected[step][:16]}")
     if not compared:
         raise Unknown("the two runs have no commit of the same step")
-    return f"{len(compared)} commits, the same weights in both runs"
+    return f"{len(compared)} commits have the same hash in both runs, by records and histories"
 
 
 def _committed_weights(run: Evidence) -> list[tuple[int, int, str]]:
@@ -57,7 +57,7 @@ def same_metrics(run: Evidence, reference: Evidence) -> str:
     ours, theirs = result_of(run)["metrics"], result_of(reference)["metrics"]
     if differ(ours, theirs):
         raise Violated(f"validation gave {ours}, without faults {theirs}")
-    return "validation metrics equal in both runs"
+    return "both results say the same metrics"
 
 
 def same_losses(run: Evidence, reference: Evidence) -> str:

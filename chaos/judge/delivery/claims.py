@@ -1,0 +1,125 @@
+"""Invariant of the result: it says what the last commit's record says, and what follows from the configuration.
+
+A record is sealed and its digest is in the histories, so a number that was invented in result.json alone is found here;
+one that was invented in both is found where it is computed again: sums, weights, validation, skipped steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from chaos.judge.evidence.applied import lineage_of, result_of, shape_of
+from chaos.judge.evidence.recovery_cost import seats_of
+from chaos.judge.evidence.run_files import Commit, Evidence, Line, items, part, whole
+from chaos.judge.evidence.skipped_steps import is_finite, skipped_steps
+from chaos.judge.findings import Unknown, Violated
+from chaos.judge.invariants.exactly_once.agreement import differ
+from chaos.judge.job_shape import MixedShape
+
+_FIELDS = ("step", "coverage", "weights_sha256", "format", "metrics", "improvement")
+_RANGES = ("fast_steps", "skipped_steps")
+_ACCOUNT = {"num_left_out": "left_out", "num_truncated": "truncated", "holes": "holes"}
+_BOTH = ("ended_by", "epochs", "num_left_out", "num_truncated", "skipped_steps", "improvement")
+
+
+def claims(run: Evidence, reference: Evidence | None) -> str:
+    """Every field of result.json is the last commit's, or follows from configuration and histories."""
+    result = result_of(run)
+    if result.get("status") != "done":
+        raise Unknown("the job has not come to its end: its result claims nothing yet")
+    record = last_record(run)
+    if record is None or record.fields is None:
+        raise Unknown("there is no commit of the last step to compare the result with")
+    for name, told in _told_by(record.fields).items():
+        if name not in result:
+            raise Violated(f"result.json does not say {name}, {record.key} says {told}")
+        if differ(_as_stored(result[name]), told):
+            raise Violated(f"result.json says {name} {result[name]}, {record.key} says {told}")
+    _check_skipped(run, result)
+    _check_end(run, result)
+    _check_truncated(run, result)
+    if reference is not None:
+        theirs = result_of(reference)
+        for name in _BOTH:
+            if name in result and name in theirs and differ(_known(result, name), _known(theirs, name)):
+                raise Violated(f"{name} is {result[name]}, without faults it is {theirs[name]}")
+    return f"result.json and {record.key} agree; ended by {result.get('ended_by')}, {_rows_cut(result)}"
+
+
+def last_record(run: Evidence) -> Commit | None:
+    """Return the newest commit record of the job's last step."""
+    last = shape_of(run).total_steps
+    found = [commit for commit in run.commits if commit.fields is not None and commit.fields.get("step") == last]
+    return max(found, key=lambda commit: commit.key, default=None)
+
+
+def _told_by(record: Line) -> dict[str, object]:
+    """Return what a result must say by a record, as far as the record's version says it."""
+    told = {name: record.get(name) for name in _FIELDS if name in record or name == "improvement"}
+    told |= {name: record.get(name) or [] for name in _RANGES}
+    if "account" in record:
+        account = part(record, "account")
+        told |= {name: account.get(key) for name, key in _ACCOUNT.items()}
+    return told
+
+
+def _as_stored(value: object) -> object:
+    """Return a value as a record stores it: without numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return {name: _as_stored(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def _known(result: Line, name: str) -> object:
+    """Return what two runs must agree on: of holes and improvements without the times and terms of one run."""
+    return _as_stored(result[name])
+
+
+def _check_skipped(run: Evidence, result: Line) -> None:
+    """Exactly the steps are without an update whose loss or gradient was not finite, each in the lineage."""
+    said, steps = skipped_steps(result), {one.step: one for one in lineage_of(run)}
+    if beyond := sorted(said - steps.keys()):
+        raise Violated(f"result.json says that step {beyond[0]} has no update, which the job does not have")
+    for step in sorted(said):
+        if is_finite(run, steps[step]):
+            raise Violated(f"result.json says that step {step} has no update, and its loss and gradient were finite")
+
+
+def _check_end(run: Evidence, result: Line) -> None:
+    """The reason for the end, the epochs and the size of the last world are what configuration and histories say."""
+    shape, term = shape_of(run), whole(result, "term")
+    validation = part(run.config, "validation") if "validation" in run.config else {}
+    stopping = validation.get("early_stopping")
+    improvement = result.get("improvement")
+    since = improvement.get("num_since") if isinstance(improvement, Mapping) else None
+    is_exhausted = isinstance(stopping, dict) and isinstance(since, int) and since >= whole(stopping, "patience")
+    due = "early stopping" if is_exhausted else "last step"
+    if result.get("ended_by") != due:
+        raise Violated(f"result.json says that the job was ended by {result.get('ended_by')!r}, it was by {due!r}")
+    if not isinstance(shape, MixedShape) and whole(result, "epochs") != len(shape.finished_epochs):
+        raise Violated(f"result.json says {result['epochs']} epochs, {len(shape.finished_epochs)} were finished")
+    if "world" in result and seats_of(run)[term] != whole(result, "world"):
+        raise Violated(f"result.json says {result['world']} ranks, the world of term {term} had {seats_of(run)[term]}")
+
+
+def _check_truncated(run: Evidence, result: Line) -> None:
+    """No more rows were cut than were read, and as many as the last step's values say."""
+    cut, most = whole(result, "num_truncated"), shape_of(run).samples_before(shape_of(run).total_steps)
+    data = part(run.config, "data") if "data" in run.config else {}
+    if not 0 <= cut <= most:
+        raise Violated(f"result.json says that {cut} rows were cut, {most} were read")
+    if cut and data.get("too_long") != "truncate":
+        raise Violated(f"result.json says that {cut} rows were cut, and data.too_long is {data.get('too_long')}")
+    logged = [
+        part(line, "values")["train/truncated"]
+        for line in (run.metrics or {}).get(lineage_of(run)[-1].term, ())
+        if line.get("step") == shape_of(run).total_steps and "train/truncated" in line.get("values", {})  # type: ignore[operator]
+    ]
+    if logged and logged[-1] != cut:
+        raise Violated(f"result.json says that {cut} rows were cut, at the last step {logged[-1]} were logged")
+
+
+def _rows_cut(result: Line) -> str:
+    skipped = items(result, "skipped_steps") if "skipped_steps" in result else []
+    return f"{result.get('num_truncated')} rows cut, {len(skipped)} ranges of steps without an update"

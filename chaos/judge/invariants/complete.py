@@ -1,0 +1,192 @@
+"""Invariant of the evidence: every file that a run must leave is there and can be read.
+
+The other invariants judge what is written. Deleted lines, such as those of exits or validations, would make them true
+of less than the run; so each kind of line that a run of this shape must have is demanded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from chaos.judge.evidence.applied import lineage_of, restored_at, result_of, shape_of
+from chaos.judge.evidence.run_files import Evidence, Line, items, number, part, whole
+from chaos.judge.findings import Unknown, Violated
+from chaos.scenario.kinds import asks_all_to_leave
+
+_KEPT_TERMS = 100
+"""Claims of terms that are older than the newest by more may have been deleted."""
+_ENDS_NODES = ("kill_node", "stop_node", "kill_job", "start_twin")
+"""What ends a node's agent; of a twin, that it is undone."""
+
+
+_FIELDS = {
+    "form": "term rank world pid cause",
+    "restore": "term rank step epoch offset commit seconds skipped",
+    "step": "term rank step epoch lo hi lanes num_samples world loss",
+    "commit": "term rank step key digest parent weights_sha256",
+    "validate": "term rank step",
+    "end": "term rank status step weights_sha256 coverage",
+    "scenario": "name seed",
+    "node": "node pids",
+    "fault": "kind pids seen_step",
+    "effect": "fault kind proof",
+    "exit": "node code",
+    "clean": "orphans",
+}
+"""What lines of each operation must say (docs/formats.md, History lines)."""
+_CONFIG = {
+    "data": "train validation",
+    "batch": "global_batch micro_batch",
+    "validation": "every_steps max_samples weights early_stopping",
+    "checkpoint": "url keep_last",
+    "task": "path",
+    "tracking": "mlflow_uri",
+}
+"""What the judge takes from a configuration, which is written with all of its keys."""
+
+
+def complete(run: Evidence) -> str:
+    """Every file can be read; nodes, terms, validations and logged values that the run must have left are there."""
+    if run.unreadable:
+        raise Violated(run.unreadable[0])
+    _check_config(run)
+    for op, names in _FIELDS.items():
+        for line in run.of(op):
+            if absent := [name for name in names.split() if name not in line]:
+                raise Unknown(
+                    f"a line of `{op}` lacks {absent[0]} (of term {line.get('term')}, rank {line.get('rank')})"
+                )
+    if result_of(run)["status"] != "done":
+        raise Unknown("the job has not come to its end: its files are not complete yet")
+    if run.has("effect") and not all("number" in fault for fault in run.of("fault")):
+        raise Unknown("a fault has no number, by which its effect is known")
+    num_nodes, num_terms, num_commits = _check_nodes(run), _check_terms(run), _check_commits(run)
+    num_validations, num_logged = _check_validations(run), _check_logged(run)
+    found = [f"the ends of {num_nodes} nodes"]
+    found += [f"{num_terms} claims of terms"] if num_terms else []
+    found += [f"the newest {num_commits} commits"] if num_commits else []
+    found += [f"{num_validations} validations that were due"] if num_validations else []
+    found += [f"values logged in {num_logged} terms"] if num_logged else []
+    return f"every file can be read; {', '.join(found)} are there"
+
+
+def _check_config(run: Evidence) -> None:
+    if not run.config:
+        raise Violated("config.yaml is not there or is empty")
+    for section, names in _CONFIG.items():
+        found = run.config.get(section)
+        if not isinstance(found, dict):
+            raise Unknown(f"config.yaml has no section {section}")
+        if absent := [name for name in names.split() if name not in found]:
+            raise Unknown(f"config.yaml lacks {section}.{absent[0]}")
+    if absent := [name for name in ("epochs", "max_steps") if name not in run.config]:
+        raise Unknown(f"config.yaml lacks {absent[0]}")
+    batch = part(run.config, "batch")
+    if whole(batch, "global_batch") % whole(batch, "micro_batch"):
+        raise Violated("config.yaml: batch.global_batch is not a multiple of batch.micro_batch")
+
+
+def _check_nodes(run: Evidence) -> int:
+    """Every process has a node, and every node an end, unless a fault ended it; return how many there are."""
+    if not run.has("scenario"):
+        raise Unknown("the executor's description of the run (`scenario`) is missing")
+    nodes = {line["node"] for line in run.of("node")}
+    placed = {pid for line in run.of("node") for pid in items(line, "pids")}
+    if not nodes:
+        raise Unknown("no line says on which nodes processes ran (`node`)")
+    ended = {line["node"] for line in run.of("exit")}
+    for node in sorted(nodes - ended, key=str):
+        done = [line["kind"] for line in [*run.of("fault"), *run.of("undo")] if _is_of(line, node)]
+        if not any(kind in _ENDS_NODES or asks_all_to_leave(kind) for kind in done):
+            raise Unknown(f"no line says how node {node} ended (`exit`), and no fault ended it")
+    last = whole(result_of(run), "term")
+    for line in run.in_term("end", last):
+        member = next((x for x in run.in_term("form", last) if x["rank"] == line["rank"]), None)
+        if member is not None and member["pid"] not in placed:
+            raise Unknown(
+                f"no line says on which node process {member['pid']} ran (`node`), rank {line['rank']} at the end"
+            )
+    return len(nodes)
+
+
+def _check_terms(run: Evidence) -> int:
+    """Every term that formed a world was claimed, by that world's rank 0; return how many claims there are."""
+    if run.terms is None:
+        return 0
+    formed = {whole(line, "term"): line for line in run.of("form") if line["rank"] == 0}
+    for term, line in sorted(formed.items()):
+        if term + _KEPT_TERMS < max(formed):
+            continue
+        claim = run.terms.get(term)
+        if claim is None:
+            raise Violated(f"term {term} formed a world, and terms/{term:08d}.json, its claim, is not there")
+        if "run_id" not in claim:
+            raise Violated(f"terms/{term:08d}.json does not say which job claimed the term (`run_id`)")
+        for key in ("host", "boot", "born"):
+            if key in line and key in claim and claim[key] != line[key]:
+                raise Violated(f"terms/{term:08d}.json: {key} is {claim.get(key)}, rank 0 of the term says {line[key]}")
+    return len(formed)
+
+
+def _check_commits(run: Evidence) -> int:
+    """The newest commits are left, as many as retention keeps, but for those that faults hit; return how many."""
+    kept = _section(run, "checkpoint").get("keep_last")
+    if not isinstance(kept, int) or run.terms is None:
+        return 0
+    hit = {f"commits/{fault['commit']}" for fault in run.of("fault") if fault.get("commit")}
+    left = {commit.key for commit in run.commits}
+    published = sorted(left | {str(line["key"]) for line in run.of("commit")})[-kept:]
+    for key in published:
+        if key not in left | hit:
+            raise Violated(f"{key} is not there: it is one of the newest {kept}, which retention keeps")
+    return len(published)
+
+
+def _check_validations(run: Evidence) -> int:
+    """Every validation that was due in the lineage has begun; return how many were due.
+
+    One that was due at the last step that a term applied may have been cut off by the fault that ended the term.
+    """
+    data, validation = _section(run, "data"), _section(run, "validation")
+    if data.get("validation") is None:
+        return 0
+    every, last, due = validation.get("every_steps"), shape_of(run).total_steps, 0
+    begun = {(line["term"], line["step"]) for line in run.of("validate")}
+    lineage = lineage_of(run)
+    for applied, after in zip(lineage, [*lineage[1:], None], strict=True):
+        is_last = applied.step == last
+        if not is_last and (not isinstance(every, int) or applied.step % every):
+            continue
+        terms = {applied.term} | ({whole(result_of(run), "term")} if is_last else set())
+        if not is_last and after is not None and after.term != applied.term:
+            continue
+        due += 1
+        if not any((term, applied.step) in begun for term in terms):
+            raise Unknown(f"no line says that the validation of step {applied.step} began (`validate`)")
+    return due
+
+
+def _check_logged(run: Evidence) -> int:
+    """Every term whose steps are in the lineage has logged values; return how many terms have."""
+    if run.metrics is None or not (applied := {one.term for one in lineage_of(run)}):
+        return 0
+    if not run.metrics:
+        raise Unknown("metrics/ is not there: nothing that was measured was logged")
+    for term in sorted(applied):
+        lines = run.metrics.get(term)
+        if not lines:
+            raise Unknown(f"metrics/{term:08d}.jsonl is not there, and the lineage has steps of term {term}")
+        begun = whole(restored_at(run)[term], "step")
+        if not any("values" in line for line in lines):
+            raise Unknown(f"metrics/{term:08d}.jsonl has no values, and term {term} applied steps from {begun} on")
+        for line in lines:
+            number(line, "t")
+    return len(applied)
+
+
+def _section(run: Evidence, name: str) -> Mapping[str, object]:
+    return part(run.config, name) if name in run.config else {}
+
+
+def _is_of(fault: Line, node: object) -> bool:
+    return node in (items(fault, "nodes") if fault.get("nodes") else [fault.get("node")])

@@ -1,0 +1,111 @@
+"""Damage to a good recorded run that leaves its lineage alone: invented claims, deleted evidence, earlier commits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from chaos.judge.evidence.run_files import MANIFEST, Line, collect, part, record_files
+from chaos.planted.edits import edit, edit_result, forge, later_term
+
+
+def _first_attempt(folder: Path) -> tuple[Path, Line]:
+    """Return the folder of the oldest commit's files, and what its record lists of them."""
+    record = json.loads(record_files(folder)[0].read_text())
+    return folder / str(record["attempt"]), part(record, "files")
+
+
+def earlier_flip(folder: Path) -> None:
+    """A bit of a commit changed that is not the last one, and no fault has changed it."""
+    attempt, files = _first_attempt(folder)
+    path = attempt / max(files)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def earlier_files(folder: Path) -> None:
+    """All files are gone of a commit that is not the last one."""
+    attempt, _ = _first_attempt(folder)
+    for path in attempt.iterdir():
+        path.unlink()
+
+
+def unsealed_record(folder: Path) -> None:
+    """A record was changed after it had been sealed; digests and parents were computed again."""
+    forge(folder, lambda record: {**record, "world_size": 99}, seals=False)
+
+
+def _claim_everywhere(folder: Path, fields: Line, recorded: Line) -> None:
+    """Let the result and the records of both runs say the same."""
+    for each in (folder, folder.parent / "reference"):
+        if each.is_symlink() or not each.exists():
+            continue
+        edit_result(each, **fields)
+        forge(each, lambda record: {**record, **recorded})
+
+
+def invented_metrics(folder: Path) -> None:
+    """Result and records agree on metrics that the weights do not have."""
+    metrics = {"loss": 0.125, "samples": 16.0}
+    _claim_everywhere(folder, {"metrics": metrics}, {"metrics": metrics})
+
+
+def nan_metrics(folder: Path) -> None:
+    """Result and records agree that validation gave no number."""
+    nothing: Line = {"loss": None, "samples": 16.0}
+    _claim_everywhere(folder, {"metrics": {"loss": float("nan"), "samples": 16.0}}, {"metrics": nothing})
+
+
+def invented_skips(folder: Path) -> None:
+    """Result and records agree on steps without an update, whose losses were finite."""
+    _claim_everywhere(folder, {"skipped_steps": [[1, 3]]}, {"skipped_steps": [[1, 3]]})
+
+
+def invented_cuts(folder: Path) -> None:
+    """The result says that rows were cut which no record counts."""
+    edit_result(folder, num_truncated=12)
+
+
+def invented_end(folder: Path) -> None:
+    """The result says that early stopping ended a job which has none."""
+    edit_result(folder, ended_by="early stopping")
+
+
+def _without(op: str) -> Callable[[Path], None]:
+    return lambda folder: edit(folder, lambda line: None if line["op"] == op else line)
+
+
+no_validations, no_exits = _without("validate"), _without("exit")
+
+
+def no_terms(folder: Path) -> None:
+    """The claims of terms are gone."""
+    for path in (folder / "terms").iterdir():
+        path.unlink()
+    (folder / "terms").rmdir()
+
+
+def another_claim(folder: Path) -> None:
+    """A term was claimed by another process than the one that led it."""
+    number = later_term(collect(folder))
+    edit(folder, lambda line: {**line, "boot": "b"} if line["op"] == "form" and line["term"] == number else line)
+    (folder / "terms" / f"{number:08d}.json").write_text('{"boot": "c"}')
+
+
+def empty_proof(folder: Path) -> None:
+    """What showed the effect of a fault is an empty text."""
+    edit(folder, lambda line: {**line, "proof": ""} if line["op"] == "effect" else line)
+
+
+def empty_manifest(folder: Path) -> None:
+    """The manifest of the training set is an empty mapping."""
+    (folder / MANIFEST).write_text("{}")
+
+
+def broken_line(folder: Path) -> None:
+    """A line in the middle of a history is not whole."""
+    path = sorted((folder / "history").glob("[0-9]*.jsonl"))[0]
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:3], lines[3][:20] + "\n", *lines[4:]]))

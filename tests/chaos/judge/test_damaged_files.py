@@ -1,0 +1,142 @@
+"""Any damage to any file of a recorded run: the verdict is a sentence, and it is not valid."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from chaos.judge.verdict import examine
+from tests.chaos.recorded import record
+
+Damage = Callable[[bytes], bytes | None]
+WHOLE_FILE: dict[str, Damage] = {
+    "removed": lambda content: None,
+    "empty": lambda content: b"",
+    "{}": lambda content: b"{}",
+    "[]": lambda content: b"[]",
+    "null": lambda content: b"null",
+    "half": lambda content: content[: len(content) // 2],
+}
+NOT_READ = {"mlflow_run_id", "num_samples", "seconds", "x"}
+"""Names of values that are no evidence, wherever they are."""
+TIMES = {"t", "joined_at", "sealed_at", "started_at", "created_at"}
+"""Moments are compared to within what a process may take, and clocks may differ by."""
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("damaged") / "run")
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / "faulted").rglob("*") if path.is_file())
+
+
+def verdict_on(folder: Path, path: Path, content: bytes | None) -> tuple[bool, list[str]]:
+    """Judge a run of which one file is another, and put it back."""
+    before = path.read_bytes()
+    try:
+        path.unlink() if content is None else path.write_bytes(content)
+        verdict = examine(folder)
+        return verdict.is_valid, [f"{x.invariant}: {x.why}" for x in verdict.findings if x.truth != "true"]
+    finally:
+        path.write_bytes(before)
+
+
+@pytest.mark.parametrize("how", WHOLE_FILE)
+def test_no_file_can_be_damaged_unseen(healthy: Path, tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    believed = []
+    for path in files_of(folder):
+        before = path.read_bytes()
+        is_valid, why = verdict_on(folder, path, WHOLE_FILE[how](before))
+        if is_valid:
+            believed.append(str(path.relative_to(folder)))
+        assert all(len(each) > 10 for each in why)
+    assert believed == []
+
+
+def values_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every key and item below a value."""
+    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        yield (*path, key)
+        yield from values_of(tree[key], (*path, key))
+
+
+def changed(tree: Any, path: tuple[Any, ...], *, is_removed: bool) -> Any:
+    """Return a copy with one value removed, or one number changed."""
+    copy = json.loads(json.dumps(tree))
+    at = copy
+    for key in path[:-1]:
+        at = at[key]
+    if is_removed:
+        del at[path[-1]]
+    else:
+        at[path[-1]] += 1
+    return copy
+
+
+def variants(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tree with one key removed, or one number changed, each."""
+    for path in values_of(tree):
+        if NOT_READ & {*map(str, path)} or path[-1] in TIMES:
+            continue
+        value = tree
+        for key in path:
+            value = value[key]
+        where = ".".join(map(str, path))
+        if isinstance(path[-1], str):
+            yield f"without {where}", changed(tree, path, is_removed=True)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{where} + 1", changed(tree, path, is_removed=False)
+
+
+EXPLAINED = {
+    "form": {"pid"},
+    "restore": {"resumed"},
+    "end": {"step", "coverage"},
+    "validate": {"step"},
+    "scenario": {"seed", "reference"},
+    "node": {"node", "pids"},
+    "fault": {"number", "target", "node", "seen_step", "pids", "at_step", "is_drawn"},
+    "clean": {"leases", "drafts", "shared_memory"},
+}
+"""Fields whose loss or change may be believed: the executor's own words, which nothing else in the folder repeats, and
+what a term says at its end that another one continues (its commit says it, too)."""
+
+
+@pytest.mark.slow
+def test_no_line_of_a_history_can_be_changed_unseen(healthy: Path, tmp_path: Path) -> None:
+    """One key removed, or one number changed, in the first line of each operation in each history."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    believed = []
+    for path in sorted((folder / "faulted" / "history").iterdir()):
+        lines = [json.loads(text) for text in path.read_text().splitlines()]
+        first = {line["op"]: place for place, line in reversed([*enumerate(lines)])}
+        for op, place in first.items():
+            for where, tree in variants(lines[place]):
+                content = "".join(json.dumps(each) + "\n" for each in [*lines[:place], tree, *lines[place + 1 :]])
+                name = where.removeprefix("without ").removesuffix(" + 1").partition(".")[0]
+                if name not in EXPLAINED.get(op, ()) and verdict_on(folder, path, content.encode())[0]:
+                    believed.append(f"{path.name}, {op}: {where}")
+    assert believed == []
+
+
+@pytest.mark.parametrize("name", ["result.json", "config.yaml", "manifest.json", "tracked.json", "commits"])
+def test_no_value_can_be_changed_unseen(healthy: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    path = folder / "faulted" / name
+    path = sorted(path.iterdir())[0] if path.is_dir() else path
+    read, write = (yaml.safe_load, yaml.safe_dump) if name.endswith("yaml") else (json.loads, json.dumps)
+    found = list(variants(read(path.read_text())))
+    believed = [where for where, tree in found if verdict_on(folder, path, write(tree).encode())[0]]
+    assert believed == []
