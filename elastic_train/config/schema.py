@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -31,6 +31,11 @@ from elastic_train.config.parallel import SPREAD_OVER_CELLS, ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig, checked_best
 from elastic_train.config.section import Section, Value, folder, home
 from elastic_train.system.wording import counted, nearest
+
+Change = tuple[object, object]
+"""What a key was before, and is now."""
+IDENTITY = ("run.seed", "task", "batch", "data.block_row_groups", "data.length_bucketing", "data.mixture")
+"""Keys and sections that `Config.identity` is made of."""
 
 
 class RunConfig(Section):
@@ -324,6 +329,10 @@ class Config(Section):
         fixed += [["mixture", self.data.shares]] if self.data.shares else []
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
+    def changed_since(self, before: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+        """Return by key what an earlier resolved configuration had, and what this one has, where they differ."""
+        return dict(_changes(before, self.model_dump(mode="json"), ""))
+
     def to_yaml(self) -> str:
         """Return the resolved configuration as YAML; `load` reads it back to the same values but for passwords."""
         tree = self.model_dump(mode="json")
@@ -337,6 +346,19 @@ class Config(Section):
         tree = self.model_dump(mode="json")
         addresses = {f"{section}.{key}": tree[section][key] or "" for section, key in credentials.MAY_HAVE}
         return {key: text for key, text in addresses.items() if credentials.without_password(text) != text}
+
+
+def _changes(before: Mapping[str, object], now: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Change]]:
+    """Yield what differs, by dotted key; keys that only one of them knows count below task.params alone."""
+    for name in {**before, **now}:
+        is_known = name in before and name in now
+        old, new = before.get(name), now.get(name)
+        if (not is_known and prefix != "task.params.") or old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changes(old, new, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", (old, new)
 
 
 def keys() -> Iterator[tuple[str, str, str, str]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from elastic_train.checkpoint import CommitRecord, Retention
 from elastic_train.config.recipe import parse_best
-from elastic_train.config.schema import Config
+from elastic_train.config.schema import IDENTITY, Config
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive
 from elastic_train.core.mixture.dealing import Mixture, RunOrder
@@ -29,7 +29,13 @@ from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.recipe_changes import Recipe
 from elastic_train.job.optimizers.schedule import check_schedule
-from elastic_train.job.plan_facts import describe_offload, describe_pipeline, describe_sources
+from elastic_train.job.plan_facts import (
+    config_of,
+    describe_changes,
+    describe_offload,
+    describe_pipeline,
+    describe_sources,
+)
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.sharded.elementwise import slots_of
 from elastic_train.job.sharded.first_weights import without_memory
@@ -147,10 +153,11 @@ class Plan:
                 f"{record.manifest_digest[:12]}): restore the data it was trained on, or start again in another run.dir"
             )
         if record.config_digest != config.identity():
+            changed = describe_changes(config, config_of(config, record.term), only=IDENTITY)
+            what = "; ".join(changed) or "run.seed, task, batch, data.block_row_groups or data.length_bucketing changed"
             raise ConfigError(
-                f"run.dir {config.run.dir} holds commits of another configuration ({record.key}): run.seed, task, "
-                "batch, data.block_row_groups and data.length_bucketing must stay as they were; start again in another "
-                "run.dir to change them"
+                f"run.dir {config.run.dir} holds commits of another configuration ({record.key}): {what}. Set that "
+                "back to continue the run, or start again in another run.dir to change it"
             )
         if (record.order or {}).get("version") != VERSION:
             raise ConfigError(

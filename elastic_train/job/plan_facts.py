@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import read
 from elastic_train.config.schema import Config
 from elastic_train.core.mixture.dealing import Mixture
 from elastic_train.core.schedules import Pipeline, bubble
 from elastic_train.data.dataset.training_sources import Source
+from elastic_train.errors import ConfigError, StorageError
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.sharded.elementwise import slots_of
+from elastic_train.tracking.run_folder import RunFolder
+
+
+def config_of(config: Config, term: int) -> Mapping[str, object]:
+    """Return the resolved configuration of the run's last start, or of a term, as stored; empty if it is not.
+
+    The run's folder has the first, the commits' place the others, if it is another one.
+    """
+    with contextlib.suppress(ConfigError):
+        return RunFolder(Path(config.run.dir)).config()
+    with contextlib.suppress(StorageError, yaml.YAMLError):
+        found = yaml.safe_load(read(open_store(config.checkpoint_url), f"configs/{term:08d}.yaml"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def describe_changes(config: Config, before: Mapping[str, object], only: Sequence[str] = ()) -> list[str]:
+    """Say for each key that has changed what it was and is; of `only` these keys, and those below them."""
+    return [
+        f"{key} was {old!r} and is {new!r} now"
+        for key, (old, new) in config.changed_since(before).items()
+        if not only or any(f"{key}.".startswith(f"{name}.") for name in only)
+    ]
 
 
 def describe_sources(order: Mixture, sources: Sequence[Source], length: int) -> dict[str, str]:

@@ -47,12 +47,35 @@ def test_a_commit_of_another_run_is_refused(
     fields: dict[str, object], error: type[ElasticTrainError], message: str
 ) -> None:
     """Continuing would repeat samples and leave others out."""
-    config = SimpleNamespace(run=SimpleNamespace(dir="run"), identity=lambda: "one")
+    config = SimpleNamespace(
+        run=SimpleNamespace(dir="run"), checkpoint_url="run", identity=lambda: "one", changed_since=lambda before: {}
+    )
     manifest = SimpleNamespace(digest="two", url="rows")
     plan = SimpleNamespace(config=config, manifest=manifest, order=SimpleNamespace(arrangement=None), sources=())
     Plan.check_continues(plan, commit_of())  # type: ignore[arg-type]
     with pytest.raises(error, match=message):
         Plan.check_continues(plan, commit_of(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_beside_the_commits", [False, True])
+def test_a_refused_resume_names_the_keys_that_differ_with_both_values(
+    tmp_path: Path, is_beside_the_commits: bool
+) -> None:
+    """Those that decide the order and the state, and no other that has changed as well."""
+    folder = tmp_path / "run"
+    tree = {"data": {"train": "rows"}, "run": {"dir": str(folder)}, "checkpoint": {"url": str(tmp_path / "commits")}}
+    before = Config.model_validate({**tree, "batch": {"global_batch": 64}, "task": {"params": {"dim": 8}}, "epochs": 2})
+    stored = tmp_path / "commits/configs/00000001.yaml" if is_beside_the_commits else folder / "config.yaml"
+    stored.parent.mkdir(parents=True)
+    stored.write_text(before.to_yaml())
+    now = Config.model_validate({**tree, "batch": {"global_batch": 32}, "task": {"params": {"depth": 2}}, "epochs": 3})
+    plan = SimpleNamespace(config=now, manifest=SimpleNamespace(digest="two", url="rows"), sources=())
+    with pytest.raises(ConfigError) as refused:
+        Plan.check_continues(plan, commit_of())  # type: ignore[arg-type]
+    said = str(refused.value)
+    assert "batch.global_batch was 64 and is 32 now" in said
+    assert "task.params.dim was 8 and is None now; task.params.depth was None and is 2 now" in said
+    assert not any(key in said for key in ("epochs", "seed", "block_row_groups", "micro_batch"))
 
 
 def planned(rows: Path, **changes: object) -> Plan:
