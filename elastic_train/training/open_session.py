@@ -35,6 +35,7 @@ from elastic_train.system.wording import counted, size
 from elastic_train.tasks.task import Counting, Sequencing, Staging
 from elastic_train.tracking.history_files import Stagnation
 from elastic_train.training.commits import Commits
+from elastic_train.training.opening.changes import say_changes, versions_of
 from elastic_train.training.opening.inspection import inspect_rows
 from elastic_train.training.opening.saves import open_cadence, open_saves
 from elastic_train.training.opening.views import open_memory_watch, open_tracer, open_watch, start_tracker
@@ -83,7 +84,9 @@ def _open_in(process: Process, world: World) -> Session:
     kind = _pick_reduction(plan, world, differing)
     assigned = state.shards.assigned(world.mesh.num_replicas, plan.num_lanes)
     gradients = sum_of_gradients(state, kind, world.owners, plan.num_lanes)
-    saves = open_saves(process, world, head)
+    versions = versions_of(plan)
+    say_changes(process, world, head, versions)
+    saves = open_saves(process, world, head, versions)
     tracker = start_tracker(process, world, head)
     cadence, clock = open_cadence(process, world, head), StepClock(world.group, device_times_of(plan.device))
     buffers = open_buffers(plan, world, state, kind, assigned)

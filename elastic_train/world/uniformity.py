@@ -116,11 +116,16 @@ def deciding(plan: Plan) -> dict[str, object]:
         "the training set's digest": plan.manifest.digest,
         "the validation set's digest": plan.feed.validation_digest,
         "the version of elastic-train": _series(_version("elastic-train")),
-        _MODULES: sorted({line for one in (type(plan.task), *_own_code(plan)) for line in source_of(one)}),
+        _MODULES: own_sources(plan),
     }
     if (shares := plan.config.data.shares) is not None:
         found["the shares of data.mixture"] = list(shares)
     return found | {key: value for key, value in _set_keys(plan.config) if key not in OWN}
+
+
+def own_sources(plan: Plan) -> list[str]:
+    """Return names and digests of the modules of the task, and of an optimizer and a schedule of the user's."""
+    return sorted({line for one in (type(plan.task), *_own_code(plan)) for line in source_of(one)})
 
 
 def _set_keys(config: Config) -> Iterator[tuple[str, object]]:

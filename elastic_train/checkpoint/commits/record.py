@@ -93,8 +93,8 @@ class CommitRecord(CommitFacts):
     * `attempt`: the folder of its files in the store; `files`: by name below it, their sizes and checksums;
     * `int_keyed`, `empty`: the mappings of the state that the file format would change, by path: those with integer
       keys, and those without entries;
-    * `versions`: of this package, Python and torch; `created_at`: unix seconds, by the clock of the machine that
-      published it.
+    * `versions`: of this package and of libraries, and digests of the task's modules;
+    * `created_at`: unix seconds, by the clock of the machine that published it.
     """
 
     weights_sha256: str

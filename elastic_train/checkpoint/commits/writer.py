@@ -97,6 +97,7 @@ class CommitWriter:
     """Publishes the commits of one term, each the child of the one before; used by rank 0 alone.
 
     `look` is called before anything of a commit is written, with its parent; a StorageError of its keeps it from that.
+    `versions` are recorded beside those of this package, Python and torch.
     """
 
     def __init__(
@@ -106,12 +107,13 @@ class CommitWriter:
         term: int,
         parent: CommitRecord | None,
         look: Callable[[CommitRecord | None], None] = lambda parent: None,
+        versions: Mapping[str, str] | None = None,
     ) -> None:
         self._store = store
         self._fence = fence
         self._term = term
         self._parent = parent
-        self._look = look
+        self._look, self._versions = look, versions or {}
         self._sent: list[CommitRecord] = []
         self._lock = threading.Lock()
 
@@ -225,7 +227,7 @@ class CommitWriter:
             attempt=draft.attempt,
             int_keyed=draft.plan.int_keyed,
             empty=draft.plan.empty,
-            versions=library_versions(),
+            versions={**library_versions(), **self._versions},
             created_at=time.time(),
             files=files,
         )

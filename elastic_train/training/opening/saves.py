@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -50,7 +50,9 @@ def open_cadence(process: Process, world: World, head: CommitRecord | None) -> C
     return Cadence(config.checkpoint, past, owed_s=owed_s)
 
 
-def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:
+def open_saves(
+    process: Process, world: World, head: CommitRecord | None, versions: Mapping[str, str] | None = None
+) -> Saves:
     """Open this rank's saves; every rank that can write does its part, rank 0 always."""
     seen = world.group.all_gather(torch.tensor(int(world.writes))).tolist()
     can = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
@@ -60,7 +62,7 @@ def open_saves(process: Process, world: World, head: CommitRecord | None) -> Sav
     store, look = world.save_store, world.keeper.look if world.keeper is not None else lambda parent: None
     return Saves(
         store,
-        CommitWriter(store, world.fence, world.term, head, look),
+        CommitWriter(store, world.fence, world.term, head, look, versions),
         world.term,
         Role(place, len(writers), world.word),
         process.save_memory,

@@ -84,6 +84,8 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
         _version=lambda _: "other" if around.kernel.process.node in around.other_code else "ours",
     )
     yield from within("elastic_train.training.open_session", hazards=lambda _: iter(()))
+    # A simulated task has no source, and its configuration does not change.
+    yield from within("elastic_train.training.open_session", say_changes=nothing, versions_of=lambda plan: {})
     # What it says depends on seconds alone, and decides nothing.
     yield from within("elastic_train.training.open_session", open_watch=nothing)
     yield from within("elastic_train.training.opening.saves", faults_before=lambda *_: Faults(0, 0.0))

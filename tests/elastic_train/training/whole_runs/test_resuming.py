@@ -70,7 +70,9 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path, rows: Path) -> None
     path = config(tmp_path, rows, CLASSIFIER, epochs=1)
     succeed(start([path]))
     first = result(tmp_path)["weights_sha256"]
-    succeed(start([path]))
+    again = succeed(start([path])).output
+    assert "All 14 steps are applied already" in again and "Resuming from step 14 (" in again
+    assert not any(text in again for text in ("claimed term", "has changed", "have changed"))
     assert result(tmp_path)["weights_sha256"] == first
     assert len(history(tmp_path, "step")) == 14
 

@@ -1,0 +1,82 @@
+"""What has changed since a run's last start, said once before its first step: keys, code, libraries, and its length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from elastic_train.checkpoint import CommitRecord
+from elastic_train.job.plan import Plan
+from elastic_train.job.plan_facts import config_of, describe_changes
+from elastic_train.system.extras import version_of
+from elastic_train.tasks.task_source import source_files
+from elastic_train.training.session import Process
+from elastic_train.world.uniformity import OWN, OWN_SECTIONS, own_sources
+from elastic_train.world.world import World
+
+SOURCE = "source of "
+"""Begins the names under which a commit's versions have the digests of the task's modules."""
+_SAID = "what has changed"
+LIBRARIES = ("numpy", "pyarrow", "transformers", "tokenizers", "peft", "pillow", "torchvision")
+
+
+def versions_of(plan: Plan) -> dict[str, str]:
+    """Return what a commit records of code: digests of the task's modules, and versions of libraries."""
+    digests = dict(line.rsplit(" ", 1) for line in own_sources(plan))
+    found = {f"{SOURCE}{name}": digest for name, digest in digests.items()}
+    return found | {name: version for name in LIBRARIES if (version := version_of(name)) is not None}
+
+
+def say_changes(process: Process, world: World, head: CommitRecord | None, versions: Mapping[str, str]) -> None:
+    """Announce what has changed since the commit that a run continues from; by each process once."""
+    is_said = _SAID in process.warned
+    process.warned.add(_SAID)
+    if is_said or head is None or not world.is_leader:
+        return
+    for line in (*_of_length(process, head), *_of_keys(process.plan, head), *_of_code(process.plan, head, versions)):
+        world.announce(line)
+
+
+def _of_length(process: Process, head: CommitRecord) -> Iterator[str]:
+    """Say if nothing is left to train: the run is done, or its length was lowered."""
+    step, total = process.state.step, process.plan.total_steps
+    if step > total:
+        yield (
+            f"WARNING: this run has applied {step} steps, and its configuration ends after {total}: epochs or "
+            "max_steps was lowered. Nothing is trained, and nothing is taken back"
+        )
+    elif step == total:
+        yield f"All {total} steps are applied already ({head.key}): raise epochs or max_steps to train more"
+
+
+def _of_keys(plan: Plan, head: CommitRecord) -> Iterator[str]:
+    """Say which keys have other values than at the last start, but those that change nothing that is computed."""
+    changed = describe_changes(plan.config, config_of(plan.config, head.term))
+    ours = [line for line in changed if not _is_own(line.partition(" ")[0])]
+    if ours:
+        yield f"The configuration has changed since the last start: {'; '.join(ours)}"
+
+
+def _is_own(key: str) -> bool:
+    return key in OWN or key.partition(".")[0] in OWN_SECTIONS or key.startswith("checkpoint.")
+
+
+def _of_code(plan: Plan, head: CommitRecord, versions: Mapping[str, str]) -> Iterator[str]:
+    """Name the files and the libraries that are not those of the commit; an older one knows neither."""
+    before = head.versions
+    files = {SOURCE + name: path for name, path in source_files(type(plan.task)).items()}
+    sources = {name for name in {**before, **versions} if name.startswith(SOURCE)}
+    knows = any(name in before for name in sources)
+    changed = sorted(name for name in sources if knows and before.get(name) != versions.get(name))
+    if changed:
+        named = ", ".join(str(files.get(name, name.removeprefix(SOURCE))) for name in changed)
+        yield (
+            f"WARNING: code has changed since {head.key}: {named}. The steps before {head.step} were computed by the "
+            "earlier code: if it computes something else now, start again in another run.dir"
+        )
+    now = {"torch": torch.__version__, **versions}
+    libraries = [name for name in ("torch", *LIBRARIES) if name in before and before[name] != now.get(name)]
+    if libraries:
+        what = ", ".join(f"{name} {before[name]}, now {now.get(name, 'none')}" for name in libraries)
+        yield f"Libraries have changed since {head.key} ({what}): bits may differ from here on"

@@ -1,0 +1,90 @@
+"""What has changed between two starts of a run is said once, with both values, before the first step."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_train.config.schema import Config
+from elastic_train.tasks.task_source import source_of
+from elastic_train.training.opening.changes import SOURCE, say_changes, versions_of
+
+TASK = "import changing_helper\n\nclass Changing:\n    sign = {sign}\n"
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A user's task in a file of its own, with a helper beside it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "changing_helper.py").write_text("FACTOR = 1\n")
+    (tmp_path / "changing_task.py").write_text(TASK.format(sign=1))
+    yield importlib.import_module("changing_task").Changing()
+    for name in ("changing_task", "changing_helper"):
+        sys.modules.pop(name, None)
+
+
+def said(config: Config, task: Any, versions: dict[str, str], step: int = 5, total: int = 10) -> list[str]:
+    """Return what a start says that continues from a commit of these versions."""
+    source_of.cache_clear()
+    plan = SimpleNamespace(config=config, task=task, total_steps=total)
+    head = SimpleNamespace(versions=versions, key="commits/a.json", step=step, term=1)
+    process = SimpleNamespace(plan=plan, state=SimpleNamespace(step=step), warned=set())
+    lines: list[str] = []
+    world = SimpleNamespace(is_leader=True, announce=lines.append)
+    for _ in range(2):
+        say_changes(process, world, head, versions_of(plan))  # type: ignore[arg-type]
+    return lines
+
+
+def config_in(folder: Path, **changes: object) -> Config:
+    return Config.model_validate({"data": {"train": "rows"}, "run": {"dir": str(folder)}, **changes})
+
+
+@pytest.mark.parametrize("file", ["changing_task.py", "changing_helper.py"])
+def test_code_that_has_changed_is_named_by_its_file(tmp_path: Path, task: Any, file: str) -> None:
+    """The task's own file, or what it imports beside it; the same code, and older commits, say nothing."""
+    config = config_in(tmp_path / "run")
+    source_of.cache_clear()
+    before = versions_of(SimpleNamespace(config=config, task=task))  # type: ignore[arg-type]
+    assert {name for name in before if name.startswith(SOURCE)} == {
+        f"{SOURCE}changing_helper",
+        f"{SOURCE}changing_task",
+    }
+    assert said(config, task, before) == [] and said(config, task, {}) == []
+    (tmp_path / file).write_text((tmp_path / file).read_text().replace("1", "-1"))
+    (line,) = said(config, task, before)
+    assert line.startswith(f"WARNING: code has changed since commits/a.json: {tmp_path / file}.")
+
+
+def test_a_library_of_another_version_is_named(tmp_path: Path, task: Any) -> None:
+    config = config_in(tmp_path / "run")
+    (line,) = said(config, task, {"torch": "1.0", "numpy": "0.9"})
+    assert "torch 1.0, now 2" in line and "numpy 0.9, now" in line
+
+
+def test_keys_that_have_changed_are_said_with_both_values(tmp_path: Path, task: Any) -> None:
+    """But those that are a node's own, and where commits go."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(config_in(folder, optimizer={"lr": 0.5}).to_yaml())
+    now = config_in(folder, optimizer={"lr": 0.25}, checkpoint={"every_steps": 7}, device="cpu")
+    (line,) = said(now, task, {})
+    assert line == "The configuration has changed since the last start: optimizer.lr was 0.5 and is 0.25 now"
+
+
+@pytest.mark.parametrize(
+    ("step", "total", "text"),
+    [
+        (10, 10, "All 10 steps are applied already (commits/a.json)"),
+        (20, 10, "this run has applied 20 steps, and its configuration ends after 10"),
+    ],
+)
+def test_a_run_without_steps_left_says_so(tmp_path: Path, task: Any, step: int, total: int, text: str) -> None:
+    (line,) = said(config_in(tmp_path / "run"), task, {}, step, total)
+    assert text in line
