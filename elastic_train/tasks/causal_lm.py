@@ -27,10 +27,11 @@ from elastic_train.tasks.models.context_parts import check_computes_parts, logit
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed, stand_ins
 from elastic_train.tasks.models.folders import begin_llama, save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, check_positions
+from elastic_train.tasks.models.packed_rows import check_documents, packed_logits
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.models.stage_plans import Parts, check_runs_in_parts, parts_of, run_parts
 from elastic_train.tasks.models.tensor_plans import check_no_adapters, sequence_plan_of, tensor_plan_of
-from elastic_train.tasks.rows.token_parts import bias_of, part_of
+from elastic_train.tasks.rows.token_parts import PADDING, bias_of, part_of
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns, why_not_in_parts
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids, check_tokenizer
@@ -110,6 +111,7 @@ class CausalLM:
         self.max_tokens, self.z_loss = max_tokens, z_loss
         self.balance_loss, self.router_z_loss = balance_loss, router_z_loss
         self._tokens, self._fixed_width = tokens, fixed_width
+        self.rows = TokenColumns(tokens, documents="document_ids")  # until `prepare` knows which columns there are
         self._asked = {"labels": labels, "attention_mask": attention_mask, "document_ids": document_ids}
 
     def prepare(self, manifest: Manifest) -> None:
@@ -157,6 +159,7 @@ class CausalLM:
         built = self.source.build(Kind("AutoModelForCausalLM", self.config))
         check_positions(built, self._longest)
         check_causal(built)
+        self._check_documents(built)
         model: nn.Module = built
         if self.adapter is not None:
             model = self.adapter.attach(model, task_type="CAUSAL_LM")
@@ -175,8 +178,13 @@ class CausalLM:
         if self._runs_as_listed is None:  # it takes two passes of the whole model, once
             check_positions(model, self.max_tokens)
             check_causal(model, stand_ins(model))
+            self._check_documents(model)
             self._runs_as_listed = runs_as_listed(model, input_ids=torch.tensor([[0, 1]]))
         return model if self._runs_as_listed else None
+
+    def _check_documents(self, model: nn.Module) -> None:
+        if self.rows.documents:
+            check_documents(model, self.max_tokens, has_holes=bool(self.rows.attention))
 
     def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
         return drawn_weights(self._shape) if self.source is None else iter(self._first_weights)
@@ -351,12 +359,14 @@ class CausalLM:
 
     def _logits(self, model: nn.Module, batch: Batch, losses: RouterLosses | None) -> Tensor:
         """Return logits for every token; shape (rows, width, vocabulary)."""
-        positions, mask = batch.get("positions"), _mask_of(batch)
+        tokens, documents = batch["tokens"], batch.get("documents")
         if self.source is None:
             given = () if losses is None else (losses,)
-            return model(batch["tokens"], positions, mask, *given)  # type: ignore[no-any-return]
-        named = {"position_ids": positions, "attention_mask": mask} if mask is not None else {}
-        logits: Tensor = model(input_ids=batch["tokens"], use_cache=False, **named).logits
+            return model(tokens, batch.get("positions"), _mask_of(batch), *given)  # type: ignore[no-any-return]
+        if documents is not None and self.rows.documents:
+            return packed_logits(model, tokens, batch["positions"], documents)
+        named = {} if documents is None else {"attention_mask": (documents != PADDING).long()}
+        logits: Tensor = model(input_ids=tokens, use_cache=False, **named).logits
         return logits[:, self._num_prompt :]
 
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import first_line
 from elastic_train.tasks.models.folder_weights import stand_ins, weights_to_try
+from elastic_train.tasks.models.packed_rows import restricted, rotates_by_length
 from elastic_train.tasks.rows.token_parts import bias_of, tokens_of
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def attend_in_parts(model: nn.Module) -> None:
         return made
 
     AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    AttentionMaskInterface.register(ATTENTION, restricted(sdpa_mask))
     inner.set_attn_implementation(ATTENTION)
 
 
@@ -100,16 +101,7 @@ def _depends_on_length(config: PretrainedConfig, max_tokens: int) -> str:
         size = getattr(config, name, None)
         if isinstance(size, int) and size < max_tokens:
             return f"attends within windows ({name}: {size}), which parts of rows of {max_tokens} tokens do not know"
-    rotations = getattr(config, "rope_parameters", None) or {}
-    for one in (rotations, *(value for value in rotations.values() if isinstance(value, dict))):
-        original = one.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        if one.get("rope_type") == "dynamic":
-            original = config.max_position_embeddings
-        if one.get("rope_type") in ("longrope", "dynamic") and (original is None or original < max_tokens):
-            return f"turns positions by how long a row is ({one['rope_type']}, from {original} tokens on)"
-    return ""
+    return rotates_by_length(config, max_tokens)
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
 """Models of Hugging Face's transformers, from a local folder or a configuration.
 
 Nothing is downloaded. Weights are fp32 unless a model's dtype is configured: autocast (`precision: bf16`) rounds what
-is computed, and not what is trained. Attention is torch's own (SDPA). Needs the extra `[hf]`.
+is computed, and not what is trained. Attention is torch's own (SDPA) where a model has it. Needs the extra `[hf]`.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -19,12 +20,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
-from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.system.wording import did_you_mean, first_line, nearest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_KEYS = ("path", "config", "dtype")
+log = logging.getLogger(__name__)
+_KEYS = ("path", "config", "dtype", "attention")
+_ATTENTIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
+FAILURES = (
+    *(OSError, ValueError, TypeError, LookupError, ArithmeticError),
+    *(AttributeError, AssertionError, RuntimeError, ImportError),
+)
+"""The errors of code of transformers that cannot do what a configuration asks for."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -50,6 +58,8 @@ class Source:
     path: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    attention: str | None = None
+    """How attention is computed, by its name in transformers; None for SDPA where the model has it."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Source:
@@ -60,10 +70,13 @@ class Source:
         path, config, dtype = values.get("path"), values.get("config") or {}, values.get("dtype", "float32")
         if dtype not in _DTYPES:
             raise ValueError(f"hf.dtype must be {' or '.join(_DTYPES)}, not {dtype!r}")
+        attention = values.get("attention")
+        if attention is not None and attention not in _ATTENTIONS:
+            raise ValueError(f"hf.attention must be {', '.join(_ATTENTIONS)}, not {attention!r}")
         if path is None and "model_type" not in config:
             raise ValueError("hf needs a path, or a config with a model_type, such as {model_type: gpt2, n_layer: 6}")
         folder = None if path is None else Path(os.path.expanduser(path))  # noqa: PTH111 - as other paths are read
-        return cls(folder, config, _DTYPES[dtype])
+        return cls(folder, config, _DTYPES[dtype], None if attention is None else _ATTENTIONS[attention])
 
     def load_config(self, **others: Any) -> PretrainedConfig:
         """Return the model's configuration; `others` replace values of it, too. Raises ConfigError."""
@@ -108,11 +121,17 @@ class Source:
             return self.from_config(kind)
         transformers.utils.logging.disable_progress_bar()
         auto, path = getattr(transformers, kind.name), str(self.path)
-        options: dict[str, Any] = {"dtype": self.dtype, "attn_implementation": kind.attention}
-        options |= {"config": kind.config, "local_files_only": True, "output_loading_info": True}
+        options: dict[str, Any] = {
+            "dtype": self.dtype,
+            "config": kind.config,
+            "local_files_only": True,
+            "output_loading_info": True,
+        }
         options["ignore_mismatched_sizes"] = True  # to name them here
         model: PreTrainedModel
-        model, found = self._checked(lambda: auto.from_pretrained(path, **options))
+        model, found = self._attending(
+            kind, lambda attention: auto.from_pretrained(path, **options, attn_implementation=attention)
+        )
         copies = {name: other for name in found["missing_keys"] if (other := self.copied_from(model, name))}
         for name, other in copies.items():
             model.get_parameter(name).data.copy_(model.get_parameter(other))
@@ -136,16 +155,34 @@ class Source:
         """Build the model of a configuration, whose weights are drawn."""
         import transformers
 
-        auto, options = getattr(transformers, kind.name), {"dtype": self.dtype, "attn_implementation": kind.attention}
-        model: PreTrainedModel = self._checked(lambda: auto.from_config(kind.config, **options))
+        auto = getattr(transformers, kind.name)
+        model: PreTrainedModel = self._attending(
+            kind,
+            lambda attention: auto.from_config(kind.config, dtype=self.dtype, attn_implementation=attention),
+        )
         return model
+
+    def _attending(self, kind: Kind, make: Callable[[str | None], Any]) -> Any:
+        """Make a model with the attention that is asked for, else with SDPA, or eager where it has no SDPA."""
+        if self.attention == "flex_attention" and not torch.cuda.is_available():
+            raise ConfigError("task.params.hf.attention: flex needs a GPU to train: set it to sdpa or eager")
+        if self.attention is not None or kind.attention != "sdpa":
+            return self._checked(lambda: make(self.attention or kind.attention))
+        try:
+            return make("sdpa")
+        except FAILURES as error:
+            lacks_sdpa = "scaled_dot_product_attention" in str(error)
+        if lacks_sdpa:
+            log.warning("%s has no SDPA attention in transformers: hf.attention is eager", kind.config.model_type)
+        return self._checked(lambda: make("eager" if lacks_sdpa else "sdpa"))
 
     def _checked(self, make: Callable[[], Any]) -> Any:
         try:
             return make()
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        except FAILURES as error:
             where = f"task.params.hf.path: {self.path}" if self.path else f"task.params.hf.config: {dict(self.config)}"
-            raise ConfigError(f"{where}: transformers cannot use it: {str(error).strip()}") from error
+            what = str(error).strip() or type(error).__name__
+            raise ConfigError(f"{where}: transformers cannot use it: {what}") from error
 
 
 def drawn_of(model: PreTrainedModel, kind: Kind, lacking: Set[str]) -> Set[str]:
@@ -199,11 +236,18 @@ def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = 
         return
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        pair = torch.tensor([[0, 0], [0, 1]]) % model.config.get_text_config().vocab_size
-        inputs = {"input_ids": pair, "use_cache": False}
-        first, second = torch.func.functional_call(model, dict(weights or {}), (), inputs).logits[:, 0]
-    model.train(was_training)
+    try:
+        with torch.no_grad():
+            pair = torch.tensor([[0, 0], [0, 1]]) % model.config.get_text_config().vocab_size
+            inputs = {"input_ids": pair, "use_cache": False}
+            first, second = torch.func.functional_call(model, dict(weights or {}), (), inputs).logits[:, 0]
+    except FAILURES as error:
+        raise ConfigError(
+            f"task.params.hf: {type(model).__name__} ({model.config.model_type}) cannot compute a row: "
+            f"{first_line(error) or type(error).__name__}"
+        ) from error
+    finally:
+        model.train(was_training)
     if not first.equal(second):
         raise ConfigError(
             f"task.params.hf: {type(model).__name__} sees the tokens that it is to predict; set is_decoder: true in "

@@ -30,7 +30,8 @@ class TokenColumns:
     """Columns of integer lists, one value a token; all but `tokens` may be None.
 
     `labels` are the tokens to predict, or IGNORED. `attention` is 0 for tokens that are neither read nor predicted.
-    `documents` numbers the documents of a packed row: none sees another, and the positions of each begin at 0.
+    `documents` numbers the documents of a packed row: a run of equal numbers is a document, none sees another, and
+    positions begin at 0 in each and count its masked tokens.
     """
 
     tokens: str
@@ -64,14 +65,15 @@ class TokenColumns:
         labels = padded[self.labels] if self.labels else tokens
         if self.labels:
             check_range(np.where(labels == IGNORED, 0, labels), ids, self.labels, vocabulary)
-        documents = self._documents(padded, is_real)
+        runs = self._runs(padded, lengths)
+        documents = self._documents(runs, is_real)
         is_target = is_real[:, 1:] & (labels[:, 1:] >= 0)
         if documents is not None:
             is_target &= documents[:, 1:] == documents[:, :-1]
         row, place = np.nonzero(is_target)
         batch = {"tokens": tokens, "places": row * tokens.shape[1] + place, "targets": labels[row, place + 1]}
         if documents is not None:
-            batch |= {"documents": documents, "positions": _positions(documents)}
+            batch |= {"documents": documents, "positions": _positions(runs)}
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def _check(self, rows: pa.Table, ids: Ids) -> Ids:
@@ -92,10 +94,19 @@ class TokenColumns:
                 )
         return lengths
 
-    def _documents(self, padded: dict[str, Ids], is_real: npt.NDArray[np.bool_]) -> Ids | None:
+    def _runs(self, padded: dict[str, Ids], lengths: Ids) -> Ids:
+        """Return the number of every token's document within its row, masked or not; padding is one more."""
+        tokens = padded[self.tokens]
+        ids = padded[self.documents] if self.documents else np.zeros_like(tokens)
+        begins = np.zeros(tokens.shape, dtype=bool)
+        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        begins |= np.arange(tokens.shape[1]) == lengths[:, None]
+        return begins.cumsum(axis=1)
+
+    def _documents(self, runs: Ids, is_real: npt.NDArray[np.bool_]) -> Ids | None:
         """Return the document of every token, PADDING for none; None where a causal mask hides all that is to be."""
         if self.documents:
-            return np.where(is_real, padded[self.documents], PADDING)
+            return np.where(is_real, runs, PADDING)
         is_prefix = not (is_real[:, 1:] & ~is_real[:, :-1]).any()
         return None if is_prefix else np.where(is_real, 0, PADDING)
 
@@ -112,9 +123,9 @@ def why_not_in_parts(count: int, max_tokens: int, *, has_fixed_width: bool) -> s
     return ""
 
 
-def _positions(documents: Ids) -> Ids:
+def _positions(runs: Ids) -> Ids:
     """Return how many tokens of its document come before each token."""
-    places = np.arange(documents.shape[1])
-    begins = np.ones(documents.shape, dtype=bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    places = np.arange(runs.shape[1])
+    begins = np.ones(runs.shape, dtype=bool)
+    begins[:, 1:] = runs[:, 1:] != runs[:, :-1]
     return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)

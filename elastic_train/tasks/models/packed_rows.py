@@ -1,0 +1,239 @@
+"""Documents of a packed row, kept apart within a model of transformers, and the trial that shows it.
+
+Transformers asks a mask function, by the name of an attention, for each kind of layer (full, sliding, chunked, …) and
+hands in the kind's own rule. Ours restricts that rule to the tokens of one document, so no window is lost. Outside of
+`documents_apart` transformers' functions do what they always do.
+
+Other ways between tokens (recurrence, convolutions, masks of a model's own) are found by a trial before training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from elastic_train.errors import ConfigError
+from elastic_train.system.wording import first_line
+from elastic_train.tasks.models.folder_weights import stand_ins, weights_to_try
+from elastic_train.tasks.models.hugging_face import FAILURES
+
+_LONGEST_WINDOW = 64
+_SPREAD = 7
+_LARGE = 50_000_000
+_DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
+_tried = dict[tuple[type, str, bool], str]()
+
+
+@contextlib.contextmanager
+def documents_apart(documents: Tensor) -> Iterator[None]:
+    """Let no token attend to another document's; `documents` (rows, width) are numbered within rows."""
+    _restrict_masks()
+    token = _DOCUMENTS.set(documents)
+    try:
+        yield
+    finally:
+        _DOCUMENTS.reset(token)
+
+
+@functools.cache
+def _restrict_masks() -> None:
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import eager_mask, flex_attention_mask, sdpa_mask
+
+    for name, function in (("sdpa", sdpa_mask), ("eager", eager_mask), ("flex_attention", flex_attention_mask)):
+        AttentionMaskInterface.register(name, restricted(function))
+
+
+def restricted(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a mask function of transformers that regards `documents_apart`."""
+
+    def make_mask(*arguments: Any, **named: Any) -> Any:
+        documents = _DOCUMENTS.get()
+        if documents is None:
+            return make(*arguments, **named)
+        rule = named["mask_function"]
+
+        def within(row: Any, head: Any, query: Any, key: Any) -> Any:
+            return rule(row, head, query, key) & (documents[row, query] == documents[row, key])
+
+        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return make(*arguments, **{**named, **skips, "mask_function": within})
+
+    return make_mask
+
+
+def packed_logits(model: nn.Module, tokens: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+    """Return logits (rows, width, vocabulary) of rows in which no token sees another document's."""
+    named = {"position_ids": positions} if _takes_positions(model) else {}
+    with documents_apart(documents):
+        logits: Tensor = model(input_ids=tokens, use_cache=False, **named).logits
+    return logits
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    """Say whether a model, or that in an adapter's, takes positions: ALiBi has no need of them."""
+    from transformers import PreTrainedModel
+
+    inner: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return any(_names_positions(kind.forward) for kind in (type(inner), type(inner.base_model)))
+
+
+@functools.cache
+def _names_positions(forward: Callable[..., Any]) -> bool:
+    return "position_ids" in inspect.signature(forward).parameters
+
+
+def rotates_by_length(config: Any, max_tokens: int) -> str:
+    """Return the reason why rows of up to so many tokens turn positions otherwise than short ones; empty if none."""
+    rotations = getattr(config, "rope_parameters", None) or {}
+    for one in (rotations, *(value for value in rotations.values() if isinstance(value, dict))):
+        original = one.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if one.get("rope_type") == "dynamic":
+            original = config.max_position_embeddings
+        if one.get("rope_type") in ("longrope", "dynamic") and (original is None or original < max_tokens):
+            return f"turns positions by how long a row is ({one['rope_type']}, from {original} tokens on)"
+    return ""
+
+
+def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> None:
+    """Refuse a model whose packed documents are not what transformers computes of each alone; ConfigError.
+
+    With `has_holes` also documents with masked tokens in their midst. Each model and configuration is tried once.
+    """
+    inner: Any = model
+    if any(isinstance(one, FakeTensor) for one in model.parameters()):
+        return
+    key = type(model), inner.config.to_json_string(use_diff=False), has_holes
+    if key not in _tried:
+        with torch.random.fork_rng([]):
+            _tried[key] = _why_not_apart(model, has_holes=has_holes)
+    why = _tried[key] or rotates_by_length(inner.config.get_text_config(), max_tokens)
+    if why:
+        raise ConfigError(
+            f"task.params.hf: {type(model).__name__} ({inner.config.model_type}) cannot keep the documents of a row "
+            f"apart: {why}: give each document a row of its own, with document_ids: false, or another model"
+        )
+
+
+def _why_not_apart(model: nn.Module, *, has_holes: bool) -> str:
+    """Try two documents packed and alone, in fp32, with the first changed; return the difference, or nothing."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _first_of_each_kind(model):
+            return _difference(model, _weights(model), has_holes=has_holes)
+    except FAILURES as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    finally:
+        model.train(was_training)
+
+
+def _difference(model: nn.Module, weights: Mapping[str, Tensor], *, has_holes: bool) -> str:
+    inner: Any = model
+    config = inner.config.get_text_config()
+    length = _SPREAD + _shortest_window(config)
+    alone = (torch.arange(3 * length).view(3, length) * 7 + 3) % config.vocab_size
+    alone[2] = (alone[2] * 5 + 1) % config.vocab_size
+    first, changed, second = alone
+    tokens = torch.stack((torch.cat((first, second)), torch.cat((changed, second))))
+    documents = (torch.arange(2 * length) >= length).long().expand(2, -1)
+    positions = (torch.arange(2 * length) % length).expand(2, -1)
+    is_read = torch.ones(3, length, dtype=torch.bool)
+    masks: dict[str, Tensor] = {}
+    if has_holes:
+        is_read[:, 2:4] = False
+        masks = {"attention_mask": is_read.long()}
+        documents = documents.masked_fill(~is_read[[0, 0]].repeat(1, 2), -1)
+
+    class _Called(nn.Module):
+        def forward(self, **named: Any) -> Any:
+            return torch.func.functional_call(model, dict(weights), (), named)
+
+    own = _Called()(input_ids=alone, use_cache=False, **masks).logits
+    named = {"position_ids": positions} if _takes_positions(model) else {}
+    with documents_apart(documents):
+        packed = _Called()(input_ids=tokens, use_cache=False, **named).logits
+    packed = packed[:, -2 * length :]
+    most = torch.finfo(torch.float32).eps ** (2 / 3) * float(own.abs().max())
+    if not (own.isfinite().all() and packed.isfinite().all()):
+        return "its outputs are not finite"
+
+    def differs(logits: Tensor, row: int) -> bool:
+        return bool(((logits - own[row])[is_read[row]].abs() > most).any())
+
+    if differs(packed[0, length:], 2) or differs(packed[1, length:], 2):
+        leaks = bool(((packed[0] - packed[1])[length:].abs() > most).any())
+        return (
+            "a document's loss depends on the one before it"
+            if leaks
+            else "a document's loss is not that of the document alone"
+        )
+    return "the first document's loss is not that of the document alone" if differs(packed[0, :length], 0) else ""
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights to try in fp32: those that a model has, else stand-ins."""
+    buffers = {name: one.float() for name, one in model.named_buffers() if one.is_floating_point()}
+    if all(one.dtype == torch.float32 for one in model.parameters()):
+        return {**weights_to_try(model), **buffers}
+    return {**stand_ins(model, torch.float32), **buffers}
+
+
+def _shortest_window(config: Any) -> int:
+    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size")]
+    return min((size for size in sizes if isinstance(size, int) and 0 < size <= _LONGEST_WINDOW), default=0)
+
+
+@contextlib.contextmanager
+def _first_of_each_kind(model: nn.Module) -> Iterator[None]:
+    """Leave out the layers of a large model after the first of each kind; kinds differ in modules or settings."""
+    from elastic_train.tasks.models.stage_plans import planned
+
+    parts = planned(model) if sum(one.numel() for one in model.parameters()) > _LARGE else None
+    if parts is None:
+        yield
+        return
+    inner: Any = model
+    listed = inner.config.get_text_config().to_dict()
+    by_layer = [value for value in listed.values() if isinstance(value, list) and len(value) == len(parts.layers)]
+    kinds = [
+        (_settings(model.get_submodule(name)), *(str(values[place]) for values in by_layer))
+        for place, name in enumerate(parts.layers)
+    ]
+    count = 1 + max(kinds.index(kind) for kind in kinds)
+    owner, _, leaf = parts.layers[0].rpartition(".")[0].rpartition(".")
+    parent, layers = model.get_submodule(owner), model.get_submodule(f"{owner}.{leaf}")
+    assert isinstance(layers, nn.ModuleList)
+    setattr(parent, leaf, layers[:count])
+    try:
+        yield
+    finally:
+        setattr(parent, leaf, layers)
+
+
+def _settings(layer: nn.Module) -> str:
+    """Return a layer's modules with their plain attributes, but for its number."""
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return repr(layer) + repr(
+        [
+            (
+                name,
+                sorted(
+                    (key, repr(value))
+                    for key, value in vars(module).items()
+                    if isinstance(value, plain) and not key.endswith(("_idx", "_id", "layer_number"))
+                ),
+            )
+            for name, module in layer.named_modules()
+        ]
+    )
