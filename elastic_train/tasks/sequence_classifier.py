@@ -18,7 +18,7 @@ from elastic_train.tasks.models.adapters import Adapter, frozen_groups, leave_ba
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_positions
-from elastic_train.tasks.models.metadata_head import WithMetadata
+from elastic_train.tasks.models.metadata_head import WithMetadata, last_tokens
 from elastic_train.tasks.models.tensor_plans import check_no_adapters, tensor_plan_of
 from elastic_train.tasks.rows.labelled_rows import LabelledRows
 from elastic_train.tasks.rows.tokenizing import write_tokenizer
@@ -73,7 +73,7 @@ class SequenceClassifier:
             check_tokenizer(manifest, self.source.path)
         self.vocabulary = config.get_text_config().vocab_size
         check_token_ids(manifest, self.rows.tokens, self.vocabulary)
-        config.pad_token_id = self.padding = _padding_of(config)
+        self.padding = _padding_of(config)
 
     def check_held_out(self, manifest: Manifest) -> None:
         self.rows.check_held_out(manifest)
@@ -87,6 +87,9 @@ class SequenceClassifier:
 
     def build_model(self) -> nn.Module:
         body = self.source.build(self._kind)
+        body.config.pad_token_id = (
+            self.padding
+        )  # not before: an embedding does not learn the token that it is built with
         check_positions(body, self.max_tokens)
         model: nn.Module = body
         if self.adapter is not None:
@@ -102,6 +105,7 @@ class SequenceClassifier:
         if opened is None:
             return None
         body, self._first_weights = opened
+        self._tell_padding(body)
         check_positions(body, self.max_tokens)
         if not runs_as_listed(body, input_ids=torch.tensor([[0, 1]])):
             return None
@@ -115,6 +119,11 @@ class SequenceClassifier:
             yield f"body.{name}", tensor
         for name, parameter in self._with_metadata(nn.Identity()).named_parameters():
             yield name, parameter.detach()
+
+    def _tell_padding(self, body: Any) -> None:
+        """Name the padding once the model is built: an embedding does not learn the padding that it is built with."""
+        for config in (body.config, body.config.get_text_config()):
+            config.pad_token_id = self.padding
 
     @property
     def _kind(self) -> Kind:
@@ -147,10 +156,11 @@ class SequenceClassifier:
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         tokens = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        if isinstance(model, WithMetadata):
-            logits = model(batch["numeric"], batch["is_missing"], batch["categories"], **tokens)
-        else:
-            logits = model(**tokens).logits
+        with last_tokens(model, tokens["attention_mask"]):
+            if isinstance(model, WithMetadata):
+                logits = model(batch["numeric"], batch["is_missing"], batch["categories"], **tokens)
+            else:
+                logits = model(**tokens).logits
         return self.rows.loss(logits.float(), batch["label"])
 
     def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
@@ -169,7 +179,8 @@ class SequenceClassifier:
 
 
 def _padding_of(config: Any) -> int:
-    """Return the id that fills rows up: a decoder finds a row's last token by it."""
+    """Return the id that fills rows up."""
+    config = config.get_text_config()
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
     ends = config.eos_token_id

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 from torch import Tensor, nn
 
 from elastic_train.tasks.models.text_encoder import Metadata
@@ -27,3 +31,28 @@ class WithMetadata(nn.Module):
         """Metadata as in `Metadata`; `tokens` are what the body takes."""
         logits: Tensor = self.body(**tokens).logits
         return logits + self.head(self.metadata(numeric, is_missing, categories))  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def last_tokens(model: nn.Module, is_real: Tensor) -> Iterator[None]:
+    """Let a decoder classify rows by their last tokens, whatever these are; `is_real` (rows, width) is a prefix.
+
+    Transformers classifies every token, and then searches for the last one that has not the padding's id.
+    """
+    from transformers import PreTrainedModel
+
+    last = (is_real.sum(1) - 1).clamp(min=0)
+
+    def choose(module: nn.Module, arguments: Any, output: Any) -> Tensor | None:
+        if not isinstance(output, Tensor) or output.ndim != 3 or output.shape[:2] != is_real.shape:
+            return None
+        index = last[:, None, None].expand(-1, 1, output.shape[2])
+        return output.gather(1, index).expand_as(output)
+
+    inner: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    hooks = [child.register_forward_hook(choose) for child in inner.children() if child is not inner.base_model]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

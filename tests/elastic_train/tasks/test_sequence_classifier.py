@@ -53,6 +53,26 @@ def test_padding_does_not_show(tmp_path: Path, config: dict[str, Any]) -> None:
         torch.testing.assert_close(together[number], alone[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("padding", [None, 0, 7])
+def test_a_decoder_classifies_by_a_rows_own_last_token(tmp_path: Path, padding: int | None) -> None:
+    """Whatever its id is, that of the padding included; without a padding in the configuration, id 0 is learned."""
+    columns = {
+        "input_ids": lists([5, 6, 0, 0], [9, 10, 11, 12, 13, 7], [0], [0, 7, 0]),
+        "label": pa.array([0, 1, 2, 1]),
+    }
+    llama = {"model_type": "llama", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1}
+    llama |= {"num_attention_heads": 2, "intermediate_size": 16, "pad_token_id": padding, "initializer_range": 0.5}
+    llama |= {"eos_token_id": None, "bos_token_id": None}
+    task = prepared(tmp_path / "rows", columns, hf={"config": llama})
+    torch.manual_seed(1)
+    model: Any = task.build_model()
+    found = logits_of(task, model, pa.table(columns))
+    assert padding == 0 or model.model.embed_tokens.weight[0].any()
+    for row, logits in zip(columns["input_ids"].to_pylist(), found, strict=True):
+        last = model.score(model.model(input_ids=torch.tensor([row])).last_hidden_state)[0, -1]
+        torch.testing.assert_close(logits, last.log_softmax(-1), rtol=1e-4, atol=1e-5)
+
+
 def test_metadata_with_missing_values_is_learned(tmp_path: Path) -> None:
     """By a head of its own, which changes nothing at first."""
     task = prepared(tmp_path / "rows", numeric=["size"], categorical=["kind"])
