@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
 
-import yaml
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.table import Table
@@ -50,6 +49,7 @@ from chaos.scenario.schedule import Due, schedule
 from chaos.scenario.soak import drawn_nodes, drawn_shards
 from chaos.script import run as scripts
 from elastic_train.cli.output import NO_EMPTY, Flag, Json, wrong_usage
+from elastic_train.config.sources import as_argument
 from elastic_train.config.sources import load as load_config
 from elastic_train.errors import ElasticTrainError, explain
 from elastic_train.system.extras import needed_for
@@ -313,8 +313,7 @@ def _as_arguments(tree: Mapping[str, object], prefix: str = "") -> list[str]:
         if isinstance(value, dict) and not (prefix == "task." and key == "params"):
             arguments += _as_arguments(value, f"{prefix}{key}.")
         else:
-            text = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
-            arguments.append(f"--{prefix}{key}={text}")
+            arguments.append(as_argument(f"{prefix}{key}", value))
     return arguments
 
 

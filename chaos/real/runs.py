@@ -6,7 +6,6 @@ Shows progress, and leaves histories and commits in the run's folder, from which
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import fsspec
-import yaml
 from rich.console import Console
 
 from chaos.errors import RunError, ScenarioError
@@ -41,6 +39,7 @@ from chaos.scenario.schedule import Due
 from chaos.scenario.soak import Drawn, kinds_of
 from chaos.services.surroundings import FREEZING, Surroundings, surroundings
 from elastic_train.config.schema import Config
+from elastic_train.config.sources import as_argument
 from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Order
 from elastic_train.data.corpora.synthetic import synthesise
@@ -166,8 +165,7 @@ def unslowed(config: Config, spoilt: Sequence[tuple[int, int]] = ()) -> list[str
     changed = ({"lane_ms": 0} if "lane_ms" in params else {}) | ({"spoilt": [*map(list, spoilt)]} if spoilt else {})
     if not changed:
         return []
-    text = yaml.safe_dump({**params, **changed}, default_flow_style=True, width=math.inf)
-    return [f"--task.params={text.strip()}"]
+    return [as_argument("task.params", {**params, **changed})]
 
 
 def spoilt_lanes(config: Config, folder: Path) -> list[tuple[int, int]]:

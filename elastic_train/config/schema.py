@@ -23,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import to_jsonable_python
 
 from elastic_train.config import credentials, yaml12
 from elastic_train.config.datasets import DataConfig
@@ -336,6 +337,9 @@ class Config(Section):
     def to_yaml(self) -> str:
         """Return the resolved configuration as YAML; `load` reads it back to the same values but for passwords."""
         tree = self.model_dump(mode="json")
+        # JSON would make text of a mapping's keys that are numbers
+        tree["task"]["params"] = _as_yaml(self.task.params)
+        tree["optimizer"]["options"] = _as_yaml(self.optimizer.options)
         for section, key in credentials.MAY_HAVE:
             if tree[section][key] is not None:
                 tree[section][key] = credentials.without_password(tree[section][key])
@@ -359,6 +363,15 @@ def _changes(before: Mapping[str, object], now: Mapping[str, object], prefix: st
             yield from _changes(old, new, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", (old, new)
+
+
+def _as_yaml(value: object) -> object:
+    """Return a value of a program, or of a file, as YAML can hold it."""
+    if isinstance(value, dict):
+        return {name: _as_yaml(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_yaml(each) for each in value]
+    return to_jsonable_python(value, inf_nan_mode="constants")
 
 
 def keys() -> Iterator[tuple[str, str, str, str]]:

@@ -1,25 +1,160 @@
-"""What every section of the configuration is, and how it takes paths."""
+"""What every section of the configuration is, and how it takes paths and numbers.
+
+pydantic would make a number of the text '010', and true of 'yes' or 1. Here a value of another type is refused, with
+what was probably meant.
+"""
 
 from __future__ import annotations
 
 import os
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ByteSize, ConfigDict, ValidationInfo, field_validator
+
+from elastic_train.config import yaml12
 
 Value = object
+MOST_BYTES_OF_A_NAME = 255
+"""What file systems take of one part of a path."""
+_EXACT = 2**53
+"""Above it not every whole number is a float."""
 
 
 class Section(BaseModel):
     """Frozen, with no other keys than its fields; a field's docstring is its key's meaning."""
 
     # What pydantic says of a mistake has no values in it, which may be secrets; `sources` says it better in any case.
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_as_written(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse a value that would be changed, and text that no file or path can hold."""
+        assert info.field_name is not None
+        kind = cls.model_fields[info.field_name].annotation
+        if value == "" and str in scalars_of(kind):
+            raise ValueError("is empty: give a text, or leave the key out")
+        is_section = any(isinstance(each, type) and issubclass(each, Section) for each in (kind, *alternatives(kind)))
+        for each in () if is_section else _texts(value):  # a section looks at its own
+            if "\0" in each or not _is_unicode(each):
+                raise ValueError("has a character that no file can hold: it must be Unicode text without NUL")
+        _check(kind, value)
+        return value
+
+
+def scalars_of(kind: object) -> frozenset[type]:
+    """Return which of str, bool, int and float a key takes, but for null; all of them where the type is left open."""
+    if kind is object:
+        return frozenset((str, bool, int, float))
+    if kind is ByteSize:
+        return frozenset((str, int))
+    if kind is float:
+        return frozenset((int, float))
+    if isinstance(kind, type):
+        return frozenset((kind,) if kind in (str, bool, int) else ())
+    if get_origin(kind) is Literal:
+        return frozenset(type(each) for each in get_args(kind))
+    return frozenset(scalar for each in alternatives(kind) for scalar in scalars_of(each))
+
+
+def alternatives(kind: object) -> tuple[object, ...]:
+    """Return the types that a type is a union of, but for null; none for a type that is no union."""
+    if get_origin(kind) is Annotated:
+        return (get_args(kind)[0],)
+    is_union = isinstance(kind, types.UnionType) or get_origin(kind) is Union
+    return tuple(each for each in get_args(kind) if each is not types.NoneType) if is_union else ()
+
+
+def below(kind: object, name: str) -> object:
+    """Return the type of what a key has below it by this name, or number; None if it has nothing so named."""
+    if kind is object:
+        return object
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        field = kind.model_fields.get(name)
+        return None if field is None else field.annotation
+    if get_origin(kind) is dict:
+        return get_args(kind)[1]
+    if get_origin(kind) is tuple and name.isdecimal():
+        parts = get_args(kind)
+        return parts[0] if parts[-1] is Ellipsis else parts[int(name)] if int(name) < len(parts) else None
+    return next((found for each in alternatives(kind) if (found := below(each, name)) is not None), None)
+
+
+def _check(kind: object, value: object) -> None:
+    """Raise ValueError for a value that is not of a key's type, and that pydantic would convert."""
+    if isinstance(value, Mapping | list | tuple):
+        for name, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if not (isinstance(kind, type) and issubclass(kind, BaseModel)):  # which checks its own
+                _check(below(kind, f"{name}"), each)
+        return
+    if takes := scalars_of(kind):
+        is_number = isinstance(value, bool | int | float) and (kind is str or str in alternatives(kind))
+        mistake = "must be text: quote it" if is_number else not_one_of(takes, value)
+        if mistake is not None:
+            raise ValueError(mistake)
+
+
+def not_one_of(takes: frozenset[type], value: object) -> str | None:
+    """Return what is wrong with a value where these types are wanted, and what to write; None if it may be right."""
+    wants = "true or false" if takes == {bool} else "a number"
+    if isinstance(value, bool):
+        return None if bool in takes or takes == {str} else f"must be {wants}"
+    if isinstance(value, str) and str not in takes:
+        return f"must be {wants}{_meant(value)}"
+    if isinstance(value, int | float) and takes == {bool}:
+        return "must be true or false"
+    if isinstance(value, float) and float not in takes and int in takes and abs(value) >= _EXACT:
+        return "must be a whole number, written without point or exponent: a float has no more than 15 exact digits"
+    return None
+
+
+def _meant(text: str) -> str:
+    """Return, with a colon before it, what the author of a text probably meant by it; nothing if nobody can say."""
+    if (why := yaml12.misread(text)) is not None:
+        return f": {why}"
+    stripped = text.strip().replace(",", "").lower()
+    if stripped.lstrip("+-") in ("nan", "inf", "infinity"):
+        return f": YAML writes .{stripped.lstrip('+-')[:3]}"
+    try:
+        number = yaml12.scalar(stripped)
+    except ValueError as error:
+        return f": {error}"
+    if number is None or isinstance(number, str):
+        return ""
+    return f": write {str(number).lower()} without quotes"
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield every text in a value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _texts(name)
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def folder(value: str | None) -> str | None:
-    """Refuse a URL where a local folder is needed."""
+    """Refuse a URL where a local folder is needed, and a path that no file system takes."""
     if value is not None and "://" in value:
         raise ValueError("must be a local folder; only datasets and checkpoint.url accept URLs")
+    if any(len(part.encode()) > MOST_BYTES_OF_A_NAME for part in (value or "").split("/")):
+        raise ValueError(f"has a name of more than {MOST_BYTES_OF_A_NAME} bytes, which no file system takes")
     return home(value)
 
 

@@ -2,26 +2,34 @@
 
 Later over earlier: the YAML file, the environment (`ELASTIC_TRAIN__BATCH__MICRO_BATCH=8`), the command line
 (`--batch.micro-batch 8`), or a program's own values. An unknown key is an error that names the nearest known one.
+
+A file is YAML 1.2. In the environment and on the command line a key of type text takes its text to the letter, except
+that `null` clears a key that may be null. Other keys take YAML. Where the type is left open (`task.params`), a text
+that is no number, boolean, null, quoted text, list or mapping is taken to the letter.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from elastic_train.config import yaml12
 from elastic_train.config.schema import Config, nearest_key
-from elastic_train.config.section import Value
+from elastic_train.config.section import Value, alternatives, below, scalars_of
 from elastic_train.config.yaml12 import NOT_YAML
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean
 
 Tree = dict[str, Value]
 ENV_PREFIX = "ELASTIC_TRAIN__"
+_TWICE = "duplicate key"
 
 
 def variable_of(key: str) -> str:
@@ -62,6 +70,14 @@ def load(
     return config
 
 
+def as_argument(key: str, value: Value) -> str:
+    """Return the argument, `--key=value`, from which `load` reads this value; ConfigError if none says it."""
+    kind = _kind_of(key)
+    if value == "null" and _may_be_null(kind):
+        raise ConfigError(f"'{key}': the text null can be given in a file alone, in quotes")
+    return f"--{key}={value if isinstance(value, str) and _is_text(kind) else yaml12.write_flow(value)}"
+
+
 def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -76,39 +92,50 @@ def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping with keys such as 'run:', 'data:' and 'batch:'")
     lines: dict[str, int] = {}
-    _note_lines(node, "", lines, str(path), problems)
+    for key, line, problem in _walk(node, "", Config):
+        if problem is not None:
+            first = f" (first on line {lines[key]}); merge the two" if problem.startswith(_TWICE) else ""
+            problems.append(f"{path}:{line}: {problem}{first}")
+        lines[key] = line
     return tree, lines
 
 
-def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int], path: str, problems: list[str]) -> None:
-    """Note the line of every key; a duplicate is a problem, since YAML's parser would silently drop the first."""
-    for number, element in enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ():
-        lines[f"{prefix}{number}"] = element.start_mark.line + 1
-        _note_lines(element, f"{prefix}{number}.", lines, path, problems)
-    if not isinstance(node, yaml.MappingNode):
+def _walk(node: yaml.Node | None, key: str, kind: object) -> Iterator[tuple[str, int, str | None]]:
+    """Yield key and line of everything in a tree, and what is wrong with it if it might be misread.
+
+    Of two equal keys a parser would drop the first in silence.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        why = yaml12.misread(node.value) if not node.style and not _is_text(kind) else None
+        if why is not None:
+            said = f"{why}; for a text, write it in quotes, given {node.value!r}"
+            yield key, node.start_mark.line + 1, f"'{key}': {said}" if key else said
         return
-    for key, value in node.value:
-        name, line = f"{prefix}{key.value}", key.start_mark.line + 1
-        if name in lines:
-            problems.append(f"{path}:{line}: duplicate key '{name}' (first on line {lines[name]}); merge the two")
-        lines[name] = line
-        _note_lines(value, f"{name}.", lines, path, problems)
+    prefix, seen = f"{key}." if key else "", set[str]()
+    for number, element in enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ():
+        yield f"{prefix}{number}", element.start_mark.line + 1, None
+        yield from _walk(element, f"{prefix}{number}", below(kind, f"{number}"))
+    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        each = f"{prefix}{name.value}"
+        problem: str | None = None
+        if name.value in seen:
+            problem = f"{_TWICE} '{each}'"
+        elif not name.style and name.value == "<<":
+            problem = f"'{each}': YAML 1.2 has no merge keys; write out what it brings"
+        seen.add(name.value)
+        yield each, name.start_mark.line + 1, problem
+        yield from _walk(value, each, below(kind, name.value))
 
 
 def _from_environment(environ: Mapping[str, str], problems: list[str]) -> Iterator[tuple[str, str, Value]]:
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX):
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
-            try:
-                value = yaml12.parse(environ[name])
-            except NOT_YAML as error:
-                problems.append(_not_yaml(f"environment {name}", environ[name], error))
-            else:
-                yield f"environment {name}", key, value
+            yield from _read_value(f"environment {name}", key, environ[name], problems)
 
 
 def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[tuple[str, str, Value]]:
-    """Read `--a.b-c value` and `--a.b-c=value`; values are YAML, such as null, true, 1e-3 and [1, 2]."""
+    """Read `--a.b-c value` and `--a.b-c=value`."""
     rest = list(arguments)
     while rest:
         token = rest.pop(0)
@@ -118,15 +145,72 @@ def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[t
             continue
         if not has_value:
             if not rest or rest[0].startswith("--"):
-                problems.append(f"command line: {name} needs a value")
+                problems.append(f"command line: {name} needs a value (one that begins with --: {name}=VALUE)")
                 continue
             text = rest.pop(0)
-        try:
-            value = yaml12.parse(text)
-        except NOT_YAML as error:
-            problems.append(_not_yaml(f"command line {name}", text, error))
-        else:
-            yield f"command line {name}", name[2:].replace("-", "_"), value
+        yield from _read_value(f"command line {name}", _key_of(name[2:]), text, problems)
+
+
+def _key_of(option: str) -> str:
+    """Return the key that an option names, '-' for '_'; what is deeper than a name of `task.params` stays as it is."""
+    parts, kind = option.split("."), cast(object, Config)
+    for number, part in enumerate(parts):
+        if kind is object:
+            break
+        parts[number] = part.replace("-", "_")
+        kind = below(kind, parts[number])
+    return ".".join(parts)
+
+
+def _kind_of(key: str) -> object:
+    """Return the type of a key; None of an unknown one."""
+    return functools.reduce(below, key.split("."), cast(object, Config))
+
+
+def _is_text(kind: object) -> bool:
+    return scalars_of(kind) == {str} and not _takes_collection(kind)
+
+
+def _takes_collection(kind: object) -> bool:
+    is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
+    return is_section or get_origin(kind) in (tuple, dict) or any(map(_takes_collection, alternatives(kind)))
+
+
+def _may_be_null(kind: object) -> bool:
+    return types.NoneType in get_args(kind)
+
+
+def _read_value(source: str, key: str, text: str, problems: list[str]) -> Iterator[tuple[str, str, Value]]:
+    """Yield source, key and value of a text, read by the key's type; add a problem for one that cannot be read so."""
+    kind = _kind_of(key)
+    if kind is None or _is_text(kind):
+        yield source, key, None if text == "null" and _may_be_null(kind) else text
+        return
+    is_yaml = text.lstrip().startswith(("[", "{", "'", '"')) if kind is object else _takes_collection(kind)
+    try:
+        yield source, key, _parsed(text, kind) if is_yaml else _plain(text if kind is object else text.strip())
+    except NOT_YAML as error:
+        why = getattr(error, "problem", None) or str(error)
+        quoted = "'" + text.replace("'", "''") + "'"
+        hint = f'; to pass it as a text, quote it: "{quoted}"' if kind is object else ""
+        problems.append(f"{source}: {text!r} is not valid YAML: {why}{hint}")
+
+
+def _plain(text: str) -> Value:
+    """Return what a text is as a whole: a number, boolean, null, else the text; ValueError if it might be misread."""
+    if (why := yaml12.misread(text)) is not None:
+        raise ValueError(why)
+    return yaml12.scalar(text) if text else text
+
+
+def _parsed(text: str, kind: object) -> Value:
+    """Return the value of a YAML text; ValueError if part of it would be dropped, or might be misread."""
+    node = yaml12.compose(text)
+    if node is not None and text[node.end_mark.index :].strip():
+        raise ValueError(f"{text[node.end_mark.index :].strip()!r} follows its end")
+    if (problem := next((problem for _, _, problem in _walk(node, "", kind) if problem), None)) is not None:
+        raise ValueError(problem)
+    return yaml12.parse(text)
 
 
 def _from_values(overrides: Mapping[str, Value] | None) -> Iterator[tuple[str, str, Value]]:
@@ -135,27 +219,23 @@ def _from_values(overrides: Mapping[str, Value] | None) -> Iterator[tuple[str, s
         yield "overrides", key, os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _not_yaml(source: str, text: str, error: Exception) -> str:
-    why = getattr(error, "problem", None) or str(error)
-    return f"{source}: {text!r} is not valid YAML ({why}); to pass it as a string, quote it: \"'{text}'\""
-
-
 def _put(tree: Tree, key: str, value: Value) -> None:
     """Set a value; where there is a list, a key's next part is the number of one of its elements, if it has that."""
     first, _, rest = key.partition(".")
+    first = next((name for name in tree if str(name) == first), first)  # a file's mapping may have numbers as keys
     if not rest:
         tree[first] = value
         return
-    below = tree.get(first)
+    inner = tree.get(first)
     number = rest.partition(".")[0]
-    if isinstance(below, list) and number.isdecimal() and int(number) < len(below):
-        elements: Tree = {number: below[int(number)]}
+    if isinstance(inner, list) and number.isdecimal() and int(number) < len(inner):
+        elements: Tree = {number: inner[int(number)]}
         _put(elements, rest, value)
-        tree[first] = [*below[: int(number)], elements[number], *below[int(number) + 1 :]]
+        tree[first] = [*inner[: int(number)], elements[number], *inner[int(number) + 1 :]]
         return
-    if not isinstance(below, dict):
-        below = tree[first] = {}
-    _put(below, rest, value)
+    if not isinstance(inner, dict):
+        inner = tree[first] = {}
+    _put(inner, rest, value)
 
 
 def _leaves(tree: Value, prefix: str = "") -> Iterator[str]:
@@ -191,4 +271,5 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
         return f"{where}: '{key}' takes a list: write [A, B], given {item['input']!r}"
     message = str(item["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(item["input"], dict | BaseModel) else f", given {item['input']!r}"
-    return f"{where}: '{key}': {message}{given}" if key else f"{where}: {message}"
+    message, meant, name = message.partition("; did you mean ")
+    return f"{where}: '{key}': {message}{given}{meant}{name}" if key else f"{where}: {message}{meant}{name}"

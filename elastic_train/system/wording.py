@@ -45,7 +45,9 @@ def without_passwords(text: str) -> str:
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known name most like a mistyped one; None if none is alike by `cutoff`, difflib's ratio in [0, 1]."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+    by_folded = {each.casefold(): each for each in known}
+    found = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=cutoff)
+    return by_folded[found[0]] if found else None
 
 
 def did_you_mean(meant: str | None, otherwise: str = "") -> str:

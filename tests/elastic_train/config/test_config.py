@@ -1,9 +1,12 @@
 """The configuration: layers, errors, and what follows from the keys."""
 
+import math
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from elastic_train.config import schema as configuration
 from elastic_train.config import sources
@@ -68,15 +71,14 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
         (GOOD, {}, ("epochs",), ["'epochs' is not an option"]),
         (GOOD, {}, ("--run.dri", "x"), ["command line --run.dri", "did you mean 'run.dir'"]),
         ([1], {}, (), ["must be a mapping"]),
-        (GOOD, {}, ("--run.name", "[draft"), ["command line --run.name", "'[draft' is not valid YAML", "\"'[draft'\""]),
-        (GOOD, {}, ("--run.name=*",), ["command line --run.name", "'*' is not valid YAML"]),
-        (GOOD, {}, ("--run.name", "2024-13-45"), ["command line --run.name", "'2024-13-45' is not valid YAML"]),
-        (
-            GOOD,
-            {"ELASTIC_TRAIN__RUN__NAME": "@x"},
-            (),
-            ["environment ELASTIC_TRAIN__RUN__NAME", "'@x' is not valid YAML"],
-        ),
+        (GOOD, {}, ("--task.params.a", "[draft"), ["--task.params.a", "'[draft' is not valid YAML", "\"'[draft'\""]),
+        (GOOD, {}, ("--task.params.a", "[draft] # 2"), ["'# 2' follows its end"]),
+        (GOOD, {}, ("--task.params.a", "{b: 1, b: 2}"), ["duplicate key 'b'"]),
+        (GOOD, {}, ("--run.name", "\udcff"), ["'run.name'", "Unicode"]),
+        (GOOD, {}, ("--run.dir", ""), ["'run.dir': is empty"]),
+        (GOOD, {}, ("--run.dir", "a/" + "b" * 300), ["'run.dir'", "255 bytes"]),
+        (GOOD, {}, ("--optimizer.name", "AdamW"), ["given 'AdamW'; did you mean 'adamw'?"]),
+        ({**GOOD, "run": {"name": 5}}, {}, (), ["'run.name': must be text: quote it, given 5"]),
         (GOOD, {}, ("--optimizer.betas", "[1.0, 0.9]"), ["command line --optimizer.betas", "less than 1", "given"]),
         (GOOD, {}, ("--optimizer.betas", "[0.9, -.1]"), ["'optimizer.betas'", "at least 0"]),
         (GOOD, {}, ("--run.dir", "s3://bucket/run"), ["'run.dir'", "must be a local folder", "checkpoint.url"]),
@@ -95,9 +97,9 @@ def test_a_mistake_names_its_place_and_its_key(tmp_path, tree, environ, argument
 def test_all_mistakes_are_reported_at_once(tmp_path):
     """Six mistakes from three sources, two of which are not valid YAML, give six problems."""
     tree = {"data": {"train": 3}, "batch": {"bogus": 1}}
-    environ = {"ELASTIC_TRAIN__EPOCHS": "x", "ELASTIC_TRAIN__RUN__DIR": "@x"}
+    environ = {"ELASTIC_TRAIN__EPOCHS": "x", "ELASTIC_TRAIN__PROFILE__AT_STEPS": "@x"}
     with pytest.raises(ConfigError) as raised:
-        load(tmp_path, tree, environ=environ, arguments=("--optimizer.lr", "-1", "--run.name", "[x"))
+        load(tmp_path, tree, environ=environ, arguments=("--optimizer.lr", "-1", "--optimizer.betas", "[x"))
     assert len(raised.value.problems) == 6
 
 
@@ -205,3 +207,91 @@ def test_what_of_shards_goes_together_with_cells(tmp_path: Path) -> None:
     load(tmp_path, GOOD, arguments=(*degrees[:2], "--parallel.shards", "parameters"))
     with pytest.raises(ConfigError, match=r"pipeline: 2 does not go together with parallel.shards: parameters yet"):
         load(tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "parameters"))
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=30)
+TYPED = ["runs/trial #1", "&a b", "*x", "!tag", "- a", "a: b", "'q'", ' "q" ', "~", "yes", "010", "1e3", "{}", "[]"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(text=TEXT)
+def test_any_text_is_taken_to_the_letter(tmp_path: Path, text: str) -> None:
+    """From command line, environment and program, and through the file that other processes read."""
+    take_to_the_letter(tmp_path, text)
+
+
+@pytest.mark.parametrize("text", [*TYPED, "a\nb", "null"])
+def test_what_looks_like_yaml_is_taken_to_the_letter(tmp_path: Path, text: str) -> None:
+    """As any text; null alone clears a key that may be null."""
+    take_to_the_letter(tmp_path, text)
+
+
+def take_to_the_letter(folder: Path, text: str) -> None:
+    path = write(folder, GOOD)
+    environ = {"ELASTIC_TRAIN__TRACKING__EXPERIMENT": text}
+    config = sources.load(path, environ=environ, arguments=[f"--run.name={text}"])
+    assert (config.run.name, config.tracking.experiment) == (None if text == "null" else text, text)
+    value = {"a": text, text: [text]}
+    settings = {"tracking.experiment": text, "task.params": value, "task.params.b": text, "optimizer.options.c": text}
+    config = sources.load(path, environ={}, arguments=[sources.as_argument(*each) for each in settings.items()])
+    assert (config.tracking.experiment, config.task.params) == (text, {**value, "b": text})
+    assert config.optimizer.options == {"c": text}
+    path.write_text(config.to_yaml())
+    assert sources.load(path, environ={}) == config
+
+
+@pytest.mark.parametrize("text", ["a: b", "&a b", "*x", "!tag", "- a", "runs/trial #1", " x ", "2026-11-28", "é"])
+def test_a_text_of_no_known_type_is_taken_to_the_letter(tmp_path: Path, text: str) -> None:
+    """What is no number, boolean, null, quoted text, list or mapping."""
+    environ = {"ELASTIC_TRAIN__TASK__PARAMS__B": text}
+    params = load(tmp_path, GOOD, environ=environ, arguments=("--task.params.a", text)).task.params
+    assert params == {"a": text, "b": text}
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        *(("010", "write 10, or 0o10 for 8"), ("008", "write 8"), ("0100", "write 100"), ("1:30", "write 90")),
+        *(("0b11", "write 3"), ("1_000", "write 1000"), ("+0x1F", "write 31"), ("NaN", "YAML writes .nan")),
+        *(("yes", "true"), ("2026-11-28", "a number"), (".inf", "finite"), ("true", "a number"), ("'8'", "write 8")),
+    ],
+)
+def test_what_is_no_number_of_yaml_12_is_refused(tmp_path: Path, text: str, meant: str) -> None:
+    """With what was probably meant, in files, on the command line and in the environment."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"data: {{train: x}}\noptimizer: {{lr: {text}}}\nprofile: {{at_steps: [{text}]}}\n")
+    for environ, arguments in (({}, ()), ({"ELASTIC_TRAIN__OPTIMIZER__LR": text}, ()), ({}, ("--optimizer.lr", text))):
+        if environ or arguments:
+            path.write_text("data: {train: x}\n")
+        with pytest.raises(ConfigError) as raised:
+            sources.load(path, environ=environ, arguments=arguments)
+        assert meant in str(raised.value) or text == "'8'"  # which is quoted in a file alone
+
+
+def test_numbers_of_yaml_12_are_read(tmp_path: Path) -> None:
+    """Octal, hexadecimal, exponents, signs; a whole number may have a point."""
+    texts = {"0o17": 15, "0x1F": 31, "1e3": 1000, "+1": 1, "1.0": 1}
+    assert {each: load(tmp_path, GOOD, arguments=("--max-steps", each)).max_steps for each in texts} == texts
+    assert load(tmp_path, GOOD, arguments=("--task.params.a", "-.inf")).task.params == {"a": -math.inf}
+    for key, value in (("compile", "1"), ("compile", "yes"), ("run.seed", "9007199254740993.0")):
+        with pytest.raises(ConfigError, match=key):
+            load(tmp_path, GOOD, arguments=(f"--{key}", value))
+
+
+@pytest.mark.parametrize("value", ["yes", "010", "1_000", "<<: {b: 1}", "&a [*a]"])
+def test_what_versions_of_yaml_read_differently_is_refused_where_the_type_is_open(tmp_path: Path, value: str) -> None:
+    """`no` would be true to Python, as a text that is not empty."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"data: {{train: x}}\ntask:\n  params:\n    {value if ':' in value else f'a: {value}'}\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        sources.load(path, environ={})
+
+
+def test_a_text_key_of_a_file_may_look_like_a_boolean_of_yaml_11(tmp_path: Path) -> None:
+    """In YAML 1.2 it is a text; keys of a mapping that are numbers stay so."""
+    path = tmp_path / "config.yaml"
+    path.write_text("data: {train: x}\nrun: {name: no}\ntask: {params: {labels: {0: a, 1: b}}}\n")
+    config = sources.load(path, environ={})
+    assert (config.run.name, config.task.params["labels"]) == ("no", {0: "a", 1: "b"})
+    path.write_text(config.to_yaml())
+    assert sources.load(path, environ={}) == config
