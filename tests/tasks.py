@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -119,9 +120,15 @@ class Normalised(nn.Module):
 
 
 class WithBatchNorm(FailsOnce):
-    """A text classifier whose forward pass changes buffers; with `after` it fails once, as `FailsOnce` does."""
+    """A text classifier whose forward pass changes buffers, and whose loss draws from the generators of Python and
+    numpy; with `after` it fails once, as `FailsOnce` does."""
 
     norm: type[nn.Module] = nn.BatchNorm1d
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        given = super().loss(model, batch)
+        factor = 1.0 + random.random() + float(np.random.rand()) if model.training else 1.0
+        return replace(given, total=given.total * factor)
 
     def __init__(self, marker: str = "", after: int = 0, **params: object) -> None:
         super().__init__(marker, after, **params)

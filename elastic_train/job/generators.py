@@ -1,4 +1,4 @@
-"""The generators that a lane's forward pass draws from: torch's own, of the CPU and of the accelerator."""
+"""The generators that a lane's forward pass draws from: torch's own, of CPU and accelerator, numpy's and Python's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ import torch
 
 
 def seed_generators(seed: int) -> None:
-    """Begin all random numbers of this process at `seed`, below 2^63, as `torch.manual_seed` does, in less time.
+    """Begin all random numbers of this process at `seed`, below 2^63: torch's, and the global ones of numpy and Python.
 
-    That one also notes the call stack for every kind of device that torch knows and this process does not use, in case
-    it ever will: as much work as a small model's forward and backward pass.
+    torch's are those of `torch.manual_seed`, in less time. That one also notes the call stack for every kind of device
+    that torch knows and this process does not use, in case it ever will: as much work as a small model's forward and
+    backward pass.
     """
+    seed_host_generators(seed)
     torch.default_generator.manual_seed(seed)
     for seed_accelerator in _accelerators():
         seed_accelerator(seed)
+
+
+def seed_host_generators(seed: int) -> None:
+    """Begin the random numbers of the modules `random` and `numpy.random` at `seed`; torch's stay where they are."""
+    random.seed(seed)
+    np.random.seed((seed ^ seed >> 32) & 0xFFFFFFFF)
 
 
 @functools.cache
@@ -48,3 +56,11 @@ def undisturbed() -> Iterator[None]:
 def states_of_generators() -> tuple[torch.Tensor, Any, Any]:
     """Return where the generators of torch (on the CPU), numpy and Python are."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def moved_generators(before: tuple[torch.Tensor, Any, Any]) -> list[str]:
+    """Return the names of the generators that are no longer where they were."""
+    was, now = before, states_of_generators()
+    numpy_moved = any(not np.array_equal(one, other) for one, other in zip(was[1], now[1], strict=True))
+    moved = {"torch": not torch.equal(was[0], now[0]), "numpy.random": numpy_moved, "random": was[2] != now[2]}
+    return [name for name, has_moved in moved.items() if has_moved]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
 
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Cursor, Order
+from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_groups import check_columns
+from elastic_train.data.loading.collate import takes_draw
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
 from elastic_train.data.loading.reader import MixedReader, Reader, RowSource
 from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.loading.sample_rules import SampleRules
-from elastic_train.errors import DataError
+from elastic_train.errors import ConfigError, DataError, StorageError
+from elastic_train.job.generators import moved_generators, states_of_generators, undisturbed
 from elastic_train.tasks.task import Limited, Matching, Task
 
 
@@ -71,6 +78,27 @@ class Feed:
         except DataError as error:
             return str(error) or type(error).__name__
         return ""
+
+    def try_collate(self, order: RunOrder) -> None:
+        """Collate the run's first micro-batch twice; raise ConfigError where the results cannot be had again.
+
+        `collate` runs ahead, in threads or processes of any number, where nothing can seed the global generators for
+        it. What cannot be read is left to the step that needs it.
+        """
+        rules = self._rules(quarantines=True)
+        trial = _Trial(self._task)
+        loader = LaneLoader(
+            self._training_rows(),
+            order,
+            trial,
+            lanes=range(1),
+            micro_batch=self._config.batch.micro_batch,
+            cursor=Cursor(),
+            num_steps=1,
+            rules=rules,
+        )
+        with undisturbed(), contextlib.suppress(DataError, StorageError):
+            next(iter(loader))
 
     def validation(self, lanes: range) -> Iterable[Sequence[LaneBatch]] | None:
         """Return one pass over the validation set, None without one; what cannot be read of it ends the run.
@@ -129,6 +157,44 @@ class Feed:
             num_workers=self._config.data.num_workers,
             rules=rules,
         )
+
+
+class _Trial:
+    """A task's `collate`, called twice for the same rows and compared."""
+
+    def __init__(self, task: Task) -> None:
+        self._collate, self._takes_draw = task.collate, takes_draw(task.collate)
+        self._name = f"{type(task).__module__}:{type(task).__name__}.collate"
+
+    def __call__(self, rows: pa.Table, ids: Int64s, draw: SampleRandom) -> dict[str, Tensor]:
+        arguments = (rows, ids, draw) if self._takes_draw else (rows, ids)
+        before = states_of_generators()
+        first: dict[str, Tensor] = self._collate(*arguments)
+        if moved := moved_generators(before):
+            raise ConfigError(
+                f"task.path: {self._name} draws from the global generator of {' and of '.join(moved)}, which no seed "
+                f"reaches where rows are read ahead: the samples would differ from run to run. {_REMEDY}"
+            )
+        again: dict[str, Tensor] = self._collate(*arguments)
+        if differing := [name for name in first if not _same_bits(first[name], again.get(name))]:
+            raise ConfigError(
+                f"task.path: {self._name} returns another '{differing[0]}' when it is called again for the same rows "
+                f"(samples {ids[:3].tolist()}…): a generator of the task, a counter or a clock decides it. {_REMEDY}"
+            )
+        return first
+
+
+_REMEDY = "Add a third parameter `draw` and take random numbers from it (draw.uniform, draw.generator)"
+
+
+def _same_bits(one: Tensor, other: Tensor | None) -> bool:
+    """Say whether two tensors have the same type, shape and bits; what is no dense tensor passes."""
+    if not isinstance(one, Tensor) or one.layout is not torch.strided:
+        return True
+    if other is None or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    return torch.equal(*bits)
 
 
 def _most_row_groups(order: RunOrder, lanes: range) -> int:

@@ -81,6 +81,7 @@ def _open_in(process: Process, world: World) -> Session:
     stuck = check_progress(world, plan)
     if head is None and state.step == 0 and stuck.num_terms < TRIAL_EVERY:  # a row may end whoever looks at it
         inspect_rows(process, world)
+        plan.feed.try_collate(plan.order)
     kind = _pick_reduction(plan, world, differing)
     assigned = state.shards.assigned(world.mesh.num_replicas, plan.num_lanes)
     gradients = sum_of_gradients(state, kind, world.owners, plan.num_lanes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.core.schedules import Action, Kind, Pass, Pipeline, schedule
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.cells.cell_plan import CellPlan
+from elastic_train.job.generators import seed_host_generators
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.pipeline import run_schedule
 from elastic_train.parallel.cells.stage_links import StageLinks
@@ -43,6 +45,8 @@ class Stage:
         made."""
         piece = chunk * self.plan.num_stages + self.number
         modules = self.plan.pieces[piece]
+        if given is not None:  # with which the state of torch's generator has come, and no other's
+            seed_host_generators(zlib.crc32(torch.get_rng_state().numpy().data))
         if part is None:
             made = self.task.run_stage(self.model, modules, batch, given)
         else:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from elastic_train.job import generators
-from elastic_train.job.generators import seed_generators
+from elastic_train.job.generators import moved_generators, seed_generators, states_of_generators, undisturbed
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +55,27 @@ def test_an_accelerator_is_seeded_too(monkeypatch: pytest.MonkeyPatch, name: str
     seed_generators(5)
     seed_generators(6)
     assert seeded == [5, 6]
+
+
+def test_numpy_and_python_begin_at_the_seed() -> None:
+    """Their global generators give the same numbers after the same seed, and others after another one."""
+
+    def draw(seed: int) -> tuple[float, float, float]:
+        seed_generators(seed)
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    assert draw(7) == draw(7)
+    assert not set(draw(7)) & set(draw(1 << 40))
+    assert not set(draw(7)) & set(draw((1 << 63) - 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "draws"),
+    [("torch", lambda: torch.rand(1)), ("numpy.random", np.random.rand), ("random", random.random)],
+)
+def test_a_generator_that_was_drawn_from_is_named(name: str, draws: Callable[[], object]) -> None:
+    with undisturbed():
+        before = states_of_generators()
+        assert moved_generators(before) == []
+        draws()
+        assert moved_generators(before) == [name]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,8 @@ from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSampler
+from elastic_train.errors import ConfigError
+from elastic_train.job.generators import moved_generators, states_of_generators, undisturbed
 from elastic_train.job.sample_streams import Feed
 from tests.conftest import write_rows
 
@@ -98,3 +103,42 @@ def test_only_training_is_augmented(feed: tuple[Feed, Order]) -> None:
         sampler = LaneSampler(of, range(1), MICRO_BATCH, Cursor(), 1)
         (batch,) = dataset.__getitems__(next(iter(sampler)))
         assert batch.tensors["is_training"] == is_training
+
+
+_GENERATOR, _TORCH, _CALLS = np.random.default_rng(3), torch.Generator(), iter(range(1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("draws", "named"),
+    [
+        (lambda: random.random(), r"global generator of random,"),
+        (lambda: np.random.rand(), r"global generator of numpy\.random,"),
+        (lambda: np.random.permutation(5)[0], r"global generator of numpy\.random,"),
+        (lambda: torch.rand(()), r"global generator of torch,"),
+        (lambda: torch.randperm(5)[0] + random.random(), r"global generator of torch and of random,"),
+        (lambda: _GENERATOR.random(), r"another 'x'"),
+        (lambda: np.random.default_rng().random(), r"another 'x'"),
+        (lambda: torch.rand((), generator=_TORCH), r"another 'x'"),
+        (lambda: random.Random().random(), r"another 'x'"),
+        (lambda: uuid.uuid4().int % 1000, r"another 'x'"),
+        (lambda: next(_CALLS), r"another 'x'"),
+        (lambda: time.perf_counter_ns() % 1_000_003, r"another 'x'"),
+    ],
+)
+def test_a_collate_whose_results_cannot_be_had_again_is_refused(
+    feed: tuple[Feed, Order], draws: Callable[[], float], named: str
+) -> None:
+    """Global generators are named; a generator, a counter or a clock of the task's own shows in a second call."""
+
+    def collate(rows: pa.Table, ids: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+        return {"ids": torch.from_numpy(ids.copy()), "x": torch.tensor(float(draws()))}
+
+    feed[0]._task.collate = collate  # type: ignore[method-assign]
+    with undisturbed(), pytest.raises(ConfigError, match=rf"Drawing.collate .*{named}.*Add a third parameter `draw`"):
+        feed[0].try_collate(feed[1])
+
+
+def test_a_collate_that_draws_from_draw_passes_and_leaves_generators_alone(feed: tuple[Feed, Order]) -> None:
+    before = states_of_generators()
+    feed[0].try_collate(feed[1])
+    assert moved_generators(before) == []
