@@ -24,7 +24,7 @@ from elastic_train.cli.output import Flag, Json, print_json, print_text
 from elastic_train.data.corpora import origin, synthetic
 from elastic_train.data.dataset import describe, row_lengths, verify
 from elastic_train.data.dataset.checksums import add_checksums
-from elastic_train.data.dataset.encoded_images import check_images, verify_images
+from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, check_images, verify_images
 from elastic_train.data.dataset.manifest import NAME, Manifest, load_manifest
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
@@ -106,7 +106,9 @@ def describe_(data: str, *, json_: Json = False) -> int:
 
 
 @app.command(name="verify")
-def verify_(data: str, *, images: str | None = None, json_: Json = False) -> int:
+def verify_(
+    data: str, *, images: str | None = None, max_megapixels: float = MOST_MEGAPIXELS, json_: Json = False
+) -> int:
     """Read every file of DATA and compare it with the manifest; list damaged ones and exit with 65 if there are any.
 
     Damage is named by row group, column and bytes where the checksums of the row groups are known.
@@ -115,13 +117,17 @@ def verify_(data: str, *, images: str | None = None, json_: Json = False) -> int
     ----------
     images
         A column of encoded images: decode all of them, too, in the files that are whole, and list those that cannot be.
+    max_megapixels
+        Most megapixels of an image, as task.params.max_megapixels.
     """
     manifests = _manifests(data)
     if images is not None:
         for manifest in manifests:
             check_images(manifest, images)
     found = [
-        (f"{manifest.url}/{verdict.path}", verdict) for manifest in manifests for verdict in _verdicts(manifest, images)
+        (f"{manifest.url}/{verdict.path}", verdict)
+        for manifest in manifests
+        for verdict in _verdicts(manifest, images, max_megapixels)
     ]
     if json_:
         print_json(
@@ -147,13 +153,13 @@ def verify_(data: str, *, images: str | None = None, json_: Json = False) -> int
     return DataError.exit_code if bad else 0
 
 
-def _verdicts(manifest: Manifest, images: str | None) -> Sequence[verify.Verdict]:
+def _verdicts(manifest: Manifest, images: str | None, most: float) -> Sequence[verify.Verdict]:
     """Return what `verify` says of a dataset, and what is wrong with the images in the files that are whole."""
     verdicts = verify.verify(manifest, track=shown)
     if images is None:
         return verdicts
     damaged = {verdict.path for verdict in verdicts if verdict.wrong}
-    return [*verdicts, *verify_images(manifest, images, leaving_out=damaged, track=shown)]
+    return [*verdicts, *verify_images(manifest, images, leaving_out=damaged, most_megapixels=most, track=shown)]
 
 
 def _manifests(data: str) -> Sequence[Manifest]:

@@ -7,7 +7,7 @@ leaves a finished dataset as it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +16,13 @@ from cyclopts import App, Parameter
 from elastic_train.cli.output import Flag, Json, print_json, print_text
 from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.text import Options
+from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.packing import pack as packing
 from elastic_train.data.packing.pack import Packed, PackOptions, PartReport
 from elastic_train.data.tables import digits, hf_folder, image_folder, importing
 from elastic_train.data.tables.files import parse_types
+from elastic_train.data.tables.images import ImageCheck
 from elastic_train.data.tables.importing import RowOptions, Written
 from elastic_train.data.tables.splitting import SHARE
 from elastic_train.errors import ConfigError
@@ -70,6 +72,22 @@ class Split:
         if not 0 <= self.validation_share < 1 or self.seed < 0:
             raise ConfigError("--validation-share must be at least 0 and less than 1, --seed at least 0")
         return self
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Options of imports of images."""
+
+    skip_corrupt: Flag = False
+    "Leave out images that do not decode, and list them."
+    max_megapixels: float = MOST_MEGAPIXELS
+    "Most megapixels of an image; task.params.max_megapixels is the limit of training."
+
+    def check(self) -> ImageCheck:
+        if not self.max_megapixels > 0:
+            raise ConfigError("--max-megapixels must be greater than 0")
+        return ImageCheck(self.skip_corrupt, self.max_megapixels)
 
 
 @Parameter(name="*")
@@ -154,24 +172,33 @@ def import_csv(out: Path, files: list[Path], *, columns: Columns | None = None, 
 
 
 @app.command(name="hf-folder")
-def import_hf_folder(out: Path, folder: Path, *, columns: Columns | None = None, split: Split | None = None) -> int:
+def import_hf_folder(
+    out: Path,
+    folder: Path,
+    *,
+    columns: Columns | None = None,
+    split: Split | None = None,
+    images: Images | None = None,
+) -> int:
     """Import a dataset of Hugging Face from FOLDER: what `save_to_disk` wrote, or a clone of its repository.
 
     Its splits `train` and `validation` are kept; without the second, a share of the first validates.
     """
     options = (columns or Columns()).options((split or Split()).checked())
+    options = replace(options, images=(images or Images()).check())
     return _report_new(out, hf_folder.import_hf_folder(out, folder, options, track=shown))
 
 
 @app.command(name="images")
-def import_images(out: Path, folder: Path, *, split: Split | None = None) -> int:
+def import_images(out: Path, folder: Path, *, split: Split | None = None, images: Images | None = None) -> int:
     """Import images from FOLDER/LABEL/FILE, or from FOLDER/train/LABEL/FILE and FOLDER/validation/….
 
-    Every image is decoded once, and refused by name if that fails; what is stored are its bytes as they are.
+    Every image is decoded once, and all that do not decode are refused by name; what is stored are its bytes as they
+    are.
     """
-    chosen = (split or Split()).checked()
+    chosen, check = (split or Split()).checked(), (images or Images()).check()
     made = image_folder.import_images(
-        out, folder, share=chosen.validation_share, seed=chosen.seed, replace=chosen.replace, track=shown
+        out, folder, share=chosen.validation_share, seed=chosen.seed, replace=chosen.replace, check=check, track=shown
     )
     return _report_new(out, made)
 
@@ -259,6 +286,9 @@ def _targets_of(report: PartReport) -> str:
 
 
 def _report_new(out: Path, made: Written) -> int:
+    if made.left_out:
+        print_text("\n".join(f"left out: {line}" for line in made.left_out))
+        print_text(f"{counted(len(made.left_out), 'image')} left out, as they do not decode")
     return _report(out, made.manifests, is_new=made.is_new)
 
 

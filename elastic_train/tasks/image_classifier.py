@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.arrow.plain_types import plain_name
-from elastic_train.data.dataset.encoded_images import decoding_errors, reason, undecodable
+from elastic_train.data.dataset.encoded_images import (
+    MOST_MEGAPIXELS,
+    TooLargeError,
+    decoding_errors,
+    reason,
+    undecodable,
+    with_remedy,
+)
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.extras import needed_for
@@ -50,7 +57,8 @@ class ImageClassifier:
 
     Training images are cut (`crop`: resized, shift or centre; `scale`, `shift`), flipped, and mixed (`mixup`, `cutmix`)
     by the samples' own random numbers; validation sees the centre. `mean` and `std` normalise pixels in [0, 1]; by
-    default they are those that the model's folder names, or ImageNet's.
+    default they are those that the model's folder names, or ImageNet's. Images of more than `max_megapixels`
+    are refused.
     """
 
     def __init__(
@@ -72,7 +80,11 @@ class ImageClassifier:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         label_smoothing: float = 0.0,
+        max_megapixels: float = MOST_MEGAPIXELS,
     ) -> None:
+        if not max_megapixels > 0:
+            raise ValueError(f"max_megapixels must be greater than 0, not {max_megapixels}")
+        self._most_megapixels = max_megapixels
         if model is not None and hf is not None:
             raise ValueError("give model, the sizes of a small ResNet, or hf, a model of transformers, not both")
         if size < 1 or channels not in (1, 3):
@@ -137,7 +149,9 @@ class ImageClassifier:
         return [self._image]
 
     def unfit_rows(self, rows: pa.Table) -> Sequence[tuple[int, str]]:
-        return [(row, f"column '{self._image}' {why}; {_REMEDY}") for row, why in undecodable(rows.column(self._image))]
+        found = undecodable(rows.column(self._image), self._most_megapixels)
+        remedy = f"{_REMEDY} (`elastic-train data verify --images {self._image}` lists all such rows)"
+        return [(row, f"column '{self._image}' {with_remedy(why, remedy)}") for row, why in found]
 
     def build_model(self) -> nn.Module:
         if self.source is None:
@@ -189,7 +203,14 @@ class ImageClassifier:
         pixels = np.empty((len(draw.ids), self.channels, self.size, self.size), dtype=np.uint8)
         for at, content in enumerate(rows.column(self._image).to_pylist()):
             try:
-                pixels[at] = view(decode(content or b"", self.channels), self.size, self.augmentation, draws[at])
+                pixels[at] = view(
+                    decode(content or b"", self.channels, self._most_megapixels),
+                    self.size,
+                    self.augmentation,
+                    draws[at],
+                )
+            except TooLargeError as error:
+                raise DataError(f"sample {draw.ids[at]}: its image in column '{self._image}' {error}") from error
             except refused as error:
                 raise DataError(
                     f"sample {draw.ids[at]}: its image in column '{self._image}' cannot be decoded ({reason(error)}); "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -20,7 +21,12 @@ from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.extras import needed_for
 from elastic_train.system.progress_bar import Track, silent
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 _IMAGES_AT_ONCE = 16
+MOST_MEGAPIXELS = 178.0
+"""Images of more are not decoded by default: Pillow takes them for an attempt to exhaust memory."""
 _BINARY = ("binary", "large_binary")
 
 
@@ -38,24 +44,58 @@ def reason(error: Exception) -> str:
     return "it is in no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
 
 
-def why_undecodable(content: bytes | None) -> str | None:
+class TooLargeError(ValueError):
+    """An image has more pixels than may be decoded; it may be whole."""
+
+
+def open_image(content: bytes, most_megapixels: float = MOST_MEGAPIXELS) -> Image:
+    """Open an image without decoding it; raise TooLargeError, or one of `decoding_errors`, if it cannot be."""
+    with needed_for("decoding images"):
+        from PIL import Image
+    most = round(most_megapixels * 1e6)
+    if Image.MAX_IMAGE_PIXELS is not None and most > Image.MAX_IMAGE_PIXELS:  # Pillow's own limit would refuse more
+        Image.MAX_IMAGE_PIXELS = most
+    try:
+        image = Image.open(io.BytesIO(content))
+    except Image.DecompressionBombError as error:
+        raise TooLargeError(_too_large(str(error), most_megapixels)) from error
+    if (pixels := image.width * image.height) > most:
+        raise TooLargeError(_too_large(f"{pixels / 1e6:.1f} megapixels", most_megapixels))
+    return image
+
+
+def _too_large(found: str, most_megapixels: float) -> str:
+    return (
+        f"is too large ({found}; at most {most_megapixels:g} megapixels are decoded): make it smaller, or raise the "
+        "limit (--max-megapixels, task.params.max_megapixels)"
+    )
+
+
+def with_remedy(why: str, remedy: str) -> str:
+    """Return what is wrong with an image, and what to do; one that is only too large need not be replaced."""
+    return why if why.startswith("is too large") else f"{why}; {remedy}"
+
+
+def why_undecodable(content: bytes | None, most_megapixels: float = MOST_MEGAPIXELS) -> str | None:
     """Return why an image cannot be decoded; None if it can."""
     with needed_for("decoding images"):
-        from PIL import Image, ImageOps
+        from PIL import ImageOps
     if not content:
         return "holds no image"
     try:
-        image = Image.open(io.BytesIO(content))
+        image = open_image(content, most_megapixels)
         image.draft("RGB", (1, 1))
         ImageOps.exif_transpose(image).convert("RGB")
+    except TooLargeError as error:
+        return str(error)
     except decoding_errors() as error:
         return f"is not an image that can be decoded: {reason(error)}"
     return None
 
 
-def undecodable(column: pa.ChunkedArray) -> list[tuple[int, str]]:
+def undecodable(column: pa.ChunkedArray, most_megapixels: float = MOST_MEGAPIXELS) -> list[tuple[int, str]]:
     """Return the rows whose images cannot be decoded, in their order, and why."""
-    found = ((row, why_undecodable(content.as_py())) for row, content in enumerate(column))
+    found = ((row, why_undecodable(content.as_py(), most_megapixels)) for row, content in enumerate(column))
     return [(row, why) for row, why in found if why is not None]
 
 
@@ -70,7 +110,12 @@ def check_images(manifest: Manifest, column: str) -> None:
 
 
 def verify_images(
-    manifest: Manifest, column: str, *, leaving_out: Container[str] = (), track: Track = silent
+    manifest: Manifest,
+    column: str,
+    *,
+    leaving_out: Container[str] = (),
+    most_megapixels: float = MOST_MEGAPIXELS,
+    track: Track = silent,
 ) -> list[Verdict]:
     """Decode every image of a column; a verdict for each that cannot be, and for each row group that cannot be read.
 
@@ -93,7 +138,9 @@ def verify_images(
             parts = [images.slice(lo, _IMAGES_AT_ONCE) for lo in begins]
             verdicts += [
                 Verdict(path, f"row group {within}, row {lo + row}: column '{column}' {why}")
-                for lo, found in zip(begins, pool.map(undecodable, parts), strict=True)
+                for lo, found in zip(
+                    begins, pool.map(lambda part: undecodable(part, most_megapixels), parts), strict=True
+                )
                 for row, why in found
             ]
     return verdicts

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from elastic_train.data.corpora import origin
 from elastic_train.data.tables.files import Chunk, shown_chunks
-from elastic_train.data.tables.images import COLUMN, check_image
+from elastic_train.data.tables.images import COLUMN, ImageCheck
 from elastic_train.data.tables.importing import Table, Written, contents_of, load_parts, write_table
 from elastic_train.data.tables.labels import COLUMN as LABEL
 from elastic_train.data.tables.splitting import TRAIN, VALIDATION
@@ -27,9 +27,17 @@ _AT_ONCE = 64
 
 
 def import_images(
-    out: Path, folder: Path, *, share: float, seed: int, replace: bool = False, track: Track = silent
+    out: Path,
+    folder: Path,
+    *,
+    share: float,
+    seed: int,
+    replace: bool = False,
+    check: ImageCheck | None = None,
+    track: Track = silent,
 ) -> Written:
-    """Make a dataset of a folder of images, whose bytes are kept; ConfigError names an image that does not decode."""
+    """Make a dataset of a folder of images, whose bytes are kept; ConfigError names all images that do not decode."""
+    check = check or ImageCheck()
     files = {name: _files_of(part) for name, part in _parts_of(folder).items()}
     labels = sorted({path.parent.name for paths in files.values() for path in paths})
     if len(labels) < 2:
@@ -44,12 +52,15 @@ def import_images(
         "seed": seed,
         "content": [[path.parent.name, *found] for each in files.values() for path, found in _digests(each)],
         "pyarrow": pa.__version__,
+        **check.choices,
     }
     if origin.is_finished(out, made_from, replace=replace):
         return load_parts(out)
-    chunks = {name: shown_chunks(_chunks(paths, labels), f"decoding {name}", track) for name, paths in files.items()}
+    chunks = {
+        name: shown_chunks(_chunks(paths, labels, check), f"decoding {name}", track) for name, paths in files.items()
+    }
     facts = {"label_column": LABEL.name, "labels": tuple(labels)}
-    return write_table(out, Table(chunks, facts, COLUMN.name), made_from, share, seed)
+    return write_table(out, Table(chunks, facts, COLUMN.name), made_from, share, seed, images=check)
 
 
 def _parts_of(folder: Path) -> Mapping[str, Path]:
@@ -76,13 +87,12 @@ def _digests(paths: Sequence[Path]) -> Iterator[tuple[Path, list[object]]]:
     yield from zip(paths, contents_of(paths), strict=True)
 
 
-def _chunks(paths: Sequence[Path], labels: Sequence[str]) -> Iterator[Chunk]:
+def _chunks(paths: Sequence[Path], labels: Sequence[str], check: ImageCheck) -> Iterator[Chunk]:
     number_of = {label: number for number, label in enumerate(labels)}
     for first in range(0, len(paths), _AT_ONCE):
         some = paths[first : first + _AT_ONCE]
         images = [path.read_bytes() for path in some]
-        for path, image in zip(some, images, strict=True):
-            check_image(image, str(path))
+        are_whole = check.are_whole(images, lambda row, some=some: str(some[row]))  # type: ignore[misc]
         columns = [pa.array(images, COLUMN.type), pa.array([number_of[path.parent.name] for path in some], LABEL.type)]
-        rows = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+        rows = pa.RecordBatch.from_arrays(columns, schema=SCHEMA).filter(pa.array(are_whole, pa.bool_()))
         yield Chunk(some[0], first, rows, (first + len(some)) / len(paths))

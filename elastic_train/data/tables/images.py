@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from elastic_train.data.dataset.encoded_images import why_undecodable
+from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, why_undecodable, with_remedy
 from elastic_train.data.tables.files import Chunk
 from elastic_train.errors import ConfigError
-from elastic_train.system.extras import needed_for
 
 COLUMN = pa.field("image", pa.binary(), nullable=False)
 _WRAPPED = {"bytes", "path"}
 
 
+_MOST_NAMED = 50
+_REMEDY = "replace it by a whole PNG or JPEG, or leave it out (--skip-corrupt leaves out all such images)"
+
+
+@dataclass(slots=True)
+class ImageCheck:
+    """Decodes images to their last byte, and notes those that cannot be; with `skips` these are left out."""
+
+    skips: bool = False
+    most_megapixels: float = MOST_MEGAPIXELS
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def choices(self) -> dict[str, object]:
+        """The options that are not the default, by name: what an import was made with."""
+        chosen: dict[str, object] = {"skip_corrupt": True} if self.skips else {}
+        return chosen if self.most_megapixels == MOST_MEGAPIXELS else {**chosen, "max_megapixels": self.most_megapixels}
+
+    def are_whole(self, contents: Sequence[bytes | None], place_of: Callable[[int], str]) -> list[bool]:
+        """Say of each image whether it decodes; `place_of` names one by its number."""
+        found = [why_undecodable(content, self.most_megapixels) for content in contents]
+        self.wrong += [
+            f"{place_of(row)}: {why if self.skips else with_remedy(why, _REMEDY)}"
+            for row, why in enumerate(found)
+            if why is not None
+        ]
+        return [why is None for why in found]
+
+    def finish(self) -> None:
+        """Raise ConfigError, which names all images that do not decode, unless they are left out."""
+        if self.wrong and not self.skips:
+            more = len(self.wrong) - _MOST_NAMED
+            raise ConfigError(*self.wrong[:_MOST_NAMED], *([f"and {more:,} images more"] if more > 0 else []))
+
+
+def is_wrapped(kind: pa.DataType) -> bool:
+    """Say whether a column has Hugging Face's images, which are {bytes, path}."""
+    return pa.types.is_struct(kind) and {each.name for each in kind} == _WRAPPED
+
+
 def unwrap_images(chunk: Chunk, name: str) -> pa.Array:
-    """Return a column; of Hugging Face's images, which are {bytes, path}, the bytes, each of them decoded once."""
+    """Return a column; of Hugging Face's images, which are {bytes, path}, the bytes."""
     column = chunk.rows.column(name)
-    if not pa.types.is_struct(column.type) or {field.name for field in column.type} != _WRAPPED:
+    if not is_wrapped(column.type):
         return column
     images = column.field(0) if column.type.field(0).name == "bytes" else column.field(1)
-    for row, image in enumerate(images.to_pylist()):
-        check_image(image, chunk.place_of(row))
     return images.cast(pa.binary())
-
-
-def check_image(content: bytes | None, place: str) -> None:
-    """Decode an image to its last byte; ConfigError, which names the place, if that cannot be done."""
-    with needed_for("importing images"):
-        from PIL import Image
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        try:
-            why = why_undecodable(content)
-        except Image.DecompressionBombWarning as error:
-            why = f"is not an image that can be decoded: {error}"
-    if why is not None:
-        raise ConfigError(f"{place}: {why}; replace it by a whole PNG or JPEG, or leave it out")

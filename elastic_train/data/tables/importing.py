@@ -19,7 +19,7 @@ from elastic_train.data.corpora import tokenizer as tokenise
 from elastic_train.data.corpora.tokenizer import GivenTokenizer, read_tokenizer
 from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.tables.files import Chunk, Types, read_files, shown_chunks
-from elastic_train.data.tables.images import unwrap_images
+from elastic_train.data.tables.images import ImageCheck, is_wrapped, unwrap_images
 from elastic_train.data.tables.labels import COLUMN, Labels, column_of, survey
 from elastic_train.data.tables.splitting import SHARE, TRAIN, VALIDATION, part_of
 from elastic_train.data.tables.writer import ROWS_PER_GROUP, PartWriter
@@ -47,6 +47,7 @@ class RowOptions:
     seed: int = 7
     rows_per_group: int = ROWS_PER_GROUP
     replace: bool = False
+    images: ImageCheck = field(default_factory=ImageCheck)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Written:
 
     manifests: tuple[Manifest, ...]
     is_new: bool
+    left_out: tuple[str, ...] = ()
+    """What was left out of a new one, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +93,22 @@ def import_rows(
         finish.key,
         finish.tokenizer.content if finish.tokenizer else None,
     )
-    return write_table(out, table, made_from, options.share, options.seed, options.rows_per_group)
+    return write_table(out, table, made_from, options.share, options.seed, options.rows_per_group, options.images)
 
 
 def write_table(
-    out: Path, table: Table, made_from: origin.Origin, share: float, seed: int, rows_per_group: int = ROWS_PER_GROUP
+    out: Path,
+    table: Table,
+    made_from: origin.Origin,
+    share: float,
+    seed: int,
+    rows_per_group: int = ROWS_PER_GROUP,
+    images: ImageCheck | None = None,
 ) -> Written:
-    """Write the parts of a table with their manifests; the folder appears when it is whole."""
+    """Write the parts of a table with their manifests; the folder appears when it is whole.
+
+    `images` is what checks those in the table, whose verdict follows when all were met.
+    """
     with origin.filled(out, made_from) as folder:
         names = (TRAIN, VALIDATION) if set(table.chunks) == {TRAIN} and share > 0 else tuple(table.chunks)
         with ExitStack() as stack:
@@ -107,9 +119,11 @@ def write_table(
                     pieces = _split(chunk.rows, table.key, share, seed) if is_split else {part: chunk.rows}
                     for name, rows in pieces.items():
                         writers[name].write(rows)
+        if images is not None:
+            images.finish()
         for name in names:
             _describe(folder / name, table, writers[name].num_rows)
-    return replace(load_parts(out), is_new=True)
+    return replace(load_parts(out), is_new=True, left_out=tuple(images.wrong) if images else ())
 
 
 def load_parts(out: Path) -> Written:
@@ -174,7 +188,13 @@ class Finisher:
             columns.pop(self._labels.column)
             columns[COLUMN.name], fields[COLUMN.name] = column, COLUMN
         schema = pa.schema([fields[name] for name in columns])
-        return pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
+        rows, mask = pa.RecordBatch.from_arrays(list(columns.values()), schema=schema), None
+        for name in chunk.rows.schema.names:
+            if is_wrapped(chunk.rows.schema.field(name).type):
+                are_whole = self._options.images.are_whole(unwrap_images(chunk, name).to_pylist(), chunk.place_of)
+                kept = pa.array(are_whole, pa.bool_())
+                mask = kept if mask is None else pc.and_(mask, kept)
+        return rows if mask is None else rows.filter(mask)
 
     def _check_new_names(self, chunk: Chunk) -> None:
         """Refuse rows that have a column of the name of one that is made."""
@@ -223,6 +243,7 @@ def _origin_of(options: RowOptions) -> dict[str, object]:
         "seed": options.seed,
         "rows_per_group": options.rows_per_group,
         "pyarrow": pa.__version__,
+        **options.images.choices,
     }
 
 

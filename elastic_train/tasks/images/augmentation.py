@@ -6,7 +6,6 @@ pixels. What is drawn follows from seed, epoch and sample id alone.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from elastic_train.core.sample_random import SampleRandom
+from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, open_image
 from elastic_train.tasks.images.options import Augmentation
 
 Pixels = npt.NDArray[np.uint8]
@@ -25,9 +25,9 @@ _RATIO = 4 / 3
 _MODES = {1: "L", 3: "RGB"}
 
 
-def decode(content: bytes, channels: int) -> Image.Image:
+def decode(content: bytes, channels: int, most_megapixels: float = MOST_MEGAPIXELS) -> Image.Image:
     """Decode an image, turned upright, in grey or RGB. Raises one of `decoding_errors` if it cannot be decoded."""
-    image = Image.open(io.BytesIO(content))
+    image = open_image(content, most_megapixels)
     return ImageOps.exif_transpose(image).convert(_MODES[channels])
 
 

@@ -14,10 +14,12 @@ import pytest
 from PIL import Image
 
 from elastic_train.data.corpora.tokenizer import train_tokenizer
+from elastic_train.data.dataset.encoded_images import TooLargeError, open_image
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.tables.digits import import_digits
 from elastic_train.data.tables.hf_folder import import_hf_folder, splits_of
 from elastic_train.data.tables.image_folder import import_images
+from elastic_train.data.tables.images import ImageCheck
 from elastic_train.data.tables.importing import RowOptions, import_rows
 from elastic_train.data.tables.writer import BYTES_PER_GROUP, PartWriter
 from elastic_train.errors import ConfigError, DataError
@@ -252,6 +254,45 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path, name: str, conte
     with pytest.raises(ConfigError, match=message):
         import_images(tmp_path / "out", tmp_path / "images", share=0.2, seed=3)
     assert not (tmp_path / "out").exists()
+
+
+def test_all_images_that_do_not_decode_are_named_or_left_out(tmp_path: Path) -> None:
+    """One that is only too large is whole: the limit is named, and can be raised."""
+    write_images(tmp_path / "images")
+    for name, content in (("cat/x.png", b"GIF?"), ("dog/y.png", b""), ("dog/z.png", png(1, 50))):
+        (tmp_path / "images" / name).write_bytes(content)
+    how = {"share": 0.2, "seed": 3}
+    with pytest.raises(ConfigError) as refused:
+        import_images(tmp_path / "out", tmp_path / "images", check=ImageCheck(most_megapixels=0.002), **how)
+    lines = sorted(str(refused.value).splitlines())
+    for line, why in zip(
+        lines, ("cat/x.png: is not an image", "dog/y.png: holds no", "dog/z.png: is too"), strict=True
+    ):
+        assert why in line
+    assert "--max-megapixels" in lines[2] and "PNG" not in lines[2] and "--skip-corrupt" in lines[0]
+    assert not (tmp_path / "out").exists()
+    made = import_images(tmp_path / "out", tmp_path / "images", check=ImageCheck(skips=True), **how)
+    assert sum(part.num_rows for part in made.manifests) == 31 and len(made.left_out) == 2
+    images = [{"bytes": content, "path": "a"} for content in (png(1), b"no image", png(2), None)]
+    write_split(tmp_path / "hf" / "train", {"image": images, "label": [0, 1, 1, 0]}, FEATURES, "stream")
+    with pytest.raises(ConfigError, match=r"row 2: is not an image.*\n.*row 4: holds no image"):
+        import_hf_folder(tmp_path / "rows", tmp_path / "hf", RowOptions(share=0))
+    options = RowOptions(share=0, images=ImageCheck(skips=True))
+    made = import_hf_folder(tmp_path / "rows", tmp_path / "hf", options)
+    assert made.manifests[0].label_counts == (1, 1) and len(made.left_out) == 2
+
+
+def test_an_image_of_100_megapixels_is_opened_and_one_of_200_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default as far as Pillow goes; whatever Pillow's own limit is."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+    contents = {}
+    for width in (10_000, 20_000):
+        Image.new("1", (width, 10_000)).save(content := io.BytesIO(), "png")
+        contents[width] = content.getvalue()
+    assert open_image(contents[10_000]).width == 10_000
+    with pytest.raises(TooLargeError, match=r"200.0 megapixels; at most 178 .*task.params.max_megapixels"):
+        open_image(contents[20_000])
+    assert open_image(contents[20_000], 250).width == 20_000
 
 
 def test_images_without_classes_are_refused(tmp_path: Path) -> None:
