@@ -18,6 +18,7 @@ from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import Context, ContextState, context_of
 from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.cells.stage import Stage, stage_of
+from elastic_train.job.optimizers.parameter_kinds import precision_hazard
 from elastic_train.job.optimizers.recipe_changes import say_end_of_rates
 from elastic_train.job.plan import Plan
 from elastic_train.job.reseating.placing import redundancy_of, take_place
@@ -149,6 +150,7 @@ def _open_in(process: Process, world: World) -> Session:
     if plan.config.compile:
         world.announce(f"{state.compiled}")
     _warn_of_file_system(process, world)
+    _warn_of_precision(process, world)
     return session
 
 
@@ -238,6 +240,15 @@ def _warn_of_file_system(process: Process, world: World) -> None:
                 world.announce(f"WARNING: {hazard}")
             else:
                 log.warning("on %s: %s", socket.gethostname(), hazard)
+
+
+def _warn_of_precision(process: Process, world: World) -> None:
+    """Say once that updates are lost in rounding."""
+    keys = process.plan.config.optimizer
+    hazard = precision_hazard(process.state.model.parameters(), keys.name, keys.lr)
+    if hazard and world.is_leader and hazard not in process.warned:
+        process.warned.add(hazard)
+        world.announce(f"WARNING: {hazard}")
 
 
 def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...]:

@@ -1,11 +1,13 @@
-"""Which of a model's parameters are what, by their shapes, their names and the modules that they are of."""
+"""Which of a model's parameters are what, by their shapes, types, names and the modules that they are of."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
@@ -35,3 +37,32 @@ def _output_layer(module: nn.Module) -> object:
     """Return the layer that a model of transformers names as its output, if it is one."""
     ask = getattr(module, "get_output_embeddings", None)
     return ask() if callable(ask) else None
+
+
+_PER_TENSOR = 4096
+_MANY = 0.5
+_STEP_OF_LR = ("adam", "adamw", "nadam", "radam", "lion")
+"""Optimizers that change each weight by about the learning rate."""
+
+
+def precision_hazard(parameters: Iterable[Tensor], optimizer: str, lr: float) -> str:
+    """Return a warning if updates of `lr` are below the precision of most weights of 16 bits; empty otherwise."""
+    if re.split(r"[:.]", optimizer)[-1].lower() not in _STEP_OF_LR:
+        return ""
+    lost = num = 0
+    kinds = set[str]()
+    for parameter in parameters:
+        if parameter.dtype not in (torch.bfloat16, torch.float16) or not parameter.requires_grad or parameter.is_meta:
+            continue
+        flat = parameter.detach().flatten()
+        weights = flat[:: max(1, len(flat) // _PER_TENSOR)].cpu()
+        lost += int(((weights.float() + lr).to(weights.dtype) == weights).sum())
+        num += len(weights)
+        kinds.add(str(parameter.dtype).removeprefix("torch."))
+    if not num or lost < _MANY * num:
+        return ""
+    return (
+        f"weights are {' and '.join(sorted(kinds))}, and an update of optimizer.lr, {lr:g}, rounds to nothing for "
+        f"{lost / num:.0%} of them: train fp32 weights (task.params.hf.dtype: float32, with precision: bf16), or "
+        "set lr higher"
+    )
