@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _KEYS = ("path", "config", "dtype", "attention")
 _ATTENTIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
-FAILURES = (
-    *(OSError, ValueError, TypeError, LookupError, ArithmeticError),
-    *(AttributeError, AssertionError, RuntimeError, ImportError),
-)
-"""The errors of code of transformers that cannot do what a configuration asks for."""
+FAILURES = (Exception,)
+"""Errors of transformers' code for a configuration that it cannot use: of any class, some have no base but this."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -90,6 +87,7 @@ class Source:
             config = self._checked(lambda: AutoConfig.from_pretrained(path, local_files_only=True, **changes))
         else:
             raise ConfigError(f"task.params.hf.path: {self.path} has no config.json; give a model's local folder")
+        self._checked(config.get_text_config)
         known = {*type(config)().to_dict(), *config.attribute_map}
         if unknown := [name for name in self.config if name not in known]:
             kind = type(config).__name__

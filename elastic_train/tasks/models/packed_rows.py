@@ -196,29 +196,40 @@ def _shortest_window(config: Any) -> int:
 
 @contextlib.contextmanager
 def _first_of_each_kind(model: nn.Module) -> Iterator[None]:
-    """Leave out the layers of a large model after the first of each kind; kinds differ in modules or settings."""
+    """Leave out the output layer of a large model, and its layers after the first of each kind; kinds differ in modules
+    or settings."""
     from elastic_train.tasks.models.stage_plans import planned
 
-    parts = planned(model) if sum(one.numel() for one in model.parameters()) > _LARGE else None
-    if parts is None:
+    inner: Any = model
+    if sum(one.numel() for one in model.parameters()) <= _LARGE:
         yield
         return
-    inner: Any = model
-    listed = inner.config.get_text_config().to_dict()
-    by_layer = [value for value in listed.values() if isinstance(value, list) and len(value) == len(parts.layers)]
-    kinds = [
-        (_settings(model.get_submodule(name)), *(str(values[place]) for values in by_layer))
-        for place, name in enumerate(parts.layers)
-    ]
-    count = 1 + max(kinds.index(kind) for kind in kinds)
-    owner, _, leaf = parts.layers[0].rpartition(".")[0].rpartition(".")
-    parent, layers = model.get_submodule(owner), model.get_submodule(f"{owner}.{leaf}")
-    assert isinstance(layers, nn.ModuleList)
-    setattr(parent, leaf, layers[:count])
+    parts, listed = planned(model), inner.config.get_text_config().to_dict().values()
+    others = dict[tuple[nn.Module, str], nn.Module]()
+    for owner, leaf, child in _children(model):
+        if child is inner.get_output_embeddings():
+            others[owner, leaf] = nn.Identity()
+        elif (
+            parts is not None
+            and isinstance(child, nn.ModuleList)
+            and len(child)
+            and child[0] is model.get_submodule(parts.layers[0])
+        ):
+            by_layer = [value for value in listed if isinstance(value, list) and len(value) == len(child)]
+            kinds = [(_settings(layer), *(str(values[n]) for values in by_layer)) for n, layer in enumerate(child)]
+            others[owner, leaf] = child[: 1 + max(kinds.index(kind) for kind in kinds)]
+    own = {place: getattr(*place) for place in others}
     try:
+        for (owner, leaf), other in others.items():
+            setattr(owner, leaf, other)
         yield
     finally:
-        setattr(parent, leaf, layers)
+        for (owner, leaf), module in own.items():
+            setattr(owner, leaf, module)
+
+
+def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    return [(owner, name, child) for owner in model.modules() for name, child in owner.named_children()]
 
 
 def _settings(layer: nn.Module) -> str:
