@@ -48,7 +48,7 @@ from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due, schedule
 from chaos.scenario.soak import drawn_nodes, drawn_shards
 from chaos.script import run as scripts
-from elastic_train.cli.output import NO_EMPTY, Flag, Json, wrong_usage
+from elastic_train.cli.output import NO_EMPTY, Flag, Json, quiet_output, wrong_usage
 from elastic_train.config.sources import as_argument
 from elastic_train.config.sources import load as load_config
 from elastic_train.errors import ElasticTrainError, explain
@@ -343,7 +343,8 @@ def leave_with(command: Callable[[], object]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
-        result = command()
+        with quiet_output():
+            result = command()
     except CycloptsError:
         sys.exit(ScenarioError.exit_code)  # cyclopts has said what is wrong
     except ElasticTrainError as error:

@@ -13,12 +13,22 @@ from pathlib import Path
 from markupsafe import Markup
 
 from chaos.judge.checker import COMPARED, INVARIANTS
+from chaos.judge.delivery import claims
 from chaos.judge.evidence.copies import in_words, parallel_of
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, Unknown, Violated
-from chaos.judge.invariants import bounded, no_harm, tracked_values, whole_run
+from chaos.judge.invariants import (
+    bounded,
+    deliverable,
+    departures,
+    no_harm,
+    progress,
+    rollbacks,
+    tracked_values,
+    whole_run,
+)
 from chaos.judge.invariants import script_run as scripts
-from chaos.judge.invariants.exactly_once import counts, samples
+from chaos.judge.invariants.exactly_once import cells, counts, samples
 from chaos.judge.verdict import Verdict
 from chaos.report.cells import moments_grid, points_grid
 from chaos.report.figures.costs import costs_figure, prices
@@ -77,11 +87,17 @@ def render(verdict: Verdict) -> str:
 
 
 def demand(finding: Finding, is_of_script: bool = False) -> str:
-    """Return what an invariant demands: the first line of its check."""
+    """Return what an invariant demands: the first sentence of its check's description."""
     checks: dict[str, Callable[..., str]] = {
         **INVARIANTS,
         **COMPARED,
         "sums": samples.sums,
+        "claims": claims.claims,
+        "deliverable": deliverable.deliverable,
+        "cells": cells.cells,
+        "copies": rollbacks.copies,
+        "updates": progress.updates,
+        "unfit": departures.unfit,
         "witness": counts.witness,
         "tracking": tracked_values.tracking,
         "no-harm": no_harm.no_harm,
@@ -91,7 +107,8 @@ def demand(finding: Finding, is_of_script: bool = False) -> str:
     if is_of_script:
         checks = {**scripts.INVARIANTS, "coverage": scripts.coverage}
     written = getattr(checks.get(finding.invariant), "__doc__", None) or ""
-    return written.partition("\n")[0]
+    paragraph = " ".join(written.partition("\n\n")[0].split())
+    return paragraph[: paragraph.find(". ") + 1] or paragraph
 
 
 def _draw(figure: Callable[[], Markup]) -> Drawn:

@@ -12,16 +12,16 @@ from elastic_train.checkpoint.audit.sample_forensics import look_closely
 from elastic_train.checkpoint.commits.lookup import open_run
 from elastic_train.checkpoint.commits.reader import read_record
 from elastic_train.cli.output import print_json, print_text
-from elastic_train.data.dataset.manifest import Manifest, load_manifest
-from elastic_train.errors import ConfigError, DataError
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.errors import ConfigError
+from elastic_train.runs.report import manifests_of
 from elastic_train.system.wording import counted
-from elastic_train.tracking.run_folder import RunFolder
 
 
 def audit(run: str, *, data: Sequence[str], is_forensic: bool, is_json: bool) -> int:
     """Audit a run, print what was found, and return the exit code."""
     store = open_run(run)
-    manifests = [load_manifest(url) for url in data] if data else _manifests_of(run)
+    manifests = [load_manifest(url) for url in data] if data else manifests_of(run)
     found = examine(store, manifests)
     head = read_record(store, found.commit)
     if is_forensic:
@@ -34,14 +34,6 @@ def audit(run: str, *, data: Sequence[str], is_forensic: bool, is_json: bool) ->
     else:
         print_text(_as_text(found))
     return found.exit_code
-
-
-def _manifests_of(run: str) -> list[Manifest]:
-    """Return the manifests of the training data that a run's configuration names; none if they cannot be read here."""
-    try:
-        return [load_manifest(url) for url in RunFolder(Path(run)).training_sets()]
-    except (ConfigError, DataError):
-        return []
 
 
 def _as_text(found: Audit) -> str:

@@ -12,7 +12,17 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from elastic_train.cli.output import NO_EMPTY, Flag, Json, LaunchFlags, Overrides, print_json, print_text, wrong_usage
+from elastic_train.cli.output import (
+    NO_EMPTY,
+    Flag,
+    Json,
+    LaunchFlags,
+    Overrides,
+    print_json,
+    print_text,
+    quiet_output,
+    wrong_usage,
+)
 from elastic_train.config import schema as configuration
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError, ElasticTrainError, explain
@@ -334,7 +344,8 @@ def main(arguments: list[str] | None = None) -> None:
             del app[name]
             app.command(target, name=name, help=summary)
     try:
-        result = app(arguments, result_action="return_value", exit_on_error=False)
+        with quiet_output():
+            result = app(arguments, result_action="return_value", exit_on_error=False)
     except CycloptsError:
         sys.exit(ConfigError.exit_code)  # cyclopts has printed what is wrong
     except ElasticTrainError as error:

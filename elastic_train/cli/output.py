@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import CycloptsError, CycloptsPanel, Parameter, UnusedCliTokensError, default_name_transform
@@ -36,6 +40,23 @@ def wrong_usage(program: str, error: CycloptsError) -> Panel:
     words, command = " ".join(error.unused_tokens or ()), " ".join([program, *(error.command_chain or ())])
     reason = "it is one too many, or the option before it has no value"
     return CycloptsPanel(f"unexpected argument '{words}': {reason}. See {command} --help")
+
+
+PIPE_CLOSED = 128 + 13
+"""What a program ends with whose output nobody reads any more: that of one ended by SIGPIPE."""
+
+
+@contextlib.contextmanager
+def quiet_output() -> Iterator[None]:
+    """End quietly where the reader of standard output has gone, as `head` does; do without one that is closed."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at exit goes nowhere
+        sys.exit(PIPE_CLOSED)
 
 
 def print_text(text: str) -> int:

@@ -19,12 +19,17 @@ Fact = tuple[str, str, str]
 """A name, a value, and a note on it."""
 
 
+class NothingToDraw(ValueError):  # noqa: N818 - no error: the facts are whole, and there are none of this kind
+    """A run has nothing that a figure shows, such as one rank that could be compared with others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A figure, or why there is none."""
+    """A figure, or why there is none: a problem, or that there is nothing to draw."""
 
     svg: Markup | None
     problem: str | None
+    nothing: str | None = None
 
 
 def draw(figure: Callable[[], Markup], *expected: type[Exception]) -> Drawn:
@@ -32,6 +37,8 @@ def draw(figure: Callable[[], Markup], *expected: type[Exception]) -> Drawn:
     reasons: tuple[type[Exception], ...] = (ValueError, *expected)
     try:
         return Drawn(figure(), None)
+    except NothingToDraw as nothing:
+        return Drawn(None, None, str(nothing))
     except reasons as reason:
         return Drawn(None, str(reason))
     except (LookupError, TypeError, ArithmeticError, AttributeError) as error:

@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import ConfigError, DataError, ElasticTrainError
 from elastic_train.insight.phases import PHASES
 from elastic_train.runs.goodput import Change, changes, goodput, time_spent
 from elastic_train.runs.memory import RanOut, WorldMemory, memory_of, ran_out_in
@@ -20,6 +21,9 @@ from elastic_train.system.wording import counted, first_line
 from elastic_train.tracking.metric_log import Settled, Values, read_metrics, recorded_end
 from elastic_train.tracking.mlflow_run import GIT_TAG, TORCH_TAG, VERSION_TAG, flatten
 from elastic_train.tracking.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from elastic_train.data.dataset.manifest import Manifest
 
 Curve = Sequence[tuple[int, float]]
 _LAYOUT = ("batch.global_batch", "batch.micro_batch", "parallel.", "reduction", "device", "dtype", "compile", "threads")
@@ -286,7 +290,7 @@ def _coverage(run: str, notes: list[str]) -> Coverage:
     from elastic_train.checkpoint.commits.lookup import open_run
 
     try:
-        found = audit(open_run(run), [])
+        found = audit(open_run(run), manifests_of(run))
     except ElasticTrainError as error:
         notes.append(f"coverage is not proven: {first_line(error)}")
         return Coverage()
@@ -316,3 +320,13 @@ def _or_none(read: Callable[[], Mapping[str, object] | None], notes: list[str]) 
     except ElasticTrainError as error:
         notes.append(first_line(error))
         return None
+
+
+def manifests_of(run: str) -> list[Manifest]:
+    """Return the manifests of the training data that a run's configuration names; none if they cannot be read here."""
+    from elastic_train.data.dataset.manifest import load_manifest
+
+    try:
+        return [load_manifest(url) for url in RunFolder(Path(run)).training_sets()]
+    except (ConfigError, DataError):
+        return []

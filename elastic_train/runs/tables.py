@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from elastic_train.insight.memory import PARTS, REST, MemoryFacts
 from elastic_train.runs.goodput import KINDS
 from elastic_train.runs.report import RunReport
-from elastic_train.system.wording import duration, size
+from elastic_train.system.wording import duration, durations, size, sizes
 
 Rows = list[tuple[str, ...]]
 NONE = "–"
@@ -45,17 +45,15 @@ def summary(reports: Sequence[RunReport]) -> Rows:
 
 
 def spent(reports: Sequence[RunReport]) -> Rows:
-    """Return the seconds and shares of each kind of time."""
-    return [
-        (
-            kind,
-            *(
-                f"{duration(run.spent[kind])}, {run.spent[kind] / run.seconds:.1%}" if run.seconds else NONE
-                for run in reports
-            ),
-        )
-        for kind in KINDS
+    """Return the time and its share of each kind."""
+    columns = [
+        [
+            f"{time}, {run.spent[kind] / run.seconds:.1%}" if run.seconds else NONE
+            for kind, time in zip(KINDS, durations([run.spent.get(kind, 0.0) for kind in KINDS]), strict=True)
+        ]
+        for run in reports
     ]
+    return [*zip(KINDS, *columns, strict=True)]
 
 
 def phases(reports: Sequence[RunReport]) -> Rows:
@@ -67,6 +65,10 @@ def phases(reports: Sequence[RunReport]) -> Rows:
 
 def changes(run: RunReport) -> Rows:
     """Return what each new world cost."""
+    times = [
+        durations([getattr(change, name) for change in run.changes])
+        for name in ("rto_s", "detect_s", "form_s", "restore_s")
+    ]
     return [
         (
             str(change.term),
@@ -74,12 +76,9 @@ def changes(run: RunReport) -> Rows:
             str(change.step),
             f"{change.size_before} → {change.size}",
             str(change.steps_lost),
-            *(
-                NONE if s is None else duration(s)
-                for s in (change.rto_s, change.detect_s, change.form_s, change.restore_s)
-            ),
+            *of_change,
         )
-        for change in run.changes
+        for change, *of_change in zip(run.changes, *times, strict=True)
     ]
 
 
@@ -116,13 +115,14 @@ def memory(run: RunReport, most_ranks: int = MOST_RANKS) -> tuple[tuple[str, ...
         name: read for name, read in columns.items() if run.planned.get(name) or any(read(one.facts) for one in ranks)
     }
     largest = sorted(sorted(ranks, key=lambda one: -one.facts.peak)[:most_ranks], key=lambda one: one.rank)
-    rows = [
-        (f"rank {one.rank}", hosts.get(one.rank, NONE), *(size(read(one.facts) or 0) for read in shown.values()))
-        for one in largest
+    planned = {**run.planned, "peak": run.planned.get("total"), REST: run.planned.get("activations")}
+    names = [(f"rank {one.rank}", hosts.get(one.rank, NONE)) for one in largest]
+    names += [("plan", NONE)] if run.planned else []
+    columns_shown = [
+        sizes([*(read(one.facts) or 0 for one in largest), *([planned.get(name)] if run.planned else [])])
+        for name, read in shown.items()
     ]
-    if run.planned:
-        planned = {**run.planned, "peak": run.planned.get("total"), REST: run.planned.get("activations")}
-        rows.append(("plan", NONE, *(NONE if (one := planned.get(name)) is None else size(one) for name in shown)))
+    rows = [(*name, *amounts) for name, *amounts in zip(names, *columns_shown, strict=True)]
     return ("memory", "on", *shown), rows
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _LONGEST_LINE = 300
+_DASH, _UNITS = "–", ("B", "kB", "MB", "GB", "TB")
 LEFT_OUT = "***"
 """What stands for a user and a password."""
 
@@ -17,6 +18,24 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def durations(seconds: Sequence[float | None]) -> list[str]:
+    """Return durations for one column of a table: all in the unit of the longest; a dash for None."""
+    longest = max((value for value in seconds if value is not None), default=0.0)
+    units = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
+    unit, length = next(((unit, length) for unit, length in units if longest >= 2 * length), ("s", 1.0))
+    form = ".3g" if unit == "s" else ".1f"
+    return [_DASH if value is None else f"{value / length:{form}} {unit}" for value in seconds]
+
+
+def sizes(num_bytes: Sequence[float | None]) -> list[str]:
+    """Return amounts of storage for one column of a table: all in the unit of the largest; a dash for None."""
+    largest = max((value for value in num_bytes if value is not None), default=0.0)
+    unit, length = next(
+        ((unit, 1000.0**n) for n, unit in enumerate(_UNITS) if largest < 1000.0 ** (n + 1)), ("TB", 1e12)
+    )
+    return [_DASH if value is None else f"{value / length:.3g} {unit}" for value in num_bytes]
 
 
 def size(num_bytes: float) -> str:

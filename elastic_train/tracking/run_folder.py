@@ -71,7 +71,17 @@ class RunFolder:
         data = self.config().get("data") if (self.path / CONFIG).is_file() else None
         fields = data if isinstance(data, dict) else {}
         sources = [each["source"] for each in fields.get("mixture") or () if isinstance(each, dict)]
-        return [str(url) for url in (fields.get("train"), *sources) if url]
+        return [self._from_here(str(url)) for url in (fields.get("train"), *sources) if url]
+
+    def _from_here(self, url: str) -> str:
+        """Return where a folder of the configuration is, which is relative to where the run was started.
+
+        That was this folder's first parent, or the working folder, below which there is one of that name.
+        """
+        if "://" in url or Path(url).is_absolute() or Path(url).exists():
+            return url
+        parents = (parent / url for parent in self.path.absolute().parents)
+        return str(next((place for place in parents if place.exists()), url))
 
     def result(self) -> Mapping[str, object] | None:
         """Return how the run ended (see docs/operations.md); None while it has not."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from elastic_train.drawing.page import NothingToDraw
 from elastic_train.drawing.svg import RIGHT, figure, rect, text
 from elastic_train.insight.phases import PHASES
 from elastic_train.runs.story import Phases, Story
@@ -25,7 +26,7 @@ def phases_figure(story: Story) -> Markup:
     """Draw ranks by phases, in seconds a step of the newest world that has any; the darker the longer."""
     world = next((world for world in reversed(story.worlds) if world.phases), None)
     if world is None:
-        raise ValueError("the histories have no phases of ranks")
+        raise NothingToDraw("the histories have no phases of ranks")
     windows = _alike(world.phases)
     num = sum(window.steps for window in windows)
     ranks = len(windows[-1].rows)
@@ -54,7 +55,7 @@ def compute_figure(story: Story) -> Markup:
     windows = [(world, window) for world in story.worlds for window in world.phases]
     most_ranks = max((len(window.rows) for _, window in windows), default=0)
     if most_ranks < 2:
-        raise ValueError("no world of two ranks or more has phases")
+        raise NothingToDraw("no world of two ranks or more has phases")
     columns = windows[:: -(-len(windows) // _MOST_COLUMNS)]
     groups, width = _groups(most_ranks), (RIGHT - _LEFT) / len(columns)
     parts = [

@@ -11,6 +11,7 @@ from itertools import groupby
 
 from markupsafe import Markup
 
+from elastic_train.drawing.page import NothingToDraw
 from elastic_train.drawing.svg import Axis, Point, Stroke, along_x, along_y, figure, num, path, paths
 from elastic_train.runs.report import Curve, RunReport
 
@@ -19,13 +20,13 @@ LOSS = "train/loss"
 
 
 def curve_figure(reports: Sequence[RunReport], metric: str) -> Markup:
-    """Draw a metric of all runs that have it; ValueError if none has a number."""
+    """Draw a metric of all runs that have it; NothingToDraw if none has a number."""
     curves = [(place, report, report.curves[metric]) for place, report in enumerate(reports) if metric in report.curves]
     gone = [losses for _, report, _ in curves for losses in _given_up(report)] if metric == LOSS else []
     values = [value for _, _, curve in curves for _, value in curve if math.isfinite(value)]
     values += [value for losses in gone for _, value in losses]
     if not values:
-        raise ValueError(f"no step has a number for {metric}")
+        raise NothingToDraw(f"no step has a number for {metric}")
     last = max(step for curve in [*(curve for _, _, curve in curves), *gone] for step, _ in curve)
     axis, height = Axis(0.0, float(last), apart=1.0), _height(min(values), max(values))
     parts = [*along_x(axis, _TOP, _BOTTOM, "step"), *along_y(height, metric)]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from markupsafe import Markup
 
+from elastic_train.drawing.page import NothingToDraw
 from elastic_train.drawing.svg import (
     LEFT,
     RIGHT,
@@ -38,7 +39,7 @@ def throughput_figure(reports: Sequence[RunReport]) -> Markup:
     """Draw samples a second against time since each run began; bands are from a world's last step to the next one's."""
     known = [(place, report) for place, report in enumerate(reports) if report.story.kept]
     if not known:
-        raise ValueError("no history has a step that counts")
+        raise NothingToDraw("no history has a step that counts")
     rates = {place: _rates(report.story) for place, report in known}
     return _over_time(known, rates, "samples/s", "samples a second")
 
@@ -51,7 +52,7 @@ def mfu_figure(reports: Sequence[RunReport]) -> Markup:
         if (share := report.peak_share) is not None and report.mfu is not None
     }
     if not shares:
-        raise ValueError("no run has monitoring.flops_per_sample, monitoring.peak_tflops and a step that counts")
+        raise NothingToDraw("no run has monitoring.flops_per_sample, monitoring.peak_tflops and a step that counts")
     return _over_time(
         [(place, reports[place]) for place in shares], shares, "MFU, %", "model FLOP/s utilisation, in per cent,"
     )
@@ -100,7 +101,7 @@ def goodput_figure(reports: Sequence[RunReport]) -> Markup:
     """Draw a bar for each run: the shares of its time by what it was spent on."""
     known = [report for report in reports if report.seconds > 0]
     if not known:
-        raise ValueError("no run has a history that says how long it took")
+        raise NothingToDraw("no run has a history that says how long it took")
     parts, y = list[Markup](), 8.0
     axis = Axis(0.0, 1.0, _NAMES + 8, RIGHT)
     for report in known:
@@ -126,7 +127,7 @@ def saves_figure(reports: Sequence[RunReport]) -> Markup:
     known = [(place, report, _saves(report)) for place, report in enumerate(reports)]
     most = max((max(saved.seconds, saved.stall_s) for _, _, saves in known for saved in saves), default=None)
     if most is None:
-        raise ValueError("no history has a commit")
+        raise NothingToDraw("no history has a commit")
     last = max(saved.step for _, _, saves in known for saved in saves)
     axis, height = Axis(0.0, float(last), apart=1.0), Axis(0.0, 1.05 * most or 1.0, _BOTTOM, _TOP)
     parts = [*along_x(axis, _TOP, _BOTTOM, "step"), *along_y(height, "seconds")]

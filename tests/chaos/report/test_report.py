@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 import chaos
 from chaos.judge.evidence.recovery_cost import Recovery
 from chaos.judge.evidence.run_files import Evidence, Line, collect
-from chaos.judge.verdict import Verdict, weigh
+from chaos.judge.verdict import Verdict, examine, weigh
 from chaos.planted.catalogue import PLANTED
 from chaos.report import render
 from chaos.report.cells import moments_grid, points_grid
+from chaos.report.page import demand
 from chaos.report.reading import Reader
 from chaos.report.story import story_of
 from elastic_train.drawing.svg import Axis, path
@@ -324,3 +325,10 @@ def test_ticks_are_few_and_within_the_axis(lo: float, span: float, most: int) ->
     ticks = Axis(lo, lo + span).ticks(most)
     assert len(ticks) <= most + 1
     assert all(lo - 1e-6 * span <= tick <= lo + span + 1e-6 * span for tick in ticks)
+
+
+def test_every_invariant_says_in_a_sentence_what_it_demands(tmp_path: Path) -> None:
+    verdict = examine(record(tmp_path / "run"))
+    demands = {finding.invariant: demand(finding) for finding in verdict.findings}
+    assert [name for name, text in demands.items() if not text.endswith(".")] == []
+    assert demands["partition"].endswith("or to those that compute it in a cell.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from cyclopts import App
 
 from elastic_train.cli import main
+from elastic_train.cli.output import PIPE_CLOSED
 
 PROGRAM = """
 import sys
@@ -50,3 +52,14 @@ def test_no_command_has_a_flag_that_only_repeats_its_default(capsys: pytest.Capt
         flags = [line for line in text.splitlines() if re.search(r"--empty-|--\S+ +--no-\S+ .*default: False", line)]
         found |= {path: flags} if flags or "//" in text.replace("://", "") else {}
     assert not found
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["its reader has gone", "closed"])
+def test_output_that_nobody_reads_ends_a_command_quietly(monkeypatch: pytest.MonkeyPatch, is_closed: bool) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", None if is_closed else pipe)
+        with pytest.raises(SystemExit) as ended:
+            main.main(["keys", "--json"])
+        assert ended.value.code == (0 if is_closed else PIPE_CLOSED)

@@ -101,7 +101,7 @@ def test_a_plan_is_set_beside_what_ranks_have_had(tmp_path: Path, capsys: pytest
     head = next(line for line in lines if line[:2] == ["memory", "on"])
     assert head == ["memory", "on", "peak", "weights", "sums", "exchange", "program", "rest"]
     [row] = [" ".join(line) for line in lines if line[:1] == ["plan"]]
-    assert row == "plan – 8 MB 1 MB 0 B 2 MB – 5 MB"
+    assert row == "plan – 8 MB 1 MB 0 kB 2 MB – 5 MB"
     with pytest.raises(SystemExit):
         main(["report", run, "--plan", str(plan), "--json"])
     assert json.loads(capsys.readouterr().out)[0]["planned_memory"] == parts

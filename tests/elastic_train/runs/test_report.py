@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli.main import main
+from elastic_train.drawing.page import draw
 from elastic_train.errors import ConfigError
+from elastic_train.runs.figures.heat_map import compute_figure
 from elastic_train.runs.figures.over_time import _rates
 from elastic_train.runs.goodput import changes, goodput, time_spent
 from elastic_train.runs.page import render
 from elastic_train.runs.report import RunReport, report_on
-from elastic_train.runs.story import read_story
+from elastic_train.runs.story import Story, read_story
+from elastic_train.tracking.run_folder import RunFolder
 from tests.elastic_train.runs.folders import begin, faulted
 
 
@@ -230,3 +233,20 @@ def test_the_command_prints_tables_json_and_writes_a_page(tmp_path: Path, capsys
         main(["report", str(run)])
     printed = capsys.readouterr().out
     assert "goodput" in printed and "slow_compute" in printed and "rank 1 on beta" in printed
+
+
+def test_the_data_of_a_run_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration names folders relative to where the run was started: above its own folder, if not here."""
+    run, elsewhere = tmp_path / "project/runs/one", tmp_path / "elsewhere"
+    for folder in (run, elsewhere, tmp_path / "project/data/train"):
+        folder.mkdir(parents=True)
+    (run / "config.yaml").write_text("data: {train: data/train}\n")
+    for place in (elsewhere, tmp_path / "project"):
+        monkeypatch.chdir(place)
+        (found,) = RunFolder(run).training_sets()
+        assert Path(found).resolve() == tmp_path / "project/data/train"
+
+
+def test_one_rank_has_no_other_to_be_compared_with_and_that_is_no_problem() -> None:
+    drawn = draw(lambda: compute_figure(Story(Path("one"), [])))
+    assert drawn.problem is None and drawn.nothing == "no world of two ranks or more has phases"

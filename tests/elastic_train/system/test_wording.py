@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_train.system.wording import counted, did_you_mean, duration, first_line, nearest, size
+from elastic_train.system.wording import counted, did_you_mean, duration, durations, first_line, nearest, size, sizes
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,11 @@ def test_a_mistyped_name_suggests_the_nearest() -> None:
     """A typo suggests the known name; a name unlike any of them gets the alternative text."""
     assert did_you_mean(nearest("micro_bach", ["micro_batch", "global_batch"])) == "; did you mean 'micro_batch'?"
     assert did_you_mean(nearest("zzz", ["micro_batch"]), "; there is micro_batch") == "; there is micro_batch"
+
+
+def test_a_column_has_one_unit() -> None:
+    """All values of a column are in the unit of the largest; what is not known is a dash."""
+    assert durations([0.0091, 0.33, None]) == ["0.0091 s", "0.33 s", "–"]
+    assert durations([30.0, 600.0]) == ["0.5 min", "10.0 min"]
+    assert sizes([9_440, 38e6, 0]) == ["0.00944 MB", "38 MB", "0 MB"]
+    assert durations([]) == sizes([]) == []
