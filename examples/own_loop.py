@@ -4,6 +4,7 @@ python examples/own_loop.py data/prices 4 60 state.json      # 4 ranks for 60 st
 python examples/own_loop.py data/prices 3 1000 state.json    # 3 ranks resume with exactly the rest of the epoch
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -18,16 +19,17 @@ NUM_LANES, MICRO_BATCH = 12, 2  # a step is 24 rows, whatever the number of rank
 def main(folder: str, world_size: int, max_steps: int, kept: Path) -> None:
     manifest = et.load_manifest(folder)
     order = et.Order(manifest.group_rows, num_lanes=NUM_LANES, seed=1)
-    state = json.loads(kept.read_text()) if kept.exists() else {}  # two integers: epoch and offset
-    cursor = et.Cursor(**state)
-    num_steps = min(max_steps, order.num_steps(MICRO_BATCH) - order.step_of(cursor, MICRO_BATCH))
+    num_steps = order.num_steps(MICRO_BATCH)  # one epoch
     for rank in range(world_size):
         lanes = et.owned_lanes(rank, world_size, NUM_LANES)
-        place = {"lanes": lanes, "micro_batch": MICRO_BATCH, "cursor": cursor, "num_steps": num_steps}
+        place = {"lanes": lanes, "micro_batch": MICRO_BATCH, "cursor": et.Cursor(), "num_steps": num_steps}
         loader = et.LaneLoader(et.Reader(manifest, ["price"]), order, collate, **place)
-        for step in loader:
+        if kept.exists():
+            loader.load_state_dict(json.loads(kept.read_text()))  # refused if it is of another order or dataset
+        for step in itertools.islice(loader, max_steps):
             print(*(id_ for batch in step for id_ in batch.ids))  # batch.tensors["price"] is what you train on
-    kept.write_text(json.dumps(loader.state_dict()))
+        state = loader.state_dict()  # the same on every rank: epoch, offset, and the fingerprint of the order
+    kept.write_text(json.dumps(state))
 
 
 def collate(rows, ids):

@@ -19,6 +19,7 @@ from elastic_train.data.arrow.lists import pad_lists
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.loader import LaneLoader
+from elastic_train.data.loading.loader_state import cursor_of
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.row_cache import RowCache
 
@@ -57,7 +58,7 @@ class Lanes:
     def __init__(self, rows: Path, cache: Path | None, num_lanes: int, world: World, state: Any | None) -> None:
         manifest = load_manifest(str(rows))
         order = Order(manifest.group_rows, num_lanes=num_lanes, seed=SEED)
-        cursor = Cursor(**state) if state else Cursor()
+        cursor = cursor_of(state) if state else Cursor()
         num_steps = order.num_steps(world.batch)
         self._loader = LaneLoader(
             Reader(manifest, COLUMNS, cache=RowCache(cache, manifest, COLUMNS) if cache else None),
@@ -75,7 +76,7 @@ class Lanes:
                 if batch.tensors is not None:
                     yield batch.tensors["tokens"], batch.tensors["label"]
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, int | str]:
         return self._loader.state_dict()
 
 

@@ -1,4 +1,4 @@
-"""Feeding lanes from any cursor on; the cursor is the only state.
+"""Feeding lanes from any cursor on; the cursor is the only state, kept with the fingerprint of its order.
 
 Rows are read by threads of this process, since decoding releases the interpreter's lock and nothing has to be copied
 between processes, or by worker processes, where collating is what takes the time. Either way the steps are the
@@ -7,16 +7,21 @@ same, and their number, the workers and the lanes may change at every resume.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 
 from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.collate import Collate, takes_draw
 from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.loading.loader_state import check_place, cursor_of, fingerprint_of
 from elastic_train.data.loading.read_ahead import PREFETCH_BYTES, ReadAhead
 from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules
+from elastic_train.errors import ConfigError
 from elastic_train.system.failpoints import reach
+
+_LOG = logging.getLogger(__name__)
 
 __all__ = ["Collate", "LaneBatch", "LaneLoader", "SampleRules"]
 
@@ -28,7 +33,7 @@ class LaneLoader:
     `cursor` and ends after `num_steps` steps, across epochs. `collate(rows, ids)` or `collate(rows, ids, draw)` turns
     the rows of a micro-batch, a `pyarrow.Table`, and their ids, shape (n,), into named tensors. `draw` is a
     `SampleRandom`: random numbers that follow from the order's seed, the epoch and the sample ids alone. TypeError if
-    the function takes other arguments.
+    the function takes other arguments, ConfigError if no epoch of the order has a step at the cursor.
 
     With `num_workers=0` rows are read ahead by threads, which hold up to about `prefetch_bytes` of decoded row groups
     (more where one block of every lane takes more), and `collate` is called by one of them (for the first step by the
@@ -51,19 +56,51 @@ class LaneLoader:
         prefetch_bytes: int = PREFETCH_BYTES,
         rules: SampleRules = AS_THEY_ARE,
     ) -> None:
+        check_place(order, micro_batch, cursor)
         takes_draw(collate)  # raises here, where the function was passed, if it takes other arguments
         self._reader, self._order, self._collate = reader, order, collate
         self._lanes, self._micro_batch = lanes, micro_batch
         self._cursor, self._num_steps = cursor, num_steps
         self._num_workers, self._prefetch_bytes = num_workers, prefetch_bytes
         self._rules = rules
+        self._newest = self._turn = 0
+        self._known: str | None = None
+        self._is_used_up = False
 
     def __iter__(self) -> Iterator[list[LaneBatch]]:
-        for step in self._steps():
-            reach("data")
-            self._cursor = self._order.advance(self._cursor, self._micro_batch)
-            self._num_steps -= 1
-            yield step
+        """Yield the steps that are left, from the cursor on; one iterator at a time, the newest.
+
+        It follows a state that is loaded meanwhile. ConfigError if the steps were all yielded before, or for an
+        iterator that is asked for a step after a newer one has begun.
+        """
+        if self._is_used_up:
+            raise ConfigError(
+                f"this loader has yielded all of its steps, up to epoch {self._cursor.epoch}, offset "
+                f"{self._cursor.offset}: load a state, or make another loader for the steps that follow"
+            )
+        self._newest += 1
+        return self._from(self._newest)
+
+    def _from(self, number: int) -> Iterator[list[LaneBatch]]:
+        turn = None
+        while turn != self._turn:  # again where a state was loaded
+            turn = self._turn
+            for step in self._steps():
+                self._check_newest(number)
+                reach("data")
+                self._cursor = self._order.advance(self._cursor, self._micro_batch)
+                self._num_steps -= 1
+                self._is_used_up = self._num_steps == 0
+                yield step
+                self._check_newest(number)
+                if turn != self._turn:
+                    break
+
+    def _check_newest(self, number: int) -> None:
+        if number != self._newest:
+            raise ConfigError(
+                "a newer iterator of this loader has begun, and both would move one cursor: make a loader for each"
+            )
 
     def _steps(self) -> Iterator[list[LaneBatch]]:
         if self._num_workers == 0:
@@ -88,10 +125,46 @@ class LaneLoader:
         dataset = LaneDataset(self._reader, self._order, self._collate, self._micro_batch, self._rules)
         return read_in_workers(LaneDataLoader(dataset, sampler, num_workers=self._num_workers), len(self._lanes))
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the cursor after the last step that was yielded: two integers, whatever the lanes and workers."""
-        return {"epoch": self._cursor.epoch, "offset": self._cursor.offset}
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the cursor after the last step that was yielded, and the fingerprint of what it is a place in.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a cursor; the number of steps left stays as it is."""
-        self._cursor = Cursor(state["epoch"], state["offset"])
+        It is the same for all lanes of a step and whatever reads them.
+        """
+        return {"epoch": self._cursor.epoch, "offset": self._cursor.offset, "order": self._fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue at the place of a state, up to the step with which this loader would have ended.
+
+        Raises ConfigError if the state is malformed, is of another order, dataset or micro-batch, or lies after that
+        step. One without a fingerprint is taken at an epoch's beginning alone, which is one in all orders.
+        """
+        cursor = cursor_of(state)
+        known, here = state.get("order"), self._fingerprint()
+        if known is None and cursor.offset:
+            raise ConfigError(
+                f"a loader's state without 'order' does not say which order its offset {cursor.offset} is a place in: "
+                "if it is this one, give the place as cursor=Cursor(epoch, offset) where the loader is made"
+            )
+        if known is not None and known != here:
+            raise ConfigError(
+                f"a loader's state is of order {known!r}, and this loader has {here!r}: dataset, seed, lanes, "
+                "micro-batch and blocks of row groups must be those with which it was saved"
+            )
+        check_place(self._order, self._micro_batch, cursor)
+        end = self._order.step_of(self._cursor, self._micro_batch) + self._num_steps
+        step = self._order.step_of(cursor, self._micro_batch)
+        if step > end:
+            raise ConfigError(
+                f"a loader's state is at step {step}, and this loader ends with step {end}: give it more steps "
+                "(num_steps), or a later cursor"
+            )
+        self._cursor, self._num_steps, self._is_used_up = cursor, end - step, False
+        self._turn += 1
+        if step == end:
+            _LOG.warning("the loaded state is at step %d, with which this loader ends: it yields no step", step)
+
+    def _fingerprint(self) -> str:
+        """Return what tells the places of this loader's order from those of others."""
+        if self._known is None:
+            self._known = fingerprint_of(self._order, self._reader.digest, self._micro_batch)
+        return self._known

@@ -34,6 +34,10 @@ class RowSource(Protocol):
         """The id of each row group's first sample; shape (row groups,)."""
 
     @property
+    def digest(self) -> str:
+        """What tells its rows from those of other datasets."""
+
+    @property
     def is_remote(self) -> bool:
         """Whether threads that decode mostly wait for a network."""
 
@@ -57,6 +61,7 @@ class Reader:
     ) -> None:
         self.groups = RowGroups(manifest, columns)
         self._cache = cache
+        self.digest = manifest.digest
         self.first_id, self.num_rows = manifest.group_first_id, manifest.num_rows
         self._max_row_groups = max_row_groups
         self._rows: OrderedDict[int, Rows] = OrderedDict()
@@ -93,6 +98,7 @@ class MixedReader:
 
     def __init__(self, readers: Sequence[Reader]) -> None:
         self._readers = readers
+        self.digest = " ".join(reader.digest for reader in readers)
         sizes = np.array([len(reader.first_id) for reader in readers])
         self._first_group = np.cumsum(sizes) - sizes
         rows = np.array([reader.num_rows for reader in readers])

@@ -28,6 +28,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.data.loading.batch_builder import BatchBuilder
 from elastic_train.data.loading.collate import Collate
 from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.loading.loader_state import check_place, cursor_of
 from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.loading.sample_rules import SampleRules
 
@@ -87,9 +88,14 @@ class LaneSampler:
         return asdict(self.cursor)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let iterators begin at a cursor, and end with the step with which they would have ended."""
+        """Let iterators begin at a cursor, and end with the step with which they would have ended.
+
+        Raises ConfigError for what is no state, or where no step begins.
+        """
+        cursor = cursor_of(state)
+        check_place(self.order, self.micro_batch, cursor)
         last = self.order.step_of(self.cursor, self.micro_batch) + self.num_steps
-        self.cursor = Cursor(state["epoch"], state["offset"])
+        self.cursor = cursor
         self.num_steps = max(0, last - self.order.step_of(self.cursor, self.micro_batch))
 
 

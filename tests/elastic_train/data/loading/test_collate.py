@@ -19,6 +19,7 @@ from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.loading.collate import Collate, takes_draw
 from elastic_train.data.loading.loader import LaneLoader
+from elastic_train.data.loading.loader_state import cursor_of
 from elastic_train.data.loading.reader import Reader
 from tests.conftest import write_rows
 from tests.elastic_train.data.loading.worker_collate import Augmenting
@@ -109,7 +110,7 @@ def test_a_resume_draws_the_same(dataset: Manifest) -> None:
     loader = loader_of(dataset, drawing, range(NUM_LANES), Cursor(), 2)
     drawn = drawn_by(loader)
     for rank in range(3):
-        cursor = Cursor(**loader.state_dict())
+        cursor = cursor_of(loader.state_dict())
         drawn |= drawn_by(loader_of(dataset, drawing, owned_lanes(rank, 3, NUM_LANES), cursor, STEPS - 2))
     assert drawn == expected(1)
 

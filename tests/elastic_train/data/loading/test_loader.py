@@ -19,6 +19,7 @@ from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
+from elastic_train.data.loading.loader_state import cursor_of
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE
@@ -157,11 +158,11 @@ def test_a_loaded_state_yields_exactly_the_remaining_steps(dataset: Manifest, ta
     steps = iter(first)
     done = [micro_batches(next(steps)) for _ in range(taken)]
     state = first.state_dict()
-    assert state == {"epoch": 0, "offset": taken * MICRO_BATCH}
-    second = loader_of(dataset, order, lanes, num_steps=num_steps - taken)
+    assert cursor_of(state) == Cursor(0, taken * MICRO_BATCH)
+    second = loader_of(dataset, order, lanes)
     second.load_state_dict(state)
     assert done + [micro_batches(step) for step in second] == expected_steps(order, lanes, 0, num_steps)
-    assert second.state_dict() == {"epoch": 1, "offset": 0}
+    assert cursor_of(second.state_dict()) == Cursor(1, 0)
 
 
 def test_state_is_of_steps_yielded_not_of_those_prefetched(dataset: Manifest) -> None:
@@ -172,11 +173,11 @@ def test_state_is_of_steps_yielded_not_of_those_prefetched(dataset: Manifest) ->
     done = [micro_batches(next(steps)) for _ in range(2)]
     state = first.state_dict()
     rest = [micro_batches(step) for step in steps]
-    assert state == {"epoch": 0, "offset": 2 * MICRO_BATCH}
+    assert cursor_of(state) == Cursor(0, 2 * MICRO_BATCH)
     assert done + rest == expected_steps(order, range(NUM_LANES), 0, 6)
     for world_size in (1, 2):
         lanes = owned_lanes(0, world_size, NUM_LANES)
-        resumed = loader_of(dataset, order, lanes, num_steps=4)
+        resumed = loader_of(dataset, order, lanes, num_steps=6)
         resumed.load_state_dict(state)
         assert [micro_batches(step) for step in resumed] == expected_steps(order, lanes, 2, 4)
 
@@ -191,13 +192,13 @@ def test_one_worker_resumes_from_a_cursor(dataset: Manifest) -> None:
     assert len(multiprocessing.active_children()) == 1
     steps.close()  # type: ignore[attr-defined]
     assert not multiprocessing.active_children()
-    assert loader.state_dict() == {"epoch": 1, "offset": 2 * MICRO_BATCH}
+    assert cursor_of(loader.state_dict()) == Cursor(1, 2 * MICRO_BATCH)
 
 
 @pytest.mark.long
 def test_the_number_of_workers_changes_at_every_resume(dataset: Manifest, tmp_path: Path) -> None:
     """Four, one, two, no workers in worlds of other sizes, over one cache: the pure order; signals change nothing."""
-    order, state, done = order_of(dataset), {"epoch": 0, "offset": 0}, 0
+    order, cursor, done = order_of(dataset), Cursor(), 0
     reader = Reader(dataset, ["label"], cache=RowCache(tmp_path, dataset, ["label"]))
     for num_workers, lanes, num_steps in ((4, range(5), 3), (1, range(2, 4), 2), (2, range(5), 2), (0, range(1, 5), 3)):
         loader = LaneLoader(
@@ -206,7 +207,7 @@ def test_the_number_of_workers_changes_at_every_resume(dataset: Manifest, tmp_pa
             collate,
             lanes=lanes,
             micro_batch=MICRO_BATCH,
-            cursor=Cursor(**state),
+            cursor=cursor,
             num_steps=num_steps,
             num_workers=num_workers,
         )
@@ -220,7 +221,7 @@ def test_the_number_of_workers_changes_at_every_resume(dataset: Manifest, tmp_pa
             os.kill(worker.pid, signal.SIGUSR1)
         read += [micro_batches(step) for step in steps]
         assert read == expected_steps(order, lanes, done, num_steps)
-        done, state = done + num_steps, loader.state_dict()
+        done, cursor = done + num_steps, cursor_of(loader.state_dict())
 
 
 def inner_loader(
@@ -305,6 +306,7 @@ UNFINISHED = """
 import sys
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.loading.loader_state import cursor_of
 from elastic_train.data.loading.reader import Reader
 from elastic_train.core.order import Cursor, Order
 from tests.elastic_train.data.loading.worker_collate import collate

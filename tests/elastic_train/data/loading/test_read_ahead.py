@@ -26,6 +26,7 @@ from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_m
 from elastic_train.data.loading import read_ahead
 from elastic_train.data.loading.block_schedule import BLOCKS_AHEAD, BlockSchedule
 from elastic_train.data.loading.loader import LaneLoader
+from elastic_train.data.loading.loader_state import cursor_of
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSampler
@@ -93,7 +94,7 @@ def test_worlds_of_any_size_read_every_sample_once_in_the_same_order(
             loader = LaneLoader(Reader(manifest, ["id"]), order, count_rows, prefetch_bytes=prefetch, **place)  # type: ignore[arg-type]
             steps_of = iter(loader)
             by_rank.append([[batch.ids.tolist() for batch in next(steps_of)] for _ in range(num_steps)])
-            assert Cursor(**loader.state_dict()) == order.cursor_at(first + num_steps, micro_batch)
+            assert cursor_of(loader.state_dict()) == order.cursor_at(first + num_steps, micro_batch)
             steps_of.close()  # type: ignore[attr-defined]  # killed: what was read ahead is lost
         applied += [[ids for lanes_of in step for ids in lanes_of] for step in zip(*by_rank, strict=True)]
         del applied[max(0, len(applied) - lost) :]
