@@ -98,6 +98,9 @@ class ModelledState:
     reached: Reached = field(default_factory=Reached)
     scheduler: Rate = field(default_factory=Rate)
     outline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    recipe: None = None
+    changes: None = None
+    compiled: None = None
 
     @property
     def step(self) -> int:

@@ -80,6 +80,9 @@ class ModelledFeed:
                 yield step
                 step = []
 
+    def try_collate(self, order: Order) -> None:
+        """A modelled batch draws nothing."""
+
     def why_unreadable(self, group: int) -> str:
         return _why(group) if self._data.is_bad(group) else ""
 
