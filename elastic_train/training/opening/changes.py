@@ -1,7 +1,8 @@
-"""What has changed since a run's last start, said once before its first step: keys, code, libraries, and its length."""
+"""What has changed since a run's last start, said once before its first step: keys, code and libraries."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -17,6 +18,7 @@ from elastic_train.world.world import World
 
 SOURCE = "source of "
 """Begins the names under which a commit's versions have the digests of the task's modules."""
+_OF_RECIPE = ("optimizer", "compile", "epochs", "max_steps")
 _SAID = "what has changed"
 LIBRARIES = ("numpy", "pyarrow", "transformers", "tokenizers", "peft", "pillow", "torchvision")
 
@@ -25,7 +27,12 @@ def versions_of(plan: Plan) -> dict[str, str]:
     """Return what a commit records of code: digests of the task's modules, and versions of libraries."""
     digests = dict(line.rsplit(" ", 1) for line in own_sources(plan))
     found = {f"{SOURCE}{name}": digest for name, digest in digests.items()}
-    return found | {name: version for name in LIBRARIES if (version := version_of(name)) is not None}
+    return found | _libraries()
+
+
+@functools.cache
+def _libraries() -> dict[str, str]:
+    return {name: version for name in LIBRARIES if (version := version_of(name)) is not None}
 
 
 def say_changes(process: Process, world: World, head: CommitRecord | None, versions: Mapping[str, str]) -> None:
@@ -39,19 +46,17 @@ def say_changes(process: Process, world: World, head: CommitRecord | None, versi
 
 
 def _of_length(process: Process, head: CommitRecord) -> Iterator[str]:
-    """Say if nothing is left to train: the run is done, or its length was lowered."""
+    """Say if the run is done already."""
     step, total = process.state.step, process.plan.total_steps
-    if step > total:
-        yield (
-            f"WARNING: this run has applied {step} steps, and its configuration ends after {total}: epochs or "
-            "max_steps was lowered. Nothing is trained, and nothing is taken back"
-        )
-    elif step == total:
+    if step == total:
         yield f"All {total} steps are applied already ({head.key}): raise epochs or max_steps to train more"
 
 
 def _of_keys(plan: Plan, head: CommitRecord) -> Iterator[str]:
-    """Say which keys have other values than at the last start, but those that change nothing that is computed."""
+    """Say which keys have other values than at the last start, but those that change nothing that is computed.
+
+    Of the recipe, which a commit holds, the state itself says what has changed.
+    """
     changed = describe_changes(plan.config, config_of(plan.config, head.term))
     ours = [line for line in changed if not _is_own(line.partition(" ")[0])]
     if ours:
@@ -59,7 +64,8 @@ def _of_keys(plan: Plan, head: CommitRecord) -> Iterator[str]:
 
 
 def _is_own(key: str) -> bool:
-    return key in OWN or key.partition(".")[0] in OWN_SECTIONS or key.startswith("checkpoint.")
+    section = key.partition(".")[0]
+    return key in OWN or section in OWN_SECTIONS or section in _OF_RECIPE or section == "checkpoint"
 
 
 def _of_code(plan: Plan, head: CommitRecord, versions: Mapping[str, str]) -> Iterator[str]:
