@@ -173,7 +173,7 @@ class ReplicatedState:
     first: FirstStates
     bucket_bytes: float | None = None
     _sum: GradientSum | None = None
-    _named: tuple[tuple[object, ...], Mapping[str, object]] | None = None
+    _named: tuple[tuple[object, ...], Mapping[str, object], Names] | None = None
 
     def names(self) -> Names:
         return names_of(self.model)
@@ -262,10 +262,10 @@ class ReplicatedState:
         memory = tuple(self._memory_of_weights())
         if self._named is None or memory != self._named[0]:
             # Naming takes longer than all else that a save does at a step boundary, and holds while the tensors do.
-            self._named = (memory, get_model_state_dict(self.model))
+            self._named = (memory, get_model_state_dict(self.model), self.names())
         return {
             "model": dict(self._named[1]),
-            "optimizer": self.memory.tree(self.names()),
+            "optimizer": self.memory.tree(self._named[2]),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
@@ -276,7 +276,7 @@ class ReplicatedState:
     def _memory_of_weights(self) -> Iterator[object]:
         """Yield where the memory of every weight and buffer is."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            yield tensor.data_ptr()
+            yield id(tensor), tensor.data_ptr()
 
     def stillness(self) -> Callable[[StatePath], bool]:
         return stillness_of(self.model)

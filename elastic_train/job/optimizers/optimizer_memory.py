@@ -56,7 +56,7 @@ class OptimizerMemory:
     def __init__(self, optimizer: Optimizer, names: Names) -> None:
         self._optimizer = optimizer
         self._all = list(_with_inner(optimizer, []))
-        self._built = dict(self._values(Writer(self._known(names))))
+        self._built = dict(self._values(Writer(lambda: self._known(names))))
 
     def tree(self, names: Names) -> State:
         """Return the state as a commit has it: of each parameter, the groups, and all else if there is anything."""
@@ -78,7 +78,7 @@ class OptimizerMemory:
 
         Raises ConfigError if it cannot be saved.
         """
-        writer = Writer(self._known(names))
+        writer = Writer(lambda: self._known(names))
         found = {place: one for place, one in self._values(writer) if one.tensors or one.text != self._text_at(place)}
         for place, one in found.items():
             if one.opaque:
@@ -106,7 +106,7 @@ class OptimizerMemory:
     def take_own(self, own: Mapping[str, Any], names: Names) -> None:
         """Take what `own` has given; whatever is not in it is as it was built."""
         saved: dict[Place, Written] = dict(json.loads(own[TEXT])) if own else {}
-        now = dict(self._values(Writer(self._known(names))))
+        now = dict(self._values(Writer(lambda: self._known(names))))
         reader = Reader(own.get(TENSORS, {}), self._device(), self._reader_of(names))
         for place in [place for place in now if place not in self._built and place not in saved]:
             self._remove(json.loads(place), names)
@@ -153,13 +153,12 @@ class OptimizerMemory:
     def _found_in_state(self, number: int, one: Optimizer, writer: Writer) -> Iterator[tuple[list[Any], Any]]:
         trained = {id(parameter) for group in one.param_groups for parameter in group["params"]}
         for key, values in one.state.items():
-            written = writer.write(key)
             if id(key) not in trained:
-                yield ["state", number, written], values
+                yield ["state", number, writer.write(key)], values
             else:
                 for name, value in values.items():
                     if number > 0 or not _is_plain(value):
-                        yield ["state", number, written, name], value
+                        yield ["state", number, writer.write(key), name], value
 
     def _known(self, names: Names) -> dict[int, Written]:
         """Return what is not written by value: optimizers, parameters, and the tensors of their state."""

@@ -8,6 +8,7 @@ a change of it can be noticed, and cannot be read back.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import io
 import pickle
@@ -33,10 +34,10 @@ _UNPICKLABLE = (pickle.PickleError, TypeError, AttributeError, ValueError, Runti
 
 
 class Writer:
-    """Writes values; `known` names objects that are kept elsewhere, by id, such as parameters."""
+    """Writes values; `known` names objects that are kept elsewhere, by id, such as parameters, once it is needed."""
 
-    def __init__(self, known: Mapping[int, Written]) -> None:
-        self._known = dict(known)
+    def __init__(self, known: Callable[[], Mapping[int, Written]]) -> None:
+        self._ask_known = known
         self.tensors: dict[str, Tensor] = {}
         self.opaque: list[str] = []
         """The types of values that were described only."""
@@ -46,11 +47,11 @@ class Writer:
 
     def write(self, value: Any) -> Written:
         """Return a value as JSON."""
-        if (known := self._known.get(id(value))) is not None:
-            self.used |= {known[1]} if known[0] == "tensor" else set()
-            return known
         if value is None or type(value) in (bool, int, float, str):
             return value
+        if type(value) is not tuple and (known := self._known.get(id(value))) is not None:
+            self.used |= {known[1]} if known[0] == "tensor" else set()
+            return known
         if id(value) in self._is_inside:  # it contains itself
             return self._described(value)
         self._is_inside.add(id(value))
@@ -58,6 +59,10 @@ class Writer:
             return self._write(value)
         finally:
             self._is_inside.discard(id(value))
+
+    @functools.cached_property
+    def _known(self) -> dict[int, Written]:
+        return dict(self._ask_known())
 
     def _write(self, value: Any) -> Written:
         kind: str = type(value).__name__
