@@ -34,6 +34,7 @@ from elastic_train.launch.options import TIMEOUT_S, for_no_etcd, parse_nodes
 from elastic_train.launch.schedulers import CONF, read_conf, without_schedulers
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.extras import needed_for
+from rendezvous.etcd.options import wrong_id
 from rendezvous.etcd.server import EtcdServer, free_ports
 from rendezvous.orphans import bound_command
 from rendezvous.outage_log import WaitingLog
@@ -78,6 +79,7 @@ class RayJob:
         conf = read_conf(self.conf or "", wrong)
         yield from wrong
         yield from for_no_etcd(self.endpoint, conf)
+        yield from wrong_id(self.run_id) if self.run_id is not None else ()
         data = self.config.data
         named = {"run.dir": self.config.run.dir, "data.train": data.train, "data.validation": data.validation}
         named |= {f"data.mixture.{i}.source": each.source for i, each in enumerate(data.mixture or ())}

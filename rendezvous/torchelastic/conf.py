@@ -20,6 +20,7 @@ from rendezvous.etcd.options import (
     EtcdOptions,
     etcd_options,
     unknown_keys,
+    wrong_id,
 )
 
 if TYPE_CHECKING:  # torch's registry imports this module while it is being imported itself
@@ -150,7 +151,7 @@ class Conf:
         given = _given(params.config)
         values, malformed = _parse(given)
         options, conflicts = _options(given, values)
-        problems = unknown_keys(params.config, KEYS) + malformed + conflicts
+        problems = wrong_id(params.run_id) + unknown_keys(params.config, KEYS) + malformed + conflicts
         problems += _plain_or_tls(options.pop("protocol", None), params.endpoint, "ca_cert" in options)
         try:
             etcd = etcd_options(params.endpoint, {name: options.pop(name) for name in ETCD_KEYS if name in options})

@@ -291,3 +291,21 @@ def test_numbers_out_of_range_are_refused(flags: Flags, message: str) -> None:
     """A count of ranks below 1 is refused, and so is an invalid time before it reaches etcd."""
     with pytest.raises(ConfigError, match=message):
         resolved(flags, {}, num_gpus=8)
+
+
+@pytest.mark.parametrize("run_id", ["a/b", "x" * 300, "", "..", ".", "a\tb", "a b", " ", "a\x07"])
+def test_an_id_that_is_no_part_of_a_key_is_refused(run_id: str) -> None:
+    """Given by a flag or by torchrun's variables; an empty one would be shared by jobs."""
+    for flags, environ in ((Flags(run_id=run_id), {}), (Flags(), {**KUBERNETES, "PET_RDZV_ID": run_id})):
+        if environ and not run_id:
+            continue  # not set
+        with pytest.raises(ConfigError, match=r"the run id .* cannot be used"):
+            resolved(flags, environ)
+
+
+def test_a_component_of_a_heterogeneous_job_is_refused() -> None:
+    """Unless it is given what Slurm says of its own component alone."""
+    environ = {**SLURM, "SLURM_HET_SIZE": "2"}
+    with pytest.raises(ConfigError, match="SLURM_HET_SIZE=2"):
+        resolved(Flags(), environ)
+    assert resolved(Flags(nodes="1:8", endpoint="e:1", run_id="h"), environ).max_nodes == 8

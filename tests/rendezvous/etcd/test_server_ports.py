@@ -50,3 +50,16 @@ def test_a_node_tells_its_jobs_etcd_from_another() -> None:
         with pytest.raises(ServerError, match=r"job-a instead of job-b.*--endpoint"):
             is_answered_by(server.endpoint, "job-b", give_up_after_s=PATIENCE_S)
     assert not is_answered_by("127.0.0.1:1", "job-a", give_up_after_s=0.2)
+
+
+@pytest.mark.parametrize("said", ["etcd Version: 3.3.25", "usage: etcd", ""])
+def test_an_etcd_that_is_too_old_is_refused_before_it_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str
+) -> None:
+    """It would end because of an option that it does not know, and be waited for."""
+    old = tmp_path / "etcd"
+    old.write_text(f"#!/bin/sh\necho '{said}'\n")
+    old.chmod(0o755)
+    monkeypatch.setattr(server, "find_binary", lambda: str(old))
+    with pytest.raises(ServerError, match=r"not an etcd of version 3\.4 or newer"):
+        EtcdServer().begin()

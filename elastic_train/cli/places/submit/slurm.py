@@ -5,6 +5,7 @@ It stands for itself: what `--dry-run` prints is what is submitted, and can be k
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
@@ -23,6 +24,15 @@ LEAVE_S = 120
 """How long before its end a job is asked to leave; the scripts say so, too (--signal)."""
 _TIME = re.compile("(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
 _OPTION = re.compile("--[a-z][a-z0-9-]*(?:=[^\\n\\r]*)?")
+_OURS = {
+    "array": "give --array",
+    "no-requeue": "a job that was asked to leave is requeued to continue",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket", "gpus-per-task"),
+        "one launcher runs on each node and starts its ranks: give --ranks and --gpus",
+    ),
+}
+"""Options of sbatch that contradict the scripts, and what to do instead."""
 _ID = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -62,6 +72,19 @@ class SlurmJob:
         for each in self.options:
             if _OPTION.fullmatch(each) is None:
                 yield f"--sbatch {each!r} is not an option of sbatch: write --NAME or --NAME=VALUE, in one line"
+            else:
+                yield from self._contradictions(each)
+
+    def _contradictions(self, option: str) -> Iterator[str]:
+        """Yield why an option of sbatch cannot be combined with the script."""
+        name, _, value = option.removeprefix("--").partition("=")
+        signal = "USR1" if self.is_array else "B:USR1"
+        if name in _OURS:
+            yield f"--sbatch={option} contradicts the script: {_OURS[name]}"
+        if name == "signal" and re.fullmatch(f"{signal}@[0-9]+", value) is None:
+            yield f"--sbatch={option}: the script listens for {signal} alone; write --sbatch=--signal={signal}@SECONDS"
+        if name == "job-name" and "/" in value:
+            yield f"--sbatch={option}: the log has the job's name (%x), and no file's name has a '/'"
 
     def _wrong_meeting(self) -> Iterator[str]:
         """Yield what is wrong with where its nodes meet, and by what name."""
@@ -88,8 +111,10 @@ class SlurmJob:
         return [str(self.config), *flags.arguments(), *self.overrides]
 
 
-def seconds_of(time: str) -> int | None:
+def seconds_of(time: str) -> float | None:
     """Return a time limit as Slurm reads it, in seconds; None if it is none."""
+    if time.lower() in ("unlimited", "infinite"):
+        return math.inf
     found = _TIME.fullmatch(time)
     if found is None:
         return None

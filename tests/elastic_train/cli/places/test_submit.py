@@ -129,6 +129,11 @@ def test_options_of_sbatch_are_quoted(config: str, capsys: pytest.CaptureFixture
     [
         (("--sbatch=--comment=a\n#SBATCH --partition=b",), "is not an option of sbatch"),
         (("--sbatch=--partition a",), "is not an option of sbatch"),
+        (("--sbatch=--ntasks-per-node=8",), "give --ranks and --gpus"),
+        (("--sbatch=--no-requeue",), "is requeued to continue"),
+        (("--sbatch=--array=0-3",), "give --array"),
+        (("--sbatch=--signal=USR2@90",), "write --sbatch=--signal=USR1@SECONDS"),
+        (("--sbatch=--job-name=a/b",), "no file's name has a '/'"),
         (("--id", "a\n#SBATCH --partition=b"), "--id 'a\\n#SBATCH --partition=b' names jobs"),
         (("--id", "my job"), "--id 'my job' names jobs"),
         (("--id", "team/q"), "--id 'team/q' names jobs"),
