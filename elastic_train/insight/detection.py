@@ -29,6 +29,8 @@ WORST = 2
 """How many of a window's steps are left out, those in which a rank took longest."""
 SLOW_RATIO, SLOW_SHARE = 1.3, 0.1
 """A rank is slow at so many times the others' median, if that is also so much of a step more."""
+SLOW_LEAST_S = 0.01
+"""A difference of fewer seconds in a step is a busy machine's: no event. It is `SLOW_SHARE` of a step of 100 ms."""
 LINK_RATIO, LINK_LEAST_S, LINK_SHARE = 3.0, 0.002, 0.15
 """A link is slow at so many times the others' round trip, so many seconds more, if so much of a step is exchange. Of a
 window the shortest round trip counts: what a busy peer holds back lengthens some in a row, a slow link all of them."""
@@ -138,10 +140,10 @@ class Detector:
     def _of_all(self, window: npt.NDArray[np.float64], step_s: float) -> Iterator[Found]:
         """Find what is wrong with all ranks: their steps, data and saves."""
         usual = self._usual("slow_steps", self._looks, step_s)
-        if step_s > STEPS_RATIO * usual:
+        if step_s > STEPS_RATIO * usual and step_s - usual > SLOW_LEAST_S:
             yield ("slow_steps", None), step_s, usual, " s"
         waiting = float(np.median(_without_worst(window[:, :, _DATA])))
-        if waiting > DATA_SHARE * step_s:
+        if waiting > max(DATA_SHARE * step_s, SLOW_LEAST_S):
             yield ("data_wait", None), 100 * waiting / step_s, 100 * DATA_SHARE, " %"
         if len(self._saves) == SAVE_WINDOW:
             stalled, whole = (sum(column) for column in zip(*self._saves, strict=True))
@@ -228,7 +230,7 @@ def _slow_ranks(
     everyone = [range(window.shape[1])]
     for kind, values, groups in (("slow_compute", compute, alike), ("slow_data", data, everyone)):
         for rank, value, usual in _beside_alike(values, groups):
-            if value > SLOW_RATIO * usual and value - usual > SLOW_SHARE * step_s:
+            if value > SLOW_RATIO * usual and value - usual > max(SLOW_SHARE * step_s, SLOW_LEAST_S):
                 yield (kind, rank), value, usual, " s"  # type: ignore[misc]
     if window.shape[1] > 2 and _exchange_s(window) > LINK_SHARE * step_s:
         for rank, value, usual in _beside_others(window[:, :, _TRIP].min(axis=0)):

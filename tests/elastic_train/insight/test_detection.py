@@ -210,3 +210,16 @@ def test_the_others_median_is_that_of_all_but_one(num_ranks: int) -> None:
     values = np.array([float(draws.randint(1, 5)) for _ in range(num_ranks)])
     expected = [(rank, values[rank], float(np.median(np.delete(values, rank)))) for rank in range(num_ranks)]
     assert sorted(_beside_others(values)) == expected
+
+
+@pytest.mark.parametrize(("step_s", "is_said"), [(0.004, False), (0.1, True)])
+def test_milliseconds_of_a_busy_machine_are_no_event(step_s: float, is_said: bool) -> None:
+    """A rank that computes for half as long again is slow only if that costs more than the floor in seconds."""
+    detector, found = Detector([1, 1, 1]), []
+    for step in range(1, 41):
+        rows = [
+            RankFacts(**{**dict.fromkeys(RankFacts._fields, 0.0), "forward_s": step_s * (1.5 if rank == 1 else 1.0)})
+            for rank in range(3)
+        ]
+        found += detector.step(step, rows, 1.0, 1.0)
+    assert [event.kind for event in found] == (["slow_compute"] if is_said else [])
