@@ -12,6 +12,7 @@ ElasticTrainError               1
 ├── SavesFailedError            1   too many saves in a row failed; training ends
 ├── FencedError                 1   a newer world owns the lineage; this one must not publish
 ├── ResultError                74   done and committed, but the result could not be written
+├── UnfinishedError             1   code of a task, or a library, was to end the process before the job was done
 ├── WeightsDifferError          1   ranks that train together hold different weights
 ├── PeerLostError               1   a collective failed: a member of the world is gone
 ├── UnfitError                 71   this machine computes, keeps or writes wrongly: it must not join others
@@ -94,6 +95,10 @@ class ResultError(ElasticTrainError):
     """
 
     exit_code = 74
+
+
+class UnfinishedError(ElasticTrainError):
+    """Code that the trainer has called was to end the process, with whatever code: the message says where."""
 
 
 class WeightsDifferError(ElasticTrainError):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store as TorchStore
 
+from rendezvous.agent.worker_end import announce, declare_finished
 from rendezvous.context import LiveContext, RendezvousContext
 from rendezvous.errors import StoreError
 from rendezvous.etcd.compaction import Compaction
@@ -63,6 +64,7 @@ class LiveMember:
         `job` says what is trained, for members that come when it is done. Raises StoreUnavailableError if etcd does not
         answer.
         """
+        announce()
         self._context = context
         options = etcd_options(context.endpoints, context.options)
         local_rank, local_size = os.environ["LOCAL_RANK"], int(os.environ["LOCAL_WORLD_SIZE"])
@@ -101,6 +103,7 @@ class LiveMember:
             self._participant.join(self._context.timeout_s, is_stopped, as_last=as_last)
             world = self._participant.next_world(self._meeting.host, self._context.timeout_s, is_stopped)
             if world is None:
+                declare_finished()
                 return None
             store = self._meeting.connect(world)
             rank = world.rank_of(self._participant.id)
@@ -146,6 +149,7 @@ class LiveMember:
         """Mark the job as done: members that join later leave."""
         assert self._participant.world is not None, "a job is closed by a world"
         self._participant.close(self._participant.world.term)
+        declare_finished()
 
     def ask_to_leave(self, rank: int) -> str | None:
         """Ask the node of a rank to leave, and return it; None if fewer nodes than the minimum would stay."""

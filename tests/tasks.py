@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -163,7 +165,8 @@ class OwnWeights(TextClassifier):
 
 
 class Poisoned(TextClassifier):
-    """Some samples make the loss NaN (`how` is nan), or end the process as a crash in a kernel does (kill).
+    """Some samples make the loss NaN (`how` is nan), or end the process: as a crash in a kernel does (kill), with 0 by
+    the C library (leave), or by a library's call of quit (quit).
 
     With `validated` those of the validation set do so, and no others.
     """
@@ -182,6 +185,10 @@ class Poisoned(TextClassifier):
             return loss
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if self.how == "leave":
+            ctypes.CDLL(None)._exit(0)
+        if self.how == "quit":
+            sys.exit()
         return replace(loss, total=loss.total * torch.nan)
 
 

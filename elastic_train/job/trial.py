@@ -36,6 +36,8 @@ from elastic_train.job.warm_up import run_once
 from rendezvous.orphans import die_with_parent
 
 SPEC, WEIGHTS, ERRORS = "trial.json", "weights.pt", "errors.txt"
+ALL_COMPUTED = b"all"
+"""What a trial writes when it has computed every unit."""
 _LONGEST_LINE = 300
 Spec = Mapping[str, Any]
 """What FOLDER/trial.json says."""
@@ -111,7 +113,7 @@ def _try(folder: Path, spec: Spec, units: Sequence[Unit]) -> tuple[int | None, s
     with os.fdopen(begun, "rb") as lines:
         numbers = lines.read().split()
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    if code == 0 or not numbers:
+    if not numbers or numbers[-1] == ALL_COMPUTED:
         return None, ""
     return int(numbers[-1]), _how(code, (folder / ERRORS).read_text(errors="replace"))
 
@@ -120,6 +122,8 @@ def _how(code: int, errors: str) -> str:
     """Describe how a process ended: by a signal, or with an error whose last line is the exception."""
     if code < 0:
         return f"ends its process with {signal.Signals(-code).name}"
+    if code == 0:
+        return "ends its process with code 0"
     last = next((line for line in reversed(errors.splitlines()) if line.strip()), f"code {code}")
     return f"ends its process with an error ({last[:_LONGEST_LINE]})"
 
@@ -149,6 +153,7 @@ def _compute_all(folder: Path, spec: Spec, units: Sequence[Unit], begun: int) ->
     for number, unit in enumerate(units):
         os.write(begun, f"{number}\n".encode())
         _compute(plan, state, spec["step"], unit, holes)
+    os.write(begun, ALL_COMPUTED)  # an exit code of 0 alone may be that of a sample
 
 
 def _compute(plan: Plan, state: AppliedState, step: int, unit: Unit, holes: Sequence[Hole]) -> None:

@@ -14,11 +14,13 @@ from pathlib import Path
 
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
-from elastic_train.errors import ElasticTrainError, explain
+from elastic_train.data.loading.worker_failures import refuse_unguarded
+from elastic_train.errors import ElasticTrainError, UnfinishedError, explain
 from elastic_train.system.preemption import LeaveRequest, launched_grace_s
 from elastic_train.tracking.progress import flush_streams
 from elastic_train.training.result import TrainResult
-from elastic_train.training.supervisor import supervise
+from elastic_train.training.supervisor import Ended, HowFar, supervise
+from rendezvous.agent.worker_end import announce, declare_finished, release
 from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
 
@@ -50,11 +52,14 @@ def train(config: Config | str | Path) -> TrainResult:
     it again to resume; ResultError if the job is done and committed but result.json could not be written. Raises
     ValueError outside of the main thread.
     """
+    refuse_unguarded()
     started_at = time.time()
     leave = _begin()
     try:
         checked = config if isinstance(config, Config) else sources.load_config(config)
-        ended = supervise(checked, leave, started_at)
+        ended = _supervised(checked, leave, started_at)
+    except ElasticTrainError:
+        raise  # it may derive from one of rendezvous' errors
     except RendezvousError as error:
         raise ElasticTrainError(str(error)) from error
     finally:
@@ -72,7 +77,7 @@ def run(path: Path, overrides: Sequence[str]) -> int:
     leave = _begin()
     try:
         config = sources.load(path, environ=os.environ, arguments=overrides)
-        ended = supervise(config, leave, started_at)
+        ended = _supervised(config, leave, started_at)
         code = ended.exit_code if isinstance(ended, ElasticTrainError) else 0
     except ElasticTrainError as error:
         sys.stderr.write(explain(error) + "\n")
@@ -87,6 +92,30 @@ def run(path: Path, overrides: Sequence[str]) -> int:
     if _is_launched():
         os._exit(code)  # a stuck collective's thread must not keep the process from leaving
     return code
+
+
+def _supervised(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
+    """Train to the end, and declare the work finished if the job is done; until then it may not exit in good order."""
+    how_far = HowFar()
+    announce(how_far.__str__)
+    try:
+        ended = supervise(config, leave, started_at, how_far)
+        if isinstance(ended, TrainResult):
+            declare_finished()
+    except SystemExit as error:
+        raise UnfinishedError(
+            f"the process was to end with {error.code!r} {how_far} without finishing, by sys.exit, quit or SystemExit "
+            f"in {_place_of(error)}: let that code raise an error, or return"
+        ) from error
+    finally:
+        release()
+    return ended
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where an error was raised, in code that is not Python's own."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in frame.filename]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}"
 
 
 def _begin() -> LeaveRequest:

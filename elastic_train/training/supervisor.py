@@ -6,9 +6,11 @@ import contextlib
 import os
 import sys
 import time
+from dataclasses import dataclass
 
 from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.config.schema import Config
+from elastic_train.data.loading.worker_failures import ended_too_soon
 from elastic_train.errors import (
     ConfigError,
     ElasticTrainError,
@@ -55,11 +57,22 @@ MOST_FAILED_WORLDS, MOST_FIRST_WORLDS, FAILED_WORLD_PAUSE_S = 60, 10, 2.0
 have none yet, since a rank that has one may be in their world."""
 
 
-def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
+@dataclass(slots=True)
+class HowFar:
+    """How far a job is, for a message; `state` is None until there is one."""
+
+    state: AppliedState | None = None
+    total_steps: int = 0
+
+    def __str__(self) -> str:
+        return "before the first step" if self.state is None else f"at step {self.state.step} of {self.total_steps}"
+
+
+def supervise(config: Config, leave: LeaveRequest, started_at: float, how_far: HowFar | None = None) -> Ended:
     """Train to the end; whatever can be refused is refused before the first world.
 
-    `started_at` is when the process began, in unix seconds. Raises ElasticTrainError, and RendezvousError where
-    membership fails.
+    `started_at` is when the process began, in unix seconds; `how_far` is kept up to date. Raises ElasticTrainError,
+    and RendezvousError where membership fails.
     """
     make_repeatable(config)
     plan = make_plan(config)
@@ -68,10 +81,14 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
         record_allocations(plan.device)
     try:
         state = plan.build_state(may_defer=True)
+        if how_far is not None:
+            how_far.state, how_far.total_steps = state, plan.total_steps
         with contextlib.closing(Watchdog(config.hang_timeout_s)) as watchdog:
             return _train_on(plan, state, watchdog, leave, started_at, proof, meter)
     except Exception as error:
         note_out_of_memory(error, config, meter)
+        if not isinstance(error, ElasticTrainError) and (why := ended_too_soon()) is not None:
+            raise why from error  # torch raises its own wherever this process is when it hears of it
         raise
 
 
@@ -236,14 +253,14 @@ def _train_in(session: Session) -> Ended | None:
         session.watchdog.leave()
         session.pause()
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         session.watchdog.leave()
         _note_out_of_memory(error, session)
         session.close(status="FAILED", goes_on=session.worlds.is_launched)
         raise
 
 
-def _note_out_of_memory(error: Exception, session: Session) -> None:
+def _note_out_of_memory(error: BaseException, session: Session) -> None:
     """Say where this rank was, if its memory has run out."""
     if (memory := session.memory) is not None:
         world, config = session.world, session.plan.config

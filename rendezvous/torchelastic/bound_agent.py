@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import api as starting
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
+from rendezvous.agent.worker_end import Worker, how_it_ended
 from rendezvous.orphans import BoundFunction, bound_command
 from rendezvous.torchelastic.standby import Program, Standby
 
@@ -79,6 +80,11 @@ class BoundAgent(LocalElasticAgent):
         self._renew_standby()
         return started
 
+    def _how_it_ended(self, local_rank: int, code: int) -> str:
+        """Describe how a worker ended, as the rest of a sentence."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return how_it_ended(handlers.get(local_rank), code)
+
     @contextlib.contextmanager
     def _starting_them(self) -> Iterator[None]:
         """Let TorchElastic start processes by `_start_worker`."""
@@ -92,6 +98,13 @@ class BoundAgent(LocalElasticAgent):
         self, *, stdout: str, stderr: str, env: dict[str, str], local_rank_id: int, **ordinary: Any
     ) -> Any:
         """Fork a worker from the standby process, or start a program as TorchElastic does; return its handler."""
+        return Worker(
+            lambda more: self._handler(
+                stdout=stdout, stderr=stderr, env={**env, **more}, local_rank_id=local_rank_id, **ordinary
+            )
+        )
+
+    def _handler(self, *, stdout: str, stderr: str, env: dict[str, str], local_rank_id: int, **ordinary: Any) -> Any:
         if self._program is not None and self._standby is not None and self._standby.is_ready:
             try:
                 return self._standby.start(self._program, {**os.environ, **env}, stdout, stderr)

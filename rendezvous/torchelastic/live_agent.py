@@ -92,7 +92,8 @@ class LiveAgent(BoundAgent):
                     if not self._may_replace(rank, code, now):
                         return self._fail(worker_group, rank, code)
                     self._due_at[rank] = now + (0.0 if code == STATE_LOST_CODE else self._pause_s(rank, now))
-                    _log.warning("worker %d ended with code %d: another is started in its place", rank, code)
+                    how = self._how_it_ended(rank, code)
+                    _log.warning("worker %d %s: another is started in its place", rank, how)
             if rank in self._due_at and now >= self._due_at[rank]:
                 del self._due_at[rank]
                 self._replace(worker_group, rank)
@@ -146,7 +147,8 @@ class LiveAgent(BoundAgent):
         return code not in FINAL_CODES and self._budget.take("signal" if code < 0 else "error", rank, now)
 
     def _fail(self, worker_group: WorkerGroup, rank: int, code: int) -> RunResult:
-        _log.error("worker %d ended with code %d, and no restart is left: this node leaves", rank, code)
+        why = "no other would end otherwise" if code in FINAL_CODES else "no restart is left (--max-restarts)"
+        _log.error("worker %d %s, and %s: this node leaves", rank, self._how_it_ended(rank, code), why)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 

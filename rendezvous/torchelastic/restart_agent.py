@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import signal
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,10 @@ class ElasticAgent(BoundAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Report workers that failed because of another node as healthy: the next look restarts them for free."""
         result: RunResult = super()._monitor_workers(worker_group)
+        for failure in result.failures.values():
+            if failure.exitcode != -signal.SIGTERM:  # with which the agent has ended the others
+                how = self._how_it_ended(failure.local_rank, failure.exitcode)
+                _log.warning("worker %d %s", failure.local_rank, how)
         if any(failure.exitcode in FINAL_CODES for failure in result.failures.values()):
             self._remaining_restarts = 0  # other workers in their place would meet the same: this node leaves
         elif result.state is WorkerState.FAILED and self._membership.is_restart_free():

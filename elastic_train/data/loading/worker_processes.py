@@ -12,12 +12,13 @@ torchdata's own state also names the number of workers and their states, and can
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import signal
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.resource_tracker import ensure_running
 from typing import Any
 
 import torch
@@ -31,10 +32,14 @@ from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.loader_state import check_place, cursor_of
 from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.loading.sample_rules import SampleRules
+from elastic_train.data.loading.worker_failures import NOTICED_S, ended_too_soon, need, need_no_more, needed
+from elastic_train.errors import UnfinishedError
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call
 
 LONGEST_END_S = 5.0
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""What asks a process to leave, which means the trainer: it ends its workers itself."""
 
 _reading: weakref.WeakSet[Generator[list[LaneBatch], None, None]] = weakref.WeakSet()
 
@@ -64,7 +69,13 @@ class LaneDataset:
         cursor = Cursor(slice_.epoch, slice_.lo)
         samples = self._order.samples(cursor, slice_.lane, slice_.hi - slice_.lo)
         step = self._order.step_of(cursor, self._micro_batch)
-        return self._builder.batch(self._builder.take(slice_.lane, cursor, step, samples, self._reader.rows_of), 0)
+        try:
+            return self._builder.batch(self._builder.take(slice_.lane, cursor, step, samples, self._reader.rows_of), 0)
+        except SystemExit as error:  # torch would let the worker end with it, and say nothing
+            raise UnfinishedError(
+                f"making step {step + 1} was to end a worker process with {error.code!r}, by sys.exit, quit or "
+                "SystemExit in the task's collate or in a library: let that code raise an error, or return"
+            ) from error
 
     def __getitems__(self, slices: list[LaneSlice]) -> list[LaneBatch]:
         return [self[slice_] for slice_ in slices]
@@ -146,7 +157,7 @@ class LaneDataLoader(StatefulDataLoader[LaneBatch]):  # type: ignore[misc]  # my
             collate_fn=_only,
             num_workers=num_workers,
             pin_memory=torch.cuda.is_available(),
-            multiprocessing_context="spawn" if num_workers else None,
+            multiprocessing_context=WorkerContext() if num_workers else None,
             worker_init_fn=_set_up_worker,
             snapshot_every_n_steps=len(sampler.lanes),  # one of torchdata's steps is an item, a lane of ours
         )
@@ -179,18 +190,44 @@ def read_in_workers(loader: LaneDataLoader, num_lanes: int) -> Iterator[list[Lan
     return steps
 
 
+class WorkerProcess(SpawnProcess):
+    """A worker that is deaf to requests to leave from its first instruction on.
+
+    A terminal sends them to all processes, and the imports of a worker take seconds.
+    """
+
+    def start(self) -> None:
+        ensure_running()  # it unblocks two signals when it starts something
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        need(self)
+
+
+class WorkerContext(SpawnContext):
+    """Starts them."""
+
+    Process = WorkerProcess
+
+
 def _read(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], None, None]:
-    others = set(multiprocessing.active_children())
-    batches = iter(loader)
-    workers = set(multiprocessing.active_children()) - others
+    others = needed()
     step: list[LaneBatch] = []
     try:
-        for batch in batches:
+        for batch in loader:
             step.append(batch)
             if len(step) == num_lanes:
                 yield step
                 step = []
+    except (RuntimeError, OSError, EOFError) as error:  # torch's words for a worker that is gone
+        if (why := ended_too_soon(NOTICED_S)) is not None:
+            raise why from error
+        raise
     finally:
+        workers = needed() - others
+        need_no_more(workers)
         loader.end()
         for worker in workers:  # torch terminates those that do not end, with a signal that they ignore
             worker.join(LONGEST_END_S)
@@ -211,5 +248,6 @@ def _only(batches: list[LaneBatch]) -> LaneBatch:
 def _set_up_worker(worker: int) -> None:
     """Leave signals to the trainer: a worker that died first would take the last commit with it."""
     torch.set_num_threads(1)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # which it was started with

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -116,11 +117,11 @@ def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committ
     assert sorted(line["step"] for line in lines) == sorted([*range(1, 41), *range(1, 41)])
 
 
-def poisoned(folder: Path, rows: Path, **data: object) -> str:
+def poisoned(folder: Path, rows: Path, how: str = "kill", **data: object) -> str:
     """Write the configuration of a job of 40 steps, one of whose samples ends the process that computes it."""
     config = Path(write_config(folder, rows, 40))
     tree = yaml.safe_load(config.read_text())
-    tree["task"] = {"path": "tests.tasks:Poisoned", "params": {**PARAMS, "ids": [POISON], "how": "kill"}}
+    tree["task"] = {"path": "tests.tasks:Poisoned", "params": {**PARAMS, "ids": [POISON], "how": how}}
     tree["data"] |= data
     config.write_text(yaml.safe_dump(tree | {"hang_timeout_s": 60.0}))
     return str(config)
@@ -130,14 +131,18 @@ POISON = 177  # not a sample of the validation set
 
 
 def test_a_sample_that_ends_its_process_is_found_and_left_out(tmp_path: Path, rows: Path) -> None:
-    """Two ranks die of it in turn; then it alone is tried, recorded as a hole, and all other samples are trained on."""
-    line = command(poisoned(tmp_path, rows, deadly="quarantine"), "--ranks", "2")
+    """Two ranks die of it in turn; then it alone is tried, recorded as a hole, and all other samples are trained on.
+
+    Its processes end with 0, which neither the job nor the trial takes for an end in good order.
+    """
+    line = command(poisoned(tmp_path, rows, "leave", deadly="quarantine"), "--ranks", "2")
     done = run(line)
     assert done.code == 0, done.output
+    assert "exited with 0 without finishing: another is started in its place" in done.output
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     (hole,) = result["holes"]
     assert (result["step"], hole["lo"], hole["hi"]) == (40, POISON, POISON + 1)
-    assert hole["why"] == "ends its process with SIGSEGV"
+    assert hole["why"] == "ends its process with code 0"
     assert result["num_left_out"] >= 1
     audited = et.open_store(str(tmp_path / "run"))
     head = et.discover(audited).head
@@ -154,6 +159,23 @@ def test_a_row_that_ends_every_process_that_inspects_it_keeps_no_job_from_traini
     assert done.code == 0, done.output
     assert json.loads((tmp_path / "run" / "result.json").read_text())["step"] == 10
     assert "3 worlds in a row did not get past step 0" in done.output
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_node_that_ends_with_0_has_finished(tmp_path: Path, rows: Path, recovery: str) -> None:
+    """Not one whose workers leave in the middle of the job, and whose restarts are used up."""
+    line = command(poisoned(tmp_path, rows, "leave"), "--recovery", recovery, "--max-restarts", "0")
+    done = run(line)
+    assert done.code == 1, done.output
+    assert "worker 0 exited with 0 without finishing" in done.output
+
+
+def test_code_that_quits_does_not_end_a_run_in_good_order(tmp_path: Path, rows: Path) -> None:
+    """A task or a library that raises SystemExit: the error says at which step and where."""
+    done = start([poisoned(tmp_path, rows, "quit")])
+    assert done.code == 1, done.output
+    said = r"error: the process was to end with None at step \d+ of 40 without finishing, .*tests/tasks.py, line \d+,"
+    assert re.search(said, done.output)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,11 +19,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
+from elastic_train.data.loading.collate import Collate
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
 from elastic_train.data.loading.loader_state import cursor_of
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE
+from elastic_train.data.loading.worker_failures import UNGUARDED_CODE, needed, refuse_unguarded
 from elastic_train.data.loading.worker_processes import (
     LaneDataLoader,
     LaneDataset,
@@ -30,8 +33,9 @@ from elastic_train.data.loading.worker_processes import (
     LaneSlice,
     read_in_workers,
 )
+from elastic_train.errors import ConfigError, ElasticTrainError, UnfinishedError
 from tests.conftest import PATIENCE_S, ROOT, write_rows
-from tests.elastic_train.data.loading.worker_collate import collate
+from tests.elastic_train.data.loading.worker_collate import Ending, collate
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +63,7 @@ def loader_of(
     num_steps: int | None = None,
     num_workers: int = 0,
     micro_batch: int = MICRO_BATCH,
+    collate: Collate = collate,
 ) -> LaneLoader:
     return LaneLoader(
         Reader(manifest, ["label"]),
@@ -309,7 +314,7 @@ from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.loader_state import cursor_of
 from elastic_train.data.loading.reader import Reader
 from elastic_train.core.order import Cursor, Order
-from tests.elastic_train.data.loading.worker_collate import collate
+from tests.elastic_train.data.loading.worker_collate import Ending, collate
 
 if __name__ == "__main__":
     manifest = load_manifest(sys.argv[1])
@@ -318,6 +323,41 @@ if __name__ == "__main__":
     steps = iter(LaneLoader(Reader(manifest, ["label"]), order, collate, **place))
     next(steps)
 """
+
+
+@pytest.mark.parametrize(
+    ("ending", "kind", "said"),
+    [
+        (Ending(0), UnfinishedError, "exited with 0 while its batches were needed"),
+        (Ending(-signal.SIGKILL), UnfinishedError, "was killed by SIGKILL"),
+        (Ending(UNGUARDED_CODE), ConfigError, 'put that call below `if __name__ == "__main__":`'),
+        (Ending(0, quits=True), UnfinishedError, "to end a worker process with 0, by sys.exit, quit or SystemExit"),
+    ],
+)
+def test_a_worker_that_ends_too_soon_is_an_error_that_says_how(
+    dataset: Manifest,
+    ending: Ending,
+    kind: type[ElasticTrainError],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever ends it, code 0 included; in no words of torch's."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    order = order_of(dataset)
+    loader = loader_of(dataset, order, range(1), num_steps=2, num_workers=1, collate=ending.collate)
+    with pytest.raises(kind, match=re.escape(said)):
+        list(loader)
+    assert needed() == set()
+
+
+def test_a_script_without_a_guard_trains_in_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What imports a script to become its worker ends where the script trains; any other process goes on."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    refuse_unguarded()
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    refuse_unguarded()
+    assert codes == [UNGUARDED_CODE]
 
 
 @pytest.mark.long

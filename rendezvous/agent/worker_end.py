@@ -1,0 +1,227 @@
+"""How a worker ends: finished, as the worker itself has said, or in another way, which its agent can describe.
+
+An exit code of 0 is no evidence of completion: a library that calls `quit()` or `os._exit(0)` has it as well. So a
+worker that knows of this module announces its work, and declares it finished at the end, on a page of memory that its
+agent reads. Until then an exit code of 0 is a failure. A program that announces nothing is judged by its exit code.
+
+Without an agent nobody reads the page. So Python's own `os._exit` is guarded in between, in the announcing process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from subprocess import TimeoutExpired
+from typing import NoReturn, Protocol
+
+PAGE = "ELASTIC_WORKER_PAGE"
+"""The variable with the path of a worker's page; taken away as soon as the worker has read it."""
+ANNOUNCED, FINISHED = b"announced", b"finished!"
+UNFINISHED_CODE = 70
+"""In place of 0, of a worker that has announced its work and ended without finishing it (sysexits: EX_SOFTWARE)."""
+FAILURE_CODE = 1
+IN_GOOD_ORDER = frozenset({0, 74, 75, 77, 79})
+"""Codes by which agents and schedulers know a worker that has left in good order."""
+_REASONS = {
+    signal.SIGBUS: "memory behind a mapped file is gone: shared memory (/dev/shm) is full, or a file was cut",
+    signal.SIGILL: "an instruction that this CPU does not have: a library was built for another one",
+    signal.SIGKILL: "by the system, or by hand",
+}
+
+
+class Process(Protocol):
+    """What is asked of a worker's process, such as a Popen."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class Handler(Protocol):
+    """A worker as TorchElastic has it."""
+
+    @property
+    def proc(self) -> Process: ...
+
+    def close(self, death_sig: signal.Signals | None = None) -> None: ...
+
+
+class _Work:
+    """What this process has announced: its page, and the `os._exit` that is guarded meanwhile."""
+
+    page: Path | None = None
+    pid = 0
+    where: Callable[[], str] | None = None
+    exit_now = staticmethod(os._exit)
+
+
+def announce(where: Callable[[], str] | None = None) -> None:
+    """Say that this process declares its work finished itself: ending with 0 before is a failure.
+
+    With `where`, which says how far the work is, `os._exit` is guarded from now on until `release`.
+    """
+    path = os.environ.pop(PAGE, None)  # what this process starts has no part in it
+    if path is not None:
+        _Work.page, _Work.pid = Path(path), os.getpid()
+    _say(ANNOUNCED)
+    if where is not None:
+        _Work.where, _Work.pid = where, os.getpid()
+        os._exit = _guarded_exit
+
+
+def declare_finished() -> None:
+    """Say that the work is done: an exit code of 0 means what it says."""
+    _say(FINISHED)
+
+
+def release() -> None:
+    """Guard `os._exit` no longer."""
+    _Work.where, os._exit = None, _Work.exit_now
+
+
+def _say(word: bytes) -> None:
+    if _Work.page is not None and _Work.pid == os.getpid():
+        _Work.page.write_bytes(word)
+
+
+def _guarded_exit(status: int) -> NoReturn:
+    """End this process, but not as if its work were finished; processes that it has forked end as they like."""
+    if _Work.where is None or _Work.pid != os.getpid() or status not in IN_GOOD_ORDER:
+        _Work.exit_now(status)
+    text = f"error: os._exit({status}) was called {_Work.where()} without finishing: code of the task, or a library\n"
+    os.write(2, text.encode())
+    _Work.exit_now(FAILURE_CODE)
+
+
+class Worker:
+    """A worker's handler, whose exit code of 0 counts only if the worker has finished what it announced."""
+
+    def __init__(self, start: Callable[[Mapping[str, str]], Handler]) -> None:
+        """Start the worker with a page of its own in the environment that `start` is to add."""
+        self._page = _new_page()
+        path = "" if self._page is None else f"/proc/{os.getpid()}/fd/{self._page}"
+        try:
+            self._handler = start({PAGE: path} if path else {})
+        except BaseException:
+            self._close_page()
+            raise
+        self._code: int | None = None
+        self._kills_before = memory_kills()
+
+    @property
+    def proc(self) -> Worker:
+        return self
+
+    @property
+    def pid(self) -> int:
+        return self._handler.proc.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code, a signal negated, UNFINISHED_CODE for a 0 that is none; None while it runs."""
+        if self._code is None and (code := self._handler.proc.poll()) is not None:
+            self._code = self._judged(code)
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return what `poll` does; raises TimeoutExpired."""
+        self._handler.proc.wait(timeout)
+        code = self.poll()
+        if code is None:
+            raise TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        self._handler.close(death_sig)
+
+    def how_it_ended(self) -> str:
+        """Describe its end, as the rest of a sentence about it."""
+        code = self.poll()
+        assert code is not None, "it has ended"
+        return described(code, self._kills_before)
+
+    def _judged(self, code: int) -> int:
+        said = b"" if self._page is None else os.pread(self._page, len(FINISHED), 0)
+        self._close_page()
+        return UNFINISHED_CODE if code == 0 and said == ANNOUNCED else code
+
+    def _close_page(self) -> None:
+        if self._page is not None:
+            os.close(self._page)
+            self._page = None
+
+    def __del__(self) -> None:
+        self._close_page()
+
+
+def _new_page() -> int | None:
+    """Return a page that a child of this process can write to by its path; None where there is none (not on Linux)."""
+    try:
+        page = os.memfd_create("worker")
+    except (AttributeError, OSError):
+        return None
+    if os.access(f"/proc/{os.getpid()}/fd/{page}", os.W_OK):
+        return page
+    os.close(page)
+    return None
+
+
+def how_it_ended(worker: object, code: int) -> str:
+    """Describe the end of what an agent has as a worker."""
+    return worker.how_it_ended() if isinstance(worker, Worker) else described(code)
+
+
+def described(code: int, kills_before: int | None = None) -> str:
+    """Describe the end of a process by its exit code, a signal negated, and `memory_kills` at its start."""
+    if code == UNFINISHED_CODE:
+        return "exited with 0 without finishing"
+    if code >= 0:
+        return f"ended with code {code}"
+    now = memory_kills()
+    if code == -signal.SIGKILL and None not in (now, kills_before) and (num := now - kills_before) > 0:  # type: ignore[operator]
+        return f"was killed for memory (cgroup: {num} kill{'s' if num > 1 else ''})"
+    try:
+        name = signal.Signals(-code)
+    except ValueError:
+        return f"was killed by signal {-code}"
+    reason = _REASONS.get(name)
+    return f"was killed by {name.name}" + (f" ({reason})" if reason else "")
+
+
+def memory_kills(root: Path = Path("/")) -> int | None:
+    """Return how many processes of this one's cgroup, else of this machine, the kernel has killed for memory so far."""
+    for file in _memory_files(root):
+        try:
+            lines = file.read_text().splitlines()
+        except OSError:
+            continue
+        for name, _, value in (line.partition(" ") for line in lines):
+            if name == "oom_kill" and value.isdecimal():
+                return int(value)
+    return None
+
+
+def _memory_files(root: Path) -> list[Path]:
+    """Return the files that count kills, the most specific first: of cgroups v2 and v1, then of the machine.
+
+    A container sees its own cgroup at the top, whatever path the kernel names.
+    """
+    files: list[Path] = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        kinds, _, path = rest.partition(":")
+        below = path.lstrip("/")
+        if kinds == "":
+            top = root / "sys/fs/cgroup"
+            files += [top / below / "memory.events", top / "memory.events", top / "unified" / below / "memory.events"]
+        elif "memory" in kinds.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            files += [top / below / "memory.oom_control", top / "memory.oom_control"]
+    return [*files, root / "proc/vmstat"]

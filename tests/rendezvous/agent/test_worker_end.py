@@ -1,0 +1,143 @@
+"""How workers end: an exit code of 0 counts only if they have finished what they announced; signals have names."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from rendezvous.agent import worker_end
+from rendezvous.agent.worker_end import (
+    FAILURE_CODE,
+    UNFINISHED_CODE,
+    Worker,
+    announce,
+    declare_finished,
+    described,
+    memory_kills,
+    release,
+)
+from rendezvous.torchelastic.standby import ForkedWorker
+
+
+def worker(work: Callable[[], object]) -> Worker:
+    """Start a worker that does some work, and ends with 0 in a way that Python hears nothing of."""
+
+    def start(more: Mapping[str, str]) -> ForkedWorker:
+        if pid := os.fork():
+            return ForkedWorker(pid)
+        os.environ.update(more)
+        try:
+            work()
+        finally:
+            ctypes.CDLL(None)._exit(0)
+        raise AssertionError
+
+    return Worker(start)
+
+
+def in_a_child(work: Callable[[], object]) -> None:
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    work()
+    worker_end._Work.exit_now(0)
+
+
+@pytest.mark.parametrize(
+    ("work", "code"),
+    [
+        (lambda: None, 0),
+        (announce, UNFINISHED_CODE),
+        (lambda: (announce(), declare_finished()), 0),
+        (lambda: (announce(), declare_finished(), announce()), UNFINISHED_CODE),
+        (lambda: (announce(), in_a_child(declare_finished)), UNFINISHED_CODE),
+        (lambda: in_a_child(announce), UNFINISHED_CODE),
+        (lambda: (announce(), worker_end._Work.exit_now(3)), 3),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
+    ],
+)
+def test_a_worker_that_ends_with_0_has_finished_what_it_announced(work: Callable[[], object], code: int) -> None:
+    """However it ends: this one leaves by the C library. Whoever announces nothing is taken at its word."""
+    ended = worker(work)
+    assert (ended.wait(60.0), ended.poll()) == (code, code)
+    assert ended.how_it_ended() == described(code)
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, FAILURE_CODE), (75, FAILURE_CODE), (3, 3)])
+def test_os_exit_does_not_pass_for_a_finished_run(status: int, code: int, tmp_path: Path) -> None:
+    """Also where there is no agent, and in any thread; not after the run, nor in a process that it has forked."""
+    said = tmp_path / "stderr"
+
+    def work() -> None:
+        os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
+        announce(lambda: "at step 19 of 60")
+        if child := os.fork():
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        else:
+            os._exit(0)
+        os._exit(status)
+
+    assert worker(work).wait(60.0) == code
+    text = f"error: os._exit({status}) was called at step 19 of 60 without finishing: code of the task, or a library\n"
+    assert said.read_text() == (text if code == FAILURE_CODE else "")
+    before = os._exit
+    announce(lambda: "")
+    assert os._exit is not before
+    release()
+    assert os._exit is before
+
+
+def tree(root: Path, files: Mapping[str, str]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/step/memory.events": "oom 9\noom_kill 2\n"}, 2),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.events": "low 0\noom_kill 3\noom_group_kill 9\n"}, 3),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/a\n4:memory:/a\n0::/\n",
+                "sys/fs/cgroup/memory/a/memory.oom_control": "under_oom 0\noom_kill 4\n",
+            },
+            4,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free_pages 7\noom_kill 5\n"}, 5),
+        ({}, None),
+    ],
+)
+def test_the_kernel_says_how_many_processes_it_has_killed_for_memory(
+    files: Mapping[str, str], expected: int | None, tmp_path: Path
+) -> None:
+    """In cgroups of both versions, in a container, and on a machine without any."""
+    assert memory_kills(tree(tmp_path, files)) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "before", "now", "expected"),
+    [
+        (-9, 1, 3, "was killed for memory (cgroup: 2 kills)"),
+        (-9, 3, 3, "was killed by SIGKILL (by the system, or by hand)"),
+        (-9, None, None, "was killed by SIGKILL (by the system, or by hand)"),
+        (-11, 1, 3, "was killed by SIGSEGV"),
+        (-signal.SIGBUS, 0, 0, "was killed by SIGBUS (memory behind a mapped file is gone: shared memory (/dev/shm)"),
+        (-signal.SIGILL, 0, 0, "was killed by SIGILL (an instruction that this CPU does not have"),
+        (-63, 0, 0, "was killed by signal 63"),
+        (UNFINISHED_CODE, 0, 0, "exited with 0 without finishing"),
+        (3, 0, 0, "ended with code 3"),
+    ],
+)
+def test_an_end_is_described(
+    code: int, before: int | None, now: int | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_end, "memory_kills", lambda: now)
+    assert described(code, before).startswith(expected)
