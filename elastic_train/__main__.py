@@ -1,8 +1,15 @@
-"""`python -m elastic_train CONFIG [--key value ...]`: the target of torchrun, and a world of one without it."""
+"""`python -m elastic_train CONFIG [--key value ...]`: the target of torchrun, and a world of one without it.
 
+Before its imports, which take seconds, it announces its work, and listens for requests to leave.
+"""
+
+from elastic_train.launch import departure
 from rendezvous.agent.worker_end import announce
+from rendezvous.open_files import fill_standard_streams
 
-announce()  # before the imports: whatever ends this process with 0 until the job is done is a failure
+fill_standard_streams()
+announce()
+departure.listen()
 
 from elastic_train.cli.main import main_train  # noqa: E402
 

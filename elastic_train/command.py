@@ -1,6 +1,6 @@
-"""The `elastic-train` command, as it is installed: a launcher listens for requests to leave before it imports anything.
+"""The `elastic-train` command, as it is installed: what trains listens for requests to leave before all imports.
 
-A scheduler may take a node back in the seconds in which the command is still being imported.
+A scheduler may take a node back, or a person press Ctrl-C, while the command is still being imported.
 """
 
 from __future__ import annotations
@@ -8,15 +8,20 @@ from __future__ import annotations
 import sys
 
 from elastic_train.launch import departure
+from rendezvous.open_files import fill_standard_streams
 
 
 def main() -> None:
     """Run a command and exit with its code."""
-    if sys.argv[1:2] == ["launch"]:
+    fill_standard_streams()
+    if sys.argv[1:2] in (["launch"], ["train"], ["ray"]):
         departure.listen()
     from elastic_train.cli.main import main as run
 
-    run()
+    try:
+        run()
+    finally:
+        departure.hear_no_more()
 
 
 if __name__ == "__main__":

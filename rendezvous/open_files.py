@@ -1,10 +1,15 @@
-"""How many files a process may open: each rank has a connection to every other one, and one has the store's, too."""
+"""How many files a process may open: each rank has a connection to every other one, and one has the store's, too.
+
+And the three that every process has: one that was started without them (`>&-`) gets ones that take and give nothing.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import resource
+import sys
 
 PER_RANK, BESIDES = 2, 256
 """Connections for each other rank, and what a process has open besides."""
@@ -41,3 +46,15 @@ def _warn_once(limit: int, needed: int, num_ranks: int) -> None:
         "LimitNOFILE of a systemd unit, --ulimit nofile of a container)",
         *(limit, num_ranks, needed),
     )
+
+
+def fill_standard_streams() -> None:
+    """Open what this process lacks of its standard streams, or a socket would become one, and be printed to."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - they stay open
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115

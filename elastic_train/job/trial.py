@@ -82,7 +82,9 @@ def _search_beside(folder: Path, limit_s: float) -> list[str]:
     environ = {key: value for key, value in os.environ.items() if key not in _NOT_LAUNCHED}
     command = [sys.executable, "-m", "elastic_train.job.trial", str(folder)]
     try:
-        said = subprocess.run(command, env=environ, stdout=subprocess.PIPE, timeout=limit_s, check=False).stdout
+        said = subprocess.run(
+            command, env=environ, stdout=subprocess.PIPE, timeout=limit_s, check=False, start_new_session=True
+        ).stdout
     except subprocess.TimeoutExpired as late:
         said = late.stdout or b""
     return said.decode().splitlines()

@@ -1,9 +1,9 @@
-"""Requests to leave that reach a launcher, from its first moment on: SIGTERM, SIGUSR1 and SIGINT.
+"""Requests to leave that reach a launcher, or a trainer that has not begun: SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 
 Until something has been started the process ends at once, with the code that lets a scheduler start it again. From then
 on a request is raised where the launcher waits, once; a second one, seconds later, ends the process as it is.
 
-This module imports nothing that takes time: a scheduler may take a node back while the launcher is being imported.
+This module imports nothing that takes time: a request may come while the launcher is being imported.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from elastic_train.system.preemption import EXIT_AT_ONCE, SAME_REQUEST_S
+from elastic_train.system.preemption import ORDERS, Orders, end_at_once, requests, tell
 
-REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+REQUESTS = (*ORDERS, signal.SIGUSR1)
 REQUEUE = 75
 
 
@@ -30,19 +30,23 @@ class _Departure:
 
     def __init__(self) -> None:
         self.since_s: float | None = None
-        self.raised: Callable[[str], BaseException] | None = None
+        self.raised: Callable[[int], BaseException] | None = None
+        self.at_once: Callable[[int], str] = lambda _: "its workers end with it"
+        """What to do before the process ends at once, by a signal; it returns the last word."""
+        self.orders = Orders()
 
     def note(self, number: int, frame: FrameType | None) -> None:
         name, now_s = signal.Signals(number).name, time.monotonic()
+        is_final = number in ORDERS and self.orders.is_final(number, now_s)
         if self.since_s is not None:
-            if now_s - self.since_s > SAME_REQUEST_S:
-                os._exit(EXIT_AT_ONCE)  # the workers die with it
+            if is_final:
+                end_at_once(number, self.at_once(number))
             return
         self.since_s = now_s
         if self.raised is None:
-            os.write(2, f"asked to leave by {name} before anything was started\n".encode())
+            tell(f"asked to leave by {name} before anything was started")
             os._exit(REQUEUE)
-        raise self.raised(f"asked to leave by {name}")
+        raise self.raised(number)
 
 
 _departure = _Departure()
@@ -50,8 +54,15 @@ _departure = _Departure()
 
 def listen() -> None:
     """Listen for requests from now on, for as long as this process lives."""
-    for number in REQUESTS:
+    for number in requests():
         signal.signal(number, _departure.note)
+
+
+def hear_no_more() -> None:
+    """Ignore requests, in a process that listened for them and is about to end with its exit code."""
+    for number in REQUESTS:
+        if signal.getsignal(number) == _departure.note:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def asked_s() -> float | None:
@@ -60,15 +71,24 @@ def asked_s() -> float | None:
 
 
 @contextlib.contextmanager
-def raising(kind: Callable[[str], BaseException]) -> Iterator[None]:
-    """Let a request raise this inside, in the main thread; how requests were taken before holds again afterwards."""
-    before = {number: signal.signal(number, _departure.note) for number in REQUESTS}
+def raising(kind: Callable[[int], BaseException], at_once: Callable[[int], str] | None = None) -> Iterator[None]:
+    """Let a request raise this inside, in the main thread; how requests were taken before holds again afterwards.
+
+    `at_once` is called, with the number of the signal, before the process ends by a second one.
+    """
+    before = {number: signal.signal(number, _departure.note) for number in requests()}
     raised, _departure.raised = _departure.raised, kind
+    earlier, _departure.at_once = _departure.at_once, at_once or _departure.at_once
     if raised is None:
-        _departure.since_s = None  # an earlier launch of this process
+        _departure.since_s, _departure.orders = None, Orders()  # an earlier launch of this process
     try:
         yield
     finally:
-        _departure.raised = raised
+        _departure.raised, _departure.at_once = raised, earlier
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def asked_by(number: int) -> AskedToLeave:
+    """Return what a request raises before there are workers."""
+    return AskedToLeave(f"asked to leave by {signal.Signals(number).name}")

@@ -1,12 +1,14 @@
 """`elastic-train launch`: one node of a job, run by TorchElastic's agents, with exit codes that a scheduler can act on.
 
-torchrun turns every failure and every signal into exit code 1. This launcher forwards SIGTERM, SIGUSR1 and SIGINT to
-the workers, waits for them, and exits with one code for all (`exit_codes`). Without an etcd endpoint it starts an etcd
-of its own: for a job of one node, or on the first node of a scheduler's job for all of them (`job_etcd`).
+torchrun turns every failure and every signal into exit code 1. This launcher answers SIGTERM, SIGINT, SIGHUP and
+SIGUSR1 by asking the workers to leave, waits for them, and exits with one code for all (`exit_codes`). Without an etcd
+endpoint it starts an etcd of its own: for a job of one node, or on the first node of a scheduler's job for all of them
+(`job_etcd`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -17,7 +19,10 @@ from elastic_train.launch import departure
 from elastic_train.launch.exit_codes import exit_code, outstayed
 from elastic_train.launch.job_etcd import JobEtcd, job_etcd
 from elastic_train.launch.options import Launch
-from elastic_train.system.preemption import GRACE_VARIABLE
+from elastic_train.system.preemption import GRACE_VARIABLE, tell
+
+LAST_WORDS_S = 2.0
+"""How long workers that are to end at once have for saying what is lost."""
 
 
 def launch(plan: Launch) -> int:
@@ -27,19 +32,26 @@ def launch(plan: Launch) -> int:
     errors: no etcd answers, or none can be started.
     """
     for warning in plan.warnings:
-        sys.stderr.write(f"warning: {warning}\n")
+        say(f"warning: {warning}\n")
     # torch takes seconds to import: not before the arguments are read
     from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
 
-    with departure.raising(departure.AskedToLeave):
+    with departure.raising(departure.asked_by):
         try:
             with translated(), job_etcd(plan) as etcd:
                 return _run_agent(plan, etcd)
         except departure.AskedToLeave as asked:
-            sys.stderr.write(f"{asked} before any worker was started\n")
+            say(f"{asked} before any worker was started\n")
             return Preempted.exit_code
         except TorchRendezvousError as error:
             raise ElasticTrainError(str(error)) from error
+
+
+def say(text: str) -> None:
+    """Write a line to standard error, which may be a terminal that is gone."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _run_agent(plan: Launch, etcd: JobEtcd) -> int:
@@ -79,7 +91,20 @@ def _run_agent(plan: Launch, etcd: JobEtcd) -> int:
             logs = DefaultLogsSpecs(log_dir=folder)
             agent = make_agent(spec, logs_specs=logs, start_method="spawn", shutdown_timeout=int(plan.grace_s))
             assert isinstance(agent, BoundAgent), "our handlers have our agents"
-            with departure.raising(lambda why: SignalException(why, signal.SIGTERM)):
+
+            def leave(number: int) -> SignalException:
+                name = signal.Signals(number).name
+                again = ", Ctrl-C again ends them at once" if number == signal.SIGINT else ""
+                tell(f"asked to leave by {name}: the workers have {plan.grace_s:g} s to commit{again}")
+                return SignalException(f"asked to leave by {name}", signal.SIGTERM)
+
+            def end_workers(number: int) -> str:
+                is_heard = agent.end_at_once(number, LAST_WORDS_S)
+                return (
+                    "its workers have said above what is lost" if is_heard else "steps since the newest commit are lost"
+                )
+
+            with departure.raising(leave, end_workers):
                 try:
                     has_failed = agent.run().is_failed()
                 except SignalException:
@@ -89,12 +114,12 @@ def _run_agent(plan: Launch, etcd: JobEtcd) -> int:
         except RendezvousTimeoutError as error:
             raise TooFewNodesError(str(error)) from error
         except RendezvousError as error:
-            sys.stderr.write(f"error: {error}\n")
+            say(f"error: {error}\n")
             has_failed = True
         finally:
             handler.shutdown()
     if is_asked and (num_killed := outstayed(codes)):
-        sys.stderr.write(
+        say(
             f"{num_killed} of {plan.ranks} workers had not left after {plan.grace_s:g} s (--grace-s) and were killed: "
             "the next start continues from the newest commit\n"
         )

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 from elastic_train.config.schema import Config
 from elastic_train.config.sources import variable_of
 from elastic_train.errors import ConfigError, CorruptError, NoProgressError, Preempted, TooFewNodesError
-from elastic_train.launch import departure
 from elastic_train.launch.job_etcd import JobEtcd
 from elastic_train.launch.options import TIMEOUT_S, for_no_etcd, parse_nodes
 from elastic_train.launch.schedulers import CONF, read_conf, without_schedulers
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.extras import needed_for
+from elastic_train.system.preemption import requests
 from rendezvous.etcd.options import wrong_id
 from rendezvous.etcd.server import EtcdServer, free_ports
 from rendezvous.orphans import bound_command
@@ -146,9 +146,9 @@ class Node:
 def run_on_ray(job: RayJob) -> tuple[int, Result | None]:
     """Run a job on the cluster that this process is connected to; return its exit code, and its result.
 
-    SIGTERM, SIGUSR1 and SIGINT ask all nodes to leave, and the code is 75; not where this is no main thread. Raises
-    ConfigError with all that is wrong, TooFewNodesError if Ray finds no place for any node in time, and ServerError if
-    no etcd can be started here.
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask all nodes to leave, and the code is 75; not where this is no main thread.
+    Raises ConfigError with all that is wrong, TooFewNodesError if Ray finds no place for any node in time, and
+    ServerError if no etcd can be started here.
     """
     if problems := list(job.problems()):
         raise ConfigError(*problems)
@@ -160,7 +160,7 @@ def run_on_ray(job: RayJob) -> tuple[int, Result | None]:
 def _requests() -> Iterator[threading.Event]:
     """Note requests to leave. Ray's own handler of SIGTERM aborts the process, and its calls let no other error out."""
     asked = threading.Event()
-    numbers = departure.REQUESTS if threading.current_thread() is threading.main_thread() else ()
+    numbers = requests() if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}
     try:
         yield asked

@@ -1,8 +1,11 @@
-"""Preemption: SIGTERM and SIGUSR1 set a flag that the loop reads at step boundaries.
+"""Preemption: SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1 set a flag that the loop reads at step boundaries.
 
 The flag is part of every step's collective, so all ranks stop after the same step, commit once, and leave together.
+While nothing would be lost, as before the first step, the process leaves at once instead, wherever it is.
+
 A second SIGTERM exits at once, without a commit, but one that follows within seconds is the same request: a scheduler
-that signals a whole process tree reaches a worker twice, directly and through its agent.
+that signals a whole process tree reaches a worker twice, directly and through its agent. A second Ctrl-C exits at once
+in any case. SIGHUP stays ignored where it was (nohup).
 
 A step may last longer than the launcher waits before it sends SIGKILL. So half of that time after SIGTERM, and never
 less than `RESERVE_S` before its end, a step that is still being computed is dropped: the applied state, which the step
@@ -16,14 +19,19 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
-EXIT_AT_ONCE = 143
-SAME_REQUEST_S = 3.0
+ORDERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Requests after which the process may be killed; SIGUSR1 is a warning."""
+EXIT_BY_SIGNAL = 128
+"""To which the number of the signal is added that has ended a process at once, as shells do."""
+SAME_REQUEST_S, SAME_KEY_S = 3.0, 0.3
+"""How long one request may take to arrive several times: as different signals or twice as SIGTERM, and as a Ctrl-C."""
+SHOW_CURSOR = "\x1b[?25h"
 GRACE_VARIABLE = "ELASTIC_TRAIN_STOP_GRACE_S"
 """Set by `elastic-train launch` for its workers: seconds from SIGTERM to SIGKILL."""
 TORCHELASTIC_GRACE_S = 30.0
@@ -38,20 +46,67 @@ class StepDropped(BaseException):
     """
 
 
+class LeaveNow(BaseException):
+    """The process is asked to leave, and nothing would be lost. Not an Exception: it comes out of whatever runs."""
+
+
+def requests() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this process to leave: not SIGHUP if whoever started it has it ignored."""
+    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in (*ORDERS, signal.SIGUSR1) if not (is_deaf and number == signal.SIGHUP))
+
+
+class Orders:
+    """The orders to leave that a process has got, and the one after which it is to end at once."""
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None
+        """When the first one came (monotonic seconds)."""
+
+    def is_final(self, number: int, now_s: float) -> bool:
+        """Note an order; say whether it asks this process to end at once, as it was asked to leave before."""
+        if self.since_s is None:
+            self.since_s = now_s
+            return False
+        if number == signal.SIGHUP:  # shell and kernel send it one after the other
+            return False
+        return now_s - self.since_s > (SAME_KEY_S if number == signal.SIGINT else SAME_REQUEST_S)
+
+
+def tell(text: str) -> None:
+    """Write a line to standard error in a handler of signals; a terminal may be gone with the one that sent it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def end_at_once(number: int, said: str) -> NoReturn:
+    """End this process by an order to do so, with a last word if there is one."""
+    if said:
+        tell((f"{SHOW_CURSOR}\n" if os.isatty(2) else "") + f"ended at once by {signal.Signals(number).name}: {said}")
+    os._exit(EXIT_BY_SIGNAL + number)
+
+
 class LeaveRequest:
     """Whether this process was asked to leave, and since when (monotonic seconds); create one, in the main thread.
 
     `grace_s` is the time from SIGTERM to SIGKILL, in seconds; None where nobody kills, or nobody says when.
     """
 
+    may_go: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether a request may raise LeaveNow at this moment, as nothing would be lost."""
+    lost: Callable[[], str] = staticmethod(lambda: "nothing is lost")
+    """What is lost if the process ends at this moment; nothing if another process says it."""
+
     def __init__(self, grace_s: float | None = None) -> None:
         self.is_set = False
         self.since_s = 0.0
+        self.name = ""
+        """Of the first signal; empty if it was none."""
         self.is_late = False
         """Whether no more time may be spent on a step."""
         self._grace_s = grace_s
-        self._is_droppable = self._is_ordered = False
-        self._earlier = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        self._is_droppable, self._orders = False, Orders()
+        self._earlier = {number: signal.signal(number, self._note) for number in requests()}
         if grace_s is not None:
             self._earlier[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._be_late)
 
@@ -61,6 +116,11 @@ class LeaveRequest:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._earlier.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def hear_no_more(self) -> None:
+        """Ignore all requests, in a process that is about to end with what it was asked for, or with its result."""
+        for number in self._earlier:
+            signal.signal(number, signal.SIG_IGN)
 
     @property
     def patience_s(self) -> float:
@@ -93,15 +153,19 @@ class LeaveRequest:
         now_s = time.monotonic()
         is_first, self.is_set = not self.is_set, True
         if is_first:
-            self.since_s = now_s
-        if number != signal.SIGTERM:
-            return
-        if self._is_ordered and now_s - self.since_s > SAME_REQUEST_S:
-            os._exit(EXIT_AT_ONCE)
-        if not self._is_ordered:
-            self._is_ordered, self.since_s = True, now_s
-            if self._grace_s is not None:
-                signal.setitimer(signal.ITIMER_REAL, step_time_s(self._grace_s))
+            self.since_s, self.name = now_s, signal.Signals(number).name
+        if number in ORDERS:
+            is_first_order = self._orders.since_s is None
+            if self._orders.is_final(number, now_s):
+                end_at_once(number, self.lost())
+            if is_first_order:
+                self.since_s = now_s
+                if self._grace_s is not None:
+                    signal.setitimer(signal.ITIMER_REAL, step_time_s(self._grace_s))
+        if is_first and self.may_go():
+            raise LeaveNow
+        if is_first and number == signal.SIGINT and self._grace_s is None:
+            tell(f"asked to leave by {self.name}: this step is finished and committed; Ctrl-C again ends at once")
 
     def _be_late(self, number: int, frame: FrameType | None) -> None:
         self.is_late = True

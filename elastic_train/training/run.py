@@ -5,6 +5,7 @@ Every error of the command ends here, in a message and an exit code.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.data.loading.worker_failures import refuse_unguarded
-from elastic_train.errors import ElasticTrainError, UnfinishedError, explain
+from elastic_train.errors import ElasticTrainError, Preempted, UnfinishedError, explain
 from elastic_train.system.preemption import LeaveRequest, launched_grace_s
 from elastic_train.tracking.progress import flush_streams
 from elastic_train.training.result import TrainResult
@@ -38,9 +39,10 @@ def train(config: Config | str | Path) -> TrainResult:
     The result is equal on every rank. `run.dir` holds the same in result.json, and the weights in its commits
     (`discover`, `read_state`).
 
-    Call it in the main thread: until it returns, SIGTERM and SIGUSR1 ask it to commit and leave at the next step, and
-    a second SIGTERM more than 3 s later ends the process at once. It sets torch's thread count, Python's switch
-    interval and, unless `reduction: fast`, torch's deterministic mode for the whole process, also for what follows.
+    Call it in the main thread: until it returns, SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask it to commit and leave at the
+    next step, and a second Ctrl-C, or a second SIGTERM more than 3 s later, ends the process at once. It sets torch's
+    thread count, Python's switch interval and, unless `reduction: fast`, torch's deterministic mode for the whole
+    process, also for what follows.
 
     Under torchrun call it on every rank, before any process group is made: it joins the world by itself, one world
     after another with `recovery=live`. End such a process as the command does: flush, then `os._exit(0)`, or
@@ -79,19 +81,29 @@ def run(path: Path, overrides: Sequence[str]) -> int:
         config = sources.load(path, environ=os.environ, arguments=overrides)
         ended = _supervised(config, leave, started_at)
         code = ended.exit_code if isinstance(ended, ElasticTrainError) else 0
+        if isinstance(ended, Preempted) and os.environ.get("LOCAL_RANK", "0") == "0":
+            _say(f"{ended}")
     except ElasticTrainError as error:
-        sys.stderr.write(explain(error) + "\n")
+        _say(explain(error))
         code = error.exit_code
     except RendezvousError as error:
-        sys.stderr.write(f"error: {error}\n")
+        _say(f"error: {error}")
         code = 1
     except Exception:  # noqa: BLE001 - the last resort: an unforeseen error must still be shown and end the process
         traceback.print_exc()
         code = 1
     flush_streams()
+    leave.hear_no_more()
     if _is_launched():
         os._exit(code)  # a stuck collective's thread must not keep the process from leaving
     return code
+
+
+def _say(text: str) -> None:
+    """Write a line to standard error, which may be a terminal that is gone."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def _supervised(config: Config, leave: LeaveRequest, started_at: float) -> Ended:

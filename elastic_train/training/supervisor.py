@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -27,8 +28,9 @@ from elastic_train.health.proof import Proof, begin_proof
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
-from elastic_train.system.preemption import LeaveRequest, StepDropped
+from elastic_train.system.preemption import LeaveNow, LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.system.wording import counted
 from elastic_train.tasks.task import Finishing
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import UnformedWorlds, note_unfit
@@ -52,6 +54,7 @@ Ended = TrainResult | ElasticTrainError
 one (it was asked to leave, or the result could not be written)."""
 
 LEAVING_PATIENCE_S = 8.0
+RESUME = "the same command resumes"
 MOST_FAILED_WORLDS, MOST_FIRST_WORLDS, FAILED_WORLD_PAUSE_S = 60, 10, 2.0
 """How often, and how long, live ranks wait for storage that a new world needs: those that hold a state, and those that
 have none yet, since a rank that has one may be in their world."""
@@ -64,8 +67,13 @@ class HowFar:
     state: AppliedState | None = None
     total_steps: int = 0
 
+    @property
+    def step(self) -> int:
+        """The step that was applied last."""
+        return 0 if self.state is None else self.state.step
+
     def __str__(self) -> str:
-        return "before the first step" if self.state is None else f"at step {self.state.step} of {self.total_steps}"
+        return "before the first step" if self.state is None else f"at step {self.step} of {self.total_steps}"
 
 
 def supervise(config: Config, leave: LeaveRequest, started_at: float, how_far: HowFar | None = None) -> Ended:
@@ -74,6 +82,22 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float, how_far: H
     `started_at` is when the process began, in unix seconds; `how_far` is kept up to date. Raises ElasticTrainError,
     and RendezvousError where membership fails.
     """
+    how_far = how_far or HowFar()
+    leave.may_go, leave.lost = lambda: how_far.step == 0, lambda: "nothing is lost, as no step was applied"
+    try:
+        if leave.is_set:
+            raise LeaveNow
+        return _prepare(config, leave, started_at, how_far)
+    except LeaveNow:
+        step = how_far.step
+        saved = f"step {step} is committed" if step else "no step was applied, so there is nothing to commit"
+        return Preempted(f"asked to leave{by(leave)}; {saved}: {RESUME}")
+    finally:
+        leave.may_go = lambda: False
+
+
+def _prepare(config: Config, leave: LeaveRequest, started_at: float, how_far: HowFar) -> Ended:
+    """Refuse what can be refused, build the state, and train it."""
     make_repeatable(config)
     plan = make_plan(config)
     proof, meter = begin_proof(config, plan.device), Meter(plan.device)  # beside what follows
@@ -81,8 +105,7 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float, how_far: H
         record_allocations(plan.device)
     try:
         state = plan.build_state(may_defer=True)
-        if how_far is not None:
-            how_far.state, how_far.total_steps = state, plan.total_steps
+        how_far.state, how_far.total_steps = state, plan.total_steps
         with contextlib.closing(Watchdog(config.hang_timeout_s)) as watchdog:
             return _train_on(plan, state, watchdog, leave, started_at, proof, meter)
     except Exception as error:
@@ -118,7 +141,7 @@ def _train_on(
             with leave.droppable():
                 warm_up(plan, state)
         except StepDropped:
-            return Preempted("asked to leave before the first world")
+            raise LeaveNow from None
     if proof is not None:
         _prove(proof, files, config, leave)
     use = StoreUse(plan.config.checkpoint_url)
@@ -128,6 +151,9 @@ def _train_on(
     )
     try:
         return _train_through(process)
+    except LeaveNow:
+        worlds.leave(is_job_done=False)
+        raise
     finally:
         if page is not None:
             page.close()
@@ -225,17 +251,45 @@ def _leave_alone(process: Process) -> Preempted:
     """
     step = process.state.step
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        return Preempted(f"asked to leave, the step after {step} was dropped: start again to resume")
+        return Preempted(f"asked to leave, the step after {step} was dropped: {RESUME}")
     if not commit_alone(process.plan, process.state, process.save_memory, run_id=own_run_id()):
         return Preempted(
             f"asked to leave, the step after {step} was dropped; of step {step} this rank holds a part alone, which it "
-            "cannot commit: start again to resume from the newest commit"
+            f"cannot commit: {RESUME} from the newest commit"
         )
-    return Preempted(f"asked to leave, the step after {step} was dropped; step {step} is committed: start again")
+    return Preempted(f"asked to leave, the step after {step} was dropped; step {step} is committed: {RESUME}")
+
+
+def by(leave: LeaveRequest) -> str:
+    """Return by which signal a process was asked to leave, for a message."""
+    return f" by {leave.name}" if leave.name else ""
+
+
+def _lost(session: Session) -> str:
+    """Say what is lost if this process ends at this moment."""
+    step, head, formed = session.state.step, session.commits.head, session.world.launched
+    committed = 0 if head is None else head.step
+    if not session.world.is_leader:
+        return ""  # the leader alone knows
+    if step == committed:
+        return f"nothing is lost: step {step} is committed" if step else "nothing is lost, as no step was applied"
+    lost = counted(step - committed, "step")
+    lost += f" since the commit of step {committed}" if committed else ""
+    others = ", unless other members continue" if formed is not None and formed.num_nodes > 1 else ""
+    return f"{lost} {'is' if step - committed == 1 else 'are'} lost{others}; {RESUME} from step {committed}"
+
+
+def _has_nothing_to_lose(session: Session) -> bool:
+    """Say whether a process that ends at this moment takes nothing along."""
+    step = session.state.step
+    return step == 0 or (session.world.group.size == 1 and session.commits.has_head_at(step) and not session.is_over)
 
 
 def _train_in(session: Session) -> Ended | None:
     """Train in one world; return how the job ended for this process, None if another world is to follow."""
+    leave = session.leave
+    leave.lost = functools.partial(_lost, session)
+    leave.may_go = functools.partial(_has_nothing_to_lose, session)
     try:
         outcome = train_steps(session)
         session.watchdog.leave()
@@ -247,6 +301,15 @@ def _train_in(session: Session) -> Ended | None:
     except (PeerLostError, FencedError):
         session.watchdog.leave()
         session.pause()
+        raise
+    except LeaveNow:
+        leave.may_go = lambda: False
+        session.watchdog.leave()
+        if session.world.group.size > 1:
+            session.pause()  # others may continue
+        else:
+            session.close(status="KILLED")
+        session.world.group.abandon()
         raise
     except StepDropped:
         sys.stderr.write(f"no time left to finish a step: the one after step {session.state.step} is dropped\n")
@@ -276,7 +339,7 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
         session.pause()
         session.world.group.abandon()
         session.worlds.leave(is_job_done=False)
-        return Preempted(f"asked to leave after step {step}; the other members continue")
+        return Preempted(f"asked to leave{by(session.leave)} after step {step}; the other members continue")
     if session.state.compiled is not None and (share := session.state.compiled.describe_share()) is not None:
         session.world.announce(share)
     digest = session.state.shards.digest(session.world.group)
@@ -291,7 +354,7 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
     session.world.group.close()  # nobody leaves while another still waits for an answer
     session.worlds.leave(is_job_done=outcome is Outcome.DONE)
     if outcome is not Outcome.DONE:
-        return Preempted(f"asked to leave; step {step} is committed: start again to resume from it")
+        return Preempted(f"asked to leave{by(session.leave)}; step {step} is committed: {RESUME} from it")
     # A launcher that restarts whatever does not end with 0 would begin a job again that is done.
     is_restarted = session.worlds.is_launched and not session.worlds.is_live
     return result if error is None or is_restarted else error

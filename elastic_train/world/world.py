@@ -28,6 +28,7 @@ from elastic_train.errors import ConfigError, ElasticTrainError, FencedError, St
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
 from elastic_train.system.file_systems import location_of
+from elastic_train.system.preemption import LeaveNow
 from elastic_train.system.wording import counted
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
@@ -168,7 +169,7 @@ def enter_world(
         bound, term, nonce, word = agree(group, begin_term)
         word_of_store = _find_store(group, store, fence, bound, one_store.Claimed(term, nonce), use)
         writes = word_of_store is not None and use.try_again()
-    except ElasticTrainError:
+    except (ElasticTrainError, LeaveNow):
         fence.close()
         raise
     use.last_term = term

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 
 from rendezvous.agent.worker_end import Worker, how_it_ended
 from rendezvous.orphans import BoundFunction, bound_command
-from rendezvous.torchelastic.standby import Program, Standby
+from rendezvous.torchelastic.standby import LOOK_EVERY_S, Program, Standby
 
 FINAL_CODES = frozenset({2, 65, 71, 93})
 """Codes of errors that another worker in a failed one's place would meet as well: bad input, damage, a machine that
@@ -61,6 +63,19 @@ class BoundAgent(LocalElasticAgent):
         handlers = getattr(self._pcontext, "subprocess_handlers", {}).values()
         return [code for handler in handlers if (code := handler.proc.poll()) is not None]
 
+    def end_at_once(self, number: int, within_s: float) -> bool:
+        """Pass on an order to end at once; say whether all workers have ended by then."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {}).values()
+        for handler in handlers:
+            if handler.proc.poll() is None:
+                handler.close(signal.Signals(number))
+        deadline = time.monotonic() + within_s
+        while any(handler.proc.poll() is None for handler in handlers):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOOK_EVERY_S)
+        return True
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start each worker so that it dies with this agent, whatever program or function it is."""
         if self._standby is not None:
@@ -87,12 +102,21 @@ class BoundAgent(LocalElasticAgent):
 
     @contextlib.contextmanager
     def _starting_them(self) -> Iterator[None]:
-        """Let TorchElastic start processes by `_start_worker`."""
+        """Let TorchElastic start processes by `_start_worker`, and keep how signals were taken.
+
+        TorchElastic sets its own handlers whenever it starts workers, also in place of a launcher's, or where whoever
+        started this process has a signal ignored (nohup).
+        """
+        before = {number: signal.getsignal(number) for number in signal.valid_signals()}
         starting.get_subprocess_handler = self._start_worker  # type: ignore[assignment, attr-defined]
         try:
             yield
         finally:
             starting.get_subprocess_handler = get_subprocess_handler  # type: ignore[attr-defined]
+            for number, handler in before.items():
+                is_default = handler in (None, signal.SIG_DFL, signal.default_int_handler)
+                if not is_default and handler is not signal.getsignal(number):
+                    signal.signal(number, handler)
 
     def _start_worker(
         self, *, stdout: str, stderr: str, env: dict[str, str], local_rank_id: int, **ordinary: Any

@@ -147,8 +147,8 @@ def _become(request: socket.socket, agent: int, between: int, dispositions: dict
     """Become what the program's command line would have started, if the agent still wants it."""
     os.setsid()
     set_name("worker")
-    for number, before in dispositions.items():
-        signal.signal(number, before)
+    for number, before in dispositions.items():  # until the program runs, Ctrl-C ends this process without a traceback
+        signal.signal(number, signal.SIG_DFL if before is signal.default_int_handler else before)
     _await_adoption(agent, between)
     die_with_parent()
     wanted = _wanted(request, agent)
@@ -165,6 +165,7 @@ def _become(request: socket.socket, agent: int, between: int, dispositions: dict
         ordinary = [sys.executable, "-u", "-m", wanted["module"], *wanted["arguments"]]
         os.execve(sys.executable, ordinary, wanted["env"])
     sys.argv = [wanted["module"], *wanted["arguments"]]
+    signal.signal(signal.SIGINT, dispositions[signal.SIGINT])
     _end(_run(wanted["module"]))
 
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import atexit
 import signal
+import threading
 import warnings
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
 from typing import Any
 
@@ -215,12 +217,17 @@ class WorkerContext(SpawnContext):
 def _read(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], None, None]:
     others = needed()
     step: list[LaneBatch] = []
+    is_cut_short = True
     try:
         for batch in loader:
             step.append(batch)
             if len(step) == num_lanes:
                 yield step
                 step = []
+        is_cut_short = False
+    except GeneratorExit:
+        is_cut_short = False
+        raise
     except (RuntimeError, OSError, EOFError) as error:  # torch's words for a worker that is gone
         if (why := ended_too_soon(NOTICED_S)) is not None:
             raise why from error
@@ -228,10 +235,26 @@ def _read(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], 
     finally:
         workers = needed() - others
         need_no_more(workers)
+        if is_cut_short:
+            _kill(workers)
         loader.end()
         for worker in workers:  # torch terminates those that do not end, with a signal that they ignore
             worker.join(LONGEST_END_S)
             worker.kill()
+
+
+def _kill(workers: Iterable[BaseProcess]) -> None:
+    """End workers at once: this process has failed, or leaves, and those that still import end for nothing else.
+
+    torch's handler would take each for a failure.
+    """
+    is_heard = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if is_heard else None
+    for worker in workers:
+        worker.kill()
+        worker.join(LONGEST_END_S)
+    if before is not None:
+        signal.signal(signal.SIGCHLD, before)
 
 
 @atexit.register

@@ -78,14 +78,19 @@ def command(config: str, *flags: str) -> list[str]:
     return [sys.executable, "-m", "elastic_train.cli.main", "launch", config, *flags]
 
 
-def test_sigterm_ends_with_75_and_the_same_command_resumes(tmp_path: Path, rows: Path) -> None:
+def test_ctrl_c_ends_with_75_and_the_same_command_resumes(tmp_path: Path, rows: Path) -> None:
     """Asked to leave, the launcher ends with 75, committed; started again, with 0, from where it was."""
-    left = tmp_path / "left"
+    left, log = tmp_path / "left", tmp_path / "log"
     config = write_config(tmp_path, rows, 80, lane_ms=60.0, until=left)
-    job = begin(command(config, "--ranks", "2"))
+    job = begin(command(config, "--ranks", "2"), log)
     until_whole(tmp_path / "run", 2)
-    job.send_signal(signal.SIGTERM)
+    eventually(lambda: applied(tmp_path / "run") > 1, "a step")
+    job.send_signal(signal.SIGINT)
     assert job.wait(PATIENCE_S) == 75
+    said = re.findall(
+        r"asked to leave by SIGTERM; step \d+ is committed: the same command resumes from it", log.read_text()
+    )
+    assert len(said) == 1 and "Traceback" not in log.read_text()
     left.touch()
     assert run(command(config, "--ranks", "1")).code == 0
     restores = [line for line in history(tmp_path / "run") if line["op"] == "restore"]
@@ -115,6 +120,23 @@ def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committ
     assert run(line).code == 0
     lines = [line for line in history(tmp_path / "run") if line["op"] == "step"]
     assert sorted(line["step"] for line in lines) == sorted([*range(1, 41), *range(1, 41)])
+
+
+def test_a_second_ctrl_c_ends_a_job_at_once(tmp_path: Path, rows: Path) -> None:
+    """In the middle of a step that would keep it for a long time, and with what that costs."""
+    log = tmp_path / "log"
+    config = write_config(tmp_path, rows, ENDLESS, lane_ms=1500.0, until=tmp_path / "never")
+    job = begin(command(config, "--ranks", "1", "--grace-s", "600"), log)
+    until_whole(tmp_path / "run", 1)
+    eventually(lambda: applied(tmp_path / "run") > 0, "a step")
+
+    def ended() -> bool:
+        job.send_signal(signal.SIGINT)
+        return job.poll() is not None
+
+    eventually(ended, "its end")
+    assert job.poll() == 130
+    assert re.search("ended at once by SIGINT: [12] steps? (is|are) lost", log.read_text())
 
 
 def poisoned(folder: Path, rows: Path, how: str = "kill", **data: object) -> str:

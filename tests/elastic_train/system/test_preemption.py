@@ -12,15 +12,19 @@ import pytest
 from elastic_train.system import preemption
 from elastic_train.system.preemption import (
     GRACE_VARIABLE,
+    ORDERS,
     TORCHELASTIC_GRACE_S,
+    LeaveNow,
     LeaveRequest,
+    Orders,
     StepDropped,
     launched_grace_s,
     step_time_s,
 )
 from tests.conftest import PATIENCE_S
 
-NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
+TERM, INT, HUP = ORDERS
 
 
 @pytest.fixture
@@ -97,7 +101,65 @@ def test_a_second_sigterm_leaves_at_once(leave: LeaveRequest, monkeypatch: pytes
     assert codes == []  # a scheduler that signals the whole tree
     monkeypatch.setattr(preemption, "SAME_REQUEST_S", -1.0)
     ask(signal.SIGTERM)
-    assert codes == [preemption.EXIT_AT_ONCE]
+    assert codes == [143]
+
+
+@pytest.mark.parametrize(
+    ("orders", "is_final"),
+    [
+        ([(TERM, 0.0), (TERM, 2.9)], False),
+        ([(TERM, 0.0), (TERM, 3.1)], True),
+        ([(INT, 0.0), (INT, 0.1)], False),
+        ([(INT, 0.0), (INT, 0.1), (INT, 0.2), (INT, 0.4)], True),
+        ([(TERM, 0.0), (INT, 1.0)], True),
+        ([(INT, 0.0), (TERM, 1.0)], False),
+        ([(HUP, 0.0), (HUP, 9.0)], False),
+        ([(HUP, 0.0), (TERM, 9.0)], True),
+    ],
+)
+def test_a_second_order_ends_at_once_unless_it_is_the_first_again(
+    orders: list[tuple[signal.Signals, float]], is_final: bool
+) -> None:
+    """A scheduler's reaches a process twice, within seconds; a key is pressed twice within less; a terminal is gone."""
+    got = Orders()
+    assert [got.is_final(number, at_s) for number, at_s in orders] == [False] * (len(orders) - 1) + [is_final]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_whoever_has_nothing_to_lose_leaves_where_it_is(
+    leave: LeaveRequest, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: a second request finds it leaving. Where something would be lost, nothing is raised."""
+    with pytest.raises(LeaveNow):
+        leave.may_go = lambda: True
+        ask(number)
+    ask(signal.SIGHUP)
+    assert leave.is_set and leave.name == signal.Signals(number).name
+
+
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
+    leave: LeaveRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(preemption, "SAME_KEY_S", -1.0)
+    leave.lost = lambda: "3 steps are lost"
+    ask(signal.SIGTERM)
+    ask(signal.SIGINT)
+    assert codes == [130]
+    assert capfd.readouterr().err == "ended at once by SIGINT: 3 steps are lost\n"
+
+
+def test_a_hangup_that_was_ignored_stays_so() -> None:
+    """As `nohup` starts a process."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        leave = LeaveRequest()
+        ask(signal.SIGHUP)
+        assert not leave.is_set and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        leave.release()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("grace_s", "step_s"), [(3.0, 1.5), (30.0, 15.0), (120.0, 90.0), (0.0, 0.001)])

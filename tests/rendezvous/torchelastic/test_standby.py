@@ -313,7 +313,7 @@ def agent_with(standby: object, monkeypatch: pytest.MonkeyPatch) -> tuple[BoundA
 
 
 def start_worker(agent: BoundAgent) -> Any:
-    return BoundAgent._start_worker(
+    return BoundAgent._handler(
         agent,
         entrypoint=sys.executable,
         args=("-m", "this"),
