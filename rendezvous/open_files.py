@@ -5,11 +5,18 @@ And the three that every process has: one that was started without them (`>&-`) 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
+import io
 import logging
 import os
 import resource
 import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 PER_RANK, BESIDES = 2, 256
 """Connections for each other rank, and what a process has open besides."""
@@ -48,13 +55,48 @@ def _warn_once(limit: int, needed: int, num_ranks: int) -> None:
     )
 
 
+class _Surviving(io.FileIO):
+    """A stream that takes and forgets what is written once its reader, or its terminal, is gone."""
+
+    def write(self, content: ReadableBuffer) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if self.fileno() == 1:
+                with contextlib.suppress(OSError):
+                    os.write(2, f"standard output is closed ({error.strerror}); training continues\n".encode())
+            return memoryview(content).nbytes
+
+
 def fill_standard_streams() -> None:
-    """Open what this process lacks of its standard streams, or a socket would become one, and be printed to."""
+    """Open what this process lacks of its standard streams, or a socket would become one, and be printed to.
+
+    Output outlives its reader: what a task prints must not end a run, as under `| head`.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             os.set_inheritable(number, True)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - they stay open
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = _surviving(1, sys.stdout), _surviving(2, sys.stderr)
+
+
+def _surviving(number: int, stream: TextIO | None) -> TextIO:
+    """Return a stream of the same kind that survives; one that is not the process's own, as in tests, stays."""
+    if stream is not None and not (isinstance(stream, io.TextIOWrapper) and stream.fileno() == number):
+        return stream
+    raw = _Surviving(number, "w", closefd=False)
+    if stream is None:
+        return io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True)
+    stream.flush()
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

@@ -92,6 +92,8 @@ class LeaveRequest:
     `grace_s` is the time from SIGTERM to SIGKILL, in seconds; None where nobody kills, or nobody says when.
     """
 
+    name = ""
+    """Of the first signal; empty if it was none."""
     may_go: Callable[[], bool] = staticmethod(lambda: False)
     """Whether a request may raise LeaveNow at this moment, as nothing would be lost."""
     lost: Callable[[], str] = staticmethod(lambda: "nothing is lost")
@@ -100,8 +102,6 @@ class LeaveRequest:
     def __init__(self, grace_s: float | None = None) -> None:
         self.is_set = False
         self.since_s = 0.0
-        self.name = ""
-        """Of the first signal; empty if it was none."""
         self.is_late = False
         """Whether no more time may be spent on a step."""
         self._grace_s = grace_s

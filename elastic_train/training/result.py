@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ from elastic_train.errors import ResultError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.system.atomic_files import write_atomically
-from elastic_train.tasks.task import Finishing
+from elastic_train.system.wording import counted
+from elastic_train.tasks.task import Exporting, Finishing
 from elastic_train.training.session import Session
 from rendezvous.waiting import GivenUp, begin
 
@@ -117,6 +119,23 @@ def source_results(plan: Plan, state: AppliedState) -> tuple[SourceResult, ...]:
 def _ended_by(plan: Plan, state: AppliedState) -> str:
     stopping = plan.config.validation.early_stopping
     return EARLY_STOPPING if is_exhausted(stopping, state.reached.improvement) else LAST_STEP
+
+
+def last_line(session: Session, result: TrainResult) -> str:
+    """Say what a job that is done has made, and what to do with it."""
+    config, head = session.plan.config, session.commits.head
+    early = ""
+    if result.ended_by == EARLY_STOPPING and result.improvement is not None:
+        early = f" (early stopping; the best validation was that of step {result.improvement.best_step})"
+    validated = result.metrics.get("loss")
+    kind, loss = ("loss", session.loss) if validated is None else ("validation loss", validated)
+    shown = "" if loss is None else f", {kind} {loss:.4f}"
+    where = config.checkpoint_url + ("" if head is None else f" ({head.key})")
+    to = "" if isinstance(session.plan.task, Exporting) else " --to safetensors"
+    return (
+        f"Done: {counted(result.step, 'step')}{early}{shown}, weights in {where}, "
+        f"next: elastic-train export {shlex.quote(config.run.dir)}{to}"
+    )
 
 
 def write_result(session: Session, result: TrainResult) -> ResultError | None:

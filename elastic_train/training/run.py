@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
-from elastic_train.data.loading.worker_failures import refuse_unguarded
+from elastic_train.data.worker_failures import refuse_unguarded
 from elastic_train.errors import ElasticTrainError, Preempted, UnfinishedError, explain
 from elastic_train.system.preemption import LeaveRequest, launched_grace_s
 from elastic_train.tracking.progress import flush_streams

@@ -136,6 +136,8 @@ class Session:
     """Steps of this session of which no sample has a target."""
     remarks: set[str] = field(default_factory=set)
     """What was said of the validation set."""
+    loss: float | None = None
+    """Of the step that was applied last in this world."""
 
     @property
     def lanes(self) -> range:
@@ -286,6 +288,7 @@ class Session:
         )
         if standing == "pending":
             return
+        self.loss = loss
         if self.tracer is not None:
             self.tracer.applied(state.step)
         if self.memory is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.config.schema import Config
-from elastic_train.data.loading.worker_failures import ended_too_soon
+from elastic_train.data.worker_failures import ended_too_soon
 from elastic_train.errors import (
     ConfigError,
     ElasticTrainError,
@@ -41,7 +41,7 @@ from elastic_train.training.memory.out_of_memory import Moment, note_out_of_memo
 from elastic_train.training.open_session import make_repeatable, open_session
 from elastic_train.training.opening.saves import commit_alone
 from elastic_train.training.opening.views import open_page, open_recovery_traces
-from elastic_train.training.result import TrainResult, result_of, write_result
+from elastic_train.training.result import TrainResult, last_line, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.world.forming import Formed, open_worlds, own_run_id
 from elastic_train.world.uniformity import job_of
@@ -351,6 +351,8 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
     if (error := write_result(session, result)) is not None:
         sys.stderr.write(explain(error) + "\n")
     session.close(status="FINISHED" if outcome is Outcome.DONE else "KILLED")
+    if outcome is Outcome.DONE and error is None:
+        session.world.announce(last_line(session, result))
     session.world.group.close()  # nobody leaves while another still waits for an answer
     session.worlds.leave(is_job_done=outcome is Outcome.DONE)
     if outcome is not Outcome.DONE:

@@ -32,6 +32,7 @@ from rendezvous.orphans import bound_command
 
 LEAST_VERSION = (3, 4)
 START_TIMEOUT_S = 60.0
+LOOPBACK = "127.0.0.1"
 """A second is enough for it, except on a machine or a disk that is busy with other things."""
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -173,6 +174,11 @@ class EtcdServer:
         return [f"--{name}={value}" for name, value in (flags | self._more_flags).items()]
 
     def _refuse_taken_port(self) -> None:
+        if (why := unreachable(LOOPBACK)) is not None:
+            raise ServerError(
+                f"this machine does not reach itself at {LOOPBACK} ({why}), which an etcd that is started here needs: "
+                "bring up its loopback interface (ip link set lo up), or give the job an etcd (--endpoint HOST:PORT)"
+            )
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -197,6 +203,15 @@ class EtcdServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def unreachable(address: str) -> str | None:
+    """Return why this machine does not reach itself at an address; None if it does."""
+    try:
+        with socket.create_server((address, 0)) as server, socket.create_connection(server.getsockname(), 1.0):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def is_answered_by(endpoint: str, name: str, *, give_up_after_s: float) -> bool:

@@ -166,11 +166,15 @@ class EtcdLease:
             try:
                 left_s = self._connection.call(self._refresh, give_up_after_s=self.ttl_s / 3)
             except StoreError as error:
+                if self._stopped.is_set():
+                    return  # revoked meanwhile, so there is nothing to renew
                 # Etcd keeps leases over its own outage: only its explicit answer ends this one, not any other error.
                 if not is_silent:
                     _log.warning("cannot renew the lease, retrying: %s", error)
                 is_silent, wait_s = True, self.ttl_s / 12
             else:
+                if self._stopped.is_set():
+                    return
                 if left_s <= 0:
                     ago_s = time.monotonic() - renewed_s
                     _log.warning("the lease of %.0f s has expired; it was last renewed %.1f s ago", self.ttl_s, ago_s)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -58,3 +61,35 @@ def test_a_limit_that_is_too_low_for_the_world_is_told_once(
         make_room_for(1000)
     (record,) = caplog.records
     assert "may open 1024 files, and a world of 1000 ranks needs about 2256" in record.getMessage()
+
+
+PRINTS = """
+import os, sys
+from rendezvous.open_files import fill_standard_streams
+fill_standard_streams()
+if sys.argv[1] == "closed":
+    reads, writes = os.pipe()
+    os.close(reads)
+    os.dup2(writes, 1)
+for _ in range(3):
+    print("from a task", flush=True)
+sys.stdout.flush()
+assert all(os.fstat(number) for number in range(3))
+print("the end", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("redirection", "said"), [("closed", "standard output is closed (Broken pipe)"), (">&-", "")])
+def test_what_prints_outlives_its_standard_output(redirection: str, said: str) -> None:
+    """A reader that is gone, as under `| head`, and a process that was started without any standard output."""
+    shell = f'exec "$0" -c "$1" closed {"" if redirection == "closed" else redirection}'
+    shell = shell if redirection == "closed" else shell.replace(" closed", " none")
+    done = subprocess.run(
+        ["sh", "-c", shell, sys.executable, PRINTS],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == (f"{said}; training continues\n" if said else "") + "the end\n"

@@ -34,7 +34,7 @@ from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.loader_state import check_place, cursor_of
 from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.loading.sample_rules import SampleRules
-from elastic_train.data.loading.worker_failures import NOTICED_S, ended_too_soon, need, need_no_more, needed
+from elastic_train.data.worker_failures import NOTICED_S, ended_too_soon, need, need_no_more, needed
 from elastic_train.errors import UnfinishedError
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call

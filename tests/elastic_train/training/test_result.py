@@ -5,19 +5,21 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
+from elastic_train.checkpoint.commits.improvement import Improvement
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import ElasticTrainError, FencedError, Preempted, ResultError
 from elastic_train.job.state import Reached
 from elastic_train.system import atomic_files
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.training.loop import Outcome
-from elastic_train.training.result import TrainResult, result_of, write_result
+from elastic_train.training.result import EARLY_STOPPING, TrainResult, last_line, result_of, write_result
 from elastic_train.training.supervisor import _finish
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -35,7 +37,8 @@ class Ended:
         run, validation = SimpleNamespace(dir=str(folder)), SimpleNamespace(early_stopping=None)
         task = SimpleNamespace(finish=lambda model, folder: self.finish())
         order = SimpleNamespace(num_epochs=lambda cursor: cursor.epoch)
-        config, manifest = SimpleNamespace(run=run, validation=validation), SimpleNamespace(num_rows=9)
+        config = SimpleNamespace(run=run, validation=validation, checkpoint_url=str(folder))
+        manifest = SimpleNamespace(num_rows=9)
         self.plan = SimpleNamespace(config=config, task=task, manifest=manifest, order=order)
         self.world = SimpleNamespace(
             group=SimpleNamespace(
@@ -44,19 +47,29 @@ class Ended:
             history=SimpleNamespace(end=lambda **_: self.acts.append("history ended")),
             term=3,
             check_newest=lambda: self.check_newest(),
+            announce=lambda text: self.acts.append(text),
         )
         reached = Reached(step=14)
         cursor = SimpleNamespace(epoch=1)
         shards = SimpleNamespace(digest=lambda group: "5e1f", make_whole=lambda group: self.acts.append("model whole"))
         self.state = SimpleNamespace(
-            model=nn.Linear(2, 1), shards=shards, step=14, coverage=CoverageSums(), reached=reached, cursor=cursor
+            model=nn.Linear(2, 1),
+            shards=shards,
+            compiled=None,
+            step=14,
+            coverage=CoverageSums(),
+            reached=reached,
+            cursor=cursor,
         )
         self.worlds = SimpleNamespace(
             is_live=is_live,
             is_launched=is_launched,
             leave=lambda *, is_job_done: self.acts.append("job closed" if is_job_done else "left"),
         )
-        self.tracker, self.commits = None, SimpleNamespace(num_failed=0, num_skipped=0)
+        head = SimpleNamespace(key="commits/a.json")
+        self.tracker, self.commits = None, SimpleNamespace(num_failed=0, num_skipped=0, head=head)
+        self.loss: float | None = 0.5
+        self.leave = SimpleNamespace(name="SIGINT")
 
     def close(self, status: str) -> None:
         self.acts.append(status)
@@ -94,6 +107,28 @@ def test_a_job_whose_result_cannot_be_written_is_done(
     assert capsys.readouterr().err == (
         f"error: step 14 is committed, but the result could not be written: {tmp_path}/result.json: "
         "[Errno 28] No space left on device; make room there and start again: no step is trained twice\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "Done: 14 steps, loss 0.5000, weights"),
+        ({"metrics": {"loss": 0.25, "auc": 1.0}}, "Done: 14 steps, validation loss 0.2500, weights"),
+        (
+            {"ended_by": EARLY_STOPPING, "improvement": Improvement("min loss", best_step=9)},
+            "Done: 14 steps (early stopping; the best validation was that of step 9), loss 0.5000, weights",
+        ),
+    ],
+)
+def test_the_last_line_says_what_was_made_and_what_to_do_with_it(
+    tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    session = Ended(tmp_path)
+    result = _finish(session, Outcome.DONE)  # type: ignore[arg-type]
+    assert isinstance(result, TrainResult) and session.acts[3].startswith("Done: 14 steps, loss 0.5000")
+    assert last_line(session, replace(result, **changes)) == (  # type: ignore[arg-type]
+        f"{said} in {tmp_path} (commits/a.json), next: elastic-train export {tmp_path} --to safetensors"
     )
 
 

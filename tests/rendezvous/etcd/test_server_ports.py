@@ -43,6 +43,13 @@ def test_an_etcd_on_a_port_that_another_holds_is_refused() -> None:
 
 
 @pytest.mark.slow
+def test_a_machine_without_loopback_is_told_what_an_etcd_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is started; the address here is one that no machine has."""
+    monkeypatch.setattr(server, "LOOPBACK", "203.0.113.1")
+    with pytest.raises(ServerError, match=r"does not reach itself at 203\.0\.113\.1 .*ip link set lo up"):
+        EtcdServer().begin()
+
+
 def test_a_node_tells_its_jobs_etcd_from_another() -> None:
     """By its name, and says nothing where none answers, which may come."""
     with EtcdServer(name="job-a") as server:

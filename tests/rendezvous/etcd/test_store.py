@@ -85,6 +85,24 @@ def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> 
     assert seen is not None and seen.entries["/compacted/a"].value == "late"
 
 
+@pytest.mark.parametrize("left_s", [0.0, None])
+def test_a_lease_that_is_revoked_while_it_is_renewed_is_not_mourned(
+    left_s: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At a job's end: etcd knows it no longer, or its connection is closed, and nothing is wrong."""
+
+    class Revoked:
+        def call(self, function: object, give_up_after_s: float) -> float:
+            lease._stopped.set()
+            if left_s is None:
+                raise StoreUnavailableError("closed")
+            return left_s
+
+    lease = EtcdLease(Revoked(), 7, 0.03, renew=False)  # type: ignore[arg-type]
+    lease._renew()
+    assert caplog.text == "" and not lease.is_lost
+
+
 class Renewals:
     """Counts the renewals of all leases."""
 

@@ -25,7 +25,6 @@ from elastic_train.data.loading.loader_state import cursor_of
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE
-from elastic_train.data.loading.worker_failures import UNGUARDED_CODE, needed, refuse_unguarded
 from elastic_train.data.loading.worker_processes import (
     LaneDataLoader,
     LaneDataset,
@@ -33,6 +32,7 @@ from elastic_train.data.loading.worker_processes import (
     LaneSlice,
     read_in_workers,
 )
+from elastic_train.data.worker_failures import UNGUARDED_CODE, needed, refuse_unguarded
 from elastic_train.errors import ConfigError, ElasticTrainError, UnfinishedError
 from tests.conftest import PATIENCE_S, ROOT, write_rows
 from tests.elastic_train.data.loading.worker_collate import Ending, collate
