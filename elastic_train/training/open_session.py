@@ -49,6 +49,7 @@ from elastic_train.world.uniformity import check_alike, check_can_be_sharded, di
 from elastic_train.world.world import World, enter_world, form_cells
 
 _RATES = "rates"
+_PRECISION = "precision"
 log = logging.getLogger(__name__)
 TRIAL_EVERY = 3
 """How many worlds in a row have to end at one step before the next one's samples are tried, and tried again."""
@@ -243,11 +244,12 @@ def _warn_of_file_system(process: Process, world: World) -> None:
 
 
 def _warn_of_precision(process: Process, world: World) -> None:
-    """Say once that updates are lost in rounding."""
+    """Say in a process's first world, where nobody waits for it to recover, that updates are lost in rounding."""
+    if _PRECISION in process.warned:
+        return
+    process.warned.add(_PRECISION)
     keys = process.plan.config.optimizer
-    hazard = precision_hazard(process.state.model.parameters(), keys.name, keys.lr)
-    if hazard and world.is_leader and hazard not in process.warned:
-        process.warned.add(hazard)
+    if world.is_leader and (hazard := precision_hazard(process.state.model.parameters(), keys.name, keys.lr)):
         world.announce(f"WARNING: {hazard}")
 
 
