@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -61,6 +61,7 @@ class Weights:
     words: Int64s = field(default_factory=lambda: np.zeros(WORDS, np.int64))
     gradient: Gradient | None = None
     parts: range = range(1)
+    dtype: ClassVar = torch.float32
 
     def advance(self, step: int) -> None:
         """Add the gradient, which no part has as another."""
