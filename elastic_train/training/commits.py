@@ -6,6 +6,7 @@ failed that it should not; the last commit of a job is tried again before the jo
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
+from elastic_train.parallel.devices.switches import KeptSwitches
 from elastic_train.system.failpoints import reach
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.tracker import Tracker
@@ -26,6 +28,7 @@ from elastic_train.world.handover import level
 from elastic_train.world.uniformity import check_same_weights
 from elastic_train.world.world import World
 
+log = logging.getLogger(__name__)
 LAST_COMMIT_TRIES = 3
 LAST_COMMIT_PAUSE_S = 2.0
 LAST_SAVE_PATIENCE_S = 5.0
@@ -52,6 +55,9 @@ class Commits:
     use: StoreUse
     keeper: StoreKeeper | None = None
     rounds_alike: bool = True
+    switches: KeptSwitches | None = None
+    looked_at: int = 0
+    """The step at which the switches were last as they should be."""
     is_vouching: bool = False
     is_pin_due: bool = False
     """Whether the commit that is being saved is to be pinned, or the head if it comes to nothing."""
@@ -178,12 +184,25 @@ class Commits:
 
     def _check_weights(self) -> None:
         """Raise WeightsDifferError on every rank unless all hold the same weights: no commit mixes two models."""
+        self._set_back_switches()
         if not self.rounds_alike:
             self.await_staging()
             with self.watchdog.resting():
                 level(self.world.group, self.state)
         check_same_weights(self.world.group, self.state.shards.weights(), self.state.step)
         self.state.shards.check_copies(self.world.group, self.state.step)
+
+    def _set_back_switches(self) -> None:
+        """Set back switches that something has changed since the last look, and say which, on the rank where it was."""
+        for line in () if self.switches is None else self.switches.set_back():
+            log.warning(
+                "%s after step %d, by the task or a library, and is set back at step %d: the bits of the steps between "
+                "may differ from another run's. Set it where the model is built, on all ranks",
+                line,
+                self.looked_at,
+                self.state.step,
+            )
+        self.looked_at = self.state.step
 
     def _begin(self, *, is_last: bool, writes: bool = True) -> None:
         """Begin to save what all ranks have put together, those that do not write it, too."""

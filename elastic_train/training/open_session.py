@@ -121,6 +121,8 @@ def _open_in(process: Process, world: World) -> Session:
             process.use,
             world.keeper,
             rounds_alike=not differing,
+            switches=process.switches,
+            looked_at=state.step,
         ),
         tracker=tracker,
         holes=_holes(process, world, stuck),

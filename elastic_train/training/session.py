@@ -32,6 +32,7 @@ from elastic_train.job.cells.stage import Stage
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
+from elastic_train.parallel.devices.switches import KeptSwitches
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
@@ -89,6 +90,8 @@ class Process:
     """Of the worlds that it has led."""
     warned: set[str] = field(default_factory=set)
     """What it has said once, about the file system of its commits and about rates."""
+    switches: KeptSwitches | None = None
+    """Those of this process, and its model's training modes, as they were before the first forward pass."""
     inspected: list[Inspected] = field(default_factory=list)
     """What came of its part of the rows, once it has had that inspected before the run's first step."""
 

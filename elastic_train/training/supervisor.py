@@ -28,6 +28,7 @@ from elastic_train.health.proof import Proof, begin_proof
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
+from elastic_train.parallel.devices.switches import KeptSwitches
 from elastic_train.system.preemption import LeaveNow, LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.system.wording import counted
@@ -126,6 +127,7 @@ def _train_on(
 ) -> Ended:
     """Train through one world after another, watched; what the run's folder takes in time is written at the end."""
     config, files = plan.config, BackgroundFiles()
+    switches = KeptSwitches(state.model)
     worlds = open_worlds(
         config,
         plan.device,
@@ -147,7 +149,18 @@ def _train_on(
     use = StoreUse(plan.config.checkpoint_url)
     page, traces = open_page(config), open_recovery_traces(config)
     process = Process(
-        plan, state, worlds, leave, watchdog, started_at, use, meter, files=files, page=page, traces=traces
+        plan,
+        state,
+        worlds,
+        leave,
+        watchdog,
+        started_at,
+        use,
+        meter,
+        files=files,
+        page=page,
+        traces=traces,
+        switches=switches,
     )
     try:
         return _train_through(process)

@@ -29,6 +29,7 @@ from elastic_train.job.majority import name_others
 from elastic_train.job.optimizers.dotted_path import import_named
 from elastic_train.job.plan import Plan
 from elastic_train.job.units.compiled import CALLS, compiler_of
+from elastic_train.parallel.devices.switches import described
 from elastic_train.parallel.group import Group
 from elastic_train.system.extras import version_of
 from elastic_train.tasks.task_source import source_of
@@ -172,7 +173,7 @@ def kernels_of(device: torch.device) -> dict[str, str]:
         "pyarrow": _version("pyarrow"),
         **{name: _version(name) for name in ("transformers", "peft") if name in sys.modules},
     }
-    return found if is_cuda else {**found, **_processor()}
+    return {**found, **described()} if is_cuda else {**found, **_processor(), **described()}
 
 
 def differing_kernels(group: Group, device: torch.device, *, compiles: bool = False) -> list[str]:

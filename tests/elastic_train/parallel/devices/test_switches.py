@@ -1,0 +1,57 @@
+"""What decides the kernels of a process is set back, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.parallel.devices.switches import KeptSwitches, described, switches
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    kept = KeptSwitches(nn.Identity())
+    yield
+    kept.set_back()
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda: torch.set_float32_matmul_precision("medium"), "matmul_precision was changed from highest to medium"),
+        (lambda: torch.backends.cuda.enable_flash_sdp(False), "enable_flash_sdp was changed from True to False"),
+        (lambda: torch.backends.cuda.enable_math_sdp(False), "enable_math_sdp was changed from True to False"),
+        (lambda: torch.set_deterministic_debug_mode("warn"), "deterministic_debug_mode was changed from 0 to 1"),
+        (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "set_num_threads was changed from"),
+        (lambda: torch.set_default_dtype(torch.float64), "changed from torch.float32 to torch.float64"),
+        (lambda: torch._C._set_mkldnn_enabled(False), "mkldnn.enabled was changed from True to False"),
+        (lambda: torch.set_flush_denormal(True), "set_flush_denormal was changed from False to True"),
+        (lambda: torch._C._set_cudnn_benchmark(True), "cudnn.benchmark was changed from False to True"),
+        (lambda: torch.set_autocast_enabled("cpu", True), "autocast on the CPU was changed from False to True"),
+    ],
+)
+def test_a_switch_is_set_back_and_named(change: Callable[[], object], line: str) -> None:
+    kept, before = KeptSwitches(nn.Identity()), switches()
+    change()
+    [found] = kept.set_back()
+    assert line in found
+    assert switches() == before and kept.set_back() == []
+
+
+def test_training_modes_are_set_back_module_by_module() -> None:
+    """A module that was in eval mode when training began stays so."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    kept = KeptSwitches(model)
+    model.eval()
+    [line] = kept.set_back()
+    assert line == "training mode of 2 modules was changed from True to False (first of 'the model')"
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_ranks_compare_the_environment_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = described()
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    assert before["MKL_CBWR"] == "unset" and described()["MKL_CBWR"] == "COMPATIBLE"
