@@ -14,7 +14,7 @@ from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json,
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError
 from elastic_train.system.atomic_files import write_atomically
-from elastic_train.system.wording import counted, duration, size
+from elastic_train.system.wording import counted, duration, rate, size
 
 if TYPE_CHECKING:
     from elastic_train.planning.report import Report
@@ -195,7 +195,7 @@ def _scaling(title: str, rows: list[ScalingRow], amount: str) -> object:
     for row in rows:
         step = row.outcome.step
         assert step is not None, "a row of scaling was worked out"
-        values = (duration(step.total_s), f"{row.outcome.per_s:.4g}", f"{row.speedup:.2f}", f"{row.efficiency:.1%}")
+        values = (duration(step.total_s), rate(row.outcome.per_s), f"{row.speedup:.2f}", f"{row.efficiency:.1%}")
         shares = (f"{step.communication_share:.1%}", f"{row.outcome.mfu:.1%}")
         table.add_row(str(row.devices), *values, *shares, "no" if row.outcome.problems else "yes")
     return table
@@ -207,7 +207,7 @@ def _outcomes(outcomes: list[Outcome], amount: str) -> object:
     )
     for one in outcomes:
         assert one.memory and one.step and one.goodput, "what fits was worked out"
-        values = (size(one.memory.total), duration(one.step.total_s), f"{one.per_s:.4g}", f"{one.mfu:.1%}")
+        values = (size(one.memory.total), duration(one.step.total_s), rate(one.per_s), f"{one.mfu:.1%}")
         shares = (f"{one.step.communication_share:.1%}", f"{one.goodput.share:.2%}")
         runs = "yes" if one.layout.runs_today else "no"
         table.add_row(one.layout.name, *values, *shares, cell(one.days), cell(one.cost or None), runs)

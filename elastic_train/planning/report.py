@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from elastic_train.planning.arithmetic.layouts import Layout
 from elastic_train.planning.search import Job, Outcome, ScalingRow, best, compare, scaling, work_out
-from elastic_train.system.wording import counted, duration, size
+from elastic_train.system.wording import counted, duration, rate, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Report:
             waits = f"waits for links {step.communication_share:.1%}, {duration(step.hidden_s)} of exchanges are hidden"
             yield (
                 f"A step takes {duration(step.total_s)} ({duration(step.compute_s)} computes, {waits}), "
-                f"{own.per_s:.4g} {model.amount}/s, MFU {own.mfu:.1%}, {size(step.sent_bytes)} sent by a device"
+                f"{rate(own.per_s)} {model.amount}/s, MFU {own.mfu:.1%}, {size(step.sent_bytes)} sent by a device"
             )
             recomputed = sum(unit.forward.flops for unit in model.blocks) / model.samples
             again = f" --monitoring.recomputed-flops-per-sample {recomputed:.4g}" * (own.layout.recompute == "units")

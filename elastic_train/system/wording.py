@@ -38,6 +38,11 @@ def sizes(num_bytes: Sequence[float | None]) -> list[str]:
     return [_DASH if value is None else f"{value / length:.3g} {unit}" for value in num_bytes]
 
 
+def rate(value: float) -> str:
+    """Return a number of things a second without an exponent, such as '38,560' or '7.31'."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def size(num_bytes: float) -> str:
     """Return an amount of storage in decimal units, such as '1.5 GB'."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_train.system.wording import counted, did_you_mean, duration, durations, first_line, nearest, size, sizes
+from elastic_train.system.wording import (
+    counted,
+    did_you_mean,
+    duration,
+    durations,
+    first_line,
+    nearest,
+    rate,
+    size,
+    sizes,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,3 +55,7 @@ def test_a_column_has_one_unit() -> None:
     assert durations([30.0, 600.0]) == ["0.5 min", "10.0 min"]
     assert sizes([9_440, 38e6, 0]) == ["0.00944 MB", "38 MB", "0 MB"]
     assert durations([]) == sizes([]) == []
+
+
+def test_a_rate_has_no_exponent() -> None:
+    assert [rate(38_560.4), rate(3.723e7), rate(7.312)] == ["38,560", "37,230,000", "7.312"]
