@@ -14,6 +14,7 @@ import torch
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.mesh import Cell
+from elastic_train.errors import PeerLostError
 from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.grains import GRAIN
 from tests.elastic_train.job.cells.cell_jobs import (
@@ -30,7 +31,8 @@ from tests.elastic_train.job.cells.cell_jobs import (
     train,
 )
 from tests.elastic_train.job.faults import Fault, step_with
-from tests.memory_world import in_memory
+from tests.elastic_train.job.sharded.shard_jobs import facts_of
+from tests.memory_world import Machine, in_memory
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -250,3 +252,56 @@ def test_what_one_rank_of_a_cell_held_alone_is_said_to_be_lost(of_tokens: list[o
     worlds = [World([0, 1], Fault(3, "computing", dying=[1])), World([0, 2])]
     seen = live_through(worlds, copies=1, cell=TOKENS)
     assert seen[0][1][1:3] == [3, of_tokens[2]] and int(str(seen[0][1][3])) > 0
+
+
+def lose_one(who: int, num: int, shards: Shards, cell: Cell) -> tuple[int, int, str] | None:
+    """Train in three cells, then in the first two; return the steps applied before and after, and the last weights.
+
+    The last cell loses a rank somewhere, and its other ranks leave with it.
+    """
+    torch.set_num_threads(1)
+    state, world = build(shards, cell=cell), None
+    try:
+        ranks = meet("world-1", who, num, cell)
+        world = ranks.world
+        enter(ranks, state, who, 1)
+        while state.step < STEPS:
+            measured = compute(ranks, state)
+            try:
+                gathered = world.all_gather(measured)
+            except PeerLostError:
+                state.hold(facts_of(state, 1), measured)
+                raise
+            state.apply(facts_of(state, 1), state.shards.norm_of(gathered))
+            state.shards.refresh(world)
+        world.close()
+    except PeerLostError:
+        assert world is not None
+        world.abandon()
+    applied, left = state.step, num - cell.size
+    if who >= left:
+        return None
+    ranks = meet("world-2", who, left, cell)
+    assert enter(ranks, state, who, 2) == 0, "each share has a copy in another cell"
+    kept = state.step
+    train(ranks, state, STEPS, 2)
+    return applied, kept, fingerprint(ranks, state)
+
+
+@pytest.mark.parametrize("cell", [Cell(tensor=2), Cell(context=2)], ids=["tensor", "context"])
+@pytest.mark.parametrize("shards", ["none", *KINDS])
+def test_a_rank_is_lost_at_any_exchange_and_no_bit_changes(shards: Shards, cell: Cell) -> None:
+    """Whatever it did then: taking its place, in a pass, between the parts of a sum, or while updates are shared."""
+    if cell.context > 1 and shards in ("gradients", "parameters"):
+        pytest.skip("refused by the schema")
+    num, victim = 3 * cell.size, 3 * cell.size - 1
+    [of_whole, *_] = alone(cell)[::-1]
+    whole = Machine(num)
+    assert {row[2] for row in whole.run(lambda who: lose_one(who, num, shards, cell)) if row} == {of_whole}
+    total = whole.num_exchanges[victim]
+    for after in range(0, total, total // 5):
+        seen = [row for row in in_memory(lose_one, num, shards, cell, lose=(victim, after)) if row]
+        assert len(seen) == num - cell.size
+        assert {digest for *_, digest in seen} == {of_whole}, f"lost at exchange {after} of {total}"
+        assert {kept for _, kept, _ in seen} == {max(kept for _, kept, _ in seen)}
+        assert all(kept >= applied for applied, kept, _ in seen), "no applied step is lost"
