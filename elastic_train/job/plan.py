@@ -6,6 +6,7 @@ A plan reads manifests and imports the task. It touches no peer, claims no term,
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,12 +43,14 @@ from elastic_train.job.sharded.first_weights import without_memory
 from elastic_train.job.sharded.gathered_state import GatheredState
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile
+from elastic_train.parallel.devices.switches import begin_training
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.preparing import prepare
 from elastic_train.tasks.task import OWN_VALUES, Deferring, Grouping, Task, load_task
 from elastic_train.tracking.destinations import event_files, weights_and_biases
 from rendezvous.context import live_context
 
+log = logging.getLogger(__name__)
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
 
 
@@ -96,7 +99,13 @@ class Plan:
         model = self.task.build_model().to(self.device) if sketch is None else sketch
         check_model(model)
         make_gradients_dense(model)
-        model.train()
+        if kept := begin_training(model):
+            log.warning(
+                "build_model leaves %s in eval mode (first '%s'), without dropout, for instance: training keeps that. "
+                "If they are to train, call their train() there",
+                counted(len(kept), "module"),
+                kept[0],
+            )
         is_fp16 = self.config.precision == "fp16"
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
         config = self.config

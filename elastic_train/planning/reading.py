@@ -25,6 +25,7 @@ from elastic_train.job.optimizers.parameter_groups import build_groups
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.job.units.recompute import recompute_blocks
+from elastic_train.parallel.devices.switches import begin_training
 from elastic_train.planning.arithmetic.layouts import Batch, Layout
 from elastic_train.planning.arithmetic.model import ModelFacts, Sizes, Unit, Work
 from elastic_train.planning.tracing import REST, Trace, UnitTrace
@@ -123,7 +124,7 @@ def _traced_for_real(plan: Plan, batch: dict[str, Tensor], why: Exception) -> Mo
 def _traced(plan: Plan, batch: dict[str, Tensor], fakes: FakeTensorMode | None) -> ModelFacts:
     with fakes or contextlib.nullcontext(), torch.random.fork_rng(devices=[]):
         model = plan.task.build_model()
-        model.train()
+        begin_training(model)
         given = {name: fakes.from_tensor(one) if fakes else one for name, one in batch.items()}
         known = [*model.parameters(), *model.buffers(), *given.values()]
         names = unit_names(model)

@@ -82,7 +82,10 @@ class Task(Protocol):
         """Name the columns that `collate` reads; no other is read from storage."""
 
     def build_model(self) -> nn.Module:
-        """Build the model on the CPU; random numbers are seeded before."""
+        """Build the model on the CPU; random numbers are seeded before.
+
+        Modules in eval mode below one in training mode stay so while the model trains.
+        """
 
     @property
     def collate(self) -> Collate:

@@ -21,6 +21,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.state_shards import StateShards
+from elastic_train.parallel.devices.switches import TrainingModes
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import gather_tables, tree_sum
 from elastic_train.tasks.preparing import check_states, value_of
@@ -71,7 +72,7 @@ def evaluate(
     """
     metrics = {name: metric.to(device) for name, metric in task.metrics().items()}
     sums: dict[int, list[float]] = {}
-    was_training = model.training
+    modes, was_training = TrainingModes(model), model.training
     model.eval()
     try:
         turns = shards.turns(world.owners, (batch for step in steps for batch in step))
@@ -88,6 +89,7 @@ def evaluate(
                     metric.update(loss.predictions, loss.targets)
     finally:
         model.train(was_training)
+        modes.set_back()
     table = gather_tables(world.group, world.mesh, world.mesh.assigned(num_lanes), sums).lanes
     total, weight, samples, num_nan = (tree_sum([row[place] for row in table]) for place in range(4))
     mean = mean_loss(total, weight)

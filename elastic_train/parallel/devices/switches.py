@@ -5,6 +5,7 @@ Libraries, or a task, may change them at any time, and nothing else would show i
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,30 +26,84 @@ _ENVIRONMENT = (
 )
 """Read by libraries where they are used first, so ranks compare them, and nothing sets them back."""
 
+UNREADABLE = "unreadable, as the old and the new names of torch were mixed"
+
+
+def _fp32_precision(backend: str, operation: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return (
+        functools.partial(torch._C._get_fp32_precision_getter, backend, operation),
+        functools.partial(torch._C._set_fp32_precision_setter, backend, operation),
+    )
+
+
+def _matmul(name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return functools.partial(getattr, _cuda.matmul, name), functools.partial(setattr, _cuda.matmul, name)
+
+
+def _autocast(device: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return functools.partial(torch.is_autocast_enabled, device), functools.partial(torch.set_autocast_enabled, device)
+
+
+def _autocast_type(device: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return functools.partial(torch.get_autocast_dtype, device), functools.partial(torch.set_autocast_dtype, device)
+
+
+def _flushes_denormals() -> bool:
+    return float(torch.full((), 1e-40, dtype=torch.float32, device="cpu") * 1.0) == 0.0
+
+
 _cuda = torch.backends.cuda
 _SWITCHES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "torch.backends.fp32_precision": _fp32_precision("generic", "all"),
+    "torch.backends.cudnn.fp32_precision": _fp32_precision("cuda", "all"),
+    "torch.backends.mkldnn.fp32_precision": _fp32_precision("mkldnn", "all"),
     "torch.set_float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch.backends.cuda.matmul.allow_tf32": (torch._C._get_cublas_allow_tf32, torch._C._set_cublas_allow_tf32),
+    "torch.backends.cudnn.allow_tf32": (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+    "torch.backends.cuda.matmul.fp32_precision": _fp32_precision("cuda", "matmul"),
+    "torch.backends.cudnn.conv.fp32_precision": _fp32_precision("cuda", "conv"),
+    "torch.backends.cudnn.rnn.fp32_precision": _fp32_precision("cuda", "rnn"),
+    "torch.backends.mkldnn.matmul.fp32_precision": _fp32_precision("mkldnn", "matmul"),
+    "torch.backends.mkldnn.conv.fp32_precision": _fp32_precision("mkldnn", "conv"),
+    "torch.backends.mkldnn.rnn.fp32_precision": _fp32_precision("mkldnn", "rnn"),
+    **{
+        f"torch.backends.cuda.matmul.{name}": _matmul(name)
+        for name in (
+            "allow_fp16_reduced_precision_reduction",
+            "allow_bf16_reduced_precision_reduction",
+            "allow_fp16_accumulation",
+        )
+    },
     "torch.set_deterministic_debug_mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "torch.set_num_threads": (torch.get_num_threads, torch.set_num_threads),
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch.set_flush_denormal": (lambda: float(torch.full((), 1e-40) * 1.0) == 0.0, torch.set_flush_denormal),
+    "torch.set_flush_denormal": (_flushes_denormals, torch.set_flush_denormal),
     "torch.backends.mkldnn.enabled": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     "torch.backends.cudnn.enabled": (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     "torch.backends.cudnn.benchmark": (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    "torch.backends.cudnn.deterministic": (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
     "torch.backends.cuda.enable_flash_sdp": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     "torch.backends.cuda.enable_mem_efficient_sdp": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     "torch.backends.cuda.enable_math_sdp": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     "torch.backends.cuda.enable_cudnn_sdp": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    "autocast on the CPU": (
-        lambda: torch.is_autocast_enabled("cpu"),
-        lambda is_on: torch.set_autocast_enabled("cpu", is_on),
-    ),
+    "autocast on the CPU": _autocast("cpu"),
+    "autocast on CUDA": _autocast("cuda"),
+    "the type of autocast on the CPU": _autocast_type("cpu"),
+    "the type of autocast on CUDA": _autocast_type("cuda"),
 }
+"""General ones before those of one backend or operation, which follow them."""
+
+
+def _read(name: str) -> object:
+    try:
+        return _SWITCHES[name][0]()
+    except RuntimeError:  # torch does not give a value by its old name that was set by the new one
+        return UNREADABLE
 
 
 def switches() -> dict[str, object]:
     """Return the switches of this process as they are."""
-    return {name: get() for name, (get, _) in _SWITCHES.items()}
+    return {name: _read(name) for name in _SWITCHES}
 
 
 def described() -> dict[str, str]:
@@ -57,27 +112,57 @@ def described() -> dict[str, str]:
     return {name: str(value) for name, value in switches().items()} | environment
 
 
+class TrainingModes:
+    """The training mode of each of a model's modules, as it is now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modes = [(name, module, module.training) for name, module in model.named_modules()]
+
+    def set_back(self) -> str:
+        """Set modules back to the mode that they had, and return a line if any had another one."""
+        changed = [(name, module, mode) for name, module, mode in self._modes if module.training != mode]
+        for _, module, mode in changed:
+            module.training = mode
+        if not changed:
+            return ""
+        name, _, mode = changed[0]
+        return (
+            f"training mode of {len(changed)} modules was changed from {mode} to {not mode} "
+            f"(first of '{name or 'the model'}')"
+        )
+
+
+def begin_training(model: nn.Module) -> list[str]:
+    """Put a model into training mode, except modules in eval mode below one that trains; return the names of those.
+
+    A model that is in eval mode as a whole, as libraries load it, trains as a whole.
+    """
+    kept = [(name, module) for name, module in model.named_modules() if model.training and not module.training]
+    model.train()
+    for _, module in kept:
+        module.training = False
+    return [name for name, _ in kept]
+
+
 class KeptSwitches:
     """The switches and a model's training modes as they are now; `set_back` undoes what has changed since."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._switches = switches()
-        self._modes = [(name, module, module.training) for name, module in model.named_modules()]
+        self._switches, self._modes = switches(), TrainingModes(model)
 
     def set_back(self) -> list[str]:
-        """Set back what has changed, and return a line for each."""
-        lines = []
+        """Set back what has changed, and return a line for each change; a line also has the switches that follow."""
+        kept, lines = self._switches, list[list[str]]()
         for name, value in switches().items():
-            if value != (kept := self._switches[name]):
-                _SWITCHES[name][1](kept)
-                lines.append(f"{name} was changed from {kept} to {value}")
-        changed = [(name, module, mode) for name, module, mode in self._modes if module.training != mode]
-        for _, module, mode in changed:
-            module.training = mode
-        if changed:
-            name, _, mode = changed[0]
-            lines.append(
-                f"training mode of {len(changed)} modules was changed from {mode} to {not mode} "
-                f"(first of '{name or 'the model'}')"
-            )
-        return lines
+            if value == kept[name] or UNREADABLE in (value, kept[name]):
+                continue
+            if lines and _read(name) != value:
+                lines[-1].append(f"{name} from {kept[name]} to {value}")
+                continue
+            _SWITCHES[name][1](kept[name])
+            lines.append([f"{name} was changed from {kept[name]} to {value}"])
+        for name in kept if lines else ():  # setting one by its old name back sets others to values of torch's choice
+            if kept[name] not in (UNREADABLE, _read(name)):
+                _SWITCHES[name][1](kept[name])
+        found = [", and with it ".join((first, ", ".join(rest)) if rest else (first,)) for first, *rest in lines]
+        return found + [line for line in [self._modes.set_back()] if line]

@@ -141,7 +141,7 @@ class Source:
                 f"has them in other shapes, first '{lacks[0]}': give the folder of a whole model, or a "
                 "config that fits its weights"
             )
-        return model
+        return model.train()  # which is loaded in eval mode
 
     def copied_from(self, model: PreTrainedModel, name: str) -> str | None:
         """Return the weight of which one that the folder lacks is a copy: it was tied, and `config` unties it."""

@@ -26,6 +26,7 @@ from elastic_train.core.lineage import Interval
 from elastic_train.core.order import Cursor
 from elastic_train.errors import FencedError, SavesFailedError, StorageError
 from elastic_train.job.state import StepFacts, build_state
+from elastic_train.parallel.devices.switches import KeptSwitches
 from elastic_train.parallel.group import Group
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.training import loop
@@ -266,6 +267,32 @@ def test_a_job_can_end_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     commits.finish()
     assert ears.steps == [1] and commits.head == discover(LocalStore(tmp_path)).head
     assert len(ears.announced) == LAST_COMMIT_TRIES
+
+
+def test_what_a_loss_changes_of_kernels_and_modes_is_named_and_set_back_at_the_next_commit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    commits, _ = opened_on(LocalStore(tmp_path))
+    model = commits.state.model
+    commits.switches = KeptSwitches(model)
+
+    def meddle(module: torch.nn.Module, inputs: object) -> None:
+        if commits.state.step == 1:
+            torch.set_float32_matmul_precision("medium")
+            module.eval()
+
+    model.register_forward_pre_hook(meddle)
+    for _ in range(2):
+        take_step(commits)
+        save(commits)
+    precision, mode = (record.getMessage() for record in caplog.records if "is set back" in record.getMessage())
+    assert "set_float32_matmul_precision was changed from highest to medium" in precision
+    assert "training mode of 1 modules was changed from True to False" in mode
+    assert all(
+        "after step 1, by the task or a library, and is set back at step 2" in line for line in (precision, mode)
+    )
+    assert torch.get_float32_matmul_precision() == "highest" and model.training
+    assert torch.backends.cuda.matmul.fp32_precision == "none"
 
 
 def test_an_existing_commit_is_not_written_again(tmp_path: Path) -> None:

@@ -43,12 +43,14 @@ class Losses:
         return batches
 
 
-def evaluated(losses: Sequence[LaneLoss], metrics: Mapping[str, Metric]) -> tuple[dict[str, float | None], list[str]]:
+def evaluated(
+    losses: Sequence[LaneLoss], metrics: Mapping[str, Metric], model: nn.Module | None = None
+) -> tuple[dict[str, float | None], list[str]]:
     task, remarks = Losses(losses, metrics), list[str]()
     steps = [[LaneBatch(0, 0, n, n + 2, np.array([n, n + 1]), {})] for n in range(0, 2 * len(losses), 2)]
     alone, shards = Alone(Group(0, 1, None, 1.0)), cast(StateShards, task)
     cpu = torch.device("cpu")
-    found = evaluate(cast(Task, task), nn.Module(), steps, shards, alone, 1, cpu, remark=remarks.append)
+    found = evaluate(cast(Task, task), model or nn.Module(), steps, shards, alone, 1, cpu, remark=remarks.append)
     return found, remarks
 
 
@@ -68,6 +70,12 @@ def test_a_validation_without_a_target_is_no_number() -> None:
     values, remarks = evaluated([none, some], language())
     assert values["loss"] == 3.0 and values["accuracy"] == 0.5 and not remarks
     assert values["perplexity"] == pytest.approx(math.exp(3.0))
+
+
+def test_a_validation_leaves_modules_in_the_mode_that_each_had() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
+    evaluated([LaneLoss(torch.tensor(1.0), 2.0)], {}, model)
+    assert [module.training for module in model.modules()] == [True, True, False]
 
 
 def test_a_metric_that_the_targets_do_not_define_is_no_number_and_one_of_nan_is_nan() -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.parallel.devices.switches import KeptSwitches, described, switches
+from elastic_train.parallel.devices.switches import KeptSwitches, begin_training, described, switches
+
+MATMUL = torch.backends.cuda.matmul
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,12 @@ def _as_it_was() -> Iterator[None]:
         (lambda: torch.set_flush_denormal(True), "set_flush_denormal was changed from False to True"),
         (lambda: torch._C._set_cudnn_benchmark(True), "cudnn.benchmark was changed from False to True"),
         (lambda: torch.set_autocast_enabled("cpu", True), "autocast on the CPU was changed from False to True"),
+        (lambda: torch.set_autocast_enabled("cuda", True), "autocast on CUDA was changed from False to True"),
+        (lambda: setattr(MATMUL, "allow_tf32", True), "cuda.matmul.allow_tf32 from False to True"),
+        (lambda: setattr(torch.backends.cudnn, "allow_tf32", False), "cudnn.allow_tf32 was changed from True to False"),
+        (lambda: setattr(MATMUL, "fp32_precision", "tf32"), "cuda.matmul.fp32_precision was changed from none to tf32"),
+        (lambda: setattr(torch.backends, "fp32_precision", "tf32"), "backends.fp32_precision was changed from none to"),
+        (lambda: setattr(MATMUL, "allow_bf16_reduced_precision_reduction", False), "changed from True to False"),
     ],
 )
 def test_a_switch_is_set_back_and_named(change: Callable[[], object], line: str) -> None:
@@ -49,6 +57,13 @@ def test_training_modes_are_set_back_module_by_module() -> None:
     [line] = kept.set_back()
     assert line == "training mode of 2 modules was changed from True to False (first of 'the model')"
     assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_modules_that_a_task_leaves_in_eval_mode_stay_so() -> None:
+    """Those of a model that trains; one that is in eval mode as a whole is as libraries load it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    assert begin_training(model) == ["1"] and [module.training for module in model] == [True, False]
+    assert begin_training(model.eval()) == [] and all(module.training for module in model.modules())
 
 
 def test_ranks_compare_the_environment_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

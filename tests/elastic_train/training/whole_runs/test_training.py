@@ -109,7 +109,8 @@ def test_buffers_that_forward_passes_change_are_state(tmp_path: Path, rows: Path
     expected = result(tmp_path / "alone")
     for num_ranks in (2, 3, 4):
         folder = tmp_path / str(num_ranks)
-        succeed(start([with_batch_norm(folder, rows)], num_ranks=num_ranks))
+        done = succeed(start([with_batch_norm(folder, rows)], num_ranks=num_ranks))
+        assert "torch.backends.cudnn.benchmark was changed from False to True" in done.output
         found = result(folder)
         assert [found[key] for key in ("weights_sha256", "metrics")] == [
             expected[key] for key in ("weights_sha256", "metrics")
