@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import math
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +40,7 @@ from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import FILE, EtcdOptions
 from rendezvous.etcd.tally import TALLY
 from rendezvous.membership.store import Entry, Snapshot
+from rendezvous.pauses import RandomExponential, between
 from rendezvous.waiting import Call, GivenUp, begin
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class Connection:
         """
         attempts = tenacity.Retrying(
             stop=tenacity.stop_after_delay(give_up_after_s),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.5),
+            wait=RandomExponential(multiplier=0.05, max=0.5),
             retry=tenacity.retry_if_exception(self._may_pass),
             reraise=True,
         )
@@ -165,7 +165,7 @@ class Connection:
                 self._current = self._make()
                 self._denied = None
             except grpc.RpcError as error:  # of a login
-                self._denied, self._denied_until = error, time.monotonic() + random.uniform(*DENIED_S)
+                self._denied, self._denied_until = error, time.monotonic() + between(*DENIED_S)
                 raise
         return self._current
 

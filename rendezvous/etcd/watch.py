@@ -15,7 +15,6 @@ import contextlib
 import functools
 import logging
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.membership.latest_view import LatestSnapshot
 from rendezvous.membership.store import Entry, Snapshot
+from rendezvous.pauses import between
 
 PROBE_S = 3.0
 RELIST_S = 10.0
@@ -69,8 +69,8 @@ class Mirror:
             except (StoreError, grpc.RpcError, failures.Etcd3Exception) as error:  # nothing ends this thread
                 _log.debug("the watch of %s waits for etcd: %s", self._prefix, error)
                 if isinstance(error, StoreDeniedError):
-                    self._closed.wait(random.uniform(*DENIED_S))
-            self._closed.wait(random.uniform(0.02, 0.2))
+                    self._closed.wait(between(*DENIED_S))
+            self._closed.wait(between(0.02, 0.2))
         self._connection.close()
 
     def _stream(self) -> None:

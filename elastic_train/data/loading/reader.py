@@ -22,6 +22,7 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups
 from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.errors import UnreadableError
+from rendezvous.pauses import RandomExponential
 
 TRIES, FIRST_PAUSE_S = 3, 0.05
 
@@ -126,6 +127,6 @@ class MixedReader:
 _again = tenacity.Retrying(
     retry=tenacity.retry_if_exception_type(UnreadableError),
     stop=tenacity.stop_after_attempt(TRIES),
-    wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S),
+    wait=RandomExponential(multiplier=FIRST_PAUSE_S),
     reraise=True,
 )

@@ -30,6 +30,7 @@ from elastic_train.data.parquet.presigned_s3 import SignedRanges
 from elastic_train.errors import DataError
 from elastic_train.system.extras import install_command
 from elastic_train.system.sdk_errors import sdk_errors
+from rendezvous.pauses import RandomExponential
 
 Range = tuple[int, int]
 Content = memoryview
@@ -255,6 +256,6 @@ class Fetched(io.RawIOBase):
 _again = tenacity.Retrying(
     retry=tenacity.retry_if_exception(lambda error: isinstance(error, Exception) and not isinstance(error, _FINAL)),
     stop=tenacity.stop_after_attempt(TRIES),
-    wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+    wait=RandomExponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
     reraise=True,
 )
