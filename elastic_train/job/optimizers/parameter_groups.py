@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -131,7 +132,10 @@ class FirstStates:
         self._known: dict[object, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
 
     def of(self, number: int, parameter: Tensor) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the state of a parameter of a group, by number, before and after a first step without gradient."""
+        """Return the state of a parameter of a group, by number, before and after a first step without gradient.
+
+        The tensors are the caller's: those of two parameters must not be one.
+        """
         kind = (number, parameter.shape, parameter.dtype, parameter.device)
         if kind not in self._known:
             settings = settings_of(self._optimizer.param_groups[number])
@@ -144,7 +148,8 @@ class FirstStates:
                 twin.step()
             average = {AVERAGE: one.detach()} if self.keeps_average else {}
             self._known[kind] = before, {**twin.state.get(one, {}), **average}
-        return self._known[kind]
+        begun, after = copy.deepcopy(self._known[kind])
+        return begun, after
 
     def forget(self) -> None:
         """Free the memory of what was found."""

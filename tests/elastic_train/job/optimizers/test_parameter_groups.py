@@ -14,7 +14,7 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
-from elastic_train.job.optimizers.parameter_groups import describe_groups
+from elastic_train.job.optimizers.parameter_groups import FirstStates, describe_groups
 from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.tasks.task import ParameterGroup
@@ -220,3 +220,11 @@ def test_descriptions_differ_exactly_where_groups_do() -> None:
     lines = state.outline["the list of parameter groups"]
     step(state)
     assert lines == state.outline["the list of parameter groups"] and lines[1].endswith("rate 0.2, weight decay 0.5")
+
+
+def test_first_states_of_two_parameters_share_no_memory() -> None:
+    """A commit is read into them: one step count for all would be advanced once for each parameter."""
+    first = FirstStates(torch.optim.AdamW([nn.Parameter(torch.ones(3))]), torch.optim.AdamW, keeps_average=True)
+    one, other = (first.of(0, torch.ones(3))[1] for _ in range(2))
+    assert {"step", "exp_avg", "exp_avg_sq"} < set(one) == set(other)
+    assert not {value.data_ptr() for value in one.values()} & {value.data_ptr() for value in other.values()}
