@@ -94,7 +94,6 @@ def test_a_job_survives_what_befalls_it_on_slurm(play: Callable[[str, float], Br
     broken = play("slurm", 600.0)
     (verdict,) = broken.verdicts
     assert len(verdict.recoveries) == len(broken.due) - 1, "all but the drained node have ended a world"
-    assert not list(tmp_path.glob(".codes-*"))
 
 
 @pytest.mark.xdist_group("slurm")

@@ -1,0 +1,99 @@
+"""What deploy/slurm/train.sbatch makes of its nodes' exit codes: its text is run, with programs in place of Slurm's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from elastic_train.cli.places.submit.slurm import SCRIPTS
+
+PROGRAMS = {
+    # Each node's code is a word of CODES. As Slurm's, it ends with the highest one, and a lost node (137) hides all.
+    "srun": """
+        while [ "$1" != bash ]; do shift; done
+        export SCRIPT=$PPID SLURM_STEP_ID=0
+        trap 'kill -USR1 $(cat "$STUB/pids") 2>/dev/null' USR1
+        number=0 found=0
+        for code in $CODES; do
+          CODE=$code SLURM_PROCID=$number "$@" & pids="${pids:-} $!"
+          number=$((number + 1))
+        done
+        echo $pids >"$STUB/pids.new"; mv "$STUB/pids.new" "$STUB/pids"
+        for pid in $pids; do
+          while wait $pid; code=$?; kill -0 $pid 2>/dev/null; do :; done
+          if [ $code = 137 ] || { [ $code -gt $found ] && [ $found != 137 ]; }; then found=$code; fi
+        done
+        exit $found""",
+    "elastic-train": """
+        if [ "$1" = status ]; then exit $STATUS; fi
+        until [ -e "$STUB/pids" ]; do :; done
+        if [ -n "${ASKED:-}" ] && [ "$SLURM_PROCID" = 0 ]; then kill -USR1 "$SCRIPT"; fi
+        exit $CODE""",
+    "scancel": """
+        if [ -n "${NO_SCANCEL:-}" ]; then exit 1; fi
+        kill -URG $(cat "$STUB/pids") 2>/dev/null""",
+    "scontrol": 'if [ "$1" = requeue ]; then touch "$STUB/requeued"; fi',
+    "squeue": "echo RUNNING",
+    "sleep": 'if [ "$1" != 60 ]; then exec /bin/sleep "$1"; fi',
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slurm:
+    """Programs of Slurm's names in a folder."""
+
+    folder: Path
+
+    def end(self, codes: str, **environ: str) -> tuple[int, bool]:
+        """Run the script on nodes whose launchers end so; return its exit code, and whether it had itself requeued."""
+        own = {"STUB": str(self.folder), "PATH": f"{self.folder}:{os.environ['PATH']}", "CODES": codes}
+        job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "LOOK_S": "50", "STATUS": "75", **environ}
+        done = subprocess.run(
+            ["bash", str(SCRIPTS / "train.sbatch"), "c.yaml"], env=own | job, cwd="/proc", timeout=60, check=False
+        )
+        return done.returncode, (self.folder / "requeued").exists()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Slurm:
+    for name, text in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    return Slurm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ("0 0", (0, False)),
+        ("75 75 2", (75, True)),
+        ("93 75 65", (75, True)),
+        ("93 1 2", (2, False)),
+        ("1 65 93", (65, False)),
+        ("93 77", (93, False)),
+        ("1 77", (77, False)),
+        ("75 137", (137, False)),
+    ],
+)
+def test_a_job_ends_as_its_nodes_do_in_a_folder_that_cannot_be_written(
+    slurm: Slurm, codes: str, expected: tuple[int, bool]
+) -> None:
+    """The codes were files in the job's folder: with a full quota a job that was asked to leave had FAILED."""
+    assert slurm.end(codes) == expected
+
+
+def test_a_lost_node_hides_neither_that_the_others_left_nor_that_the_run_is_done(slurm: Slurm) -> None:
+    """Then srun's code is 137: the script knows whether it was asked to leave, and `status` what the run is."""
+    assert slurm.end("0 137", STATUS="0") == (0, False)
+    assert slurm.end("75 137", STATUS="65", ASKED="1") == (137, False)
+    assert slurm.end("1 77", ASKED="1") == (77, False)
+    assert slurm.end("75 137", ASKED="1") == (75, True)
+
+
+def test_nodes_wait_for_the_first_one_for_a_bounded_time(slurm: Slurm) -> None:
+    """Where nothing can say that it is done, they waited for ever."""
+    assert slurm.end("1 1 1", NO_SCANCEL="1", WAIT_S="1") == (1, False)
