@@ -20,17 +20,18 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    PrivateAttr,
     field_validator,
     model_validator,
 )
 from pydantic_core import to_jsonable_python
 
 from elastic_train.config import credentials, yaml12
-from elastic_train.config.datasets import DataConfig
+from elastic_train.config.datasets import DataConfig, names_of
 from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
 from elastic_train.config.parallel import SPREAD_OVER_CELLS, ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig, checked_best
-from elastic_train.config.section import Section, Value, folder, home
+from elastic_train.config.section import Section, Value, absolute, folder, home
 from elastic_train.system.wording import counted, nearest
 
 Change = tuple[object, object]
@@ -163,6 +164,7 @@ class Config(Section):
     pydantic's ValidationError, a ValueError, if they are wrong.
     """
 
+    _as_written: Config | None = PrivateAttr(default=None)
     run: RunConfig = Field(default_factory=RunConfig)
     task: TaskConfig = Field(default_factory=TaskConfig)
     data: DataConfig
@@ -312,6 +314,43 @@ class Config(Section):
             )
         return self
 
+    def anchored(self) -> Config:
+        """Return the configuration with absolute paths: code of a task may change the working folder at any time.
+
+        What is recorded and compared stays as it is written, so that a run can be moved (`as_written`).
+        """
+        data, params = self.data, dict(self.task.params)
+        hf = params.get("hf")
+        if isinstance(hf, Mapping) and isinstance(hf.get("path"), str):
+            params["hf"] = {**hf, "path": absolute(hf["path"])}
+        names = names_of(data.mixture) if data.mixture else ()
+        parts = {
+            "run": {"dir": absolute(self.run.dir)},
+            "task": {"params": params},
+            "data": {
+                "train": absolute(data.train),
+                "validation": absolute(data.validation),
+                "cache_dir": absolute(data.cache_dir),
+                "mixture": tuple(
+                    each.model_copy(update={"source": absolute(each.source), "name": name})
+                    for each, name in zip(data.mixture or (), names, strict=True)
+                )
+                or None,
+            },
+            "checkpoint": {"url": absolute(self.checkpoint.url), "near_dir": absolute(self.checkpoint.near_dir)},
+            "tracking": {"mlflow_uri": _absolute_tracker(self.tracking.mlflow_uri)},
+        }
+        found = self.model_copy(
+            update={name: getattr(self, name).model_copy(update=changed) for name, changed in parts.items()}
+        )
+        found._as_written = self.as_written
+        return found
+
+    @property
+    def as_written(self) -> Config:
+        """The configuration before its paths were made absolute."""
+        return self._as_written or self
+
     @property
     def checkpoint_url(self) -> str:
         return self.checkpoint.url or self.run.dir
@@ -325,20 +364,25 @@ class Config(Section):
 
         Every commit records it next to the manifest's digest. Other keys (a learning rate, more epochs) may change.
         """
-        fixed = [self.run.seed, self.task.model_dump(mode="json"), self.batch.model_dump(), self.data.block_row_groups]
+        fixed = [
+            self.run.seed,
+            self.as_written.task.model_dump(mode="json"),
+            self.batch.model_dump(),
+            self.data.block_row_groups,
+        ]
         fixed += ["length_bucketing"] if self.data.length_bucketing else []
         fixed += [["mixture", self.data.shares]] if self.data.shares else []
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
     def changed_since(self, before: Mapping[str, object]) -> dict[str, tuple[object, object]]:
         """Return by key what an earlier resolved configuration had, and what this one has, where they differ."""
-        return dict(_changes(before, self.model_dump(mode="json"), ""))
+        return dict(_changes(before, self.as_written.model_dump(mode="json"), ""))
 
     def to_yaml(self) -> str:
         """Return the resolved configuration as YAML; `load` reads it back to the same values but for passwords."""
-        tree = self.model_dump(mode="json")
+        tree = self.as_written.model_dump(mode="json")
         # JSON would make text of a mapping's keys that are numbers
-        tree["task"]["params"] = _as_yaml(self.task.params)
+        tree["task"]["params"] = _as_yaml(self.as_written.task.params)
         tree["optimizer"]["options"] = _as_yaml(self.optimizer.options)
         for section, key in credentials.MAY_HAVE:
             if tree[section][key] is not None:
@@ -363,6 +407,14 @@ def _changes(before: Mapping[str, object], now: Mapping[str, object], prefix: st
             yield from _changes(old, new, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", (old, new)
+
+
+def _absolute_tracker(uri: str | None) -> str | None:
+    """Return the address of a tracker that is a file, or a folder, with its absolute path, and any other unchanged."""
+    scheme, slashes, path = (uri or "").partition(":///")
+    if slashes and scheme.startswith("sqlite") and path:
+        return f"{scheme}:///{absolute(path)}"
+    return uri if ":" in (uri or "") or (uri or "").startswith("databricks") else absolute(uri)
 
 
 def _as_yaml(value: object) -> object:

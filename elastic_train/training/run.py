@@ -111,7 +111,7 @@ def _supervised(config: Config, leave: LeaveRequest, started_at: float) -> Ended
     how_far = HowFar()
     announce(how_far.__str__)
     try:
-        ended = supervise(config, leave, started_at, how_far)
+        ended = supervise(config.anchored(), leave, started_at, how_far)
         if isinstance(ended, TrainResult):
             declare_finished()
     except SystemExit as error:

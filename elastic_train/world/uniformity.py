@@ -131,7 +131,7 @@ def own_sources(plan: Plan) -> list[str]:
 
 def _set_keys(config: Config) -> Iterator[tuple[str, object]]:
     """Yield each key that is not as it is by default, with its value, but those of sections that are a node's own."""
-    for name, value in config.model_dump(mode="json", exclude_defaults=True).items():
+    for name, value in config.as_written.model_dump(mode="json", exclude_defaults=True).items():
         if not isinstance(getattr(config, name), Section):
             yield name, value
         elif name not in OWN_SECTIONS:

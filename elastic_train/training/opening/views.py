@@ -57,7 +57,7 @@ def start_tracker(process: Process, world: World, head: CommitRecord | None) -> 
         files=process.files,
         run_dir=folder,
         term=world.term,
-        config=config.model_dump(mode="json"),
+        config=config.as_written.model_dump(mode="json"),
         mlflow_uri=config.tracking.mlflow_uri,
         experiment=config.tracking.experiment,
         run_name=config.run_name,
@@ -78,7 +78,7 @@ def _other_trackers(config: Config) -> list[Destination]:
     keys, folder = config.tracking, Path(config.run.dir)
     found: list[Destination] = [EventFiles(folder)] if keys.tensorboard else []
     if keys.wandb is not None:
-        tree = config.model_dump(mode="json")
+        tree = config.as_written.model_dump(mode="json")
         found.append(WeightsAndBiases(folder, tree, keys.wandb, keys.wandb_project, config.run_name))
     return found
 

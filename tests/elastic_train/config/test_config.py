@@ -1,6 +1,7 @@
 """The configuration: layers, errors, and what follows from the keys."""
 
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_train.config import schema as configuration
 from elastic_train.config import sources
+from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 
 GOOD = {"data": {"train": "somewhere"}}
@@ -295,3 +297,37 @@ def test_a_text_key_of_a_file_may_look_like_a_boolean_of_yaml_11(tmp_path: Path)
     assert (config.run.name, config.task.params["labels"]) == ("no", {0: "a", 1: "b"})
     path.write_text(config.to_yaml())
     assert sources.load(path, environ={}) == config
+
+
+def test_paths_are_made_absolute_at_once_and_records_keep_them_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task may change the working folder; a run that was begun elsewhere must be the same, and may be moved."""
+    monkeypatch.chdir(tmp_path)
+    written = Config.model_validate(
+        {
+            "run": {"dir": "runs/a"},
+            "task": {"params": {"hf": {"path": "models/b"}, "other": "runs/a"}},
+            "data": {
+                "mixture": [{"source": "a", "weight": 1}, {"source": "x/a", "weight": 1}],
+                "validation": "s3://rows/v",
+                "cache_dir": "cache",
+            },
+            "checkpoint": {"url": "file://commits", "near_dir": "~/near"},
+            "tracking": {"mlflow_uri": "sqlite:///m.db?timeout=3"},
+        }
+    )
+    found = written.anchored()
+    assert found.run.dir == f"{tmp_path}/runs/a"
+    assert found.task.params == {"hf": {"path": f"{tmp_path}/models/b"}, "other": "runs/a"}
+    assert [(each.source, each.name) for each in found.data.mixture or ()] == [
+        (f"{tmp_path}/a", "a"),
+        (f"{tmp_path}/x/a", "x/a"),
+    ], "what metrics call them does not change"
+    assert (found.data.train, found.data.validation, found.data.cache_dir) == (None, "s3://rows/v", f"{tmp_path}/cache")
+    assert found.checkpoint.url == f"file://{tmp_path}/commits"
+    assert found.checkpoint.near_dir == str(Path.home() / "near")
+    assert found.tracking.mlflow_uri == f"sqlite:///{tmp_path}/m.db?timeout=3"
+    assert (found.to_yaml(), found.identity()) == (written.to_yaml(), written.identity())
+    assert found.anchored().as_written == pickle.loads(pickle.dumps(found)).as_written == written
+    assert found.changed_since(yaml.safe_load(written.to_yaml())) == {}

@@ -94,6 +94,30 @@ def test_a_request_to_leave_is_raised_and_the_next_call_resumes(tmp_path: Path, 
     assert lines[-1] == "14"
 
 
+def test_a_task_that_changes_the_working_folder_changes_nothing(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths are relative to where the job was started: the result went elsewhere, and `status` said resumable."""
+    (tmp_path / "moving.py").write_text(
+        "import os\nfrom elastic_train.tasks.text_classifier import TextClassifier\n"
+        f"os.makedirs({str(tmp_path / 'else')!r}, exist_ok=True)\nos.chdir({str(tmp_path / 'else')!r})\n"
+        "class Moving(TextClassifier):\n    def build_model(self):\n"
+        f"        os.chdir({str(tmp_path / 'else')!r})\n        return super().build_model()\n"
+    )
+    (tmp_path / "rows").symlink_to(rows)
+    tree = yaml.safe_load(Path(config(tmp_path, rows, CLASSIFIER)).read_text())
+    tree["task"]["path"], tree["run"], tree["data"]["train"] = "moving:Moving", {"dir": "run"}, "rows/train"
+    tree["tracking"], tree["max_steps"] = {"mlflow_uri": None}, 3
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    command = [sys.executable, "-m", "elastic_train.command"]
+    assert subprocess.run([*command, "train", "c.yaml"], timeout=280, check=False).returncode == 0
+    assert subprocess.run([*command, "status", "c.yaml"], timeout=280, check=False).returncode == 0
+    assert not list((tmp_path / "else").iterdir())
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["run"]["dir"] == "run"
+
+
 def test_errors_are_raised_and_not_printed(tmp_path: Path, rows: Path) -> None:
     """Each is of the public tree and names what is wrong; a thread that cannot take signals is refused."""
     described = tmp_path / "config.yaml"
@@ -103,7 +127,7 @@ def test_errors_are_raised_and_not_printed(tmp_path: Path, rows: Path) -> None:
     missing, unknown, nowhere, thread = run(REFUSED, str(described))
     assert missing.startswith("ConfigError: missing.yaml: cannot be read")
     assert unknown == "ConfigError: overrides: unknown key 'epoch'; did you mean 'epochs'?"
-    assert nowhere.startswith("DataError: nowhere: no manifest.json there")
+    assert nowhere.startswith(f"DataError: {Path('nowhere').absolute()}: no manifest.json there")
     assert thread.startswith("ValueError: signal only works in main thread")
 
 
