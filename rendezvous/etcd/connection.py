@@ -9,7 +9,9 @@ Invariant: a client is closed only when no call uses it. gRPC ends the *process*
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import math
 import threading
 import time
@@ -26,7 +28,7 @@ from pyetcd import exceptions as failures
 from pyetcd import utils
 
 from rendezvous.agent.identity import split_endpoint
-from rendezvous.errors import OptionError
+from rendezvous.errors import OptionError, StoreUnavailableError, TooFewNodesError
 from rendezvous.etcd.answers import (
     Meaning,
     code_of,
@@ -40,6 +42,7 @@ from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import FILE, EtcdOptions
 from rendezvous.etcd.tally import TALLY
 from rendezvous.membership.store import Entry, Snapshot
+from rendezvous.outage_log import WaitingLog
 from rendezvous.pauses import RandomExponential, between
 from rendezvous.waiting import Call, GivenUp, begin
 
@@ -47,6 +50,7 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 2.0
 GIVE_UP_AFTER_S = 4.0
+TRY_S = 5.0
 ENDPOINT_RETRY_S = 0.2
 DENIED_S = (2.0, 6.0)
 """How long a login that failed is not tried again: a check of a password costs etcd a tenth of a second, and all
@@ -54,6 +58,8 @@ workers of a job may log in at once."""
 LOGIN_TIMEOUT_S = 10.0
 DISK_S = 2.0
 """How long what is on disk is waited for."""
+
+_log = logging.getLogger("rendezvous")
 
 _CHANNEL = {
     # etcd drops clients that ping more often than every 5 s; without pings, a black-holed connection looks idle.
@@ -223,6 +229,24 @@ def list_prefix(connection: Connection, prefix: str, give_up_after_s: float = GI
     )
     entries = {text_of(kv.key): Entry(text_of(kv.value), kv.mod_revision, kv.create_revision) for kv in response.kvs}
     return Snapshot(response.header.revision, entries)
+
+
+def await_etcd(options: EtcdOptions, prefix: str, timeout_s: float) -> None:
+    """Return once etcd answers: what took this node may have taken etcd, too. TooFewNodesError if it never does.
+
+    Another start would find it no sooner, and an address that is wrong looks the same.
+    """
+    log, deadline = WaitingLog(_log, timeout_s), time.monotonic() + timeout_s
+    with contextlib.closing(Connection(options)) as connection:
+        while True:
+            try:
+                list_prefix(connection, prefix, min(TRY_S, max(0.1, deadline - time.monotonic())))
+                return
+            except StoreUnavailableError as error:
+                if time.monotonic() >= deadline:
+                    raise TooFewNodesError(f"etcd did not answer within {timeout_s:g} s: {error}") from error
+                why = str(error)
+                log.waits(lambda left_s, why=why: f"waiting for etcd, giving up in {left_s:.0f} s: {why}")  # type: ignore[misc]
 
 
 def text_of(found: bytes) -> str:

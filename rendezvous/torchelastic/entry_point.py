@@ -14,6 +14,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from rendezvous.errors import OptionError, StoreDeniedError, StoreError
+from rendezvous.etcd.connection import await_etcd
+from rendezvous.membership.records import Keys
 from rendezvous.open_files import raise_limit
 from rendezvous.torchelastic.conf import BACKEND, Conf
 
@@ -41,7 +43,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Check the options, connect, and return the handler of the mode; our agents replace the stock one.
 
     Raises OptionError with everything that is wrong with the options, etcd's opinion of user and password included,
-    and RendezvousConnectionError if etcd cannot be used.
+    TooFewNodesError if etcd does not answer in time, and RendezvousConnectionError if it cannot be used.
     """
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
@@ -55,6 +57,8 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
             standby = _standby() if conf.has_standby else None
             if standby is not None:
                 undone.callback(standby.end)
+            # A missing etcd is reported here, not by every worker; but wait as a running job does in an outage.
+            await_etcd(conf.etcd, Keys(params.run_id).world, conf.timeout_s)
             handler = (LiveRendezvousHandler if conf.is_live else EtcdRendezvousHandler)(params, conf)
         except StoreDeniedError as error:
             raise OptionError(str(error)) from None

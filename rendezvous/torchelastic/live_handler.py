@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import time
 import uuid
 
 from torch._C._distributed_c10d import TCPStore
@@ -14,34 +12,15 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from rendezvous.agent.identity import IdentityPort
 from rendezvous.context import LIVE_VARIABLE, LiveContext
-from rendezvous.errors import StoreError, StoreUnavailableError, TooFewNodesError
-from rendezvous.etcd.connection import Connection, list_prefix
+from rendezvous.errors import StoreError
 from rendezvous.etcd.store import EtcdStore, check_permission
 from rendezvous.live_member import member_prefix
 from rendezvous.membership.records import Keys
-from rendezvous.outage_log import WaitingLog
 from rendezvous.torchelastic.addresses import machine_name, own_address
 from rendezvous.torchelastic.conf import BACKEND, Conf
 from rendezvous.torchelastic.standby import Standby
 
-TRY_S = 5.0
-
 _log = logging.getLogger("rendezvous")
-
-
-def await_etcd(conf: Conf, prefix: str) -> None:
-    """Return once etcd answers: what took this node may have taken etcd, too. TooFewNodesError if it never does."""
-    log, deadline = WaitingLog(_log, conf.timeout_s), time.monotonic() + conf.timeout_s
-    with contextlib.closing(Connection(conf.etcd)) as connection:
-        while True:
-            try:
-                list_prefix(connection, prefix, min(TRY_S, max(0.1, deadline - time.monotonic())))
-                return
-            except StoreUnavailableError as error:
-                if time.monotonic() >= deadline:
-                    raise TooFewNodesError(f"etcd did not answer within {conf.timeout_s:g} s: {error}") from error
-                why = str(error)
-                log.waits(lambda left_s, why=why: f"waiting for etcd, giving up in {left_s:.0f} s: {why}")  # type: ignore[misc]
 
 
 class LiveRendezvousHandler(RendezvousHandler):
@@ -53,8 +32,6 @@ class LiveRendezvousHandler(RendezvousHandler):
         self._run_id = params.run_id
         self._etcd = EtcdStore(conf.etcd)
         self._keys = Keys(params.run_id)
-        # A missing etcd is reported here, not by every worker; but wait as a running job does in an outage.
-        await_etcd(conf, self._keys.world)
         check_permission(self._etcd, self._keys)
         self._address = own_address(params.local_addr, conf.etcd, params.max_nodes)
         self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
