@@ -14,22 +14,30 @@ from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import Store, read
 from elastic_train.config.recipe import EarlyStoppingConfig
-from elastic_train.core.lineage import COMMITS, place_of
+from elastic_train.core.lineage import ATTEMPTS, COMMITS, place_of
 from elastic_train.errors import ConfigError
-from elastic_train.tracking.run_folder import CONFIG, RunFolder, existing_folder
+from elastic_train.tracking.history_files import FOLDER
+from elastic_train.tracking.run_folder import CONFIG, RESULT, RunFolder, existing_folder
 
 
-def open_run(run: str) -> Store:
-    """Open the store of a run's commits, by its folder or URL; ConfigError if the folder does not exist."""
+def open_run(run: str, *, may_be_new: bool = False) -> Store:
+    """Open the store of a run's commits, by its folder or URL; ConfigError for a folder that is no run's.
+
+    `may_be_new`: a configuration names it, so it is a run's folder although nothing is there yet.
+    """
     if "://" in run:
         return open_store(run)
     folder = existing_folder(run, "; give a run's folder or a URL")
+    if not may_be_new and not any((folder / name).exists() for name in _OF_A_RUN):
+        raise ConfigError(f"{run} is no run's folder: it has neither {CONFIG} nor {COMMITS}; name a run.dir, or a URL")
     has_commits = (folder / COMMITS).is_dir()
     return open_store((not has_commits and RunFolder(folder).setting("checkpoint", "url")) or run)
 
 
 NEWEST = "newest"
 CONFIGS = "configs/"
+_OF_A_RUN = (CONFIG, RESULT, FOLDER, COMMITS, ATTEMPTS, CONFIGS, "terms", "store-id")
+"""Each of them is in the folder of a run, or of its commits, from some moment on."""
 
 
 def find(store: Store, name: str | None) -> CommitRecord:

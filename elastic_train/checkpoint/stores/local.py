@@ -159,6 +159,15 @@ class LocalStore:
         within = [above for above in path.parents if above.is_relative_to(self._root)]
         return within + [folder.parent for folder in made if not folder.parent.is_relative_to(self._root)]
 
+    def _advice(self, number: int) -> str:
+        """Return what to do about an error of the file system; a disk may be full of files, with bytes to spare."""
+        if number == errno.ENOSPC:
+            with contextlib.suppress(OSError):
+                place = next(path for path in (self._root, *self._root.parents) if path.exists())
+                if has_no_inodes(os.statvfs(place)):
+                    return "; no free inodes: delete files there (df -i), or have more of them made (mkfs -N)"
+        return _ADVICE.get(number, "")
+
     def _forget(self, path: Path) -> None:
         with contextlib.suppress(OSError):
             self._disk.unlink(path)
@@ -181,8 +190,13 @@ class LocalStore:
         except FileNotFoundError as error:
             raise KeyMissing(f"{where}: does not exist") from error
         except OSError as error:
-            message = f"{where}: cannot {act}: {error.strerror or error}{_ADVICE.get(error.errno or 0, '')}"
+            message = f"{where}: cannot {act}: {error.strerror or error}{self._advice(error.errno or 0)}"
             raise _kind(act, error.errno)(message) from error
+
+
+def has_no_inodes(found: os.statvfs_result) -> bool:
+    """Whether a file system that has bytes left takes no more files; one that counts no files (Btrfs) always may."""
+    return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
 
 
 def _kind(act: str, number: int | None) -> type[StorageError]:

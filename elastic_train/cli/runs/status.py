@@ -49,7 +49,7 @@ def status_of(run: str, config: Config | None = None) -> Status:
 
     Raises ConfigError if there is none.
     """
-    store = open_run(run)
+    store = open_run(run, may_be_new=config is not None)
     rows = survey_store(store, Best.parse("min loss")).rows
     head = next((row.record for row in rows if "head" in row.marks), None)
     result = None if "://" in run else RunFolder(Path(run)).result()

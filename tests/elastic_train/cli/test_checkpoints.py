@@ -75,7 +75,7 @@ def test_ls_detects_damage_and_marks_the_commit_to_resume_from(
 
 def test_an_empty_run_is_reported_as_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No commits is an error for show but not for ls; a missing folder is one for both."""
-    (tmp_path / "run-1").mkdir()
+    (tmp_path / "run-1" / "history").mkdir(parents=True)
     assert run("ls", str(tmp_path / "run-1")) == 0
     assert "no commits" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no commits"):
@@ -212,6 +212,7 @@ def test_a_plan_without_measurements_says_which_options_to_give(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a run, and of a run without commits, the numbers have to be given; the cost is then assumed."""
+    (tmp_path / "history").mkdir()
     for run_dir in ([], [str(tmp_path)]):
         with pytest.raises(ConfigError, match="--state-gb and --mtbf-h"):
             run("plan", *run_dir)
@@ -241,3 +242,12 @@ def test_export_writes_safetensors(local_store: Store, tmp_path: Path) -> None:
     with safetensors.safe_open(target, framework="pt") as file:
         assert file.metadata()["commit"] == record.key
         assert torch.equal(file.get_tensor("0.weight"), model.state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "prune", "pin", "export", "unpin"])
+def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path, command: str) -> None:
+    """It was listed as a run without commits, with exit code 0."""
+    (tmp_path / "photo.jpg").touch()
+    rest = {"pin": ["1"], "unpin": ["1"], "export": [str(tmp_path / "out")]}.get(command, [])
+    with pytest.raises(ConfigError, match=r"is no run's folder.*name a run\.dir"):
+        run(command, str(tmp_path), *rest)

@@ -27,11 +27,12 @@ def test_a_run_is_resumable_until_it_is_done(
     """Named by its folder or by its configuration; a result that commits have outgrown is an older one's."""
     folder = Path(local_store.url)
     folder.mkdir(exist_ok=True)
-    code, found = said(capsys, str(folder))
-    assert (code, found["state"], found["step"]) == (75, "resumable", None)
-    commit_steps(local_store, 1, 2)
     config = tmp_path / "config.yaml"
     config.write_text(f"run: {{dir: {folder}}}\ndata: {{train: nowhere}}\n")
+    assert said(capsys, str(folder))[0] == 2, "nothing says that it is a run's"
+    code, found = said(capsys, str(config))
+    assert (code, found["state"], found["step"]) == (75, "resumable", None)
+    commit_steps(local_store, 1, 2)
     for name in (folder, config):
         code, found = said(capsys, str(name))
         assert (code, found["state"], found["step"]) == (75, "resumable", 2)

@@ -303,3 +303,18 @@ def test_a_name_that_was_not_there_is_asked_for_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Path, "open", remembering)
     monkeypatch.setattr(os, "open", refreshing)
     assert stores.read(store, "commits/key") == b"made by another node"
+
+
+@pytest.mark.parametrize(
+    ("bytes_left", "files_left", "advice"),
+    [(9, 0, "no free inodes"), (9, 9, "free some space"), (0, 0, "free some space")],
+)
+def test_a_disk_that_is_full_of_files_is_not_called_full_of_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_left: int, files_left: int, advice: str
+) -> None:
+    """Both are ENOSPC; freeing space by a few large files does not help against the one."""
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    found = Mock(f_files=100, f_favail=files_left, f_bavail=bytes_left)
+    monkeypatch.setattr(os, "statvfs", Mock(return_value=found))
+    with pytest.raises(StorageError, match=f"No space left on device; {advice}"):
+        LocalStore(tmp_path / "run").create("commits/a.json", b"x")
