@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from elastic_train.config.monitoring import EventKind
 
 Kind = EventKind
+LINE_EVERY_S = 60.0
 
 MEANINGS: dict[Kind, str] = {
     "slow_compute": "a rank computes for longer than the others",
@@ -55,3 +57,44 @@ class Event:
         if self.lane is not None:
             measured += f", lane {self.lane}, samples {', '.join(map(str, self.samples))}"
         return f"after step {self.step}:{who} {MEANINGS[self.kind]}: {measured}, since step {self.since}"
+
+
+@dataclass(slots=True)
+class _Held:
+    """The events of a kind since its last line, of which the log has had none."""
+
+    line_at: float
+    events: list[tuple[Event, str]]
+
+
+class EventLines:
+    """The log's lines about events: of each kind one in `LINE_EVERY_S` seconds, which counts those held back."""
+
+    def __init__(self) -> None:
+        self._held: dict[Kind, _Held] = {}
+
+    def add(self, event: Event, text: str, now: float, *, is_urgent: bool = False) -> str | None:
+        """Return the line of an event, None if it is held back; what is urgent has a line at once."""
+        held = self._held.get(event.kind)
+        if held is not None and not is_urgent and now - held.line_at < LINE_EVERY_S:
+            held.events.append((event, text))
+            return None
+        before = [] if held is None else held.events
+        self._held[event.kind] = _Held(now, [])
+        return f"EVENT {event.kind}: {text}{_counted(before)}"
+
+    def due(self, now: float) -> Iterator[str]:
+        """Yield a line for each kind whose last line is old enough, with the last event of those held back."""
+        for kind, held in self._held.items():
+            if held.events and now - held.line_at >= LINE_EVERY_S:
+                *before, (_, text) = held.events
+                held.line_at, held.events = now, []
+                yield f"EVENT {kind}: {text}{_counted(before)}"
+
+
+def _counted(held: list[tuple[Event, str]]) -> str:
+    if not held:
+        return ""
+    ranks = sorted({event.rank for event, _ in held if event.rank is not None})
+    of_ranks = f" of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+    return f" ({len(held)} more since the last line{of_ranks}: see the history)"

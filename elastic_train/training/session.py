@@ -437,7 +437,7 @@ class Session:
         if self.memory is not None:
             self.memory.say()
         if self.watch is not None:
-            self.watch.say()
+            self.watch.say_rest()
 
     def _end_saves_and_views(self) -> None:
         self.commits.abandon(is_live=self.worlds.is_live)

@@ -7,12 +7,14 @@ and reaches the other ranks with the next step's flags. Nothing here decides a b
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic_train.insight.detection import Detector
-from elastic_train.insight.events import Event, Kind
+from elastic_train.insight.events import Event, EventLines, Kind
 from elastic_train.insight.phases import PHASES
 from elastic_train.insight.totals import PhaseTotals, PhaseWindow
 from elastic_train.job.auditing.auditor import WrongGradient
@@ -40,6 +42,7 @@ class Watch:
         host_of: Callable[[int], str | None],
         drop: Callable[[int], str],
         at_first_step: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.totals = totals
         self.num_events = Counter[str]()
@@ -48,6 +51,7 @@ class Watch:
         self._actions, self._host_of, self._drop = actions, host_of, drop
         self._window, self._detector = PhaseWindow(), Detector(num_lanes, world.mesh.alike)
         self._step, self._at_first_step = 0, at_first_step
+        self._lines, self._clock = EventLines(), clock
 
     def step(self, step: int, sums: StepSums, norm: float, num_failed_saves: int, *, is_overflow: bool = False) -> None:
         """Take the rows of a step that was applied, and the norm of its gradient; of saves those failed in a row.
@@ -61,6 +65,7 @@ class Watch:
         usual_norm = None if is_overflow else norm
         for event in self._detector.step(step, sums.ranks, sums.mean, usual_norm, num_failed_saves, TALLY.read()):
             self.tell(event)
+        self._announce_due(self._clock())
         if self._window.num_steps >= self._every_steps:
             self.say()
 
@@ -88,6 +93,15 @@ class Watch:
             means = window.mean()
             self._tracker.log(self._step, {f"time/{phase}_s": means[phase] for phase in (*PHASES, "hidden")})
 
+    def say_rest(self) -> None:
+        """Say what is left at a world's end, of costs and of events."""
+        self.say()
+        self._announce_due(math.inf)
+
+    def _announce_due(self, now: float) -> None:
+        for line in self._lines.due(now):
+            self._world.announce(line)
+
     def tell(self, event: Event) -> None:
         """Say what begins or ends to be wrong, and do what the configuration says of its kind."""
         host = None if event.rank is None else self._host_of(event.rank)
@@ -102,7 +116,10 @@ class Watch:
             then=then,
             audited=None if event.lane is None else (event.lane, event.samples),
         )
-        self._world.announce(f"EVENT {event.kind}: {event.render(host)}{f'; {then}' if then else ''}")
+        text = f"{event.render(host)}{f'; {then}' if then else ''}"
+        line = self._lines.add(event, text, self._clock(), is_urgent=then is not None)
+        if line is not None:
+            self._world.announce(line)
         if event.is_over:
             return
         self.num_events[event.kind] += 1

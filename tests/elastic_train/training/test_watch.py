@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.mesh import Mesh
 from elastic_train.errors import NoProgressError
+from elastic_train.insight.events import Event
 from elastic_train.insight.phases import RankFacts
 from elastic_train.insight.totals import PhaseTotals
 from elastic_train.tracking.background_files import BackgroundFiles
@@ -35,15 +38,25 @@ def sums(*ranks: RankFacts) -> StepSums:
 class Said:
     """A watch, and the lines that it writes."""
 
-    def __init__(self, folder: Path, every_steps: int = 1000, **actions: str) -> None:
+    def __init__(
+        self, folder: Path, every_steps: int = 1000, clock: Callable[[], float] = time.monotonic, **actions: str
+    ) -> None:
         self.files, self.tracker, self.folder = BackgroundFiles(), MagicMock(), folder
         self.history = History(self.files, folder, 3, 0)
         self.world = MagicMock(history=self.history, mesh=Mesh(0, 3))
         self.dropped: list[int] = []
         hosts = {1: "n7"}
         self.watch = Watch(
-            self.world, self.tracker, PhaseTotals(), every_steps, [2, 2, 2], actions, hosts.get, self.drop
-        )  # type: ignore[arg-type]
+            self.world,
+            self.tracker,
+            PhaseTotals(),
+            every_steps,
+            [2, 2, 2],
+            actions,  # type: ignore[arg-type]
+            hosts.get,
+            self.drop,
+            clock=clock,
+        )
 
     def drop(self, rank: int) -> str:
         self.dropped.append(rank)
@@ -102,6 +115,31 @@ def test_a_slow_rank_is_an_event_with_its_evidence_and_what_is_to_follow(
     assert event.get("then") == then and any(text.endswith(f"; {then}") for text in shown) == (then is not None)
     assert any(text.startswith("EVENT slow_compute: after step") and "rank 1 on n7:" in text for text in shown)
     assert said.tracker.log.call_args_list[0].args == (event["step"], {"events/slow_compute": 1})
+
+
+def test_the_log_has_one_line_per_kind_and_minute_and_the_history_all(tmp_path: Path) -> None:
+    """A line counts those held back and names their ranks; what is followed by an action has a line at once."""
+    now = [0.0]
+    said = Said(tmp_path, clock=lambda: now[0], slow_link="snapshot")
+    for rank in (0, 2, 1):
+        said.watch.tell(Event("slow_data", 30, 20, rank, 0.5, 0.2, " s"))
+        said.watch.tell(Event("slow_link", 30, 20, rank, 5.0, 1.0, " ms"))
+    shown = [call.args[0] for call in said.world.announce.call_args_list]
+    assert len(shown) == 4 and sum(line.startswith("EVENT slow_data: after step 30: rank 0") for line in shown) == 1
+    said.world.announce.reset_mock()
+    now[0] = 59.0
+    said.watch.step(31, sums(ROW, ROW, ROW), 1.0, 0)
+    said.world.announce.assert_not_called()
+    now[0] = 60.0
+    said.watch.step(32, sums(ROW, ROW, ROW), 1.0, 0)
+    (line,) = (call.args[0] for call in said.world.announce.call_args_list)
+    assert line.startswith("EVENT slow_data: after step 30: rank 1 on n7:")
+    assert line.endswith("(1 more since the last line of rank 2: see the history)")
+    said.watch.tell(Event("slow_data", 33, 20, 2, 0.5, 0.2, " s"))
+    said.watch.say_rest()
+    assert "EVENT slow_data: after step 33: rank 2" in said.world.announce.call_args.args[0]
+    assert len([line for line in said.lines() if line["op"] == "event"]) == 7
+    assert said.watch.num_events == {"slow_data": 4, "slow_link": 3}
 
 
 def test_a_commit_that_is_asked_for_is_overdue_until_one_begins() -> None:
