@@ -198,6 +198,7 @@ def test_params_change_every_place_that_depends_on_them(tmp_path: Path) -> None:
         "CPUS": "9",
         "MEMORY": "9Gi",
         "STORAGE": "9Ti",
+        "THREADS": "3",
     }
     assert old.keys() == new.keys()
     params.write_text("".join(f"{key}={value}\n" for key, value in new.items()))
@@ -207,6 +208,7 @@ def test_params_change_every_place_that_depends_on_them(tmp_path: Path) -> None:
         node = job_spec(name, doc)["template"]["spec"]["containers"][0]
         assert node["image"] == "r/e:9"
         assert node["resources"]["limits"] == {"cpu": "9", "memory": "9Gi"}
+        assert {"name": "OMP_NUM_THREADS", "value": "3"} in node["env"]
         assert {"big", "2:7"} <= set(node["command"])
         text = yaml.safe_dump_all(rendered(folder))
         assert "registry.example.com" not in text
@@ -230,6 +232,19 @@ def with_components(folder: Path, *names: str) -> Path:
     with (folder / "base" / "kustomization.yaml").open("a") as base:
         base.write(f"components: [{', '.join(f'../{name}' for name in names)}]\n")
     return folder
+
+
+@pytest.mark.parametrize("name", [*WAYS, "etcd"])
+def test_where_the_cluster_gives_users_pods_name_none(name: str, tmp_path: Path) -> None:
+    """OpenShift refused the fixed one; the other rights stay away."""
+    folder = with_components(tmp_path / "kubernetes", "openshift")
+    with (folder / "etcd" / "kustomization.yaml").open("a") as kustomization:
+        kustomization.write("components: [../openshift]\n")
+    doc = one(folder / name, WAYS.get(name, "StatefulSet"))
+    pod = (job_spec(name, doc) if name in WAYS else doc["spec"])["template"]["spec"]
+    assert not {"runAsUser", "runAsGroup", "fsGroup"} & pod["securityContext"].keys()
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert refusal(doc) is None
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -336,6 +351,6 @@ def test_what_submit_renders_is_valid_and_loads(
     (doc,) = (doc for doc in documents if doc["kind"] == WAYS[name])
     node = job_spec(name, doc)["template"]["spec"]["containers"][0]
     assert {"mine", "2:5"} <= set(node["command"])
-    assert node["resources"]["limits"] == {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "2"}
+    assert node["resources"]["limits"] == {"cpu": "8", "memory": "8Gi", "nvidia.com/gpu": "2"}
     assert launched(node, OPERATORS[name]).ranks == 2
     assert "PersistentVolumeClaim" not in {doc["kind"] for doc in documents}

@@ -71,6 +71,13 @@ def test_a_rule_that_is_wrong_fails_them(tmp_path: Path) -> None:
         assert f"alertname:{rule['alert']}," in re.sub(r"[\s\"]", "", said_of(yaml.safe_dump(spoilt))), rule["alert"]
 
 
+def test_panels_have_the_unit_of_what_they_show() -> None:
+    """Failures were shown in seconds: only what is named in seconds, or made of it, is a time."""
+    for panel in DASHBOARD["panels"]:
+        if panel.get("fieldConfig", {}).get("defaults", {}).get("unit") == "s":
+            assert all("_seconds" in query or "time()" in query for query in QUERIES[panel["title"]]), panel["title"]
+
+
 def test_rules_and_dashboard_ask_for_what_a_page_has() -> None:
     """Every name, every phase and every kind of event that they speak of."""
     facts = Facts(num_failed_saves=0, num_skipped_saves=0, memory=MemoryFacts("cpu", 1, {}))

@@ -54,21 +54,25 @@ def submit_k8s(
     run_id: Annotated[str, Parameter(name="--id")],
     image: str | None = None,
     kind: Literal["indexed-job", "jobset", "trainer-v2", "pytorchjob"] = "indexed-job",
-    cpus: str = "4",
-    memory: str = "16Gi",
+    cpus: str | None = None,
+    memory: str | None = None,
     gpus: int | None = None,
     no_claim: Flag = False,
+    openshift: Flag = False,
     dry_run: Flag = False,
 ) -> int:
     """Submit CONFIG to Kubernetes as a job of N or MIN:MAX --nodes, by the manifests of deploy/kubernetes.
 
     --id: its name. --image: one that has elastic-train and the task. --kind: an indexed-job (the default), a jobset, or
-    what Kubeflow's trainer-v2 or its pytorchjob operator runs. --cpus, --memory, --gpus: of each node. --no-claim: no
-    volume that nodes share; commits go to checkpoint.url. It needs kubectl, and an etcd in the namespace
+    what Kubeflow's trainer-v2 or its pytorchjob operator runs. --cpus, --memory, --gpus: of each node; by default 4 CPUs
+    and 16Gi for each GPU, or for one rank. --no-claim: no volume that nodes share; commits go to checkpoint.url.
+    --openshift: the cluster gives pods their users. It needs kubectl, and an etcd in the namespace
     (deploy/kubernetes/etcd). --dry-run prints the manifests.
     """
     resolved = _checked(config, overrides, {}, [])
-    job = kubernetes.KubernetesJob(resolved, kind, run_id, nodes, image, cpus, memory, gpus, has_claim=not no_claim)
+    job = kubernetes.KubernetesJob(
+        resolved, kind, run_id, nodes, image, cpus, memory, gpus, has_claim=not no_claim, is_openshift=openshift
+    )
     manifests = kubernetes.render(job)
     return print_text((manifests if dry_run else kubernetes.apply(manifests)).rstrip("\n"))
 

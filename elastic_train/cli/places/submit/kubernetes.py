@@ -23,6 +23,7 @@ SCRATCH = (MOUNT, "/tmp/", "/dev/shm/")
 """Where a pod can write."""
 _NAME, MOST_CHARS = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 50
 """A name of Kubernetes' to which controllers add endings of their own."""
+CPUS_PER_RANK, GIB_PER_RANK = 4, 16
 _AMOUNT = re.compile(r"\d+(\.\d+)?(m|[KMGTP]i?)?", re.ASCII)
 
 
@@ -35,12 +36,15 @@ class KubernetesJob:
     name: str
     nodes: str
     image: str | None
-    cpus: str
-    memory: str
+    cpus: str | None = None
+    memory: str | None = None
+    """Of each node; by default as much as its ranks need, of which it has one for each GPU."""
     gpus: int | None = None
     """Of each node."""
     has_claim: bool = True
     """Whether the nodes share a volume, at MOUNT."""
+    is_openshift: bool = False
+    """Whether the cluster gives pods their users."""
 
     def problems(self) -> Iterator[str]:
         """Yield all that is wrong with it."""
@@ -52,7 +56,7 @@ class KubernetesJob:
         if not self.image or any(char.isspace() for char in self.image):
             yield "--image REGISTRY/NAME:TAG is needed: one that has elastic-train and the task"
         for flag, amount in (("--cpus", self.cpus), ("--memory", self.memory)):
-            if not _AMOUNT.fullmatch(amount):
+            if amount is not None and not _AMOUNT.fullmatch(amount):
                 yield f"{flag} {amount!r} is not an amount as Kubernetes has it, such as 4, 500m or 16Gi"
         if self.gpus is not None and self.gpus < 1:
             yield f"--gpus must be at least 1, not {self.gpus}; leave it out for a job on CPUs"
@@ -67,16 +71,20 @@ class KubernetesJob:
         """Return what params.env has to say."""
         assert self.image is not None, "it was checked"
         least, most = parse_nodes(self.nodes, [])
+        ranks, threads = self.gpus or 1, self.config.threads_per_rank
+        cpus = self.cpus or f"{ranks * max(CPUS_PER_RANK, threads)}"
+        memory = self.memory or f"{ranks * GIB_PER_RANK}Gi"
         return {
             "RUN": self.name, "NODES": str(most), "MIN_MAX": f"{least}:{most}", "MAX_FAILED": str(min(1, most - least)),
-            "MIN_AVAILABLE": str(min(1, most - 1)), "IMAGE": self.image, "CPUS": self.cpus, "MEMORY": self.memory,
-            "STORAGE": "100Gi",
+            "MIN_AVAILABLE": str(min(1, most - 1)), "IMAGE": self.image, "CPUS": cpus, "MEMORY": memory,
+            "THREADS": str(threads), "STORAGE": "100Gi",
         }  # fmt: skip
 
     @property
     def components(self) -> list[str]:
         """The folders of `deploy/kubernetes` whose changes are made to every kind of job."""
-        return [name for name, is_used in (("gpus", self.gpus), ("without-claim", not self.has_claim)) if is_used]
+        used = {"gpus": self.gpus, "without-claim": not self.has_claim, "openshift": self.is_openshift}
+        return [name for name, is_used in used.items() if is_used]
 
 
 def _out_of_reach(config: Config, *, has_claim: bool) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import subprocess
 from pathlib import Path
@@ -34,6 +35,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 
 def test_the_script_is_that_of_deploy_with_the_jobs_own_lines(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Options come after the script's own, which they override, and arguments survive the shell."""
+    assert "#SBATCH --time=UNLIMITED" in script_of(capsys, config, "--nodes", "2", "--time", "UNLIMITED")
     more = ("--time", "1-2:30", "--gpus", "8", "--sbatch=--partition=a", "--sbatch=--qos=b", "--endpoint", "e:1,f:2")
     code, script, _ = said(capsys, "slurm", config, "--nodes", "2:8", *more, "--optimizer.lr", "0.1", "--dry-run")
     assert code == 0
@@ -268,6 +270,24 @@ def test_sizes_follow_from_the_number_of_nodes(nodes: str, sizes: dict[str, str]
     assert {key: params[key] for key in sizes} == sizes
 
 
+@pytest.mark.parametrize(
+    ("gpus", "cpus", "memory", "threads", "expected"),
+    [
+        (None, None, None, 1, ("4", "16Gi", "1")),
+        (8, None, None, 1, ("32", "128Gi", "1")),
+        (2, None, None, 6, ("12", "32Gi", "6")),
+        (8, "96", "1Ti", 1, ("96", "1Ti", "1")),
+    ],
+)
+def test_what_a_node_has_follows_from_its_ranks(
+    gpus: int | None, cpus: str | None, memory: str | None, threads: int, expected: tuple[str, str, str]
+) -> None:
+    """Eight ranks had the four CPUs and the memory of one."""
+    config = Config.model_validate({"data": {"train": "/runs/rows"}, "threads_per_rank": threads})
+    params = KubernetesJob(config, "indexed-job", "a", "1", "r/e:1", cpus, memory, gpus).params()
+    assert (params["CPUS"], params["MEMORY"], params["THREADS"]) == expected
+
+
 def test_a_job_of_the_same_name_is_named_when_kubernetes_refuses_another_configuration(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -308,7 +328,8 @@ def test_what_is_printed_is_what_is_submitted(
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("3", 180), ("3:30", 210), ("1:00:00", 3600), ("2-0", 172800), ("1-2:30", 95400), ("0-0:0:5", 5), ("x", None)],
+    [("3", 180), ("3:30", 210), ("1:00:00", 3600), ("2-0", 172800), ("1-2:30", 95400), ("0-0:0:5", 5), ("x", None)]
+    + [(word, math.inf) for word in ("UNLIMITED", "unlimited", "INFINITE")],
 )
-def test_times_are_read_as_slurm_reads_them(text: str, seconds: int | None) -> None:
+def test_times_are_read_as_slurm_reads_them(text: str, seconds: float | None) -> None:
     assert seconds_of(text) == seconds
