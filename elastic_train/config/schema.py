@@ -31,7 +31,7 @@ from elastic_train.config.datasets import DataConfig, names_of
 from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
 from elastic_train.config.parallel import SPREAD_OVER_CELLS, ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig, checked_best
-from elastic_train.config.section import Section, Value, absolute, folder, home
+from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Section, Value, absolute, checked_name, folder, home
 from elastic_train.system.wording import counted, nearest
 
 Change = tuple[object, object]
@@ -65,6 +65,11 @@ class RunConfig(Section):
     """How many terms' histories are kept; what recovery asks of older ones is summarised. null to keep all."""
 
     _is_folder = field_validator("dir")(folder)
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        return checked_name(name, MOST_CHARS_OF_A_NAME)
 
 
 class TaskConfig(Section):
@@ -155,6 +160,16 @@ class TrackingConfig(Section):
     """Also log to Weights & Biases; offline: to run.dir/wandb, which `wandb sync` uploads. Needs the extra [wandb]."""
     wandb_project: str = "elastic-train"
     """Project in Weights & Biases."""
+
+    @field_validator("experiment")
+    @classmethod
+    def _is_an_experiment(cls, name: str) -> str | None:
+        return checked_name(name, 256)
+
+    @field_validator("wandb_project")
+    @classmethod
+    def _is_a_project(cls, name: str) -> str | None:
+        return checked_name(name, MOST_CHARS_OF_A_NAME, without="/\\#?%:")
 
 
 class Config(Section):
@@ -357,7 +372,7 @@ class Config(Section):
 
     @property
     def run_name(self) -> str:
-        return self.run.name or Path(self.run.dir).name
+        return self.run.name or Path(self.run.dir).name[:MOST_CHARS_OF_A_NAME]
 
     def identity(self) -> str:
         """Return a digest of the keys that determine order and state; a run resumes only with the same digest.

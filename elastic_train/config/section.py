@@ -19,6 +19,8 @@ from elastic_train.config import yaml12
 Value = object
 MOST_BYTES_OF_A_NAME = 255
 """What file systems take of one part of a path."""
+MOST_CHARS_OF_A_NAME = 128
+"""What trackers take of a run's or a project's name: MLflow has room for 250, Weights & Biases for 128."""
 _EXACT = 2**53
 """Above it not every whole number is a float."""
 
@@ -172,3 +174,11 @@ def absolute(place: str | None) -> str | None:
     if separator:
         return f"{scheme}://{Path(path).absolute()}" if scheme in ("file", "local") else place
     return str(Path(place).expanduser().absolute())
+
+
+def checked_name(name: str | None, most: int, *, without: str = "") -> str | None:
+    """Refuse a name that a tracker would refuse, or cut, once the run has begun."""
+    if name is not None and (len(name) > most or set(name) & set(without)):
+        rest = f", without {' '.join(without)}" if without else ""
+        raise ValueError(f"must be {most} characters at most{rest}")
+    return name

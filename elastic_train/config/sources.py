@@ -37,6 +37,15 @@ def variable_of(key: str) -> str:
     return ENV_PREFIX + key.upper().replace(".", "__")
 
 
+def variables_in(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the keys that the environment sets over a file, and their texts."""
+    try:
+        tree = _read_yaml(path, [])[0]
+    except ConfigError:
+        return {}  # `load` says it
+    return {key_of_variable(name, tree): environ[name] for name in sorted(environ) if name.startswith(ENV_PREFIX)}
+
+
 def load_config(path: str | Path, overrides: Mapping[str, Value] | None = None) -> Config:
     """Read and check a configuration as the command does.
 
@@ -57,7 +66,11 @@ def load(
     problems: list[str] = []
     tree, lines = _read_yaml(Path(path), problems)
     sources = dict.fromkeys(_leaves(tree), str(path))
-    later = [*_from_environment(environ, problems), *_from_arguments(arguments, problems), *_from_values(overrides)]
+    later = [
+        *_from_environment(environ, tree, problems),
+        *_from_arguments(arguments, problems),
+        *_from_values(overrides),
+    ]
     for source, key, value in later:
         _put(tree, key, value)
         sources = {name: of for name, of in sources.items() if not name.startswith(f"{key}.")} | {key: source}
@@ -127,11 +140,27 @@ def _walk(node: yaml.Node | None, key: str, kind: object) -> Iterator[tuple[str,
         yield from _walk(value, each, below(kind, name.value))
 
 
-def _from_environment(environ: Mapping[str, str], problems: list[str]) -> Iterator[tuple[str, str, Value]]:
+def _from_environment(environ: Mapping[str, str], tree: Tree, problems: list[str]) -> Iterator[tuple[str, str, Value]]:
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX):
-            key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            key = key_of_variable(name, tree)
             yield from _read_value(f"environment {name}", key, environ[name], problems)
+
+
+def key_of_variable(name: str, tree: Value = None) -> str:
+    """Return the key that a variable sets; below `task.params` it is spelled as in the tree, or else as the variable.
+
+    What is of capitals alone, as variables are, is a key of small letters unless the tree has another.
+    """
+    parts, kind = name.removeprefix(ENV_PREFIX).split("__"), cast(object, Config)
+    for number, part in enumerate(parts):
+        is_free = kind is object or get_origin(kind) is dict
+        known = [f"{each}" for each in tree if f"{each}".lower() == part.lower()] if isinstance(tree, dict) else []
+        spelled = part.lower() if part == part.upper() or not is_free else part
+        parts[number] = known[0] if is_free and len(known) == 1 else spelled
+        kind = below(kind, parts[number])
+        tree = tree.get(parts[number]) if isinstance(tree, dict) else None
+    return ".".join(parts)
 
 
 def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[tuple[str, str, Value]]:

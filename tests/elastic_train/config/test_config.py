@@ -331,3 +331,34 @@ def test_paths_are_made_absolute_at_once_and_records_keep_them_as_written(
     assert (found.to_yaml(), found.identity()) == (written.to_yaml(), written.identity())
     assert found.anchored().as_written == pickle.loads(pickle.dumps(found)).as_written == written
     assert found.changed_since(yaml.safe_load(written.to_yaml())) == {}
+
+
+def test_variables_keep_the_spelling_of_free_keys(tmp_path: Path) -> None:
+    """Keys of a task of one's own may have capitals; `maxLen` arrived as `maxlen`."""
+    tree = {**GOOD, "task": {"params": {"LR": 1, "inner": {"Deep": 1}}}}
+    set_to = {"maxLen": "5", "LR": "2", "INNER__DEEP": "3", "INNER__NEW": "4", "inner__keptAs": "6"}
+    environ = {f"ELASTIC_TRAIN__TASK__PARAMS__{name}": text for name, text in set_to.items()}
+    environ["ELASTIC_TRAIN__OPTIMIZER__OPTIONS__fooBar"] = "7"
+    found = load(tmp_path, tree, environ=environ)
+    assert found.task.params == {"LR": 2, "inner": {"Deep": 3, "new": 4, "keptAs": 6}, "maxLen": 5}
+    assert found.optimizer.options == {"fooBar": 7}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "is_taken"),
+    [
+        ("run.name", "x" * 128, True),
+        ("run.name", "x" * 129, False),
+        ("run.name", "Versuch ü 1/2 #3", True),
+        ("tracking.experiment", "x" * 257, False),
+        ("tracking.wandb_project", "x" * 129, False),
+        ("tracking.wandb_project", "team/project", False),
+    ],
+)
+def test_names_are_those_that_trackers_take(tmp_path: Path, key: str, text: str, is_taken: bool) -> None:
+    """A tracker refused them once the run had begun, or cut them."""
+    if is_taken:
+        load(tmp_path, GOOD, arguments=(f"--{key}={text}",))
+    else:
+        with pytest.raises(ConfigError, match=f"'{key}': must be "):
+            load(tmp_path, GOOD, arguments=(f"--{key}={text}",))

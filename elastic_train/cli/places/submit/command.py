@@ -40,7 +40,10 @@ def submit_slurm(
     --sbatch=--partition=gpu: one more option of sbatch, which may be repeated; its value needs no quotes. All other
     flags are those of `launch`. --dry-run prints the script, which can be submitted as it is.
     """
-    job = slurm.SlurmJob(config.absolute(), overrides, flags, time, gpus, is_array=array, options=tuple(sbatch))
+    variables = sources.variables_in(config, os.environ)
+    job = slurm.SlurmJob(
+        config.absolute(), overrides, flags, time, gpus, is_array=array, options=tuple(sbatch), variables=variables
+    )
     _checked(config, overrides, os.environ, list(job.problems()))
     script = slurm.render(job)
     return print_text(script.rstrip("\n") if dry_run else slurm.submit(script))
@@ -64,8 +67,8 @@ def submit_k8s(
     """Submit CONFIG to Kubernetes as a job of N or MIN:MAX --nodes, by the manifests of deploy/kubernetes.
 
     --id: its name. --image: one that has elastic-train and the task. --kind: an indexed-job (the default), a jobset, or
-    what Kubeflow's trainer-v2 or its pytorchjob operator runs. --cpus, --memory, --gpus: of each node; by default 4 CPUs
-    and 16Gi for each GPU, or for one rank. --no-claim: no volume that nodes share; commits go to checkpoint.url.
+    what Kubeflow's trainer-v2 or its pytorchjob operator runs. --cpus, --memory, --gpus: of each node; by default 4
+    CPUs and 16Gi for each GPU, or for one rank. --no-claim: no volume that nodes share; commits go to checkpoint.url.
     --openshift: the cluster gives pods their users. It needs kubectl, and an etcd in the namespace
     (deploy/kubernetes/etcd). --dry-run prints the manifests.
     """

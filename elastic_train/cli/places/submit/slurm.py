@@ -10,10 +10,11 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elastic_train.config.credentials import has_password
 from elastic_train.errors import ConfigError, ElasticTrainError
 from elastic_train.launch.options import Flags, parse_nodes
 from rendezvous.errors import OptionError
@@ -51,6 +52,8 @@ class SlurmJob:
     is_array: bool = False
     options: tuple[str, ...] = ()
     """More of sbatch's own, such as --partition=gpu."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Keys that the environment sets, and to what: an option of sbatch, or of the site, may keep it from the job."""
 
     @property
     def nodes(self) -> str:
@@ -83,6 +86,12 @@ class SlurmJob:
             yield f"--sbatch={option} contradicts the script: {_OURS[name]}"
         if name == "signal" and re.fullmatch(f"{signal}@[0-9]+", value) is None:
             yield f"--sbatch={option}: the script listens for {signal} alone; write --sbatch=--signal={signal}@SECONDS"
+        kept = [key for key, text in self.variables.items() if has_password(text)]
+        if name in ("export", "export-file") and "ALL" not in value.split(",") and kept:
+            yield (
+                f"--sbatch={option} would keep {', '.join(kept)} from the job, which the environment sets to an "
+                "address with a password: write --sbatch=--export=ALL"
+            )
         if name == "job-name" and "/" in value:
             yield f"--sbatch={option}: the log has the job's name (%x), and no file's name has a '/'"
 
@@ -108,7 +117,8 @@ class SlurmJob:
         least_most = self.nodes if ":" in self.nodes and not self.is_array else None
         name = None if self.is_array else self.flags.run_id
         flags = replace(self.flags, nodes=least_most, endpoint=None, run_id=name)
-        return [str(self.config), *flags.arguments(), *self.overrides]
+        variables = [f"--{key}={text}" for key, text in self.variables.items() if not has_password(text)]
+        return [str(self.config), *flags.arguments(), *variables, *self.overrides]
 
 
 def seconds_of(time: str) -> float | None:

@@ -96,6 +96,19 @@ def test_the_launchers_flags_are_passed_on(config: str, capsys: pytest.CaptureFi
     )
 
 
+def test_what_the_environment_sets_is_in_the_script(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --export=NONE it was checked, and then dropped; a password is not written down, but such a job refused."""
+    monkeypatch.setenv("ELASTIC_TRAIN__BATCH__MICRO_BATCH", "4")
+    none = ("--nodes", "2", "--sbatch=--export=NONE")
+    assert f"set -- '{config}' --batch.micro_batch=4 --epochs 2" in script_of(capsys, config, *none, "--epochs", "2")
+    monkeypatch.setenv("ELASTIC_TRAIN__TRACKING__MLFLOW_URI", "postgresql://me:secret@h/m")
+    code, _, errors = said(capsys, "slurm", config, *none, "--dry-run")
+    assert code == 2 and "would keep tracking.mlflow_uri from the job" in errors and "secret" not in errors
+    assert not any("secret" in line for line in script_of(capsys, config, "--nodes", "2"))
+
+
 def test_an_allocation_that_can_grow_has_a_name_and_an_etcd(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of fewer nodes at first than may train together in the end."""
     grows = ("--id", "quality-1", "--endpoint", "@/shared/etcd.endpoints", "--sbatch=--nodes=2")
