@@ -132,9 +132,14 @@ class FirstStates:
         self._known: dict[object, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
 
     def of(self, number: int, parameter: Tensor) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return what `look` does; the tensors are the caller's: those of two parameters must not be one."""
+        begun, after = copy.deepcopy(self.look(number, parameter))
+        return begun, after
+
+    def look(self, number: int, parameter: Tensor) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the state of a parameter of a group, by number, before and after a first step without gradient.
 
-        The tensors are the caller's: those of two parameters must not be one.
+        All parameters of one kind share it, so it is only looked at.
         """
         kind = (number, parameter.shape, parameter.dtype, parameter.device)
         if kind not in self._known:
@@ -148,8 +153,7 @@ class FirstStates:
                 twin.step()
             average = {AVERAGE: one.detach()} if self.keeps_average else {}
             self._known[kind] = before, {**twin.state.get(one, {}), **average}
-        begun, after = copy.deepcopy(self._known[kind])
-        return begun, after
+        return self._known[kind]
 
     def forget(self) -> None:
         """Free the memory of what was found."""
@@ -180,7 +184,7 @@ def regroup(
     found, new = dict[str, Mapping[str, Any]](), list[str]()
     for number, group in enumerate(optimizer.param_groups):
         for one in group["params"]:
-            name, (begun, after) = names[id(one)], first.of(number, one)
+            name, (_, after) = names[id(one)], first.look(number, one)
             kept = saved["state"].get(name, {})
             own = {place[3] for place in elsewhere if place[:3] == ["state", 0, ["parameter", name]]}
             if kept or own:
@@ -188,7 +192,7 @@ def regroup(
                 found[name] = _with_average(kept, one, keeps_it=first.keeps_average)
             elif after:
                 new += [name] if set(after) - {AVERAGE} else []
-                found[name] = begun
+                found[name], _ = first.of(number, one)
     first.forget()
     if before != now or new:
         log.warning(
