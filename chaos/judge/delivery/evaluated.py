@@ -1,32 +1,46 @@
 """Invariant of validation: the last commit, evaluated here on the validation set, gives the result's metrics.
 
-The text classifier is computed from its definition (`text_classifier`), in float64; of the witness the loss is
-the sum of its weights. Other tasks cannot be evaluated here, and that is said.
+The text classifier and the decoder are computed from their definitions (`text_classifier`, `language_model`), in
+float64; of the witness the loss is the sum of its weights. Where this judge has no definition (other tasks, averaged
+weights) the metrics have to be those that were logged when the weights were validated, and that is said.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from chaos.judge.delivery.claims import last_record
 from chaos.judge.delivery.held_out import manifest_at, rows_at
+from chaos.judge.delivery.language_model import LanguageModel, is_language_model
 from chaos.judge.delivery.text_classifier import Classifier, Floats, is_classifier
 from chaos.judge.evidence.applied import result_of
-from chaos.judge.evidence.run_files import Evidence, Line, number, part, whole
+from chaos.judge.evidence.run_files import Evidence, Line, part, whole
 from chaos.judge.evidence.stored_weights import Tensors
 from chaos.judge.findings import Unknown, Violated
 
 _WITNESS = "elastic_train.tasks.witness:Witness"
-_PRECISE = 1e-4
-"""Relative: float32 in another order, against float64."""
-_PRECISE_AUC = 0.05
-"""Trainers may count scores in bins."""
-_CLOSE = 1e-3
-"""Rows whose two likeliest classes are as close may be counted for either."""
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far a trainer's arithmetic may be from float64."""
+
+    relative: float
+    area: float
+    """Of areas under curves, which are exact but for pairs of scores that rounding swaps."""
+    close: float
+    """What is likeliest may be another, where the two likeliest are as close."""
+
+
+_TOLERANCES = {"fp32": Tolerance(1e-4, 1e-3, 1e-3)}
+_HALF = Tolerance(2e-2, 2e-2, 5e-2)
+"""Of products in 8 or 11 bits."""
+_F1_OF_A_ROW = 0.02
 
 
 def validation(run: Evidence) -> str:
@@ -41,67 +55,94 @@ def validation(run: Evidence) -> str:
         return "the job has no validation set, and its result claims no metrics"
     if result.get("status") != "done":
         raise Unknown("the job has not come to its end: the newest commit need not have been validated")
-    if nameless := [name for name, value in claimed.items() if not _is_finite(value)]:
+    if nameless := [name for name, value in claimed.items() if not _is_number(value)]:
         raise Violated(f"result.json has the metric {nameless[0]} as {claimed[nameless[0]]}, which is not a number")
     if not claimed:
         raise Violated("result.json has no metrics, and the job has a validation set")
-    _check_logged(run, claimed)
-    found, close = _evaluated(run, str(place), task)
+    logged = _check_logged(run, claimed)
+    if why := _not_evaluated(run, task):
+        return _by_logs(claimed, logged, f"not evaluated here: {why}")
+    allowed = _TOLERANCES.get(str(run.config.get("precision", "fp32")), _HALF)
+    found, doubt = _evaluated(run, str(place), task, allowed)
     for name, value in found.items():
         if name not in claimed:
             raise Violated(f"result.json lacks the metric {name}, which is {value:.6g} on {place}")
-        if not _agrees(name, number(claimed, name), value, close):
+        if not _agrees(name, claimed[name], value, doubt, allowed):
             raise Violated(f"result.json says {name} {claimed[name]}, the last commit has {value:.6g} on {place}")
-    if others := sorted(claimed.keys() - found.keys()):
-        raise Unknown(f"the metrics {', '.join(others)} cannot be computed here; {_shown(found)} are those of {place}")
-    return f"the last commit was evaluated on {int(found['samples'])} rows of {place}: {_shown(found)}"
+    summary = f"the last commit was evaluated on {int(found['samples'])} rows of {place}: {_shown(found)}"
+    if others := {name: claimed[name] for name in sorted(claimed.keys() - found.keys())}:
+        return _by_logs(others, logged, f"{summary}; not evaluated here: {', '.join(others)}")
+    return summary
+
+
+def _not_evaluated(run: Evidence, task: Line) -> str:
+    """Say why the last commit cannot be evaluated here; nothing if it can."""
+    path, params = task.get("path"), part(task, "params") if "params" in task else {}
+    if _section(run, "validation").get("weights", "trained") != "trained":
+        return "validation is of averaged weights (validation.weights)"
+    if path == _WITNESS or is_classifier(path) or is_language_model(path, params):
+        return ""
+    return f"the judge does not know what the task {path} computes"
+
+
+def _by_logs(claimed: Line, logged: set[str], summary: str) -> str:
+    """Say that metrics are those that were logged; Unknown if one was not, unless it is undefined."""
+    if missing := [name for name, value in claimed.items() if value is not None and name not in logged]:
+        raise Unknown(f"{summary}; and no line of the last validation in metrics/ has {missing[0]}")
+    return f"{summary}; as logged when the last step was validated"
 
 
 def _section(run: Evidence, name: str) -> Line:
     return part(run.config, name) if name in run.config else {}
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_number(value: object) -> bool:
+    """Say whether a metric is finite, or None, which says that it is undefined for the validation set."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
 
 
-def _check_logged(run: Evidence, claimed: Line) -> None:
-    """What the last term logged of the last validation is what the result says."""
+def _check_logged(run: Evidence, claimed: Line) -> set[str]:
+    """Return which metrics the last term logged of the last validation; Violated if the result has another value."""
+    logged = set[str]()
     step, term = whole(result_of(run), "step"), whole(result_of(run), "term")
     for line in (run.metrics or {}).get(term, ()):
         values = part(line, "values") if "values" in line and line.get("step") == step else {}
         for name, value in values.items():
             own = name.removeprefix("validation/")
-            if own != name and own in claimed and claimed[own] != value:
+            if own == name or own not in claimed:
+                continue
+            if claimed[own] != value:
                 raise Violated(f"result.json says {own} {claimed[own]}, metrics/{term:08d}.jsonl has {value}")
+            logged.add(own)
+    return logged
 
 
-def _evaluated(run: Evidence, place: str, task: Line) -> tuple[dict[str, float], int]:
-    """Return the metrics computed here, and how many rows have two classes that are nearly as likely."""
-    record, path = last_record(run), task.get("path")
+def _evaluated(run: Evidence, place: str, task: Line, allowed: Tolerance) -> tuple[dict[str, float], float]:
+    """Return the metrics computed here, and how far rounding may move those that count likeliest classes."""
+    record = last_record(run)
     if record is None or record.fields is None or run.load is None:
         raise Unknown("there is no commit of the last step that could be evaluated")
-    if path != _WITNESS and not is_classifier(path):
-        raise Unknown(f"the task {path} cannot be evaluated here: metrics were compared with records and logs alone")
-    validation_, data = _section(run, "validation"), _section(run, "data")
-    if validation_.get("weights", "trained") != "trained":
-        raise Unknown("validation is of averaged weights (validation.weights), which cannot be evaluated here")
-    manifest, most = manifest_at(place), validation_.get("max_samples")
+    data = _section(run, "data")
+    manifest, most = manifest_at(place), _section(run, "validation").get("max_samples")
     weights = run.load(record.fields)
     limit = most if isinstance(most, int) else None
-    if path == _WITNESS:
+    if task.get("path") == _WITNESS:
         return _of_witness(weights, len(rows_at(place, manifest, [next(iter(part(manifest, "columns")))], limit)))
     params = part(task, "params") if "params" in task else {}
     trained_on = manifest_at(str(data.get("train"))) if data.get("train") else manifest
+    if not is_classifier(task.get("path")):
+        model = LanguageModel.of(weights, params, trained_on)
+        return model.metrics(rows_at(place, manifest, model.columns, limit), allowed.close)
     classifier = Classifier.of(weights, params, trained_on)
     rows = rows_at(place, manifest, classifier.columns, limit)
-    return _of_classes(classifier.logits(rows), classifier.labels(rows), _class_weights(params, trained_on, weights))
+    class_weights = _class_weights(params, trained_on, weights)
+    return _of_classes(classifier.logits(rows), classifier.labels(rows), class_weights, allowed.close)
 
 
-def _of_witness(weights: Tensors, num_rows: int) -> tuple[dict[str, float], int]:
+def _of_witness(weights: Tensors, num_rows: int) -> tuple[dict[str, float], float]:
     """Its loss has no weight, so it is the sum itself."""
     counts = next(iter(weights.values())).double().numpy()
-    return {"loss": -float(counts[:num_rows].sum()), "samples": float(num_rows)}, 0
+    return {"loss": -float(counts[:num_rows].sum()), "samples": float(num_rows)}, 0.0
 
 
 def _class_weights(params: Line, manifest: Line, weights: Tensors) -> Floats:
@@ -119,7 +160,7 @@ def _class_weights(params: Line, manifest: Line, weights: Tensors) -> Floats:
     return found
 
 
-def _of_classes(logits: Floats, labels: Ints, class_weights: Floats) -> tuple[dict[str, float], int]:
+def _of_classes(logits: Floats, labels: Ints, class_weights: Floats, close: float) -> tuple[dict[str, float], float]:
     shifted = logits - logits.max(axis=1, keepdims=True)
     logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     own = class_weights[labels]
@@ -134,9 +175,10 @@ def _of_classes(logits: Floats, labels: Ints, class_weights: Floats) -> tuple[di
         found |= {"f1": _f1(pairs, 1), "auc": _auc(chances[:, 1], labels == 1)}
     else:
         present = [each for each in range(num_classes) if 0 < (labels == each).sum() < len(labels)]
-        found["auc"] = float(np.mean([_auc(chances[:, each], labels == each) for each in present]))
+        areas = [_auc(chances[:, each], labels == each) for each in present]
+        found["auc"] = float(np.mean(areas)) if areas else math.nan
     top = np.sort(chances, axis=1)
-    return found, int((top[:, -1] - top[:, -2] < _CLOSE).sum())
+    return found, _F1_OF_A_ROW * int((top[:, -1] - top[:, -2] < close).sum())
 
 
 def _f1(pairs: Floats, each: int) -> float:
@@ -154,12 +196,17 @@ def _auc(scores: Floats, is_positive: npt.NDArray[np.bool_]) -> float:
     return float((ranks[is_positive].sum() - num * (num + 1) / 2) / (num * (both - num)))
 
 
-def _agrees(name: str, claimed: float, found: float, close: int) -> bool:
+def _agrees(name: str, claimed: object, found: float, doubt: float, allowed: Tolerance) -> bool:
+    """Say whether a claim is what was found; what is undefined, nan, is None in a result."""
+    if math.isnan(found) or not isinstance(claimed, int | float):
+        return math.isnan(found) and claimed is None
     if name == "auc":
-        return math.isnan(found) or abs(claimed - found) <= _PRECISE_AUC
-    if name in ("macro_f1", "f1") and close:
-        return abs(claimed - found) <= 0.02 * close
-    return abs(claimed - found) <= _PRECISE * max(1e-3, abs(found))
+        return abs(claimed - found) <= allowed.area
+    if name in ("macro_f1", "f1", "token_accuracy") and doubt:
+        return abs(claimed - found) <= 1.01 * doubt
+    if name == "perplexity":
+        return claimed > 0 and abs(math.log(claimed / found)) <= allowed.relative * max(1e-3, math.log(found))
+    return abs(claimed - found) <= allowed.relative * max(1e-3, abs(found))
 
 
 def _shown(found: dict[str, float]) -> str:

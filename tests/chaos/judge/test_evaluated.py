@@ -1,0 +1,113 @@
+"""The judge's own evaluation of the last commit: the numbers of the trainer, for weights that were made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor
+
+from chaos.judge.delivery.evaluated import validation
+from chaos.judge.evidence.run_files import Evidence, Line, collect
+from chaos.judge.findings import Unknown, Violated
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.rows.token_rows import TokenColumns
+from tests.chaos.recorded import STEPS, record
+
+OTHERS = ("labels", "attention_mask", "document_ids")
+SIZES = {"vocabulary": 50, "dim": 32, "depth": 2, "heads": 4, "rope_base": 500.0}
+NUM_ROWS, MAX_TOKENS = 24, 16
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
+    return collect(record(tmp_path_factory.mktemp("evaluated") / "run") / "faulted")
+
+
+def rows_of(columns: tuple[str, ...]) -> pa.Table:
+    draws = np.random.default_rng(0)
+    lists = [draws.integers(0, 50, length).tolist() for length in draws.integers(1, 20, NUM_ROWS)]
+    others = {
+        "labels": [[token if draws.random() < 0.6 else -100 for token in tokens] for tokens in lists],
+        "attention_mask": [[int(draws.random() < 0.8) for _ in tokens] for tokens in lists],
+        "document_ids": [sorted(draws.integers(0, 3, len(tokens)).tolist()) for tokens in lists],
+    }
+    return pa.table({"input_ids": lists, **{name: others[name] for name in columns}})
+
+
+def evaluated_by_the_trainer(
+    sizes: Mapping[str, object], rows: pa.Table, z_loss: float
+) -> tuple[Mapping[str, Tensor], dict[str, float]]:
+    """Return the weights of a decoder, and its metrics of rows."""
+    torch.manual_seed(1)
+    model = Decoder(DecoderShape(**sizes)).eval()  # type: ignore[arg-type]
+    task = CausalLM(model=sizes, max_tokens=MAX_TOKENS, z_loss=z_loss)
+    task.rows = TokenColumns("input_ids", *(name if name in rows.column_names else None for name in OTHERS))
+    task.vocabulary = 50
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(10.0 if one.ndim > 1 else 1.0).add_(torch.randn_like(one) * 0.05)
+        loss = task.loss(model, task.collate(rows, np.arange(NUM_ROWS)))
+    found = {"loss": float(loss.total) / float(loss.weight), "samples": float(NUM_ROWS)}
+    for name, metric in task.metrics().items():
+        metric.update(loss.predictions, loss.targets)
+        found[name] = float(metric.compute())
+    return model.state_dict(), found
+
+
+def claim(healthy: Evidence, claimed: Line, config: Line, **given: object) -> Evidence:
+    return replace(
+        healthy,
+        config={**healthy.config, **config},
+        result={**(healthy.result or {}), "metrics": claimed},
+        **given,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("columns", [(), *((name,) for name in OTHERS), OTHERS])
+@pytest.mark.parametrize(("is_tied", "kv_heads", "z_loss"), [(True, 4, 0.0), (False, 2, 0.01)])
+def test_a_language_model_is_evaluated_as_the_trainer_does(
+    healthy: Evidence, tmp_path: Path, columns: tuple[str, ...], is_tied: bool, kv_heads: int, z_loss: float
+) -> None:
+    """Grouped queries, weights that are tied or not, masks, labels and packed documents; inventions are found."""
+    rows, sizes = rows_of(columns), {**SIZES, "tied": is_tied, "kv_heads": kv_heads}
+    weights, metrics = evaluated_by_the_trainer(sizes, rows, z_loss)
+    pq.write_table(rows, tmp_path / "part.parquet")
+    manifest = {"files": [{"path": "part.parquet"}], "columns": dict.fromkeys(rows.column_names, "list")}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    params = {"model": sizes, "max_tokens": MAX_TOKENS, "z_loss": z_loss}
+    config: Line = {
+        "task": {"path": "chaos.tasks.paced_language:PacedLanguage", "params": params},
+        "data": {"train": str(tmp_path), "validation": str(tmp_path)},
+    }
+    given = {"load": lambda record: weights}
+    assert "evaluated on 24 rows" in validation(claim(healthy, metrics, config, **given))
+    for name, value in metrics.items():
+        invented = {**metrics, name: value * 1.01 + (name == "token_accuracy")}
+        with pytest.raises(Violated, match=f"says {name} "):
+            validation(claim(healthy, invented, config, **given))
+
+
+def test_a_task_that_is_not_known_here_is_judged_by_what_was_logged(healthy: Evidence) -> None:
+    """The verdict says that nobody evaluated it; without a line of the last validation it is unknown."""
+    metrics, config = {"loss": 0.5, "area": None}, {"task": {"path": "mine:Mine", "params": {}}}
+    with pytest.raises(Unknown, match="metrics/ has loss"):
+        validation(claim(healthy, metrics, config))
+    term = (healthy.result or {})["term"]
+    for value in (0.5, 0.25):
+        lines = [{"t": 0.0, "step": STEPS, "values": {"validation/loss": value}}]
+        run = claim(healthy, metrics, config, metrics={term: lines})
+        if value == 0.5:
+            assert "not evaluated here" in validation(run)
+        else:
+            with pytest.raises(Violated, match=r"jsonl has 0\.25"):
+                validation(run)
