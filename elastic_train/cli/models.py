@@ -66,7 +66,7 @@ def generate(
         raise ConfigError("give one of --prompt and --ids")
     if sampling.num_tokens < 1 or not sampling.temperature >= 0 or sampling.top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
-    trained = open_trained(run, _chosen(run, commit).key, train=train, weights=weights)
+    trained = open_trained(run, commit, train=train, weights=weights)
     found, text = complete(trained, prompt if prompt is not None else _parse_ids(ids or ""), sampling)
     if is_json:
         return print_json({"commit": trained.record.key, "ids": found, "text": text})

@@ -90,7 +90,7 @@ def test_a_request_to_leave_is_raised_and_the_next_call_resumes(tmp_path: Path, 
     """SIGTERM ends the call after a commit, with the exit code that asks for more time; the handlers are given back."""
     lines = run(LEFT, config(tmp_path, rows, failing(tmp_path, after=10, how="SIGTERM"), epochs=1))
     printed = [line for line in lines if line.startswith("Preempted")]
-    assert printed == ["Preempted 75 asked to leave; step 3 is committed: start again to resume from it"]
+    assert printed == ["Preempted 75 asked to leave by SIGTERM; step 3 is committed: the same command resumes from it"]
     assert lines[-1] == "14"
 
 

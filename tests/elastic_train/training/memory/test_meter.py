@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +22,9 @@ from elastic_train.parallel.gradient_sum import FastSum, GradientSum, bind_gradi
 from elastic_train.parallel.group import Group
 from elastic_train.shards.holdings import num_elements
 from elastic_train.training.memory.meter import Meter, held_by, storages
-from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import Shards, build, meet, shards_of, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers
+from tests.memory_world import in_memory
 
 CPU = torch.device("cpu")
 KINDS: dict[Shards, tuple[str, ...]] = {
@@ -146,27 +144,25 @@ def test_what_is_written_is_read_again(facts: MemoryFacts) -> None:
         assert facts_of({**facts.as_fields(), **damaged}) is None
 
 
-def ranks(rank: int, size: int, folder: str) -> None:
-    """Take a step in each kind of state, of which each share is held once, and measure what is held after it."""
+def ranks(rank: int, size: int) -> dict[str, dict[str, int]]:
+    """Take a step in each kind of state, of which each share is held once; return what is held after it."""
     torch.set_num_threads(1)
     found = {}
     for shards in KINDS:
-        group, state = meet(Path(folder), shards, rank, size), build(shards, copies=1)
+        group, state = meet(shards, rank, size), build(shards, copies=1)
         if shards != "none":
             take_first_seats(group, shards_of(state), newcomers(size))
         train(group, state, 1)
         total: GradientSum = state.shards._sum  # type: ignore[attr-defined]
         found[shards] = dict(Meter(CPU).measure(held_by(state, total, SaveMemory())).parts)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
-    os._exit(0)
+    return found
 
 
 @pytest.mark.slow
-def test_what_is_shared_out_is_divided_by_the_ranks(tmp_path: Path) -> None:
+def test_what_is_shared_out_is_divided_by_the_ranks() -> None:
     """As a plan says: moments, then gradients, then weights. What is whole is as large on each rank."""
     size, layout = 3, build("none").layout
-    run_ranks(ranks, size, str(tmp_path))
-    by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    by_rank = [found for found in in_memory(ranks, size) if found]
     trained, whole = (4 * num_elements(layout, grains) for grains in (layout.trained, np.arange(layout.num_grains)))
     for shards, divided in KINDS.items():
         expected = {"weights": whole, "gradients": trained, "optimizer": 2 * trained}

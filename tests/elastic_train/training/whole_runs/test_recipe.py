@@ -71,7 +71,9 @@ def test_the_average_is_what_is_validated_evaluated_and_exported(tmp_path: Path,
     """To the last bit; and it is not what was trained."""
     found = {}
     for weights in ("trained", "ema"):
-        trained = open_trained(str(stopped / "run"), validation=str(rows / "validation"), weights=weights)  # type: ignore[arg-type]
+        trained = open_trained(
+            str(stopped / "run"), commit="newest", validation=str(rows / "validation"), weights=weights
+        )  # type: ignore[arg-type]
         found[weights] = evaluate_trained(trained)
     assert found["ema"] == result(stopped)["metrics"] and found["trained"]["loss"] != found["ema"]["loss"]
     store = open_store(str(stopped / "run"))
