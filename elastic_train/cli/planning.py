@@ -176,6 +176,8 @@ def show(report: Report) -> None:
         console.print(_scaling(title, rows, report.job.model.amount))
     if report.best:
         console.print(f"The best by {report.by}:")
+        for number, one in enumerate(report.best, 1):
+            console.print(f"  {number}  {one.layout.name}", soft_wrap=True)  # whole, to be copied
         console.print(_outcomes(report.best, report.job.model.amount))
     else:
         console.print("No layout can be used on these devices.")
@@ -197,18 +199,20 @@ def _scaling(title: str, rows: list[ScalingRow], amount: str) -> object:
         assert step is not None, "a row of scaling was worked out"
         values = (duration(step.total_s), rate(row.outcome.per_s), f"{row.speedup:.2f}", f"{row.efficiency:.1%}")
         shares = (f"{step.communication_share:.1%}", f"{row.outcome.mfu:.1%}")
-        table.add_row(str(row.devices), *values, *shares, "no" if row.outcome.problems else "yes")
+        if row.outcome.problems:
+            table.add_row(str(row.devices), *("-" for _ in (*values, *shares)), "no")
+        else:
+            table.add_row(str(row.devices), *values, *shares, "yes")
     return table
 
 
 def _outcomes(outcomes: list[Outcome], amount: str) -> object:
-    table = narrow_table(
-        "layout", "memory", "step", f"{amount}/s", "MFU", "waits", "goodput", "days", "cost", "runs today"
-    )
-    for one in outcomes:
+    names = ("", "memory", "step", f"{amount}/s", "MFU", "waits", "goodput", "run", "cost", "runs today")
+    table = narrow_table(*names)
+    for number, one in enumerate(outcomes, 1):
         assert one.memory and one.step and one.goodput, "what fits was worked out"
         values = (size(one.memory.total), duration(one.step.total_s), rate(one.per_s), f"{one.mfu:.1%}")
         shares = (f"{one.step.communication_share:.1%}", f"{one.goodput.share:.2%}")
         runs = "yes" if one.layout.runs_today else "no"
-        table.add_row(one.layout.name, *values, *shares, cell(one.days), cell(one.cost or None), runs)
+        table.add_row(str(number), *values, *shares, duration(86400 * one.days), cell(one.cost or None), runs)
     return table

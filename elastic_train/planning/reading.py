@@ -27,13 +27,11 @@ from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.job.units.recompute import recompute_blocks
 from elastic_train.parallel.devices.switches import begin_training
 from elastic_train.planning.arithmetic.layouts import Batch, Layout
-from elastic_train.planning.arithmetic.model import ModelFacts, Sizes, Unit, Work
+from elastic_train.planning.arithmetic.model import MOST_LANES, ModelFacts, Sizes, Unit, Work
 from elastic_train.planning.tracing import REST, Trace, UnitTrace
 from elastic_train.system.wording import first_line, size
 from elastic_train.tasks.task import Grouping
 
-MOST_LANES = 8
-"""Lanes of the first step of which the largest micro-batch is traced, and whose mean is taken for the work."""
 MOST_REAL_BYTES = 2e9
 _TRIED = 256
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from elastic_train.planning.arithmetic.layouts import Layout
+from elastic_train.planning.arithmetic.model import MOST_LANES
 from elastic_train.planning.search import Job, Outcome, ScalingRow, best, compare, scaling, work_out
 from elastic_train.system.wording import counted, duration, rate, size
 
@@ -39,9 +40,15 @@ class Report:
             + (f", {model.flops / model.tokens:.4g} a token" if model.tokens else "")
         )
         yield f"{job.batch.num_lanes} lanes of {job.batch.micro_batch}, {job.num_steps} steps, on {job.cluster.name}"
+        if model.tokens:
+            lanes = counted(min(job.batch.num_lanes, MOST_LANES), "lane")
+            yield (
+                f"A row has {rate(model.tokens / model.samples)} tokens with padding: the mean of the first step's "
+                f"first {lanes}, from the data and max_tokens of this configuration"
+            )
         yield f"This configuration: {own.layout.name}"
         yield from (f"It cannot be used: {why}" for why in own.problems)
-        if own.step is not None and own.goodput is not None:
+        if not own.problems and own.step is not None and own.goodput is not None:
             step = own.step
             waits = f"waits for links {step.communication_share:.1%}, {duration(step.hidden_s)} of exchanges are hidden"
             yield (
@@ -55,7 +62,9 @@ class Report:
                 f"--monitoring.peak-tflops {job.cluster.device.peak_flops(model.precision) / 1e12:g}" + again
             )
             yield (
-                f"The run takes {own.days:.3g} days" + (f" and {own.cost:,.0f}" if own.cost else "") + f" at a goodput "
+                f"The run takes {duration(86400 * own.days)}"
+                + (f" and {own.cost:,.0f}" if own.cost else "")
+                + f" at a goodput "
                 f"of {own.goodput.share:.2%}: a fault is expected every {duration(own.goodput.mtbf_s)}, save every "
                 f"{duration(own.goodput.save_every_s)}"
             )

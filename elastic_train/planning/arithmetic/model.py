@@ -10,6 +10,9 @@ from functools import cached_property
 
 from elastic_train.shards.grains import Layout as Cut
 
+MOST_LANES = 8
+"""Lanes of the first step of which the largest micro-batch is traced, and whose mean is taken for the work."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:

@@ -40,6 +40,21 @@ def test_a_plan_as_tables(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "No layout can be used" in shown
     assert shown.count("8 replicas, but only 4 lanes") == 2, "each reason once, and that of this configuration"
     assert "layouts: 8 replicas" in shown
+    assert "A step takes" not in shown and "The run takes" not in shown, "of what cannot be used"
+
+
+def test_a_layout_to_copy_is_whole_on_a_narrow_terminal(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is any other cell of the tables cut; and the row length has its source."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert typed(str(written(rows, tmp_path)), "--on", "4x1xH100", "--parallel.pipeline", "2", "--cells") == 0
+    shown = capsys.readouterr().out
+    best = shown[shown.index("The best by throughput:") :].splitlines()[1:6]
+    assert [line.split()[0] for line in best] == ["1", "2", "3", "4", "5"]
+    assert all("shards " in line for line in best) and max(map(len, best)) > 20
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert "tokens with padding: the mean of the first step's first 4 lanes" in shown.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
