@@ -7,8 +7,9 @@ same, and their number, the workers and the lanes may change at every resume.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 
 from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Cursor
@@ -85,16 +86,19 @@ class LaneLoader:
         turn = None
         while turn != self._turn:  # again where a state was loaded
             turn = self._turn
-            for step in self._steps():
-                self._check_newest(number)
-                reach("data")
-                self._cursor = self._order.advance(self._cursor, self._micro_batch)
-                self._num_steps -= 1
-                self._is_used_up = self._num_steps == 0
-                yield step
-                self._check_newest(number)
-                if turn != self._turn:
-                    break
+            with contextlib.closing(
+                self._steps()
+            ) as steps:  # threads and workers end here, not with the last reference
+                for step in steps:
+                    self._check_newest(number)
+                    reach("data")
+                    self._cursor = self._order.advance(self._cursor, self._micro_batch)
+                    self._num_steps -= 1
+                    self._is_used_up = self._num_steps == 0
+                    yield step
+                    self._check_newest(number)
+                    if turn != self._turn:
+                        break
 
     def _check_newest(self, number: int) -> None:
         if number != self._newest:
@@ -102,7 +106,7 @@ class LaneLoader:
                 "a newer iterator of this loader has begun, and both would move one cursor: make a loader for each"
             )
 
-    def _steps(self) -> Iterator[list[LaneBatch]]:
+    def _steps(self) -> Generator[list[LaneBatch], None, None]:
         if self._num_workers == 0:
             ahead = ReadAhead(
                 self._reader,

@@ -8,7 +8,7 @@ the bookkeeping; tasks of the pools only compute, and end by themselves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
@@ -59,7 +59,7 @@ class ReadAhead:
         self._samples = {lane: _LaneSamples(order, lane) for lane in lanes}
         self._beside = {lane: SideBySide() for lane in lanes}
 
-    def steps(self, cursor: Cursor, num_steps: int) -> Iterator[Step]:
+    def steps(self, cursor: Cursor, num_steps: int) -> Generator[Step, None, None]:
         """Yield one list a step: a micro-batch for every lane."""
         next_ = first = self._order.step_of(cursor, self._micro_batch)
         end = first + num_steps

@@ -16,7 +16,7 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -185,7 +185,7 @@ class LaneDataLoader(StatefulDataLoader[LaneBatch]):  # type: ignore[misc]  # my
         self.load_state_dict(self.state_dict())
 
 
-def read_in_workers(loader: LaneDataLoader, num_lanes: int) -> Iterator[list[LaneBatch]]:
+def read_in_workers(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], None, None]:
     """Return the loader's steps, one list each; its worker processes end with them, or with this process."""
     steps = _read(loader, num_lanes)
     _reading.add(steps)
