@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic_train.core.lanes import lane_seed
+from elastic_train.data.loading.lane_batch import LaneBatch
+
 
 def seed_generators(seed: int) -> None:
     """Begin all random numbers of this process at `seed`, below 2^63: torch's, and the global ones of numpy and Python.
@@ -29,6 +32,11 @@ def seed_host_generators(seed: int) -> None:
     """Begin the random numbers of the modules `random` and `numpy.random` at `seed`; torch's stay where they are."""
     random.seed(seed)
     np.random.seed((seed ^ seed >> 32) & 0xFFFFFFFF)
+
+
+def seed_validated(batch: LaneBatch) -> None:
+    """Begin all random numbers for a micro-batch of a validation: the same in each, whatever the run and the world."""
+    seed_generators(lane_seed(0, batch.lo, batch.lane))
 
 
 @functools.cache

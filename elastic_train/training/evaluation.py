@@ -1,7 +1,8 @@
 """Validation over all ranks: each sample once, and the same numbers, to the last bit, at any world size.
 
 The validation set is cut into the run's lanes in file order. Losses are summed by lane and then along the lanes' tree;
-metric states are integers: counts, which add up exactly, or lists of rows, which are put in order.
+metric states are integers: counts, which add up exactly, or lists of rows, which are put in order. Random numbers begin
+anew for each micro-batch, by its place.
 
 A value without a target to judge by is no number, None: it is not best, and no early stopping goes by it.
 """
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.cells.stage import Stage
+from elastic_train.job.generators import seed_validated
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.devices.switches import TrainingModes
 from elastic_train.parallel.group import Group
@@ -120,6 +122,7 @@ def _losses(
     """Yield the loss of each lane, None without samples."""
     for batch in batches:
         tensors = batch.tensors
+        seed_validated(batch)
         yield batch, None if tensors is None else task.loss(model, {name: t.to(device) for name, t in tensors.items()})
 
 

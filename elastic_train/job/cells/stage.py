@@ -15,7 +15,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.core.schedules import Action, Kind, Pass, Pipeline, schedule
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.cells.cell_plan import CellPlan
-from elastic_train.job.generators import seed_host_generators
+from elastic_train.job.generators import seed_host_generators, seed_validated
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.pipeline import run_schedule
 from elastic_train.parallel.cells.stage_links import StageLinks
@@ -95,6 +95,8 @@ class _Forward:
         tensors = self._batches[one.number].tensors
         assert tensors is not None, "it has samples"
         batch = {name: tensor.to(self._device) for name, tensor in tensors.items()}
+        if given is None:
+            seed_validated(self._batches[one.number])
         with self._stage.passing(one, trains=False):
             made = self._stage.run(one.chunk, batch, given)
         if isinstance(made, Tensor):

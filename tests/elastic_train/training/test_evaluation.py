@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -70,6 +71,28 @@ def test_a_validation_without_a_target_is_no_number() -> None:
     values, remarks = evaluated([none, some], language())
     assert values["loss"] == 3.0 and values["accuracy"] == 0.5 and not remarks
     assert values["perplexity"] == pytest.approx(math.exp(3.0))
+
+
+def test_what_a_loss_draws_in_a_validation_follows_from_its_lane_and_place() -> None:
+    """Not from the lanes that a rank has, nor from what was drawn before."""
+
+    class Drawing(Losses):
+        def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> LaneLoss:
+            drawn.append((float(torch.rand(())), np.random.random(), random.random()))
+            return LaneLoss(torch.tensor(1.0), 1.0)
+
+    def draws(lanes: range) -> list[tuple[float, ...]]:
+        drawn.clear()
+        task = Drawing([], {})
+        steps = [[LaneBatch(lane, 0, lo, lo + 2, np.array([lo, lo + 1]), {}) for lane in lanes] for lo in (0, 2)]
+        alone, shards = Alone(Group(0, 1, None, 1.0)), cast(StateShards, task)
+        evaluate(cast(Task, task), nn.Module(), steps, shards, alone, 2, torch.device("cpu"))
+        return list(drawn)
+
+    drawn = list[tuple[float, ...]]()
+    both = draws(range(2))
+    assert draws(range(1, 2)) == [both[1], both[3]]
+    assert len({one for each in both for one in each}) == 12
 
 
 def test_a_validation_leaves_modules_in_the_mode_that_each_had() -> None:
