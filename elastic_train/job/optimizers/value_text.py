@@ -13,6 +13,7 @@ import hashlib
 import io
 import pickle
 import random
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -114,14 +115,35 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles what an object has of its own: large and shared parts count by their kinds."""
+    """Pickles what an object has of its own, to be compared and never read.
+
+    Large and shared parts count by their kinds, functions by what they close over, and classes by their names.
+    """
 
     def persistent_id(self, value: object) -> object:
+        if type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu" and not value.is_sparse:
+            return "Tensor", repr(value.tolist())
         return type(value).__qualname__ if isinstance(value, Tensor | nn.Module | Optimizer) else None
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, types.FunctionType):
+            cells = [_content(cell) for cell in value.__closure__ or ()]
+            own = (cells, value.__defaults__, value.__kwdefaults__, vars(value))
+            return str, (value.__qualname__,), own
+        if isinstance(value, type | types.ModuleType) and value is not str:
+            return str, (value.__name__,)
+        return NotImplemented
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty yet
+        return None
 
 
 def _fingerprint(value: object) -> str:
-    """Return a digest of an object; empty if it cannot be looked into, as a function's closure cannot."""
+    """Return a digest of an object; empty if it cannot be looked into, as a lock or a file cannot."""
     if isinstance(value, nn.Module):
         return ""
     content = io.BytesIO()

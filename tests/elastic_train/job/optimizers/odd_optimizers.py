@@ -259,6 +259,39 @@ class OwnObject(Odd):
         return 1 / self.tracker.count
 
 
+class LateClosure(Odd):
+    """Counts in a closure, which does not decide its updates before the hundredth."""
+
+    def begin(self) -> None:
+        count = 0
+
+        def factor() -> float:
+            nonlocal count
+            count += 1
+            return 1.0 if count < 100 else 0.5
+
+        self.factor = factor
+
+    def before(self) -> None:
+        self.now = self.factor()
+
+    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
+        return self.now
+
+
+class LateObject(LateClosure):
+    """Counts in a tensor of an object of a class that was made in a function."""
+
+    def begin(self) -> None:
+        self.tracker = type("Local", (), {})()
+        self.tracker.count = torch.zeros(())
+        self.factor = self.count
+
+    def count(self) -> float:
+        self.tracker.count += 1
+        return 1.0 if float(self.tracker.count) < 100 else 0.5
+
+
 class ByAddress(Odd):
     """Keeps momentum by the addresses of parameters."""
 
@@ -317,6 +350,8 @@ REFUSED: dict[type[Optimizer], str] = {
     Module: "other results when the same steps are repeated",
     Schedule: "attributes factors cannot be saved",
     OwnObject: "keeps its attribute 'tracker', which changes as it steps, and a Tracker there cannot be saved",
+    LateClosure: "keeps its attribute 'factor', which changes as it steps, and a function there cannot be saved",
+    LateObject: "keeps its attribute 'tracker', which changes as it steps, and a Local there cannot be saved",
     ByAddress: "steps on otherwise from what a commit holds",
     Views: "steps on otherwise from what a commit holds",
     OwnRate: "changes its own 'lr'",
