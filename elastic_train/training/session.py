@@ -305,9 +305,8 @@ class Session:
             self.commits.is_asked |= self.watch.take_wanted_commit()
         if self.tracker is not None:
             learning_rate = float(state.scheduler.get_last_lr()[0])
-            values = {"train/gradient_norm": norm, "train/learning_rate": learning_rate}
-            if loss is not None:
-                values["train/loss"] = loss
+            values = {} if loss is None else {"train/loss": loss}
+            values |= {"train/gradient_norm": norm, "train/learning_rate": learning_rate}
             account = state.reached.account
             counts = {"train/left_out": account.left_out, "train/truncated": account.truncated}
             values |= {name: count for name, count in counts.items() if count}
