@@ -73,6 +73,9 @@ class CutWeights:
 class ModelledParts(CellState):
     """A place's part of the modelled weights; there are no moments."""
 
+    def _first_moments(self) -> State:
+        return {}
+
     model: Weights  # type: ignore[assignment]  # it has all that is asked of one
 
     def held(self) -> State:
