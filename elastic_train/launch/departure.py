@@ -1,4 +1,4 @@
-"""Requests to leave that reach a launcher, or a trainer that has not begun: SIGTERM, SIGINT, SIGHUP and SIGUSR1.
+"""Requests to leave that reach a launcher, or a trainer that has not begun: SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2.
 
 Until something has been started the process ends at once, with the code that lets a scheduler start it again. From then
 on a request is raised where the launcher waits, once; a second one, seconds later, ends the process as it is.
@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from elastic_train.system.preemption import ORDERS, Orders, end_at_once, requests, tell
+from elastic_train.system.preemption import ORDERS, WARNINGS, Orders, end_at_once, requests, tell
 
-REQUESTS = (*ORDERS, signal.SIGUSR1)
+REQUESTS = (*ORDERS, *WARNINGS)
 REQUEUE = 75
 
 

@@ -1,4 +1,4 @@
-"""Preemption: SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1 set a flag that the loop reads at step boundaries.
+"""Preemption: SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 and SIGUSR2 set a flag that the loop reads at step boundaries.
 
 The flag is part of every step's collective, so all ranks stop after the same step, commit once, and leave together.
 While nothing would be lost, as before the first step, the process leaves at once instead, wherever it is.
@@ -9,7 +9,7 @@ in any case. SIGHUP stays ignored where it was (nohup).
 
 A step may last longer than the launcher waits before it sends SIGKILL. So half of that time after SIGTERM, and never
 less than `RESERVE_S` before its end, a step that is still being computed is dropped: the applied state, which the step
-has not touched, is committed instead. SIGUSR1 is an early warning, after which nobody kills yet.
+has not touched, is committed instead. SIGUSR1 and SIGUSR2 are early warnings, after which nobody kills yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from typing import NoReturn, TypeVar
 T = TypeVar("T")
 
 ORDERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Requests after which the process may be killed; SIGUSR1 is a warning."""
+"""Requests after which the process may be killed."""
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Requests after which nobody kills yet; the second is what users of submitit have schedulers send."""
 EXIT_BY_SIGNAL = 128
 """To which the number of the signal is added that has ended a process at once, as shells do."""
 SAME_REQUEST_S, SAME_KEY_S = 3.0, 0.3
@@ -53,7 +55,7 @@ class LeaveNow(BaseException):
 def requests() -> tuple[signal.Signals, ...]:
     """Return the signals that ask this process to leave: not SIGHUP if whoever started it has it ignored."""
     is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return tuple(number for number in (*ORDERS, signal.SIGUSR1) if not (is_deaf and number == signal.SIGHUP))
+    return tuple(number for number in (*ORDERS, *WARNINGS) if not (is_deaf and number == signal.SIGHUP))
 
 
 class Orders:

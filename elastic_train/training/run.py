@@ -39,10 +39,10 @@ def train(config: Config | str | Path) -> TrainResult:
     The result is equal on every rank. `run.dir` holds the same in result.json, and the weights in its commits
     (`discover`, `read_state`).
 
-    Call it in the main thread: until it returns, SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask it to commit and leave at the
-    next step, and a second Ctrl-C, or a second SIGTERM more than 3 s later, ends the process at once. It sets torch's
-    thread count, Python's switch interval and, unless `reduction: fast`, torch's deterministic mode for the whole
-    process, also for what follows.
+    Call it in the main thread: until it returns, SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 ask it to commit and
+    leave at the next step, and a second Ctrl-C, or a second SIGTERM more than 3 s later, ends the process at once. It
+    sets torch's thread count, Python's switch interval and, unless `reduction: fast`, torch's deterministic mode for
+    the whole process, also for what follows.
 
     Under torchrun call it on every rank, before any process group is made: it joins the world by itself, one world
     after another with `recovery=live`. End such a process as the command does: flush, then `os._exit(0)`, or

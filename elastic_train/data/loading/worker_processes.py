@@ -40,7 +40,7 @@ from elastic_train.errors import UnfinishedError
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call
 
 LONGEST_END_S = 5.0
-IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What asks a process to leave, which means the trainer: it ends its workers itself."""
 
 _reading: weakref.WeakSet[Generator[list[LaneBatch], None, None]] = weakref.WeakSet()

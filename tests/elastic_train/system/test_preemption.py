@@ -23,7 +23,7 @@ from elastic_train.system.preemption import (
 )
 from tests.conftest import PATIENCE_S
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 TERM, INT, HUP = ORDERS
 
 
@@ -125,7 +125,7 @@ def test_a_second_order_ends_at_once_unless_it_is_the_first_again(
     assert [got.is_final(number, at_s) for number, at_s in orders] == [False] * (len(orders) - 1) + [is_final]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_whoever_has_nothing_to_lose_leaves_where_it_is(
     leave: LeaveRequest, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,11 +81,12 @@ class SlurmJob:
     def _contradictions(self, option: str) -> Iterator[str]:
         """Yield why an option of sbatch cannot be combined with the script."""
         name, _, value = option.removeprefix("--").partition("=")
-        signal = "USR1" if self.is_array else "B:USR1"
+        signal = "" if self.is_array else "B:"
         if name in _OURS:
             yield f"--sbatch={option} contradicts the script: {_OURS[name]}"
-        if name == "signal" and re.fullmatch(f"{signal}@[0-9]+", value) is None:
-            yield f"--sbatch={option}: the script listens for {signal} alone; write --sbatch=--signal={signal}@SECONDS"
+        if name == "signal" and re.fullmatch(f"{signal}(SIG)?USR[12]@[0-9]+", value) is None:
+            meant = f"--sbatch=--signal={signal}USR1@SECONDS"
+            yield f"--sbatch={option}: the script is asked to leave by USR1 or USR2; write {meant}"
         kept = [key for key, text in self.variables.items() if has_password(text)]
         if name in ("export", "export-file") and "ALL" not in value.split(",") and kept:
             yield (

@@ -31,7 +31,7 @@ PROGRAMS = {
     "elastic-train": """
         if [ "$1" = status ]; then exit $STATUS; fi
         until [ -e "$STUB/pids" ]; do :; done
-        if [ -n "${ASKED:-}" ] && [ "$SLURM_PROCID" = 0 ]; then kill -USR1 "$SCRIPT"; fi
+        if [ -n "${ASKED:-}" ] && [ "$SLURM_PROCID" = 0 ]; then kill -$ASKED "$SCRIPT"; fi
         exit $CODE""",
     "scancel": """
         if [ -n "${NO_SCANCEL:-}" ]; then exit 1; fi
@@ -89,9 +89,9 @@ def test_a_job_ends_as_its_nodes_do_in_a_folder_that_cannot_be_written(
 def test_a_lost_node_hides_neither_that_the_others_left_nor_that_the_run_is_done(slurm: Slurm) -> None:
     """Then srun's code is 137: the script knows whether it was asked to leave, and `status` what the run is."""
     assert slurm.end("0 137", STATUS="0") == (0, False)
-    assert slurm.end("75 137", STATUS="65", ASKED="1") == (137, False)
-    assert slurm.end("1 77", ASKED="1") == (77, False)
-    assert slurm.end("75 137", ASKED="1") == (75, True)
+    assert slurm.end("75 137", STATUS="65", ASKED="USR1") == (137, False)
+    assert slurm.end("1 77", ASKED="USR1") == (77, False)
+    assert slurm.end("75 137", ASKED="USR2") == (75, True)
 
 
 def test_nodes_wait_for_the_first_one_for_a_bounded_time(slurm: Slurm) -> None:

@@ -131,6 +131,7 @@ def test_an_allocation_that_can_grow_has_a_name_and_an_etcd(config: str, capsys:
         (r"--comment=a\b", r'--comment="a\\b"'),
         ("--comment=#1", '--comment="#1"'),
         ("--exclusive", "--exclusive"),
+        ("--signal=B:USR2@90", "--signal=B:USR2@90"),
         ("--gres=gpu:h100:8", "--gres=gpu:h100:8"),
     ],
 )
@@ -147,7 +148,7 @@ def test_options_of_sbatch_are_quoted(config: str, capsys: pytest.CaptureFixture
         (("--sbatch=--ntasks-per-node=8",), "give --ranks and --gpus"),
         (("--sbatch=--no-requeue",), "is requeued to continue"),
         (("--sbatch=--array=0-3",), "give --array"),
-        (("--sbatch=--signal=USR2@90",), "write --sbatch=--signal=USR1@SECONDS"),
+        (("--sbatch=--signal=B:USR2@90",), "write --sbatch=--signal=USR1@SECONDS"),
         (("--sbatch=--job-name=a/b",), "no file's name has a '/'"),
         (("--id", "a\n#SBATCH --partition=b"), "--id 'a\\n#SBATCH --partition=b' names jobs"),
         (("--id", "my job"), "--id 'my job' names jobs"),
