@@ -23,11 +23,13 @@ MOST_CHARS_OF_AN_ID = 200
 
 def wrong_id(run_id: str) -> list[str]:
     """Return what is wrong with a run id, which is one part of etcd's keys, of paths, and of variables."""
-    is_printable = run_id.isprintable() and not any(char.isspace() or char in "/\\" for char in run_id)
+    is_printable = run_id.isprintable() and run_id == run_id.strip() and not any(char in "/\\" for char in run_id)
     if run_id.strip(".") and is_printable and len(run_id) <= MOST_CHARS_OF_AN_ID:
         return []
     shown = run_id if len(run_id) <= MOST_CHARS_OF_AN_ID else f"{run_id[:20]}… ({len(run_id)} characters)"
-    wanted = f"1 to {MOST_CHARS_OF_AN_ID} printable characters without spaces and slashes, and not dots alone"
+    wanted = (
+        f"1 to {MOST_CHARS_OF_AN_ID} printable characters without slashes, no space at either end, and not dots alone"
+    )
     return [f"the run id {shown!r} cannot be used (--id, --rdzv_id): give {wanted}"]
 
 

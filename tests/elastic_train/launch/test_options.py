@@ -293,7 +293,7 @@ def test_numbers_out_of_range_are_refused(flags: Flags, message: str) -> None:
         resolved(flags, {}, num_gpus=8)
 
 
-@pytest.mark.parametrize("run_id", ["a/b", "x" * 300, "", "..", ".", "a\tb", "a b", " ", "a\x07"])
+@pytest.mark.parametrize("run_id", ["a/b", "x" * 300, "", "..", ".", "a\tb", " a", "b ", " ", "a\x07"])
 def test_an_id_that_is_no_part_of_a_key_is_refused(run_id: str) -> None:
     """Given by a flag or by torchrun's variables; an empty one would be shared by jobs."""
     for flags, environ in ((Flags(run_id=run_id), {}), (Flags(), {**KUBERNETES, "PET_RDZV_ID": run_id})):
