@@ -179,6 +179,7 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
     monkeypatch.setattr(supervisor, "UnformedWorlds", Mock())
     monkeypatch.setattr(supervisor, "open_page", lambda config: None)
     monkeypatch.setattr(supervisor, "result_of", lambda plan, state, status, digest: status)
+    monkeypatch.setattr(supervisor, "KeptSwitches", Mock())
     assert (
         supervisor._train_on(Mock(), Mock(), watched, MagicMock(), started_at=0.0, proof=None, meter=Mock()) == "closed"
     )
@@ -316,7 +317,9 @@ def test_a_copy_and_a_failed_end_may_take_long(clock: list[float], monkeypatch: 
     worlds = SimpleNamespace(is_launched=False)
     commits = SimpleNamespace(watchdog=watched, saves=saves)
     Commits.await_staging(commits)  # type: ignore[arg-type]
-    session = SimpleNamespace(watchdog=watched, worlds=worlds, memory=None, close=take_long, pause=take_long)
+    session = SimpleNamespace(
+        watchdog=watched, worlds=worlds, memory=None, close=take_long, pause=take_long, leave=MagicMock()
+    )
     assert watched.limit_s == LEAST_S
     for error in (ZeroDivisionError(), PeerLostError("gone")):
         monkeypatch.setattr(supervisor, "train_steps", Mock(side_effect=error))
