@@ -155,8 +155,10 @@ def predicted(rows: pa.Table) -> Counter[tuple[int, ...]]:
     found: Counter[tuple[int, ...]] = Counter()
     for place, target in zip(batch["places"].tolist(), batch["targets"].tolist(), strict=True):
         row, at = divmod(place, width)
-        lo = at - (batch["positions"][row, at].item() if "positions" in batch else at)
-        found[*batch["tokens"][row, lo : at + 1].tolist(), target] += 1
+        before = batch["tokens"][row, : at + 1]
+        if "documents" in batch:
+            before = before[batch["documents"][row, : at + 1] == batch["documents"][row, at]]
+        found[*before.tolist(), target] += 1
     return found
 
 
