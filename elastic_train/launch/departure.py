@@ -29,6 +29,10 @@ class _Departure:
     """Since when this process has been asked to leave (monotonic seconds), and what a request raises in it."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all; a worker is forked with what its launcher had in mind."""
         self.since_s: float | None = None
         self.raised: Callable[[int], BaseException] | None = None
         self.at_once: Callable[[int], str] = lambda _: "its workers end with it"
@@ -54,6 +58,7 @@ _departure = _Departure()
 
 def listen() -> None:
     """Listen for requests from now on, for as long as this process lives."""
+    _departure.begin()
     for number in requests():
         signal.signal(number, _departure.note)
 
