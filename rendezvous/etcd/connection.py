@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 2.0
 GIVE_UP_AFTER_S = 4.0
-TRY_S = 5.0
+TRY_S = 2.0
 ENDPOINT_RETRY_S = 0.2
 DENIED_S = (2.0, 6.0)
 """How long a login that failed is not tried again: a check of a password costs etcd a tenth of a second, and all

@@ -195,9 +195,12 @@ def test_a_command_line_for_torchs_own_backends_runs(job: Job) -> None:
 
 
 def test_no_etcd_is_an_error_that_helps(tmp_path: Path) -> None:
-    """Without an etcd torchrun ends soon, not after its rendezvous' quarter of an hour, and not with 0: it names the
-    endpoint and what to do."""
+    """Without an etcd torchrun says within seconds that it waits and how long; then it ends, and not with 0. Both times
+    it names the endpoint and what to do."""
     job = Job(tmp_path, "127.0.0.1:1")
-    assert job.node().wait(timeout=PATIENCE_S) != 0
-    last = job.output().strip().splitlines()[-1]
-    assert "no etcd answers at 127.0.0.1:1" in last and "Start etcd there" in last
+    assert job.node("--rdzv_conf=timeout=12").wait(timeout=PATIENCE_S) != 0
+    lines = (tmp_path / "node-0.out").read_text().strip().splitlines()
+    waiting = [line for line in lines if "waiting for etcd, giving up in" in line]
+    assert waiting and "did not answer within 12 s" in lines[-1]
+    for line in (waiting[0], lines[-1]):
+        assert "no etcd answers at 127.0.0.1:1" in line and "Start etcd there" in line
