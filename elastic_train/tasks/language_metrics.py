@@ -10,8 +10,9 @@ from torch import Tensor
 
 from elastic_train.tasks.metric_library import Metric
 
-_UNIT = 1 << 20
-"""A token's negative log-likelihood is counted in parts of this: 1e12 tokens of 8 nats each fit 64 bits."""
+_UNIT, _MOST = 1 << 20, 1 << 16
+"""A token's negative log-likelihood is counted in parts of 1/_UNIT: 1e12 tokens of 8 nats each fit 64 bits. From _MOST
+nats on it counts as infinite."""
 
 
 class TokenMetric(Metric):
@@ -31,16 +32,25 @@ class TokenMetric(Metric):
 
 
 class Perplexity(TokenMetric):
-    """The exponential of the mean negative log-likelihood, without what a loss adds to it."""
+    """The exponential of the mean negative log-likelihood, without what a loss adds to it; infinite if that of one
+    target is."""
 
     higher_is_better = False
+    num_infinite: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("num_infinite", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, likelihoods: Tensor, is_first: Tensor) -> None:
-        self.total += (likelihoods.double() * _UNIT).round().to(torch.int64).sum()
+        is_infinite = likelihoods >= _MOST
+        self.total += (likelihoods.masked_fill(is_infinite, 0).double() * _UNIT).round().to(torch.int64).sum()
         self.count += len(likelihoods)
+        self.num_infinite += is_infinite.sum()
 
     def compute(self) -> Tensor:
-        return (super().compute() / _UNIT).exp()
+        finite = (super().compute() / _UNIT).exp()
+        return torch.where(self.num_infinite > 0, torch.inf, finite)
 
 
 class TokenAccuracy(TokenMetric):
