@@ -31,7 +31,7 @@ from elastic_train.job.cells.context import ContextState
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.cells.gathered_cell import GatheredCellState
 from elastic_train.job.cells.seated_cell import SeatedCellState, columns_of, holding
-from elastic_train.job.model_layout import describe_layout, layout_of
+from elastic_train.job.model_layout import check_memory, describe_layout, layout_of
 from elastic_train.job.optimizers.averaging import keep_average
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names_of
@@ -372,6 +372,7 @@ def _make_shards(
 ) -> StateShards:
     """Return state of which every rank holds a share by its seat."""
     model, *_ = made
+    check_memory(model)
     if kind is GatheredState:
         _check_state_is_whole(model)
     offload = None

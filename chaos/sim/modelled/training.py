@@ -62,6 +62,7 @@ class Weights:
     gradient: Gradient | None = None
     parts: range = range(1)
     dtype: ClassVar = torch.float32
+    requires_grad: ClassVar = True
 
     def advance(self, step: int) -> None:
         """Add the gradient, which no part has as another."""
