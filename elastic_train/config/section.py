@@ -90,7 +90,7 @@ def _scalar(value: object, key: str) -> object:
 def size_of(text: str) -> int:
     """Return the bytes that a text such as 200GB or 1.5 TiB names; ValueError for any other text."""
     if _SIZE.fullmatch(text) is None:
-        raise ValueError("must be a number of bytes, such as 500MB, 200GB or 1.5TiB")
+        raise ValueError("must be a size: write 200GB, 1.5TiB or a number of bytes")
     return int(TypeAdapter(ByteSize).validate_python(text))
 
 
