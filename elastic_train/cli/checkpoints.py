@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +31,6 @@ from elastic_train.checkpoint.interval.measured import Measured, measure
 from elastic_train.checkpoint.interval.young_daly import SaveCost
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
-from elastic_train.config.section import size_of
 from elastic_train.errors import CommitError, ConfigError, StorageError
 from elastic_train.system.wording import counted, duration, size
 from elastic_train.world.fencing import newest_term
@@ -284,9 +284,11 @@ def _drop_unfinished(store: Store, *, is_rehearsal: bool) -> list[str]:
 
 def _bytes(text: str) -> int:
     try:
-        return size_of(text)
-    except ValueError as error:
-        raise ConfigError(f"--storage-budget '{text}': {error}") from error
+        return TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError as error:
+        raise ConfigError(
+            f"--storage-budget '{text}' is not a size; write 200GB, 1.5TiB or a number of bytes"
+        ) from error
 
 
 def _outlook(row: Outlook) -> dict[str, object]:

@@ -7,22 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from elastic_train.config.combinations import FEATURES, Feature
 from elastic_train.config.section import Section
 from elastic_train.core.mesh import Cell
-
-SPREAD_OVER_CELLS: Mapping[str, tuple[str, ...]] = {
-    "tensor": ("none", "optimizer", "gradients", "parameters"),
-    "pipeline": ("none", "optimizer", "gradients"),
-    "context": ("none", "optimizer"),
-}
-"""What the ranks of each part in all cells may hold shares of, by the key that makes cells; nothing beside others."""
 
 
 class ParallelConfig(Section):
     shards: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     """What ranks hold shares of: nothing, the optimizer's state (ZeRO-1), the gradients, too (ZeRO-2), or all
-    (ZeRO-3). Beside `tensor`, over the ranks of each part in all cells; beside `pipeline` all but parameters; beside
-    `context` the optimizer's alone."""
+    (ZeRO-3). Where several ranks make up a replica, over those that hold the same part of the model."""
     tensor: PositiveInt = 1
     """How many ranks, workers of one node, hold the model together and compute each lane together (tensor parallelism):
     a cell. The task has to say how its model is cut. A state is lost when all cells have lost the same part of it."""
@@ -95,21 +88,6 @@ class ParallelConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _stand_alone(self) -> ParallelConfig:
-        """Refuse what was not tried beside spread experts, or beside rows of which ranks have parts."""
-        others = {
-            "expert": {f"context: {self.context}": self.context > 1},
-            "context": {"sequence: true": self.sequence},
-        }
-        for key, are_set in others.items():
-            found = [name for name, is_set in are_set.items() if is_set]
-            if self.degrees[key] > 1 and found:
-                raise ValueError(
-                    f"{key}: {self.degrees[key]} does not go together with {' and '.join(found)} yet: set one back"
-                )
-        return self
-
     @property
     def has_shares(self) -> bool:
         """Whether ranks hold runs of the state by their seats, be it that each holds all of it."""
@@ -123,6 +101,27 @@ class ParallelConfig(Section):
     def degrees(self) -> Mapping[str, int]:
         """The keys that make a replica one of several ranks, and what they are set to."""
         return {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert, "context": self.context}
+
+    @property
+    def features(self) -> Mapping[Feature, str]:
+        """The features that are set, and how: by key and value."""
+        schedule = f"parallel.schedule: {self.schedule}"
+        own: Mapping[Feature, str | None] = {
+            "tensor": self._degree("tensor"),
+            "sequence": "parallel.sequence: true" if self.sequence else None,
+            "pipeline": self._degree("pipeline"),
+            "interleaved": schedule if self.num_chunks > 1 else None,
+            "expert": self._degree("expert"),
+            "context": self._degree("context"),
+            "wire: bf16": "parallel.wire: bf16" if self.wire == "bf16" else None,
+            "recompute: selective": "parallel.recompute: selective" if self.recompute == "selective" else None,
+        }
+        shards, offload = f"shards: {self.shards}", f"offload: {self.offload}"
+        held = {feature: f"parallel.{feature}" for feature in FEATURES if feature in (shards, offload)}
+        return {feature: text for feature, text in own.items() if text is not None} | held
+
+    def _degree(self, key: str) -> str | None:
+        return f"parallel.{key}: {self.degrees[key]}" if self.degrees[key] > 1 else None
 
     @property
     def num_chunks(self) -> int:

@@ -27,9 +27,10 @@ from pydantic import (
 from pydantic_core import to_jsonable_python
 
 from elastic_train.config import credentials, yaml12
+from elastic_train.config.combinations import Feature, refusals, sentences
 from elastic_train.config.datasets import DataConfig, names_of
 from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
-from elastic_train.config.parallel import SPREAD_OVER_CELLS, ParallelConfig
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig, checked_best
 from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Section, Value, absolute, checked_name, folder, home
 from elastic_train.system.wording import counted, nearest
@@ -217,13 +218,20 @@ class Config(Section):
 
     Warming up, before the first world, may take ten times as long; with null, ten minutes."""
 
+    @property
+    def features(self) -> Mapping[Feature, str]:
+        """The features that are set, and how: by key and value."""
+        own: Mapping[Feature, str | None] = {
+            "compile": "compile: true" if self.compile else None,
+            "reduction: fast": "reduction: fast" if self.reduction == "fast" else None,
+            "audit_lanes": None if self.run.audit_lanes is None else f"run.audit_lanes: {self.run.audit_lanes}",
+        }
+        return {**self.parallel.features, **{feature: text for feature, text in own.items() if text is not None}}
+
     @model_validator(mode="after")
-    def _shards_have_one_rounding(self) -> Config:
-        if self.parallel.has_shares and self.reduction == "fast":
-            key = "shards" if self.parallel.shards != "none" else "offload"
-            raise ValueError(
-                f"reduction: fast gives no two worlds the same bits, and parallel.{key} needs them: set one back"
-            )
+    def _features_work_together(self) -> Config:
+        if found := refusals(self.features):
+            raise ValueError("; ".join(sentences(found, self.features)))
         return self
 
     @model_validator(mode="after")
@@ -238,11 +246,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _cells_are_whole(self) -> Config:
         parallel = self.parallel
-        wrong = [
-            f"parallel.{key}: {degree} does not go together with {' and '.join(found)} yet: set one back"
-            for key, degree in parallel.degrees.items()
-            if degree > 1 and (found := self._not_in_cells(key))
-        ]
+        wrong = list[str]()
         of_each = self.batch.num_lanes // parallel.expert
         if parallel.pipeline > 1 and parallel.pipeline > of_each:
             dealt = f" for each of {parallel.expert} ranks with experts" if parallel.expert > 1 else ""
@@ -261,37 +265,6 @@ class Config(Section):
             raise ValueError("; ".join(wrong))
         return self
 
-    def _not_in_cells(self, key: str) -> list[str]:
-        """Return what is set and was not tried in cells that a key of `parallel` makes."""
-        spread = SPREAD_OVER_CELLS.get(key, ("none",))
-        is_interleaved = key == "pipeline" and self.parallel.num_chunks > 1
-        others = {
-            f"parallel.shards: {self.parallel.shards}": self.parallel.shards not in spread,
-            "parallel.shards: gradients with schedule: interleaved": (
-                is_interleaved and self.parallel.shards == "gradients"
-            ),
-            f"parallel.offload: {self.parallel.offload}": self.parallel.has_offload,
-            f"reduction: {self.reduction}": self.reduction == "fast",
-            f"precision: {self.precision}": self.precision == "fp16",
-            "compile: true": self.compile,
-        }
-        return [name for name, is_set in others.items() if is_set]
-
-    @model_validator(mode="after")
-    def _audits_lanes_of_one_rank(self) -> Config:
-        parallel, every = self.parallel, self.run.audit_lanes
-        others = {
-            f"reduction: {self.reduction}": self.reduction == "fast",
-            f"parallel.shards: {parallel.shards}": parallel.shards in ("gradients", "parameters"),
-        }
-        found = [key for key, is_set in others.items() if is_set]
-        if every is not None and found:
-            raise ValueError(
-                f"run.audit_lanes: {every} does not go together with {' and '.join(found)} yet: a lane is "
-                "computed by one rank, or a cell with whole gradients, of equal bits; set one back"
-            )
-        return self
-
     @model_validator(mode="after")
     def _keeps_no_passwords(self) -> Config:
         for key, url in credentials.misplaced(self.model_dump(mode="json")):
@@ -308,15 +281,6 @@ class Config(Section):
             raise ValueError("validation.weights: ema needs an average: set optimizer.ema, such as {decay: 0.999}")
         if self.validation.early_stopping is not None and self.validation.every_steps is None:
             raise ValueError("validation.early_stopping needs validations to judge by: set validation.every_steps")
-        return self
-
-    @model_validator(mode="after")
-    def _compiled_blocks_are_recomputed_whole(self) -> Config:
-        if self.compile and self.parallel.recompute == "selective":
-            raise ValueError(
-                "parallel.recompute: selective chooses among operations, and compile makes one of a block's: set "
-                "recompute to units or none, or compile to false"
-            )
         return self
 
     @model_validator(mode="after")

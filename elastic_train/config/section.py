@@ -1,20 +1,18 @@
-"""What every section of the configuration is, and how it takes paths, numbers and sizes.
+"""What every section of the configuration is, and how it takes paths and numbers.
 
-pydantic would make a number of the text '010', true of 'yes' or 1, and one byte of '1,5GB'. Here a value of another
-type is refused, with what was probably meant, and so is a program's value that no YAML file could hold.
+pydantic would make a number of the text '010', and true of 'yes' or 1. Here a value of another type is refused, with
+what was probably meant.
 """
 
 from __future__ import annotations
 
-import numbers
 import os
-import re
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ByteSize, ConfigDict, TypeAdapter, ValidationInfo, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, ValidationInfo, field_validator
 
 from elastic_train.config import yaml12
 
@@ -25,7 +23,6 @@ MOST_CHARS_OF_A_NAME = 128
 """What trackers take of a run's or a project's name: MLflow has room for 250, Weights & Biases for 128."""
 _EXACT = 2**53
 """Above it not every whole number is a float."""
-_SIZE = re.compile(r"[0-9]+(\.[0-9]+)? ?(b|[kmgtp](i?b)?)?", re.ASCII | re.IGNORECASE)
 
 
 class Section(BaseModel):
@@ -42,56 +39,14 @@ class Section(BaseModel):
         """Refuse a value that would be changed, and text that no file or path can hold."""
         assert info.field_name is not None
         kind = cls.model_fields[info.field_name].annotation
-        is_section = any(isinstance(each, type) and issubclass(each, Section) for each in (kind, *alternatives(kind)))
-        value = value if is_section else as_plain(value)
         if value == "" and str in scalars_of(kind):
             raise ValueError("is empty: give a text, or leave the key out")
+        is_section = any(isinstance(each, type) and issubclass(each, Section) for each in (kind, *alternatives(kind)))
         for each in () if is_section else _texts(value):  # a section looks at its own
             if "\0" in each or not _is_unicode(each):
                 raise ValueError("has a character that no file can hold: it must be Unicode text without NUL")
         _check(kind, value)
         return value
-
-
-def as_plain(value: object, key: str = "") -> object:
-    """Return a value of a program as a YAML file could hold it; ValueError names what none can hold, and its key.
-
-    numpy's numbers become Python's, and paths text.
-    """
-    if isinstance(value, BaseModel):
-        return value
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if isinstance(value, Mapping):
-        return {_scalar(name, key): as_plain(each, f"{key}.{name}") for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [as_plain(each, f"{key}.{number}") for number, each in enumerate(value)]
-        return tuple(parts) if isinstance(value, tuple) else parts
-    return _scalar(value, key)
-
-
-def _scalar(value: object, key: str) -> object:
-    if value is None or isinstance(value, bool):
-        return value
-    for plain in (str, int, float):
-        if isinstance(value, plain):
-            return value if type(value) is plain else plain(value)
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
-        return float(value)
-    where = f"{key.removeprefix('.')} has " if key else ""
-    name = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
-    what = "None, booleans, numbers, text, paths, and lists and mappings of these"
-    remedy = "; of a tensor or an array, give .tolist()" if hasattr(value, "tolist") else ""
-    raise ValueError(f"{where}a value of type {name}, and a configuration holds {what}{remedy}")
-
-
-def size_of(text: str) -> int:
-    """Return the bytes that a text such as 200GB or 1.5 TiB names; ValueError for any other text."""
-    if _SIZE.fullmatch(text) is None:
-        raise ValueError("must be a size: write 200GB, 1.5TiB or a number of bytes")
-    return int(TypeAdapter(ByteSize).validate_python(text))
 
 
 def scalars_of(kind: object) -> frozenset[type]:
@@ -139,9 +94,7 @@ def _check(kind: object, value: object) -> None:
             if not (isinstance(kind, type) and issubclass(kind, BaseModel)):  # which checks its own
                 _check(below(kind, f"{name}"), each)
         return
-    if isinstance(value, str) and (kind is ByteSize or ByteSize in alternatives(kind)):
-        size_of(value)
-    elif takes := scalars_of(kind):
+    if takes := scalars_of(kind):
         is_number = isinstance(value, bool | int | float) and (kind is str or str in alternatives(kind))
         mistake = "must be text: quote it" if is_number else not_one_of(takes, value)
         if mistake is not None:
@@ -166,11 +119,7 @@ def _meant(text: str) -> str:
     """Return, with a colon before it, what the author of a text probably meant by it; nothing if nobody can say."""
     if (why := yaml12.misread(text)) is not None:
         return f": {why}"
-    stripped = text.strip().lower()
-    if re.fullmatch(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?", stripped):
-        stripped = stripped.replace(",", "")
-    elif re.fullmatch(r"[-+]?[0-9]+,[0-9]+", stripped):
-        stripped = stripped.replace(",", ".")
+    stripped = text.strip().replace(",", "").lower()
     if stripped.lstrip("+-") in ("nan", "inf", "infinity"):
         return f": YAML writes .{stripped.lstrip('+-')[:3]}"
     try:

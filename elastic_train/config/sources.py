@@ -21,11 +21,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from elastic_train.config import yaml12
-from elastic_train.config.schema import Config, keys, nearest_key
+from elastic_train.config.schema import Config, nearest_key
 from elastic_train.config.section import Value, alternatives, below, scalars_of
 from elastic_train.config.yaml12 import NOT_YAML
 from elastic_train.errors import ConfigError
-from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.system.wording import did_you_mean
 
 Tree = dict[str, Value]
 ENV_PREFIX = "ELASTIC_TRAIN__"
@@ -141,40 +141,10 @@ def _walk(node: yaml.Node | None, key: str, kind: object) -> Iterator[tuple[str,
 
 
 def _from_environment(environ: Mapping[str, str], tree: Tree, problems: list[str]) -> Iterator[tuple[str, str, Value]]:
-    set_by = dict[str, str]()
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX):
             key = key_of_variable(name, tree)
-            if key in set_by:
-                problems.append(f"environment {name}: sets '{key}', as {set_by[key]} does: unset one of them")
-            set_by[key] = name
             yield from _read_value(f"environment {name}", key, environ[name], problems)
-        elif (meant := _variable_meant(name)) is not None:
-            problems.append(f"environment {name}: sets nothing; write {meant}, or unset it")
-
-
-def _variable_meant(name: str) -> str | None:
-    """Return the variable of which another name is a misspelling; None if it is of something else."""
-    if not name.upper().startswith("ELASTIC") and "__" not in name:
-        return None
-    known = _keys_by_letters()
-    letters = _letters(name)
-    if letters in known:
-        return variable_of(known[letters])
-    if any(letters.startswith(free) for free, key in known.items() if get_origin(_kind_of(key)) is dict):
-        return f"{ENV_PREFIX}SECTION__KEY"
-    head, separator, _ = name.partition("__")
-    is_near = separator and nearest(head, [ENV_PREFIX.rstrip("_")], cutoff=0.8) is not None
-    return f"{ENV_PREFIX}SECTION__KEY" if is_near else None
-
-
-@functools.cache
-def _keys_by_letters() -> Mapping[str, str]:
-    return {_letters(variable_of(key)): key for key, *_ in keys()}
-
-
-def _letters(name: str) -> str:
-    return "".join(filter(str.isalnum, name)).upper()
 
 
 def key_of_variable(name: str, tree: Value = None) -> str:
@@ -246,9 +216,6 @@ def _read_value(source: str, key: str, text: str, problems: list[str]) -> Iterat
         yield source, key, None if text == "null" and _may_be_null(kind) else text
         return
     is_yaml = text.lstrip().startswith(("[", "{", "'", '"')) if kind is object else _takes_collection(kind)
-    if is_yaml and not text.strip():
-        problems.append(f"{source}: '{key}': is empty: give a value, or leave it out")
-        return
     try:
         yield source, key, _parsed(text, kind) if is_yaml else _plain(text if kind is object else text.strip())
     except NOT_YAML as error:
@@ -276,8 +243,9 @@ def _parsed(text: str, kind: object) -> Value:
 
 
 def _from_values(overrides: Mapping[str, Value] | None) -> Iterator[tuple[str, str, Value]]:
+    """Take values as they are, paths as text."""
     for key, value in (overrides or {}).items():
-        yield "overrides", key, value
+        yield "overrides", key, os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _put(tree: Tree, key: str, value: Value) -> None:

@@ -50,8 +50,6 @@ def _value(kind: str, text: str) -> object:
         number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         if math.isinf(number) and "inf" not in text.lower():
             raise ValueError(f"{text} is more than a number can be")
-        if number == 0.0 and set(text.lower().partition("e")[0]) & set("123456789"):
-            raise ValueError(f"{text} is closer to 0 than a number can be")
         return number
     return None if kind == "null" else text.lower() == "true"
 
@@ -65,10 +63,7 @@ class _QuickLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: igno
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes what either version of YAML would not read as text, and writes sizes in bytes as numbers."""
-
-
-_Dumper.add_multi_representer(int, lambda dumper, value: dumper.represent_int(int(value)))
+    """Quotes what either version of YAML would not read as text."""
 
 
 for _class in (_Loader, _QuickLoader):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastic_train.errors import ConfigError
 from elastic_train.shards.grains import Layout, Listed, lay_out
 
 
@@ -41,31 +39,6 @@ def _listed(
         group = groups.get(id(parameter)) if parameter.requires_grad else None
         shape = tuple(shape_of(name, parameter))
         yield Listed(name, shape, str(parameter.dtype), unit_of(name), group, id(parameter))
-
-
-def check_memory(model: nn.Module) -> None:
-    """Refuse parameters that shards would lay out otherwise than the model has them: ConfigError.
-
-    In one flat vector each has its own elements, side by side. Kernels round otherwise for other strides, and an update
-    of one parameter would no longer reach another that is a view of it.
-    """
-    taken: list[tuple[int, int, str]] = []
-    for name, one in model.named_parameters():
-        if not one.is_contiguous():
-            raise ConfigError(
-                f"'{name}' is not contiguous (strides {list(one.stride())}, as after a transposition or in "
-                "channels_last), and shards would make it so, with other bits: make it contiguous in build_model, or "
-                "set parallel.shards and parallel.offload to none"
-            )
-        if one.device.type != "meta" and one.numel() and one.untyped_storage().nbytes():
-            taken.append((one.data_ptr(), one.data_ptr() + one.nbytes, name))
-    taken.sort()
-    for (_, end, first), (begin, _, second) in itertools.pairwise(taken):
-        if begin < end:
-            raise ConfigError(
-                f"'{first}' and '{second}' are two parameters that share memory, and shards would part them: let both "
-                "names be one nn.Parameter, or set parallel.shards and parallel.offload to none"
-            )
 
 
 def describe_layout(layout: Layout) -> Sequence[str]:

@@ -31,7 +31,7 @@ from elastic_train.job.cells.context import ContextState
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.cells.gathered_cell import GatheredCellState
 from elastic_train.job.cells.seated_cell import SeatedCellState, columns_of, holding
-from elastic_train.job.model_layout import check_memory, describe_layout, layout_of
+from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.optimizers.averaging import keep_average
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names_of
@@ -361,7 +361,7 @@ def _make_cell(
     if kind is GatheredState:
         _check_state_is_whole(model)
     columns = columns_of(model, optimizer, cut, parallel.cell)
-    hold = holding(kind, *made[:4], slots(), parallel.copies, bucket_bytes, parallel.wire)
+    hold = holding(kind, *made[:4], slots(), _copies(parallel), bucket_bytes, parallel.wire, _offload(model, parallel))
     return (GatheredCellState if kind is GatheredState else SeatedCellState)(
         *made, bucket_bytes, cut=cut, columns=columns, hold=hold
     )
@@ -372,14 +372,22 @@ def _make_shards(
 ) -> StateShards:
     """Return state of which every rank holds a share by its seat."""
     model, *_ = made
-    check_memory(model)
     if kind is GatheredState:
         _check_state_is_whole(model)
-    offload = None
-    if parallel.has_offload:
-        offload = Offload(host_memory_of(next(model.parameters()).device), parallel.offload == "all")
-    copies = parallel.copies if parallel.shards != "none" else EVERYWHERE
+    offload, copies = _offload(model, parallel), _copies(parallel)
     return kind(*made, layout, slots, copies, _bucket_bytes(parallel), parallel.wire, offload)
+
+
+def _offload(model: nn.Module, parallel: ParallelConfig) -> Offload | None:
+    """Return what keeps state in host memory, None if it is on the device."""
+    if not parallel.has_offload:
+        return None
+    return Offload(host_memory_of(next(model.parameters()).device), parallel.offload == "all")
+
+
+def _copies(parallel: ParallelConfig) -> int:
+    """Return how many ranks hold each share: all of them where nothing is in shards."""
+    return parallel.copies if parallel.shards != "none" else EVERYWHERE
 
 
 def _bucket_bytes(parallel: ParallelConfig | None) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_train.config.arguments import wrong_arguments
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
+from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.decoder.experts import RouterLosses, with_terms, without_terms
 from elastic_train.tasks.decoder.model import Decoder, drawn_weights
 from elastic_train.tasks.decoder.plans import SEQUENCE_PLAN, TENSOR_PLAN, stages_of
@@ -49,6 +49,8 @@ from elastic_train.tasks.task import (
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+_SIZES = [each.name for each in fields(DecoderShape)]
 
 
 class CausalLM:
@@ -96,8 +98,9 @@ class CausalLM:
         for name, factor in factors.items():
             if not factor >= 0:
                 raise ValueError(f"{name} must be at least 0, not {factor}")
-        if wrong := wrong_arguments(DecoderShape, model or {}, "model"):
-            raise ValueError("; ".join(wrong))
+        for name in model or {}:
+            if name not in _SIZES:
+                raise ValueError(f"model has no '{name}'{did_you_mean(nearest(name, _SIZES))}")
         self._sizes = {"vocabulary": 0, **(model or {})}
         DecoderShape(**{**self._sizes, "vocabulary": self._sizes["vocabulary"] or 1})  # refuses what does not fit
         self.source = None if hf is None else Source.of(hf)

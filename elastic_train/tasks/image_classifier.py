@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_train.config.arguments import wrong_arguments
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.arrow.plain_types import plain_name
@@ -28,6 +28,7 @@ from elastic_train.data.dataset.encoded_images import (
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.extras import needed_for
+from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.images.options import Augmentation, Normalisation
 from elastic_train.tasks.images.small_resnet import ResNetShape, SmallResNet
 from elastic_train.tasks.models.adapters import Adapter, frozen_groups, heads_of, leave_base_out
@@ -40,6 +41,7 @@ from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+_SIZES = [each.name for each in fields(ResNetShape) if each.name != "num_classes"]
 _NUM_DRAWS = 5
 _REMEDY = "replace it by a whole PNG or JPEG, or leave the row out, and build the manifest again"
 
@@ -89,8 +91,9 @@ class ImageClassifier:
             raise ValueError(f"size must be at least 1 and channels 1 or 3, not {size} and {channels}")
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing must be at least 0 and less than 1, not {label_smoothing}")
-        if wrong := wrong_arguments(ResNetShape, model or {}, "model"):
-            raise ValueError("; ".join(wrong))
+        for name in model or {}:
+            if name not in _SIZES:
+                raise ValueError(f"model has no '{name}'{did_you_mean(nearest(name, _SIZES))}")
         self._sizes = {"channels": channels, **(model or {})}
         ResNetShape(num_classes=2, **self._sizes)  # refuses what does not fit
         self.source = None if hf is None else Source.of(hf)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from elastic_train.tasks.metric_library import Metric
 
-_UNIT, _MOST = 1 << 20, 1 << 16
-"""A token's negative log-likelihood is counted in parts of 1/_UNIT: 1e12 tokens of 8 nats each fit 64 bits. From _MOST
-nats on it counts as infinite."""
+_UNIT = 1 << 20
+"""A token's negative log-likelihood is counted in parts of this: 1e12 tokens of 8 nats each fit 64 bits."""
 
 
 class TokenMetric(Metric):
@@ -32,25 +31,16 @@ class TokenMetric(Metric):
 
 
 class Perplexity(TokenMetric):
-    """The exponential of the mean negative log-likelihood, without what a loss adds to it; infinite if that of one
-    target is."""
+    """The exponential of the mean negative log-likelihood, without what a loss adds to it."""
 
     higher_is_better = False
-    num_infinite: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("num_infinite", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, likelihoods: Tensor, is_first: Tensor) -> None:
-        is_infinite = likelihoods >= _MOST
-        self.total += (likelihoods.masked_fill(is_infinite, 0).double() * _UNIT).round().to(torch.int64).sum()
+        self.total += (likelihoods.double() * _UNIT).round().to(torch.int64).sum()
         self.count += len(likelihoods)
-        self.num_infinite += is_infinite.sum()
 
     def compute(self) -> Tensor:
-        finite = (super().compute() / _UNIT).exp()
-        return torch.where(self.num_infinite > 0, torch.inf, finite)
+        return (super().compute() / _UNIT).exp()
 
 
 class TokenAccuracy(TokenMetric):

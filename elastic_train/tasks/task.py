@@ -8,6 +8,7 @@ the reduction, so short micro-batches and token-weighted losses are exact.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from elastic_train.config.arguments import wrong_arguments
 from elastic_train.config.schema import TaskConfig
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.loading.collate import Collate, takes_draw
 from elastic_train.errors import ConfigError
+from elastic_train.system.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:  # torchmetrics takes over a second to import, which every recovery would wait for
     import pyarrow as pa
@@ -389,8 +390,14 @@ def load_task(config: TaskConfig) -> Task:
         raise ConfigError(
             f"task.path: '{config.path}' cannot be imported ({error}); write module:Class of a module on PYTHONPATH"
         ) from error
-    if wrong := wrong_arguments(factory, config.params, "task.params", f"task.params: '{config.path}'"):
-        raise ConfigError(*wrong)
+    parameters = inspect.signature(factory).parameters
+    known = list(parameters)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [name for name in config.params if name not in known and not takes_any]
+    if unknown:
+        raise ConfigError(
+            *(f"task.params: '{config.path}' has no '{name}'{did_you_mean(nearest(name, known))}" for name in unknown)
+        )
     try:
         task: Task = factory(**config.params)
     except (TypeError, ValueError) as error:

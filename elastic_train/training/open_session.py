@@ -8,7 +8,6 @@ import os
 import socket
 
 import torch
-from torch import Tensor
 
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
@@ -252,16 +251,8 @@ def _warn_of_precision(process: Process, world: World) -> None:
         return
     process.warned.add(_PRECISION)
     keys = process.plan.config.optimizer
-    if world.is_leader and (hazard := precision_hazard(trained_weights(process.state), keys.name, keys.lr)):
+    if world.is_leader and (hazard := precision_hazard(process.state.model.parameters(), keys.name, keys.lr)):
         world.announce(f"WARNING: {hazard}")
-
-
-def trained_weights(state: AppliedState) -> list[Tensor]:
-    """Return the weights that this rank updates: with shards its own, since the model's may have no memory now."""
-    shards = state.shards.share if isinstance(state.shards, SeatedCellState) else state.shards
-    if isinstance(shards, HeldState):
-        return [one.weights for one in shards.trained_runs]
-    return [one for one in state.model.parameters() if one.requires_grad]
 
 
 def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...]:

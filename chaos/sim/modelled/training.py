@@ -62,7 +62,6 @@ class Weights:
     gradient: Gradient | None = None
     parts: range = range(1)
     dtype: ClassVar = torch.float32
-    requires_grad: ClassVar = True
 
     def advance(self, step: int) -> None:
         """Add the gradient, which no part has as another."""

@@ -98,7 +98,7 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     if parallel.context > 1:
         assert isinstance(task, Sequencing), "it was checked"
         task.check_parts(model, parallel.context)
-        if not parallel.cell.holds_parts and parallel.shards == "none":
+        if not parallel.cell.holds_parts and not parallel.has_shares:
             return None
     tensor: TensorPlan = {}
     sequence: SequencePlan = {}

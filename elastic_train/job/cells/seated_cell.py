@@ -37,6 +37,7 @@ from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.held_tree import Cuts, Held, Spare, cuts_of
 from elastic_train.job.sharded.shared_norm import squares_of_holders
 from elastic_train.job.sharded.shared_scaler import SharedScaler
+from elastic_train.job.sharded.streamed_update import Offload
 from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.chunk_sum import ChunkSum
@@ -278,6 +279,7 @@ def holding(
     copies: int,
     bucket_bytes: float | None,
     wire: Wire,
+    offload: Offload | None = None,
 ) -> Callable[[Column], HeldState]:
     """Return what makes a column's share of a kind, of an optimizer's state, which has the model's parameters as yet.
 
@@ -288,7 +290,7 @@ def holding(
     def hold(column: Column) -> HeldState:
         for group, own in zip(optimizer.param_groups, parameters, strict=True):
             group["params"] = list(own)
-        return kind(model, optimizer, scheduler, scaler, column.layout, slots, copies, bucket_bytes, wire)
+        return kind(model, optimizer, scheduler, scaler, column.layout, slots, copies, bucket_bytes, wire, offload)
 
     return hold
 

@@ -34,7 +34,7 @@ def build_groups(
     config: OptimizerConfig,
     settings_of: SettingsOf = lambda parameter: {},
 ) -> list[dict[str, Any]]:
-    """Freeze the parameters that a task wants frozen, and return the optimizer's groups for all that are not frozen.
+    """Freeze the parameters that a task wants frozen, and return the optimizer's groups for all others.
 
     The parameters that no group names come first, with the configured rate and decay; a group without parameters is
     left out. Norms and biases have no decay, unless the configuration or their group has one for them; where they need
@@ -51,7 +51,7 @@ def build_groups(
             for parameter in parameters:
                 parameter.requires_grad_(False)
     named = {id(parameter) for parameters in members for parameter in parameters}
-    others = [one for one in model.parameters() if one.requires_grad and id(one) not in named]
+    others = [parameter for parameter in model.parameters() if id(parameter) not in named]
     without = set() if config.decay_norms_and_biases or not config.weight_decay else norms_and_biases(model)
     built = _split(others, {}, without, settings_of)
     for group, parameters in zip(groups, members, strict=True):

@@ -45,25 +45,20 @@ _STEP_OF_LR = ("adam", "adamw", "nadam", "radam", "lion")
 """Optimizers that change each weight by about the learning rate."""
 
 
-def precision_hazard(trained: Iterable[Tensor], optimizer: str, lr: float) -> str:
-    """Return a warning if updates of `lr` are below the precision of most weights of 16 bits; empty otherwise.
-
-    `trained` are weights that are updated. Zeros, such as those that fill up a share, take any update, and are left
-    out.
-    """
+def precision_hazard(parameters: Iterable[Tensor], optimizer: str, lr: float) -> str:
+    """Return a warning if updates of `lr` are below the precision of most weights of 16 bits; empty otherwise."""
     if re.split(r"[:.]", optimizer)[-1].lower() not in _STEP_OF_LR:
         return ""
     lost = num = 0
     kinds = set[str]()
-    for one in trained:
-        if one.dtype not in (torch.bfloat16, torch.float16) or one.is_meta:
+    for parameter in parameters:
+        if parameter.dtype not in (torch.bfloat16, torch.float16) or not parameter.requires_grad or parameter.is_meta:
             continue
-        flat = one.flatten()
+        flat = parameter.detach().flatten()
         weights = flat[:: max(1, len(flat) // _PER_TENSOR)].cpu()
-        weights = weights[weights != 0]
         lost += int(((weights.float() + lr).to(weights.dtype) == weights).sum())
         num += len(weights)
-        kinds.add(str(one.dtype).removeprefix("torch."))
+        kinds.add(str(parameter.dtype).removeprefix("torch."))
     if not num or lost < _MANY * num:
         return ""
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -33,6 +34,12 @@ class SharedScaler(GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.num_overflows = int(state_dict.get(_OVERFLOWS, 0))
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Undo the scale. A rank that computed no loss, such as a pipeline's first stage, has no scale before this."""
+        if self.is_enabled() and self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        super().unscale_(optimizer)
 
     def note_overflow(self, optimizer: Optimizer) -> None:
         """Let the step that was unscaled count as overflowed, wherever it did; nothing where scaling is off."""

@@ -1,18 +1,16 @@
 """Layouts: how a run is spread over devices, and what rules one out before anything is worked out.
 
-What the trainer runs today are shards, copies and offload over single ranks; tensor ranks and stages with whole state,
-or the optimizer's and gradients in shards, and with weights in shards tensor ranks alone; ranks that compute rows
-together with whole state, or the optimizer's in shards; experts on tensor ranks and in stages; and recomputation. All
-else (such as stages with weights in shards) is arithmetic: then `runs_today` is false.
+`runs_today` is false for a layout that the trainer refuses (`config.combinations`) and the plan can still compute.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from elastic_train.config.combinations import FEATURES, Feature, refusals
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.model import ModelFacts
 
@@ -65,20 +63,26 @@ class Layout:
         return self.tensor * self.pipeline * self.expert * self.context
 
     @property
+    def features(self) -> frozenset[Feature]:
+        """The features that a configuration of this layout sets."""
+        own: Mapping[Feature, bool] = {
+            "tensor": self.tensor > 1,
+            "sequence": self.sequence,
+            "pipeline": self.pipeline > 1,
+            "interleaved": self.pipeline > 1 and self.interleave > 1,
+            "expert": self.expert > 1,
+            "context": self.context > 1,
+            "wire: bf16": self.wire == "bf16",
+            "recompute: selective": self.recompute == "selective",
+        }
+        held = (f"shards: {self.shards}", f"offload: {self.offload}")
+        return frozenset(feature for feature in FEATURES if own.get(feature) or feature in held)
+
+    @property
     def runs_today(self) -> bool:
         """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
-        may_spread: tuple[Shards, ...] = ("none",)
-        if self.context > 1 and self.expert == 1:
-            may_spread = SHARDS[:2]
-        elif self.expert == 1:
-            may_spread = SHARDS if self.pipeline == 1 else SHARDS[:3] if self.interleave == 1 else SHARDS[:2]
-        is_whole = self.shards in may_spread and self.offload == "none"
-        fits = (
-            min(self.expert, self.context) == 1
-            and not (self.sequence and self.context * self.expert > 1)
-            and not self.cuts_rest
-        )
-        return self.cell == 1 or (is_whole and fits)
+        has_whole_tokens = not (self.sequence and self.expert > 1)
+        return has_whole_tokens and not self.cuts_rest and not refusals(self.features)
 
     @property
     def name(self) -> str:

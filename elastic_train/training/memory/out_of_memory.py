@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from elastic_train.config.parallel import SPREAD_OVER_CELLS
+from elastic_train.config.combinations import FEATURES, refusals
 from elastic_train.config.schema import Config
 from elastic_train.insight.memory import FOLDER, REST, MemoryFacts
 from elastic_train.parallel.gradient_sum import OfPart
@@ -146,14 +146,9 @@ def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -
     if keys.recompute == "none":
         found.append("parallel.recompute: units")
     more = {"none": "optimizer", "optimizer": "gradients", "gradients": "parameters"}.get(keys.shards)
-    is_canonical, is_whole = config.reduction == "canonical", keys.cell.size == 1
-    is_audited = config.run.audit_lanes is not None and keys.shards != "none"
-    in_cells = all(more in SPREAD_OVER_CELLS.get(key, ()) for key, degree in keys.degrees.items() if degree > 1)
-    in_cells &= more != "gradients" or keys.num_chunks == 1
-    may_share = is_canonical and not is_audited and (is_whole or in_cells)
-    if may_share and num_ranks // keys.cell.num_parts > keys.copies and more is not None:
+    if more is not None and num_ranks // keys.cell.num_parts > keys.copies and _works(config, f"shards: {more}"):
         found.append(f"parallel.shards: {more}")
-    if is_canonical and is_whole and is_on_gpu and not keys.has_offload:
+    if is_on_gpu and not keys.has_offload and _works(config, "offload: optimizer"):
         found.append("parallel.offload: optimizer")
     if facts is not None and facts.reserved and facts.reserved - facts.peak > FRAGMENTED * facts.reserved:
         found.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment")
@@ -161,6 +156,13 @@ def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -
         found.append(f"in a new run, batch.micro_batch below {config.batch.micro_batch}")
     listed = "; ".join(found) or "a smaller model, or a device with more memory"
     return f"To use less memory: {listed}. `elastic-train plan CONFIG --by memory` says how much"
+
+
+def _works(config: Config, more: str) -> bool:
+    """Say whether a configuration works with another setting of shards or offload."""
+    key = more.split(":")[0]
+    kept = [feature for feature in config.features if not feature.startswith(f"{key}:")]
+    return not refusals([feature for feature in FEATURES if feature in kept or feature == more])
 
 
 def _largest(held: Iterable[OfPart], device: torch.device, model: nn.Module | None) -> list[dict[str, object]]:

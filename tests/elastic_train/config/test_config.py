@@ -193,22 +193,6 @@ def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:
 def test_what_cannot_go_together_with_compiled_blocks_is_refused(tmp_path):
     """Recomputing whole blocks can."""
     assert load(tmp_path, {**GOOD, "compile": True, "parallel": {"recompute": "units"}}).compile
-    with pytest.raises(ConfigError, match=r"selective chooses among operations, .* set recompute to units or none"):
-        load(tmp_path, {**GOOD, "compile": True, "parallel": {"recompute": "selective"}})
-
-
-def test_what_of_shards_goes_together_with_cells(tmp_path: Path) -> None:
-    """Gradients in shards do with tensor ranks and stages, but for those of several chunks; weights with no stages."""
-    degrees = ("--parallel.tensor", "2", "--parallel.pipeline", "2")
-    load(tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "gradients", "--parallel.wire", "bf16"))
-    load(tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "optimizer", "--parallel.schedule", "interleaved"))
-    with pytest.raises(ConfigError, match=r"pipeline: 2 does not .*shards: gradients with schedule: interleaved yet"):
-        load(
-            tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "gradients", "--parallel.schedule", "interleaved")
-        )
-    load(tmp_path, GOOD, arguments=(*degrees[:2], "--parallel.shards", "parameters"))
-    with pytest.raises(ConfigError, match=r"pipeline: 2 does not go together with parallel.shards: parameters yet"):
-        load(tmp_path, GOOD, arguments=(*degrees, "--parallel.shards", "parameters"))
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=30)
@@ -255,7 +239,6 @@ def test_a_text_of_no_known_type_is_taken_to_the_letter(tmp_path: Path, text: st
     [
         *(("010", "write 10, or 0o10 for 8"), ("008", "write 8"), ("0100", "write 100"), ("1:30", "write 90")),
         *(("0b11", "write 3"), ("1_000", "write 1000"), ("+0x1F", "write 31"), ("NaN", "YAML writes .nan")),
-        *(("1e-400", "closer to 0"), ("1e400", "more than")),
         *(("yes", "true"), ("2026-11-28", "a number"), (".inf", "finite"), ("true", "a number"), ("'8'", "write 8")),
     ],
 )

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import nn
 
 from elastic_train.checkpoint.format.weights_digest import join_digests, weights_digest
-from elastic_train.config.parallel import ParallelConfig
-from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.errors import ConfigError
-from elastic_train.job.model_layout import check_memory, describe_layout, layout_of
-from elastic_train.job.state import build_state
+from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.shards.digest import grain_digests, tensor_digests
 from elastic_train.shards.grains import GRAIN
 
@@ -48,33 +41,6 @@ def test_a_tie_or_a_frozen_tensor_tells_models_of_equal_shapes_apart() -> None:
     assert len({tuple(described(kind)) for kind in kinds}) == 4
     shapes = {tuple((name, tensor.shape) for name, tensor in kind.state_dict().items()) for kind in kinds}
     assert len(shapes) == 1
-
-
-@pytest.mark.parametrize(
-    ("of_weight", "message"),
-    [
-        (lambda weight: nn.Parameter(weight.detach().view(4, 3)), "'a' and 'b' are two parameters that share memory"),
-        (lambda weight: nn.Parameter(weight.detach()[1:]), "'a' and 'b' are two parameters that share memory"),
-        (lambda weight: nn.Parameter(torch.ones(3, 4).T), r"'b' is not contiguous \(strides \[1, 4\]"),
-        (lambda weight: nn.Parameter(torch.ones(1).expand(3)), r"'b' is not contiguous \(strides \[0\]"),
-        (lambda weight: weight, None),
-        (lambda weight: nn.Parameter(torch.zeros(0, 3)), None),
-    ],
-)
-def test_parameters_that_shards_would_lay_out_otherwise_are_refused(
-    of_weight: Callable[[nn.Parameter], nn.Parameter], message: str | None
-) -> None:
-    """Views of one another, and other strides; without shards both are as the model has them."""
-    model = nn.Module()
-    model.a = nn.Parameter(torch.ones(3, 4))
-    model.b = of_weight(model.a)
-    config = OptimizerConfig()
-    build_state(model, config, 3, "cpu", is_fp16=False)
-    if message is None:
-        check_memory(model)
-        return
-    with pytest.raises(ConfigError, match=message):
-        build_state(model, config, 3, "cpu", is_fp16=False, parallel=ParallelConfig(shards="optimizer"))
 
 
 def test_the_weights_digest_is_that_of_all_grains_whoever_holds_them() -> None:

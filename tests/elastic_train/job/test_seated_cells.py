@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from tests.elastic_train.job.cells.cell_jobs import (
     train,
 )
 from tests.elastic_train.job.faults import Fault, step_with
-from tests.elastic_train.job.sharded.shard_jobs import facts_of
+from tests.elastic_train.job.sharded.shard_jobs import Offloads, facts_of
 from tests.memory_world import Machine, in_memory
 
 pytestmark = pytest.mark.slow
@@ -99,6 +100,7 @@ def expected() -> list[object]:
     return alone(CELL)
 
 
+@cache
 def alone(cell: Cell) -> list[object]:
     """Return the weights after every step of one cell whose ranks hold all of their parts."""
     members = range(cell.size)
@@ -254,13 +256,30 @@ def test_what_one_rank_of_a_cell_held_alone_is_said_to_be_lost(of_tokens: list[o
     assert seen[0][1][1:3] == [3, of_tokens[2]] and int(str(seen[0][1][3])) > 0
 
 
-def lose_one(who: int, num: int, shards: Shards, cell: Cell) -> tuple[int, int, str] | None:
+class Row(NamedTuple):
+    """What is set, of a job whose replicas are cells."""
+
+    cell: Cell
+    shards: Shards = "none"
+    offload: Offloads = "none"
+    is_fp16: bool = False
+
+    def __str__(self) -> str:
+        degrees = [
+            f"{axis}{getattr(self.cell, axis)}" for axis in ("tensor", "context") if getattr(self.cell, axis) > 1
+        ]
+        words = [*degrees, self.shards, f"offload-{self.offload}" if self.offload != "none" else ""]
+        return "-".join(filter(None, [*words, "fp16" * self.is_fp16]))
+
+
+def lose_one(who: int, num: int, row: Row) -> tuple[int, int, str] | None:
     """Train in three cells, then in the first two; return the steps applied before and after, and the last weights.
 
     The last cell loses a rank somewhere, and its other ranks leave with it.
     """
     torch.set_num_threads(1)
-    state, world = build(shards, cell=cell), None
+    cell = row.cell
+    state, world = build(row.shards, cell=cell, offload=row.offload, is_fp16=row.is_fp16), None
     try:
         ranks = meet("world-1", who, num, cell)
         world = ranks.world
@@ -288,19 +307,30 @@ def lose_one(who: int, num: int, shards: Shards, cell: Cell) -> tuple[int, int, 
     return applied, kept, fingerprint(ranks, state)
 
 
-@pytest.mark.parametrize("cell", [Cell(tensor=2), Cell(context=2)], ids=["tensor", "context"])
-@pytest.mark.parametrize("shards", ["none", *KINDS])
-def test_a_rank_is_lost_at_any_exchange_and_no_bit_changes(shards: Shards, cell: Cell) -> None:
+TENSOR, CONTEXT, BOTH = Cell(tensor=2), Cell(context=2), Cell(tensor=2, context=2)
+ROWS = [
+    *[Row(TENSOR, shards) for shards in ("none", *KINDS)],
+    *[Row(CONTEXT, shards) for shards in ("none", "optimizer")],
+    *[Row(cell, "none", "optimizer") for cell in (TENSOR, CONTEXT, BOTH)],
+    Row(TENSOR, "optimizer", "optimizer"),
+    Row(TENSOR, "parameters", "optimizer", is_fp16=True),
+    Row(TENSOR, "parameters", "all"),
+    *[Row(TENSOR, shards, is_fp16=True) for shards in ("none", "gradients")],
+    Row(CONTEXT, "optimizer", is_fp16=True),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_rank_is_lost_at_any_exchange_and_no_bit_changes(row: Row) -> None:
     """Whatever it did then: taking its place, in a pass, between the parts of a sum, or while updates are shared."""
-    if cell.context > 1 and shards in ("gradients", "parameters"):
-        pytest.skip("refused by the schema")
+    cell = row.cell
     num, victim = 3 * cell.size, 3 * cell.size - 1
     [of_whole, *_] = alone(cell)[::-1]
     whole = Machine(num)
-    assert {row[2] for row in whole.run(lambda who: lose_one(who, num, shards, cell)) if row} == {of_whole}
+    assert {found[2] for found in whole.run(lambda who: lose_one(who, num, row)) if found} == {of_whole}
     total = whole.num_exchanges[victim]
     for after in range(0, total, total // 5):
-        seen = [row for row in in_memory(lose_one, num, shards, cell, lose=(victim, after)) if row]
+        seen = [found for found in in_memory(lose_one, num, row, lose=(victim, after)) if found]
         assert len(seen) == num - cell.size
         assert {digest for *_, digest in seen} == {of_whole}, f"lost at exchange {after} of {total}"
         assert {kept for _, kept, _ in seen} == {max(kept for _, kept, _ in seen)}

@@ -15,7 +15,7 @@ from elastic_train.core.schedules import Kind, Pipeline, timetable
 from elastic_train.errors import ConfigError
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.goodput import Reliability
-from elastic_train.planning.arithmetic.layouts import SHARDS, Batch, Layout
+from elastic_train.planning.arithmetic.layouts import Batch, Layout
 from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.model import Sizes
 from elastic_train.planning.page import render
@@ -104,23 +104,6 @@ def test_what_is_offloaded_is_in_the_hosts_memory_and_crosses_the_bus() -> None:
 
 def test_without_cells_only_what_the_trainer_runs_is_compared() -> None:
     assert all(one.layout.runs_today for one in compare(job(), Layout(), with_cells=False))
-
-
-def test_tensor_ranks_run_with_all_in_shards_and_stages_with_all_but_weights() -> None:
-    cells = ({"pipeline": 2}, {"tensor": 2, "pipeline": 2})
-    assert all(Layout(shards, tensor=2).runs_today for shards in SHARDS)
-    for shards, runs in (("none", True), ("optimizer", True), ("gradients", True), ("parameters", False)):
-        assert {Layout(shards, **degrees).runs_today for degrees in cells} == {runs}  # type: ignore[arg-type]
-    assert not Layout("optimizer", expert=2).runs_today and Layout("optimizer", context=2, pipeline=2).runs_today
-    assert not Layout("gradients", context=2).runs_today
-    assert not Layout("optimizer", offload="optimizer", tensor=2).runs_today
-    assert Layout(pipeline=2, interleave=2, expert=2).runs_today
-    assert Layout(pipeline=2, interleave=2).runs_today and Layout("optimizer", pipeline=2, interleave=2).runs_today
-    assert not Layout("gradients", pipeline=2, interleave=2).runs_today
-    assert not Layout("gradients", tensor=2, pipeline=2, expert=2).runs_today
-    assert Layout(context=2, recompute="units").runs_today and Layout(context=2, tensor=2, pipeline=2).runs_today
-    assert not Layout(expert=2, tensor=2, sequence=True).runs_today
-    assert not Layout(context=2, tensor=2, sequence=True).runs_today and not Layout(context=2, expert=2).runs_today
 
 
 def test_a_part_of_each_row_takes_a_part_of_the_activations_and_of_the_work() -> None:

@@ -151,5 +151,5 @@ def test_text_in_place_of_a_number_is_the_users_mistake() -> None:
     from elastic_train.config.schema import TaskConfig
     from elastic_train.tasks import load_task
 
-    with pytest.raises(ConfigError, match=r"task\.params\.dropout: must be a number"):
+    with pytest.raises(ConfigError, match="refuses them"):
         load_task(TaskConfig(params={"dropout": "a tenth"}))

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import torch
 from torch import nn
 
 from elastic_train.checkpoint import (
@@ -32,7 +31,6 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
 from elastic_train.job.commit_facts import describe_commit
-from elastic_train.job.reseating import take_first_seats
 from elastic_train.job.state import AppliedState, Reached, build_state
 from elastic_train.parallel.group import Group
 from elastic_train.system.preemption import LeaveRequest
@@ -43,8 +41,6 @@ from elastic_train.training.session import Process
 from elastic_train.training.supervisor import _next_world
 from elastic_train.world.fencing import StoreFence
 from tests.conftest import PATIENCE_S
-from tests.elastic_train.job.sharded.shard_jobs import Shards, build, shards_of
-from tests.elastic_train.job.sharded.test_held_state import newcomers
 
 
 def plan_of(folder: Path) -> SimpleNamespace:
@@ -202,16 +198,3 @@ def test_the_first_rank_of_every_node_warns_once_of_its_mount(
         open_session._warn_of_file_system(process, world)  # type: ignore[arg-type]
     assert (len(said), len(caplog.messages)) == (shown, logged)
     assert all(text.endswith("/run is on tmpfs") for text in (*said, *caplog.messages))
-
-
-@pytest.mark.parametrize("shards", ["none", "optimizer", "gradients", "parameters"])
-def test_weights_of_16_bits_are_looked_at_wherever_they_are_held(shards: Shards) -> None:
-    """Their owners' shares, once the model's parameters have no memory; frozen ones not at all."""
-    state = build(shards, recipe={"lr": 1e-7}, dtype=torch.bfloat16)
-    if shards != "none":
-        take_first_seats(Group(0, 1, None, 60), shards_of(state), newcomers(1))
-    process = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(optimizer=state.config)), state=state)
-    process.warned, said = set(), list[str]()
-    for _ in range(2):
-        open_session._warn_of_precision(process, SimpleNamespace(is_leader=True, announce=said.append))  # type: ignore[arg-type]
-    assert [text[:50] for text in said] == ["WARNING: weights are bfloat16, and an update of op"]

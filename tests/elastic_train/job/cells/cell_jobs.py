@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,15 +15,26 @@ from torch import Tensor
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.job import state as state_module
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.reseating import bring, leave_out_unfinished, reseat_columns, roll_forward
+from elastic_train.job.reseating.pending_step import settle_pending
 from elastic_train.job.reseating.placing import take_place
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
-from tests.elastic_train.job.sharded.shard_jobs import CLIPPING, GROUPS, NUM_LANES, Net, compute_lanes, facts_of
+from tests.elastic_train.job.sharded.shard_jobs import (
+    CLIPPING,
+    GROUPS,
+    NUM_LANES,
+    Net,
+    Offloads,
+    compute_lanes,
+    facts_of,
+)
+from tests.fake_memory import FakeMemory
 from tests.memory_world import group_of
 
 SIZE = 2
@@ -44,16 +56,26 @@ class Ranks(NamedTuple):
     mesh: Mesh
 
 
-def build(shards: Shards, copies: int = 2, wire: Wire = "exact", cell: Cell = CELL) -> AppliedState:
-    """Return a state as a process begins with it; a newcomer has the same weights."""
+def build(
+    shards: Shards,
+    copies: int = 2,
+    wire: Wire = "exact",
+    cell: Cell = CELL,
+    *,
+    offload: Offloads = "none",
+    is_fp16: bool = False,
+) -> AppliedState:
+    """Return a state as a process begins with it; a newcomer has the same weights.
+
+    With `is_fp16` losses are scaled as in half precision, in which nothing is computed here.
+    """
     torch.manual_seed(1)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
     degrees = {"tensor": cell.tensor, "context": cell.context}
-    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire, **degrees)
-    plan = PLAN if cell.tensor > 1 else CellPlan()
-    return build_state(
-        Net(WIDTHS).train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel, cell_plan=plan
-    )
+    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire, offload=offload, **degrees)
+    plan, model = PLAN if cell.tensor > 1 else CellPlan(), Net(WIDTHS).train()
+    with mock.patch.object(state_module, "host_memory_of", lambda device: FakeMemory(1)):
+        return build_state(model, config, 50, "cpu", is_fp16=is_fp16, groups=GROUPS, parallel=parallel, cell_plan=plan)
 
 
 def shards_of(state: AppliedState) -> SeatedCellState:
@@ -82,6 +104,8 @@ def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
         brought = list(roll_forward(ranks.world, state, state.shards, kept))
         assert not reseat_columns(ranks.column, state, state.shards, brought).size
     assert isinstance(state.shards, CellState)
+    if not isinstance(state.shards, SeatedCellState):
+        settle_pending(ranks.world, state, state.shards, counts=True)
     state.shards.trained_in = term
     return 0
 

@@ -21,9 +21,10 @@ from elastic_train.job.optimizers.parameter_kinds import precision_hazard
 def test_updates_below_the_precision_of_weights_are_warned_of(
     dtype: torch.dtype, name: str, lr: float, is_lost: bool
 ) -> None:
-    """It names type, key, value and share; zeros, which fill up shares, count as nothing."""
-    weights = (torch.randn(300, 50, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
-    hazard = precision_hazard([weights, torch.zeros(90_000, dtype=torch.bfloat16)], name, lr)
+    """It names type, key, value and share; frozen weights have no updates."""
+    weights = (torch.randn(300, 50, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype).requires_grad_()
+    frozen = torch.ones(9000, dtype=torch.bfloat16)
+    hazard = precision_hazard([weights, frozen], name, lr)
     assert bool(hazard) == is_lost
     if is_lost:
         assert "16" in hazard and f"optimizer.lr, {lr:g}, rounds to nothing for 9" in hazard

@@ -43,7 +43,6 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
         self.norm = nn.LayerNorm(250)
         self.frozen = nn.Parameter(torch.full((5,), 2.0))
-        self.still = nn.Parameter(torch.ones(2), requires_grad=False)  # which no group names
         self.unused = nn.Parameter(torch.ones(3))
         self.register_buffer("scale", torch.ones(2))
 
@@ -71,7 +70,6 @@ def build(
     wire: Wire = "exact",
     recipe: Mapping[str, Any] | None = None,
     offload: Offloads = "none",
-    dtype: torch.dtype = torch.float32,
 ) -> AppliedState:
     """Return a state as a process begins with it; a newcomer has the same weights, by the seed.
 
@@ -81,7 +79,7 @@ def build(
     config = OptimizerConfig(**{"lr": 0.01, "warmup_steps": 2, "clip_norm": CLIPPING, **(recipe or {})})
     parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire, offload=offload)
     with mock.patch.object(state_module, "host_memory_of", lambda device: FakeMemory(seed)):
-        return build_state(Net().train().to(dtype), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel)
+        return build_state(Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel)
 
 
 def shards_of(state: AppliedState) -> HeldState:
@@ -105,7 +103,7 @@ def compute_lanes(state: AppliedState, lanes: Sequence[int], gradients: Gradient
     gradients.begin(lanes)
     for lane in lanes:
         with gradients.lane(lane):
-            loss_of(state, lane).backward()
+            state.scaler.scale(loss_of(state, lane)).backward()
     gradients.serve()
     world.barrier()  # as the training loop gathers its tables here
     gradients.finish(3.0 * NUM_LANES)

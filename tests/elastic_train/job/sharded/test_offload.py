@@ -202,7 +202,6 @@ def test_an_update_that_needs_more_than_an_element_is_not_offloaded() -> None:
     [
         ({"parallel": {"offload": "all"}}, "set shards to parameters .* or offload to optimizer"),
         ({"parallel": {"offload": "optimizer"}, "device": "cpu"}, "set offload to none, or device to auto or cuda"),
-        ({"parallel": {"offload": "optimizer"}, "reduction": "fast"}, "parallel.offload needs them: set one back"),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused_with_the_remedy(keys: dict[str, object], remedy: str) -> None:

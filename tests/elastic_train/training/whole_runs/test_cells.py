@@ -106,11 +106,6 @@ def newest_weights(folder: Path) -> dict[str, torch.Tensor]:
         ),
         (TENSOR, None, "a world of 1 rank is not of whole cells of 2"),
         (
-            [*TENSOR, "--parallel.shards", "parameters", "--parallel.offload", "all"],
-            None,
-            "does not go together with parallel.offload: all yet",
-        ),
-        (
             [*TENSOR, "--optimizer.name", "muon"],
             None,
             "and parallel.tensor, pipeline and expert to 1, or optimizer.name to adamw",

@@ -173,15 +173,7 @@ def test_no_degree_changes_more_than_roundings(tmp_path: Path, few_rows: Path) -
     [
         ({}, [], 3, "a world of 3 ranks is not of whole cells of 2 (parallel.context: 2): start a multiple of 2"),
         ({"experts": 4}, [], 2, "routers weigh whole rows, and task.params.model.experts is 4: set either"),
-        ({}, ["--parallel.expert", "2"], 4, "expert: 2 does not go together with context: 2 yet: set one back"),
-        (
-            {},
-            [*TENSOR, "--parallel.sequence", "true"],
-            4,
-            "context: 2 does not go together with sequence: true yet: set one back",
-        ),
         ({}, STAGES, 4, "tied: true has one matrix in the first stage and in the last: set it to false"),
-        ({}, ["--parallel.shards", "gradients"], 4, "parallel.context: 2 does not go together with parallel.shards"),
     ],
 )
 def test_what_cannot_be_in_parts_is_refused(

@@ -178,7 +178,6 @@ def assert_same_bits(folder: Path, other: Path) -> None:
         ({}, [], 3, "a world of 3 ranks is not of whole cells of 2 (parallel.expert: 2): start a multiple of 2"),
         ({}, ["--batch.global_batch", "5"], 2, "parallel.expert: 2 ranks compute a lane each, and there are 1"),
         ({}, ["--batch.global_batch", "15"], 4, "4 ranks, but only 3 lanes"),
-        ({}, ["--parallel.context", "2"], 4, "expert: 2 does not go together with context: 2 yet: set one back"),
         ({"experts": 6}, TENSOR, 4, "tensor x parallel.expert: 4 does not divide the 6 experts of 'blocks.0.mlp."),
         (
             STAGED,
@@ -186,7 +185,6 @@ def assert_same_bits(folder: Path, other: Path) -> None:
             4,
             "2 stages would wait for one another with 1 lane for each of 2 ranks with experts (batch.global_batch 15",
         ),
-        ({}, ["--parallel.shards", "optimizer"], 2, "parallel.expert: 2 does not go together with parallel.shards"),
         ({}, ["--optimizer.name", "muon"], 2, "and parallel.tensor, pipeline and expert to 1"),
     ],
 )

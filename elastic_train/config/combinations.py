@@ -1,0 +1,122 @@
+"""Which features work together: the one table that the schema, `plan`, advice and the limits page ask.
+
+A feature is a setting other than its default, such as `tensor` for `parallel.tensor` above 1. What a feature *needs*
+(`wire: bf16` needs gradients in shards) is said where its key is defined; here is what it does not work with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from itertools import combinations
+from typing import Literal, NamedTuple, get_args
+
+Feature = Literal[
+    "tensor",
+    "sequence",
+    "pipeline",
+    "interleaved",
+    "expert",
+    "context",
+    "shards: optimizer",
+    "shards: gradients",
+    "shards: parameters",
+    "offload: optimizer",
+    "offload: all",
+    "wire: bf16",
+    "compile",
+    "reduction: fast",
+    "audit_lanes",
+    "recompute: selective",
+]
+FEATURES: tuple[Feature, ...] = get_args(Feature)
+_CELLS: tuple[Feature, ...] = ("tensor", "sequence", "pipeline", "interleaved", "expert", "context")
+_SHARDS: tuple[Feature, ...] = ("shards: optimizer", "shards: gradients", "shards: parameters")
+_OFFLOAD: tuple[Feature, ...] = ("offload: optimizer", "offload: all")
+_WIRE: tuple[Feature, ...] = ("wire: bf16",)
+
+
+class Rule(NamedTuple):
+    """No feature of `ones` works with any of `others`."""
+
+    ones: tuple[Feature, ...]
+    others: tuple[Feature, ...]
+    why: str
+
+
+RULES = (
+    Rule(("expert",), _OFFLOAD, "updates in blocks would end within an expert that another rank holds"),
+    Rule(("pipeline", "interleaved", "context"), ("offload: all",), "that needs shards: parameters"),
+    Rule(
+        ("tensor", "sequence", "expert", "context"),
+        ("compile",),
+        "the ranks of a replica exchange tensors inside the blocks that are compiled",
+    ),
+    Rule(_CELLS, ("reduction: fast",), "ranks that hold the same part need the same bits"),
+    Rule(
+        ("pipeline", "interleaved"),
+        ("shards: parameters",),
+        "a stage has several lanes under way, each of which would gather its weights",
+    ),
+    Rule(("interleaved",), ("shards: gradients", *_WIRE), "a stage's chunks would exchange in different turns at once"),
+    Rule(
+        ("context",),
+        ("shards: gradients", "shards: parameters", *_WIRE),
+        "lanes are dealt to the ranks that hold a share, and here several compute one lane",
+    ),
+    Rule(("expert",), (*_SHARDS, *_WIRE), "shares would end within an expert that another rank holds"),
+    Rule(("expert",), ("context",), "a router weighs whole rows"),
+    Rule(("sequence",), ("context",), "both split a row's tokens"),
+    Rule(
+        ("audit_lanes",),
+        ("shards: gradients", "shards: parameters", "offload: all", *_WIRE),
+        "a lane's gradient is cut before anything can compare it",
+    ),
+    Rule(
+        ("reduction: fast",),
+        (*_SHARDS, *_OFFLOAD, *_WIRE, "audit_lanes"),
+        "copies need the same bits, which it does not give",
+    ),
+    Rule(("recompute: selective",), ("compile",), "it chooses among operations, and a compiled block is one"),
+)
+_WHY: Mapping[frozenset[Feature], str] = {
+    frozenset((one, other)): rule.why for rule in RULES for one in rule.ones for other in rule.others
+}
+
+
+class Refusal(NamedTuple):
+    """Two features that do not work together, in the order of FEATURES."""
+
+    one: Feature
+    other: Feature
+    why: str
+
+
+def refusals(features: Collection[Feature]) -> list[Refusal]:
+    """Return which of a configuration's features do not work together; none if it can run."""
+    ordered = [feature for feature in FEATURES if feature in features]
+    pairs = ((one, other, _WHY.get(frozenset((one, other)))) for one, other in combinations(ordered, 2))
+    return [Refusal(one, other, why) for one, other, why in pairs if why is not None]
+
+
+def sentences(found: Iterable[Refusal], as_set: Mapping[Feature, str]) -> list[str]:
+    """Return a sentence for each refusal; `as_set` has the key and value that set each feature.
+
+    A feature that comes with another (virtual stages with a pipeline) is not named twice for the same reason.
+    """
+    by_text = {(as_set[one], as_set[other]): why for one, other, why in found}
+    return [f"{one} does not work with {other} yet, since {why}: set one back" for (one, other), why in by_text.items()]
+
+
+def matrix() -> str:
+    """Return the table of all pairs in Markdown: `x` for a pair that is refused, `.` for one that works."""
+    columns = FEATURES[FEATURES.index("context") :]
+    rows = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for place, feature in enumerate(FEATURES[:-1]):
+        marks = [_mark(feature, other) if other in FEATURES[place + 1 :] else "" for other in columns]
+        rows.append(f"| {feature} | " + " | ".join(marks) + " |")
+    return "\n".join(rows)
+
+
+def _mark(one: Feature, other: Feature) -> str:
+    is_one_key = ":" in one and one.partition(":")[0] == other.partition(":")[0]
+    return "" if is_one_key else "x" if refusals((one, other)) else "."
