@@ -42,7 +42,15 @@ def submit_slurm(
     """
     variables = sources.variables_in(config, os.environ)
     job = slurm.SlurmJob(
-        config.absolute(), overrides, flags, time, gpus, is_array=array, options=tuple(sbatch), variables=variables
+        config.absolute(),
+        overrides,
+        flags,
+        time,
+        gpus,
+        is_array=array,
+        options=tuple(sbatch),
+        environ=os.environ,
+        variables=variables,
     )
     _checked(config, overrides, os.environ, list(job.problems()))
     script = slurm.render(job)

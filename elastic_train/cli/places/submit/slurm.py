@@ -5,7 +5,6 @@ It stands for itself: what `--dry-run` prints is what is submitted, and can be k
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import shutil
@@ -14,26 +13,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elastic_train.cli.places.submit.sbatch_options import contradictions
 from elastic_train.config.credentials import has_password
 from elastic_train.errors import ConfigError, ElasticTrainError
 from elastic_train.launch.options import Flags, parse_nodes
 from rendezvous.errors import OptionError
-from rendezvous.etcd.options import etcd_options
+from rendezvous.etcd.options import etcd_options, wrong_id
 
 SCRIPTS = Path(__file__).parents[1] / "deploy" / "slurm"
-LEAVE_S = 120
-"""How long before its end a job is asked to leave; the scripts say so, too (--signal)."""
-_TIME = re.compile("(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
 _OPTION = re.compile("--[a-z][a-z0-9-]*(?:=[^\\n\\r]*)?")
-_OURS = {
-    "array": "give --array",
-    "no-requeue": "a job that was asked to leave is requeued to continue",
-    **dict.fromkeys(
-        ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket", "gpus-per-task"),
-        "one launcher runs on each node and starts its ranks: give --ranks and --gpus",
-    ),
-}
-"""Options of sbatch that contradict the scripts, and what to do instead."""
+_WRITE = "write --NAME or --NAME=VALUE, in one line, with the long name of one such as -N"
 _ID = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -52,6 +41,8 @@ class SlurmJob:
     is_array: bool = False
     options: tuple[str, ...] = ()
     """More of sbatch's own, such as --partition=gpu."""
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The variables of whoever submits: sbatch reads SBATCH_*."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Keys that the environment sets, and to what: an option of sbatch, or of the site, may keep it from the job."""
 
@@ -65,36 +56,20 @@ class SlurmJob:
         parse_nodes(self.nodes, wrong)
         yield from wrong if self.nodes else ["--nodes N or MIN:MAX is needed"]
         yield from self.flags.problems()
-        if self.time is not None and (seconds := seconds_of(self.time)) is not None and seconds <= LEAVE_S:
-            yield f"--time {self.time}: the job is asked to leave {LEAVE_S} s before its end; give it more"
-        elif self.time is not None and seconds_of(self.time) is None:
-            yield f"--time {self.time!r} is not MINUTES, HH:MM:SS or DAYS-HH[:MM[:SS]]"
         if self.gpus is not None and self.gpus < 1:
             yield f"--gpus must be at least 1, not {self.gpus}; leave it out for a job on CPUs"
         yield from self._wrong_meeting()
-        for each in self.options:
-            if _OPTION.fullmatch(each) is None:
-                yield f"--sbatch {each!r} is not an option of sbatch: write --NAME or --NAME=VALUE, in one line"
-            else:
-                yield from self._contradictions(each)
-
-    def _contradictions(self, option: str) -> Iterator[str]:
-        """Yield why an option of sbatch cannot be combined with the script."""
-        name, _, value = option.removeprefix("--").partition("=")
-        signal = "" if self.is_array else "B:"
-        if name in _OURS:
-            yield f"--sbatch={option} contradicts the script: {_OURS[name]}"
-        if name == "signal" and re.fullmatch(f"{signal}(SIG)?USR[12]@[0-9]+", value) is None:
-            meant = f"--sbatch=--signal={signal}USR1@SECONDS"
-            yield f"--sbatch={option}: the script is asked to leave by USR1 or USR2; write {meant}"
-        kept = [key for key, text in self.variables.items() if has_password(text)]
-        if name in ("export", "export-file") and "ALL" not in value.split(",") and kept:
-            yield (
-                f"--sbatch={option} would keep {', '.join(kept)} from the job, which the environment sets to an "
-                "address with a password: write --sbatch=--export=ALL"
-            )
-        if name == "job-name" and "/" in value:
-            yield f"--sbatch={option}: the log has the job's name (%x), and no file's name has a '/'"
+        wrong = [each for each in self.options if _OPTION.fullmatch(each) is None]
+        yield from (f"--sbatch {each!r} is not an option of sbatch: {_WRITE}" for each in wrong)
+        yield from contradictions(
+            tuple(each for each in self.options if each not in wrong),
+            self.environ,
+            flags=self.flags,
+            time=self.time,
+            gpus=self.gpus,
+            is_array=self.is_array,
+            variables=self.variables,
+        )
 
     def _wrong_meeting(self) -> Iterator[str]:
         """Yield what is wrong with where its nodes meet, and by what name."""
@@ -105,6 +80,8 @@ class SlurmJob:
             yield "--array needs --id NAME, by which its jobs find each other"
         if name is not None and _ID.fullmatch(name) is None:
             yield f"--id {name!r} names jobs and their logs: write letters, digits, '.', '_' and '-' alone"
+        elif name is not None:
+            yield from wrong_id(name)
         if not self.is_array and name is not None and endpoint is None:
             yield "--id needs --endpoint HOST:PORT: a job that has its etcd on its own nodes is named by Slurm's number"
         if endpoint is not None:
@@ -120,21 +97,6 @@ class SlurmJob:
         flags = replace(self.flags, nodes=least_most, endpoint=None, run_id=name)
         variables = [f"--{key}={text}" for key, text in self.variables.items() if not has_password(text)]
         return [str(self.config), *flags.arguments(), *variables, *self.overrides]
-
-
-def seconds_of(time: str) -> float | None:
-    """Return a time limit as Slurm reads it, in seconds; None if it is none."""
-    if time.lower() in ("unlimited", "infinite"):
-        return math.inf
-    found = _TIME.fullmatch(time)
-    if found is None:
-        return None
-    days, *parts = (int(part) if part else 0 for part in found.groups())
-    if found[1] is not None or found[4] is not None:  # days-hours[:minutes[:seconds]]
-        hours, minutes, seconds = parts
-    else:  # minutes[:seconds]
-        hours, (minutes, seconds) = 0, parts[:2]
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def render(job: SlurmJob) -> str:

@@ -50,6 +50,7 @@ class Slurm:
 
     def end(self, codes: str, **environ: str) -> tuple[int, bool]:
         """Run the script on nodes whose launchers end so; return its exit code, and whether it had itself requeued."""
+        (self.folder / "pids").unlink(missing_ok=True)  # of an earlier job, whose nodes are gone
         own = {"STUB": str(self.folder), "PATH": f"{self.folder}:{os.environ['PATH']}", "CODES": codes}
         job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "LOOK_S": "50", "STATUS": "75", **environ}
         done = subprocess.run(

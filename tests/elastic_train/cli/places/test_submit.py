@@ -11,7 +11,8 @@ import pytest
 
 from elastic_train.cli.main import main
 from elastic_train.cli.places.submit.kubernetes import KubernetesJob
-from elastic_train.cli.places.submit.slurm import SCRIPTS, seconds_of
+from elastic_train.cli.places.submit.sbatch_options import seconds_of
+from elastic_train.cli.places.submit.slurm import SCRIPTS
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from tests.conftest import ROOT
@@ -150,6 +151,18 @@ def test_options_of_sbatch_are_quoted(config: str, capsys: pytest.CaptureFixture
         (("--sbatch=--array=0-3",), "give --array"),
         (("--sbatch=--signal=B:USR2@90",), "write --sbatch=--signal=USR1@SECONDS"),
         (("--sbatch=--job-name=a/b",), "no file's name has a '/'"),
+        (("--sbatch=-N8",), "with the long name"),
+        (("--sbatch=--no-req",), "is requeued to continue"),
+        (("--sbatch=--ntasks-per-nod=8",), "give --ranks and --gpus"),
+        (("--sbatch=--tasks-per-node=8",), "give --ranks and --gpus"),
+        (("--sbatch=--nodes=2",), "each job of an array has one node"),
+        (("--sbatch=--time=2",), "120 s before its end"),
+        (("--sbatch=--time-min=0:30",), "120 s before its end"),
+        (("--sbatch=--wrap=ls",), "the script is the job"),
+        (("--sbatch=--wait",), "prints the job's number at once"),
+        (("--sbatch=--test-only",), "give --dry-run"),
+        (("--sbatch=--signal=USR1@0",), "write --sbatch=--signal=USR1@SECONDS"),
+        (("--id", "a" * 201), "1 to 200 printable characters"),
         (("--id", "a\n#SBATCH --partition=b"), "--id 'a\\n#SBATCH --partition=b' names jobs"),
         (("--id", "my job"), "--id 'my job' names jobs"),
         (("--id", "team/q"), "--id 'team/q' names jobs"),
@@ -175,6 +188,51 @@ def test_nothing_is_passed_on_that_a_script_reads_otherwise(
     code, printed, errors = said(capsys, "slurm", config, "--nodes", "2", "--array", *left, *flags, "--dry-run")
     assert (code, printed) == (2, "")
     assert said_of_it in errors and len(errors.splitlines()) == 1, errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "said_of_it"),
+    [
+        (("--sbatch=--nodes=8",), "--sbatch=--nodes=8 and --nodes 2"),
+        (("--time", "30", "--sbatch=--time=60"), "give one of them"),
+        (("--time", "10", "--sbatch=--signal=B:USR1@600"), "600 s before its end"),
+        (("--gpus", "4", "--sbatch=--gpus-per-node=h100:2"), "and --gpus 4"),
+        (("--gpus", "4", "--sbatch=--gres=gpu:2"), "and --gpus 4"),
+        (("--gpus", "4", "--sbatch=--gpus=8"), "and --gpus 4"),
+        (("--sbatch=--no-kill=off",), "train on when one is lost"),
+    ],
+)
+def test_flags_and_options_that_contradict_each_other_are_refused(
+    config: str, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said_of_it: str
+) -> None:
+    """sbatch would take the last, and the launchers another."""
+    code, printed, errors = said(capsys, "slurm", config, "--nodes", "2", *flags, "--dry-run")
+    assert (code, printed, len(errors.splitlines())) == (2, "", 1), errors
+    assert said_of_it in errors
+
+
+def test_variables_of_sbatch_are_looked_at_as_its_options(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They win over the script's lines."""
+    wrong = {"SBATCH_SIGNAL": "TERM@60", "SBATCH_NO_REQUEUE": "1", "SBATCH_TIMELIMIT": "1", "SBATCH_ARRAY_INX": "0-3"}
+    for name, value in (wrong | {"SBATCH_PARTITION": "a", "SBATCH_TIMELIMIT": "60"}).items():
+        monkeypatch.setenv(name, value)
+    code, _, errors = said(capsys, "slurm", config, "--nodes", "2", "--dry-run")
+    assert code == 2
+    assert [line.split("=")[0] for line in errors.splitlines()] == [
+        "error: SBATCH_ARRAY_INX", "error: SBATCH_NO_REQUEUE", "error: SBATCH_SIGNAL"
+    ]  # fmt: skip
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
+    assert "SBATCH_TIMELIMIT=1: the job is asked to leave" in said(capsys, "slurm", config, "--nodes", "2")[2]
+
+
+def test_options_that_fit_the_flags_are_passed_on(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also a limit of 0, which is none, and counts that say the same twice."""
+    options = ("--sbatch=--gres=gpu:h100:4", "--sbatch=--mem=0", "--sbatch=--time-min=10", "--sbatch=--nodes=2")
+    lines = script_of(capsys, config, "--nodes", "1:4", "--gpus", "4", "--time", "0", *options)
+    assert lines[:3] == ["#SBATCH --nodes=1-4", "#SBATCH --time=0", "#SBATCH --gpus-per-node=4"]
+    assert lines[3:7] == [f"#SBATCH {option.removeprefix('--sbatch=')}" for option in options]
 
 
 def test_everything_that_is_wrong_is_said_at_once(
@@ -343,6 +401,7 @@ def test_what_is_printed_is_what_is_submitted(
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("3", 180), ("3:30", 210), ("1:00:00", 3600), ("2-0", 172800), ("1-2:30", 95400), ("0-0:0:5", 5), ("x", None)]
+    + [("0", math.inf), ("00:00:00", math.inf)]
     + [(word, math.inf) for word in ("UNLIMITED", "unlimited", "INFINITE")],
 )
 def test_times_are_read_as_slurm_reads_them(text: str, seconds: float | None) -> None:
