@@ -24,19 +24,28 @@ PROGRAMS = {
         done
         echo $pids >"$STUB/pids.new"; mv "$STUB/pids.new" "$STUB/pids"
         for pid in $pids; do
-          while wait $pid; code=$?; kill -0 $pid 2>/dev/null; do :; done
+          while wait $pid; kill -0 $pid 2>/dev/null; do :; done
+          wait $pid; code=$?
           if [ $code = 137 ] || { [ $code -gt $found ] && [ $found != 137 ]; }; then found=$code; fi
         done
         exit $found""",
     "elastic-train": """
         if [ "$1" = status ]; then exit $STATUS; fi
         until [ -e "$STUB/pids" ]; do :; done
-        if [ -n "${ASKED:-}" ] && [ "$SLURM_PROCID" = 0 ]; then kill -$ASKED "$SCRIPT"; fi
+        touch "$STUB/up$SLURM_PROCID"
+        if [ -n "${ASKED:-}" ] && [ "$SLURM_PROCID" = 0 ]; then
+          number=0
+          for code in $CODES; do until [ -e "$STUB/up$number" ]; do :; done; number=$((number + 1)); done
+          kill -$ASKED "$SCRIPT"
+        fi
         exit $CODE""",
     "scancel": """
         if [ -n "${NO_SCANCEL:-}" ]; then exit 1; fi
         kill -URG $(cat "$STUB/pids") 2>/dev/null""",
-    "scontrol": 'if [ "$1" = requeue ]; then touch "$STUB/requeued"; fi',
+    "scontrol": """
+        if [ "$1" != requeue ]; then exit 0; fi
+        if [ -n "${NO_REQUEUE:-}" ]; then exit 1; fi
+        touch "$STUB/requeued" """,
     "squeue": "echo RUNNING",
     "sleep": 'if [ "$1" != 60 ]; then exec /bin/sleep "$1"; fi',
 }
@@ -48,13 +57,14 @@ class Slurm:
 
     folder: Path
 
-    def end(self, codes: str, **environ: str) -> tuple[int, bool]:
-        """Run the script on nodes whose launchers end so; return its exit code, and whether it had itself requeued."""
-        (self.folder / "pids").unlink(missing_ok=True)  # of an earlier job, whose nodes are gone
+    def end(self, codes: str, script: str = "train.sbatch", **environ: str) -> tuple[int, bool]:
+        """Run a script on nodes whose launchers end so; return its exit code, and whether it had itself requeued."""
+        for left in (*self.folder.glob("pids"), *self.folder.glob("up*")):  # by an earlier job, whose nodes are gone
+            left.unlink()
         own = {"STUB": str(self.folder), "PATH": f"{self.folder}:{os.environ['PATH']}", "CODES": codes}
         job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "LOOK_S": "50", "STATUS": "75", **environ}
         done = subprocess.run(
-            ["bash", str(SCRIPTS / "train.sbatch"), "c.yaml"], env=own | job, cwd="/proc", timeout=60, check=False
+            ["bash", str(SCRIPTS / script), "c.yaml"], env=own | job, cwd="/proc", timeout=60, check=False
         )
         return done.returncode, (self.folder / "requeued").exists()
 
@@ -98,3 +108,31 @@ def test_a_lost_node_hides_neither_that_the_others_left_nor_that_the_run_is_done
 def test_nodes_wait_for_the_first_one_for_a_bounded_time(slurm: Slurm) -> None:
     """Where nothing can say that it is done, they waited for ever."""
     assert slurm.end("1 1 1", NO_SCANCEL="1", WAIT_S="1") == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("code", "more", "expected"),
+    [
+        ("75", {}, (75, True)),
+        ("77", {}, (77, True)),
+        ("77", {"STATUS": "0"}, (0, False)),
+        ("77", {"SLURM_RESTART_COUNT": "24"}, (77, False)),
+        ("77", {"SLURM_RESTART_COUNT": "3", "WAITS": "3"}, (77, False)),
+        ("75", {"SLURM_RESTART_COUNT": "99"}, (75, True)),
+        ("75", {"NO_REQUEUE": "1"}, (75, False)),
+        ("65", {}, (65, False)),
+        ("1", {"STATUS": "0"}, (0, False)),
+    ],
+)
+def test_a_node_of_an_array_that_has_waited_in_vain_goes_back_into_the_queue(
+    slurm: Slurm, code: str, more: dict[str, str], expected: tuple[int, bool]
+) -> None:
+    """Nobody else would bring it back; and not for ever, where etcd is gone for good."""
+    (slurm.folder / "srun").write_text("#!/bin/bash\nexit $CODES\n")
+    assert slurm.end(code, "elastic-array.sbatch", ETCD="e:1", RUN="q", **more) == expected
+
+
+def test_a_job_that_slurm_does_not_requeue_says_so(slurm: Slurm, capfd: pytest.CaptureFixture[str]) -> None:
+    """As with `#SBATCH --no-requeue` in a copy of the script; it had waited a minute without a word."""
+    assert slurm.end("75 75", NO_REQUEUE="1") == (75, False)
+    assert "submit it again, and it continues" in capfd.readouterr().err
