@@ -5,7 +5,8 @@ ElasticTrainError               1
 │   └── OtherJobError           2   another job works in the same folder
 ├── CorruptError               65   data or checkpoints are damaged after every fall-back
 │   ├── DataError              65   a dataset is missing, truncated, changed, or lacks a column
-│   │   └── UnreadableError    65   a row group cannot be read, also after trying again
+│   │   ├── UnreadableError    65   a row group cannot be read, also after trying again
+│   │   └── RowError           65   a row cannot be used, whichever machine reads it
 │   ├── CommitError            65   a commit or one of its files does not match its record
 │   └── CoverageError          65   an epoch's samples were not applied once each
 ├── StorageError                1   a save failed (disk full, store unreachable); training continues
@@ -64,6 +65,13 @@ class DataError(CorruptError):
 
 class UnreadableError(DataError):
     """A row group cannot be read: its file is missing, truncated or damaged; one that changed is a plain DataError."""
+
+
+class RowError(DataError):
+    """A row that was read cannot be used: the message names the dataset, the file and the row.
+
+    Any other machine would find the same, so all ranks end with it.
+    """
 
 
 class CommitError(CorruptError):

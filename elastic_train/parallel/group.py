@@ -42,6 +42,7 @@ class Group(PointToPoint):
     """
 
     _connections: Connections | None = None
+    _store: Store | None = None
 
     def __init__(
         self,
@@ -87,6 +88,11 @@ class Group(PointToPoint):
         if device is not None and device.connect is not None:
             self._device = DeviceGroup(device, PrefixStore("device", store), rank, size, timeout, _Guard(self))
             self._device.connect()
+
+    @property
+    def store(self) -> Store | None:
+        """Where the ranks have met; None in a world of one."""
+        return self._store
 
     def part(self, name: str, ranks: Sequence[int]) -> Group:
         """Return the group of some ranks, this one among them, in their order; it is given up together with this one.
@@ -253,6 +259,13 @@ class Group(PointToPoint):
             self.barrier()
             with suppress(PeerLostError):
                 self.barrier()
+        self.abandon()
+
+    def sever(self) -> None:
+        """Close the connections to all peers, which lose this rank at once, and give the group up."""
+        for group in (*self._parts, self):
+            if group._connections is not None:
+                group._connections.shut_down()
         self.abandon()
 
     def abandon(self) -> None:

@@ -44,6 +44,7 @@ from elastic_train.training.opening.saves import commit_alone
 from elastic_train.training.opening.views import open_page, open_recovery_traces
 from elastic_train.training.result import TrainResult, last_line, result_of, write_result
 from elastic_train.training.session import Process, Session
+from elastic_train.world.agreement import heard, say_why
 from elastic_train.world.forming import Formed, open_worlds, own_run_id
 from elastic_train.world.uniformity import job_of
 
@@ -191,7 +192,7 @@ def _train_through(process: Process) -> Ended:
     while (formed := _next_world(process)) is not None:
         try:
             process.watchdog.enter()
-            ended = _train_in(_enter(process, formed))
+            ended = _train_or_say_why(process, formed)
         except (PeerLostError, FencedError) as error:
             if not worlds.is_live and process.leave.is_set and isinstance(error, PeerLostError):
                 return _leave_alone(process)  # a peer that was asked to leave, too, has dropped the step first
@@ -219,6 +220,21 @@ def _train_through(process: Process) -> Ended:
             return ended
         num_failed = 0
     return result_of(plan, state, CLOSED, state.shards.digest_alone())
+
+
+def _train_or_say_why(process: Process, formed: Formed) -> Ended | None:
+    """Train in one world; where it ends with the processes, all ranks end with the sentence of the one that failed."""
+    if process.worlds.is_live:
+        return _train_in(_enter(process, formed))
+    try:
+        return _train_in(_enter(process, formed))
+    except PeerLostError as error:
+        raise heard(formed.group, error) from None
+    except FencedError:
+        raise
+    except (Exception, SystemExit) as error:
+        say_why(formed.group, error)
+        raise
 
 
 def _enter(process: Process, formed: Formed) -> Session:

@@ -1,15 +1,33 @@
-"""Agreeing: rank 0 looks at the outside world and decides; every rank takes its answer, or raises its error."""
+"""Agreeing on a decision, or on an error: what one rank knows, all ranks of a world act on.
+
+`agree`: rank 0 looks at the outside world and decides; every rank takes its answer, or raises its error.
+
+`say_why` and `heard`: a rank that fails anywhere else leaves its error in the store where the world has met, and closes
+its connections. Its peers, which know only that a connection was closed, look there. As the store may be in rank 0's
+process, that waits a moment until all others have looked. This is for worlds that end with their processes: where
+recovery is live, the others continue.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from torch.distributed import Store  # type: ignore[attr-defined]
+
 from elastic_train import errors
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import ElasticTrainError, HungError, PeerLostError, RowError
 from elastic_train.parallel.group import Group
+from rendezvous.waiting import LOOK_EVERY_S, GivenUp, begin
 
 T = TypeVar("T")
+
+WHY, NUM_READY = "why", "ready to end"
+ANSWER_S, READY_S = 1.0, 1.0
+"""How long an answer of the store is waited for, and all ranks' readiness to end."""
 
 
 def agree(group: Group, decide: Callable[[], T]) -> T:
@@ -32,6 +50,62 @@ def agree(group: Group, decide: Callable[[], T]) -> T:
     return answer["value"]  # type: ignore[no-any-return]
 
 
-def _public_name(error: ElasticTrainError) -> str:
+def _public_name(error: BaseException) -> str:
     """Return the name of the nearest class that errors.py has; rooms have finer ones of their own."""
     return next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+
+
+def say_why(group: Group, error: BaseException) -> None:
+    """Tell the peers why this rank ends their world, and give its group up."""
+    if group.store is None:
+        return
+    store, is_ours = group.store, isinstance(error, ElasticTrainError)
+    text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+    words = {"rank": group.rank, "kind": _public_name(error) if is_ours else "", "text": text}
+
+    def say() -> None:
+        store.set(WHY, json.dumps(words))
+        store.add(NUM_READY, 1)
+
+    _ask(say)
+    with contextlib.suppress(HungError):
+        group.sever()
+    _await_others(group, store)
+
+
+def heard(group: Group, lost: PeerLostError) -> ElasticTrainError:
+    """Return the error that a lost peer's last words are; without any, the one that this rank has."""
+    if group.store is None:
+        return lost
+    store = group.store
+
+    def listen() -> bytes | None:
+        if not store.check([WHY]):
+            return None
+        store.add(NUM_READY, 1)
+        return bytes(store.get(WHY))
+
+    words = _ask(listen)
+    if words is None:
+        return lost
+    _await_others(group, store)
+    said = json.loads(words)
+    if said["kind"] == RowError.__name__:  # this rank would find it, too, in a world without that one
+        return RowError(said["text"])
+    return PeerLostError(f"rank {said['rank']} of {group.size} has ended: {said['text']}")
+
+
+def _await_others(group: Group, store: Store) -> None:
+    """Let no rank lose the store before it has looked: rank 0's process may have it."""
+    until = time.monotonic() + READY_S
+    while group.rank == 0 and time.monotonic() < until:
+        if (_ask(lambda: store.add(NUM_READY, 0)) or group.size) >= group.size:
+            return
+        time.sleep(LOOK_EVERY_S)
+
+
+def _ask(question: Callable[[], T]) -> T | None:
+    """Return the store's answer; None if it has ended with its process, or does not answer."""
+    with contextlib.suppress(GivenUp, RuntimeError):
+        return begin("why", question).result(ANSWER_S)
+    return None

@@ -97,6 +97,13 @@ class Manifest:
         number = group_of(self.first_group, group)
         return number, group - int(self.first_group[number])
 
+    def place_of_sample(self, sample: int) -> str:
+        """Name a sample, and where it is, for a message."""
+        group = group_of(self.group_first_id, sample)
+        number, within = self.place_of_group(group)
+        row = sample - int(self.group_first_id[group])
+        return f"{self.url}: sample {sample} ({self.files[number].path}, row group {within}, row {row})"
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON: equal digests mean equal data under equal sample ids."""

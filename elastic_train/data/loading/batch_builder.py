@@ -21,7 +21,7 @@ from elastic_train.data.arrow.rows import Joined, Rows, groups_of
 from elastic_train.data.loading.collate import Collate, Collator
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.sample_rules import SampleRules
-from elastic_train.errors import DataError, UnreadableError
+from elastic_train.errors import DataError, RowError, UnreadableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,10 @@ class BatchBuilder:
         *,
         seed: int,
         is_training: bool = True,
+        place_of: Callable[[int], str] = "sample {}".format,
     ) -> None:
         self._first_id, self._micro_batch, self._rules = first_id, micro_batch, rules
-        self._collate, self._seed = Collator(collate, is_training=is_training), seed
+        self._collate, self._seed, self._place_of = Collator(collate, is_training=is_training), seed, place_of
 
     def take(
         self,
@@ -122,7 +123,12 @@ class BatchBuilder:
             if not taken.fit:
                 rows, num_truncated = self._fit(rows, ids)
             epochs = taken.epochs if isinstance(taken.epochs, int) else taken.epochs[first:end]
-            tensors = self._collate(rows, ids, self._seed, epochs)
+            try:
+                tensors = self._collate(rows, ids, self._seed, epochs)
+            except UnreadableError:
+                raise
+            except DataError as error:
+                raise self._located(error, rows, ids, epochs) from error
         return LaneBatch(
             taken.lane,
             taken.cursor.epoch,
@@ -172,9 +178,22 @@ class BatchBuilder:
             is_long |= lengths > longest
             if not self._rules.truncates:
                 worst = int(lengths.argmax())
-                raise DataError(f"sample {ids[worst]}: {too_long(int(lengths[worst]), name, longest)}")
+                raise RowError(f"{self._place_of(int(ids[worst]))}: {too_long(int(lengths[worst]), name, longest)}")
             rows = truncate_lists(rows, name, longest)
         return rows, int(is_long.sum())
+
+    def _located(self, error: DataError, rows: pa.Table, ids: Int64s, epochs: Int64s | int) -> RowError:
+        """Return the error of a micro-batch as that of its first row that cannot be collated alone."""
+        for row in range(len(ids)):
+            of_row = slice(row, row + 1)
+            try:
+                self._collate(
+                    rows.slice(row, 1), ids[of_row], self._seed, epochs if isinstance(epochs, int) else epochs[of_row]
+                )
+            except DataError as found:
+                sample = int(ids[row])
+                return RowError(f"{self._place_of(sample)}: {str(found).removeprefix(f'sample {sample}: ')}")
+        return RowError(f"{self._place_of(int(ids[0]))}, or one of the next {len(ids) - 1} of its lane: {error}")
 
 
 def too_long(length: int, column: str, longest: int) -> str:

@@ -52,7 +52,13 @@ class ReadAhead:
     ) -> None:
         self._reader, self._order, self._rules = reader, order, rules
         self._builder = BatchBuilder(
-            reader.first_id, micro_batch, collate, rules, seed=order.seed, is_training=order.is_shuffled
+            reader.first_id,
+            micro_batch,
+            collate,
+            rules,
+            seed=order.seed,
+            is_training=order.is_shuffled,
+            place_of=reader.place_of,
         )
         self._lanes, self._micro_batch, self._prefetch_bytes = lanes, micro_batch, prefetch_bytes
         self._is_pinned = torch.cuda.is_available()

@@ -48,6 +48,9 @@ class RowSource(Protocol):
     def rows_of(self, group: int) -> Rows:
         """Return the rows of a row group, kept for the next call; from one thread."""
 
+    def place_of(self, sample: int) -> str:
+        """Name a sample, its dataset and file, for a message."""
+
 
 class Reader:
     """Reads rows of one dataset; picklable, and opens its files where it is used first.
@@ -61,7 +64,7 @@ class Reader:
         self, manifest: Manifest, columns: Sequence[str], *, max_row_groups: int = 64, cache: RowCache | None = None
     ) -> None:
         self.groups = RowGroups(manifest, columns)
-        self._cache = cache
+        self._cache, self._manifest = cache, manifest
         self.digest = manifest.digest
         self.first_id, self.num_rows = manifest.group_first_id, manifest.num_rows
         self._max_row_groups = max_row_groups
@@ -93,6 +96,9 @@ class Reader:
         self._rows[group] = rows
         return rows
 
+    def place_of(self, sample: int) -> str:
+        return self._manifest.place_of_sample(sample)
+
 
 class MixedReader:
     """Reads several datasets, whose row groups are numbered one after another; all readers have the same columns."""
@@ -117,6 +123,10 @@ class MixedReader:
     def rows_of(self, group: int) -> Rows:
         number, within = self._place_of(group)
         return self._readers[number].rows_of(within)
+
+    def place_of(self, sample: int) -> str:
+        number, _ = self._place_of(group_of(self.first_id, sample))
+        return self._readers[number].place_of(sample - int(self.first_id[self._first_group[number]]))
 
     def _place_of(self, group: int) -> tuple[int, int]:
         """Return which dataset has a row group, and the group's number there."""

@@ -35,7 +35,7 @@ from elastic_train.data.loading.loader_state import check_place, cursor_of
 from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.data.worker_failures import NOTICED_S, ended_too_soon, need, need_no_more, needed
-from elastic_train.errors import UnfinishedError
+from elastic_train.errors import ElasticTrainError, UnfinishedError
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call
 
@@ -64,7 +64,13 @@ class LaneDataset:
     ) -> None:
         self._reader, self._order, self._micro_batch = reader, order, micro_batch
         self._builder = BatchBuilder(
-            reader.first_id, micro_batch, collate, rules, seed=order.seed, is_training=order.is_shuffled
+            reader.first_id,
+            micro_batch,
+            collate,
+            rules,
+            seed=order.seed,
+            is_training=order.is_shuffled,
+            place_of=reader.place_of,
         )
 
     def __getitem__(self, slice_: LaneSlice) -> LaneBatch:
@@ -79,8 +85,15 @@ class LaneDataset:
                 "SystemExit in the task's collate or in a library: let that code raise an error, or return"
             ) from error
 
-    def __getitems__(self, slices: list[LaneSlice]) -> list[LaneBatch]:
-        return [self[slice_] for slice_ in slices]
+    def __getitems__(self, slices: list[LaneSlice]) -> list[LaneBatch | ElasticTrainError]:
+        """Return the micro-batches; an error in place of one, as torch would put a traceback into its message."""
+        return [self._made(slice_) for slice_ in slices]
+
+    def _made(self, slice_: LaneSlice) -> LaneBatch | ElasticTrainError:
+        try:
+            return self[slice_]
+        except ElasticTrainError as error:
+            return error
 
 
 class LaneSampler:
@@ -220,6 +233,8 @@ def _read(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], 
     is_cut_short = True
     try:
         for batch in loader:
+            if isinstance(batch, ElasticTrainError):
+                raise batch
             step.append(batch)
             if len(step) == num_lanes:
                 yield step
@@ -264,7 +279,7 @@ def _end() -> None:
         steps.close()
 
 
-def _only(batches: list[LaneBatch]) -> LaneBatch:
+def _only(batches: list[LaneBatch | ElasticTrainError]) -> LaneBatch | ElasticTrainError:
     return batches[0]
 
 

@@ -22,7 +22,7 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups, num_decoders
 from elastic_train.data.dataset.row_lengths import find_lengths
 from elastic_train.data.loading.batch_builder import too_long
-from elastic_train.errors import DataError, ElasticTrainError, UnreadableError
+from elastic_train.errors import DataError, ElasticTrainError, RowError, UnreadableError
 from elastic_train.job.plan import Plan
 from elastic_train.tasks.task import Inspecting, Limited
 from elastic_train.training.session import Inspected, Process, Unfit
@@ -59,7 +59,7 @@ def _judged(plan: Plan, found: Sequence[Inspected]) -> str:
     """Say how many rows are fit; raise what a rank has found."""
     if wrong := [of_rank.unfit for of_rank in found if of_rank.unfit is not None]:
         number, sample, why = min(wrong)
-        raise DataError(f"{_place(plan.feed.manifests[number], sample)}: {why}")
+        raise RowError(f"{plan.feed.manifests[number].place_of_sample(sample)}: {why}")
     if failed := [of_rank.failure for of_rank in found if of_rank.failure is not None]:
         name, text = failed[0]
         raise getattr(errors, name, DataError)(text)
@@ -172,10 +172,3 @@ def _row_groups(manifests: Sequence[Manifest], rank: int, num_ranks: int) -> Ite
     for place in np.random.default_rng(0).permutation(int(ends[-1]))[rank::num_ranks].tolist():
         number = int(np.searchsorted(ends, place, side="right"))
         yield number, place - (int(ends[number - 1]) if number else 0)
-
-
-def _place(manifest: Manifest, sample: int) -> str:
-    group = int(np.searchsorted(manifest.group_first_id, sample, side="right")) - 1
-    number, within = manifest.place_of_group(group)
-    row = sample - int(manifest.group_first_id[group])
-    return f"{manifest.url}: sample {sample} ({manifest.files[number].path}, row group {within}, row {row})"

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from elastic_train.core.accounting import Hole, expected_sums
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import owned_lanes
-from elastic_train.core.order import Order
+from elastic_train.core.order import Cursor, Order, Samples
 from elastic_train.data.arrow.rows import Rows
 from elastic_train.data.dataset.manifest import FileEntry, Manifest, load_manifest
+from elastic_train.data.loading.batch_builder import BatchBuilder
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.loader import LaneLoader
-from elastic_train.data.loading.reader import Reader
-from elastic_train.data.loading.sample_rules import SampleRules
+from elastic_train.data.loading.reader import MixedReader, Reader
+from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSlice
-from elastic_train.errors import DataError, UnreadableError
+from elastic_train.errors import DataError, RowError, UnreadableError
 from elastic_train.world.quarantine import make_hole
 from tests.conftest import write_rows
 
@@ -43,6 +44,9 @@ class Storage:
             raise UnreadableError(f"row group {group} is gone")
         first = int(self.first_id[group])
         return Rows(pa.table({"id": pa.array(range(first, first + int(self._rows[group])), pa.int64())}))
+
+    def place_of(self, sample: int) -> str:
+        return f"memory: sample {sample}"
 
 
 def manifest_of(order: Order) -> Manifest:
@@ -274,7 +278,30 @@ def test_long_rows_are_cut_and_counted(lists: list[list[int]], longest: int) -> 
 
     if num_truncated:
         refusing = LaneDataset(storage, order, keep, 3, SampleRules(longest={"input_ids": longest}))  # type: ignore[arg-type]
+        returned = [one for slice_ in slices for one in refusing.__getitems__([slice_])]
+        assert any(isinstance(one, RowError) for one in returned), "torch would add a traceback to what is raised"
         with pytest.raises(
-            DataError, match=rf"it has \d+ values in column 'input_ids', the task takes {longest}: .*trunc"
+            RowError, match=rf"memory: sample \d+: it has \d+ values in column 'input_ids', the task takes {longest}: "
         ):
             [refusing[slice_] for slice_ in slices]
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_the_row_that_cannot_be_collated_is_named(tmp_path: Path, is_alone: bool) -> None:
+    """By dataset, file, row group and row, also of the second of two datasets; a task knows ids alone."""
+    readers = [Reader(load_manifest(str(write_rows(tmp_path / name, 90))), ["label"]) for name in ("one", "two")]
+    mixed = MixedReader(readers)
+
+    def refuse(rows: pa.Table, ids: np.ndarray) -> dict[str, object]:  # type: ignore[type-arg]
+        if 130 in ids and (is_alone or len(ids) > 1):
+            raise DataError("sample 130: its label is a comet")
+        return {}
+
+    builder = BatchBuilder(mixed.first_id, 180, refuse, AS_THEY_ARE, seed=0, place_of=mixed.place_of)  # type: ignore[arg-type]
+    taken = builder.take(0, Cursor(), 0, Samples(np.arange(90, 180), 0), mixed.rows_of)
+    if is_alone:
+        expected = rf"{tmp_path}/two: sample 40 \(part-1.parquet, row group 0, row 10\): its label is a comet$"
+    else:
+        expected = rf"{tmp_path}/two: sample 0 \(.*\), or one of the next 89 of its lane: sample 130: its label"
+    with pytest.raises(RowError, match=expected):
+        builder.batch(taken, 0)
