@@ -28,7 +28,7 @@ from pyetcd import exceptions as failures
 from pyetcd import utils
 
 from rendezvous.agent.identity import split_endpoint
-from rendezvous.errors import OptionError, StoreUnavailableError, TooFewNodesError
+from rendezvous.errors import OptionError, StoreError, StoreUnavailableError, TooFewNodesError
 from rendezvous.etcd.answers import (
     Meaning,
     code_of,
@@ -39,7 +39,7 @@ from rendezvous.etcd.answers import (
     says_without_users,
 )
 from rendezvous.etcd.data_loss import DataLossDetector
-from rendezvous.etcd.options import FILE, EtcdOptions
+from rendezvous.etcd.options import FILE, LEAST, EtcdOptions, too_old
 from rendezvous.etcd.tally import TALLY
 from rendezvous.membership.store import Entry, Snapshot
 from rendezvous.outage_log import WaitingLog
@@ -234,19 +234,35 @@ def list_prefix(connection: Connection, prefix: str, give_up_after_s: float = GI
 def await_etcd(options: EtcdOptions, prefix: str, timeout_s: float) -> None:
     """Return once etcd answers: what took this node may have taken etcd, too. TooFewNodesError if it never does.
 
-    Another start would find it no sooner, and an address that is wrong looks the same.
+    Another start would find it no sooner, and an address that is wrong looks the same. One that is too old raises
+    OptionError.
     """
     log, deadline = WaitingLog(_log, timeout_s), time.monotonic() + timeout_s
     with contextlib.closing(Connection(options)) as connection:
         while True:
             try:
                 list_prefix(connection, prefix, min(TRY_S, max(0.1, deadline - time.monotonic())))
+                _refuse_too_old(connection)
                 return
             except StoreUnavailableError as error:
                 if time.monotonic() >= deadline:
                     raise TooFewNodesError(f"etcd did not answer within {timeout_s:g} s: {error}") from error
                 why = str(error)
                 log.waits(lambda left_s, why=why: f"waiting for etcd, giving up in {left_s:.0f} s: {why}")  # type: ignore[misc]
+
+
+def _refuse_too_old(connection: Connection) -> None:
+    """Raise OptionError for an etcd without what jobs need, which would fail them one call after the other."""
+    try:
+        version = connection.call(lambda client: client.status().version, give_up_after_s=TRY_S)
+    except StoreError as error:  # a user may lack the right to ask, and what speaks for an etcd may not know
+        _log.debug("etcd at %s does not say its version: %s", connection.options.where, error)
+        return
+    if too_old(version):
+        raise OptionError(
+            f"the etcd at {connection.options.where} is version {version}, and {LEAST} or newer is needed: update it, "
+            "or give --endpoint HOST:PORT of a newer one"
+        )
 
 
 def text_of(found: bytes) -> str:

@@ -6,6 +6,7 @@ Bad input is refused before any connection is made: every problem at once, with 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +18,15 @@ FILE = "@"
 """How an endpoint begins that is a file, which says where etcd is now: one that a scheduler moves has no address for
 good."""
 
-
+LEAST_VERSION = (3, 4)
+LEAST = ".".join(map(str, LEAST_VERSION))
 MOST_CHARS_OF_AN_ID = 200
+
+
+def too_old(version: str) -> bool:
+    """Say whether an etcd of this version lacks what jobs need; an unknown form of version is taken."""
+    found = re.match(r"v?([0-9]+)\.([0-9]+)", version)
+    return found is not None and (int(found[1]), int(found[2])) < LEAST_VERSION
 
 
 def wrong_id(run_id: str) -> list[str]:

@@ -27,10 +27,9 @@ from types import TracebackType
 
 from rendezvous.errors import ServerError, StoreDeniedError, StoreUnavailableError
 from rendezvous.etcd.connection import Connection, list_prefix
-from rendezvous.etcd.options import etcd_options
+from rendezvous.etcd.options import LEAST, etcd_options, too_old
 from rendezvous.orphans import bound_command
 
-LEAST_VERSION = (3, 4)
 START_TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"
 """A second is enough for it, except on a machine or a disk that is busy with other things."""
@@ -269,11 +268,11 @@ def check_version(binary: str) -> None:
         asked = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ServerError(f"{binary} --version: {error}") from error
-    found = re.search(r"etcd Version: (\d+)\.(\d+)", asked.stdout)
-    if found is None or (int(found[1]), int(found[2])) < LEAST_VERSION:
+    found = re.search(r"etcd Version: ([0-9]+\.[0-9]+)", asked.stdout)
+    if found is None or too_old(found[1]):
         said = (asked.stdout + asked.stderr).strip().partition("\n")[0]
         raise ServerError(
-            f"{binary} is not an etcd of version {'.'.join(map(str, LEAST_VERSION))} or newer ({said}): put a newer "
+            f"{binary} is not an etcd of version {LEAST} or newer ({said}): put a newer "
             "one on PATH, or give --endpoint HOST:PORT of one"
         )
 

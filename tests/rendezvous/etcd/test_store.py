@@ -25,7 +25,8 @@ from rendezvous import (
 )
 from rendezvous.errors import StoreDeniedError
 from rendezvous.etcd import watch as mirror
-from rendezvous.etcd.connection import Connection, list_prefix
+from rendezvous.etcd.connection import Connection, await_etcd, list_prefix
+from rendezvous.etcd.options import too_old
 from rendezvous.etcd.store import EtcdLease
 from rendezvous.etcd.tally import Tally
 from rendezvous.membership.store import Put
@@ -261,6 +262,21 @@ def test_a_process_knows_how_quickly_etcd_answers_it(etcd: EtcdServer, monkeypat
     with pytest.raises(StoreUnavailableError):
         EtcdStore(etcd_options("127.0.0.1:1"), give_up_after_s=0.5).get("/")
     assert tally.num_failures > before
+
+
+def test_an_etcd_that_is_too_old_is_refused_at_once(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a user's, too, and not after a call that it does not know."""
+    assert [too_old(text) for text in ("3.3.25", "2.3", "v3.3.0+git", "3.4.0", "3.10.1", "4.0", "unknown")] == [
+        *(True, True, True),
+        *(False, False, False, False),
+    ]
+    options = etcd_options(etcd.endpoint)
+    await_etcd(options, "/nothing", 5.0)
+    monkeypatch.setattr("rendezvous.etcd.options.LEAST_VERSION", (99, 0))
+    began = time.monotonic()
+    with pytest.raises(OptionError, match=r"is version 3\.\d+\.\d+, and .* or newer is needed"):
+        await_etcd(options, "/nothing", 60.0)
+    assert time.monotonic() - began < PATIENCE_S
 
 
 def test_a_missing_etcd_is_reported_in_time() -> None:
