@@ -29,7 +29,6 @@ Feature = Literal[
     "recompute: selective",
 ]
 FEATURES: tuple[Feature, ...] = get_args(Feature)
-_CELLS: tuple[Feature, ...] = ("tensor", "sequence", "pipeline", "interleaved", "expert", "context")
 _SHARDS: tuple[Feature, ...] = ("shards: optimizer", "shards: gradients", "shards: parameters")
 _OFFLOAD: tuple[Feature, ...] = ("offload: optimizer", "offload: all")
 _WIRE: tuple[Feature, ...] = ("wire: bf16",)
@@ -51,7 +50,6 @@ RULES = (
         ("compile",),
         "the ranks of a replica exchange tensors inside the blocks that are compiled",
     ),
-    Rule(_CELLS, ("reduction: fast",), "ranks that hold the same part need the same bits"),
     Rule(
         ("pipeline", "interleaved"),
         ("shards: parameters",),

@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 
 from elastic_train.core.lanes import Assignment, contiguous
 
-Axis = Literal["stage", "shard", "tensor", "expert", "context"]
-_AXES: tuple[Axis, ...] = ("stage", "shard", "tensor", "expert", "context")
+Axis = Literal["stage", "tensor", "expert", "context"]
+_AXES: tuple[Axis, ...] = ("stage", "tensor", "expert", "context")
 """From the one along which places are furthest from one another to that of neighbours."""
 
 
@@ -29,7 +29,6 @@ class Cell:
     """The shape of a replica: how many ranks it has along each axis; one rank holds a whole replica by default."""
 
     stage: int = 1
-    shard: int = 1
     tensor: int = 1
     expert: int = 1
     context: int = 1
@@ -43,7 +42,7 @@ class Cell:
     @property
     def degrees(self) -> tuple[int, ...]:
         """The number of ranks along each axis, in their order."""
-        return self.stage, self.shard, self.tensor, self.expert, self.context
+        return self.stage, self.tensor, self.expert, self.context
 
     def along(self, place: int, axis: Axis) -> range:
         """Return the places that differ from one along an axis alone, and that one, by their coordinate."""
@@ -111,7 +110,6 @@ class Coordinates(NamedTuple):
 
     replica: int
     stage: int
-    shard: int
     tensor: int
     expert: int
     context: int

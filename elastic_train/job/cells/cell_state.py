@@ -36,7 +36,7 @@ from elastic_train.job.cells.state_parts import (
 from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.buckets import Turns
-from elastic_train.parallel.cells.chunk_sum import ChunkSum, chunk_sum
+from elastic_train.parallel.cells.chunk_sum import ChunkSum, chunk_sum, fast_sum
 from elastic_train.parallel.cells.context_sum import context_sum
 from elastic_train.parallel.cells.expert_grains import begun_grains, num_begun
 from elastic_train.parallel.cells.expert_sum import ExpertSum
@@ -113,7 +113,6 @@ class CellState(ReplicatedState):
 
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         """Sum over the ranks that hold the same: `replicas` has one of each owner of lanes."""
-        assert kind == "canonical", "places hold parts of one and the same sum"
         assert self._holders is not None, "no world has given this rank a place"
         degree, experts = self.cell.context, self.cut.experts
         if not experts and self.cut.plan.num_chunks == degree == 1:
@@ -124,10 +123,12 @@ class CellState(ReplicatedState):
         if experts:
             column, turns, is_staged = self._holders, Turns(replicas), self.cell.stage > 1
             sums = [
-                ExpertSum(*some, replicas, column, lanes, links, bucket_bytes, turns, is_staged=is_staged)
+                ExpertSum(*some, replicas, column, lanes, links, bucket_bytes, turns, kind=kind, is_staged=is_staged)
                 for some, links in zip(self.cut.by_spread(), experts, strict=True)
             ]
             self._sum = ChunkSum(sums, turns)
+        elif kind == "fast":
+            self._sum = fast_sum(self.cut.by_chunk(), self._holders)
         elif self.cut.plan.num_chunks > 1:
             self._sum = chunk_sum(self.cut.by_chunk(), self._holders, num_lanes, bucket_bytes, degree)
         else:

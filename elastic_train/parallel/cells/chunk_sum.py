@@ -15,15 +15,21 @@ from torch import nn
 from elastic_train.core.lanes import contiguous
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.context_sum import ContextSum, context_sum
-from elastic_train.parallel.cells.expert_sum import ExpertSum
-from elastic_train.parallel.gradient_sum import CanonicalSum, GradientSum, OfPart, TreeSum, place_gradients
+from elastic_train.parallel.gradient_sum import (
+    CanonicalSum,
+    FastSum,
+    GradientSum,
+    OfPart,
+    bind_gradients,
+    place_gradients,
+)
 from elastic_train.parallel.group import Group
 
 
 class ChunkSum:
     """Sums gradients by chunk; see `GradientSum`."""
 
-    def __init__(self, chunks: Sequence[TreeSum | ContextSum | ExpertSum], turns: Turns) -> None:
+    def __init__(self, chunks: Sequence[GradientSum], turns: Turns) -> None:
         """`chunks` are the sums of each; what they exchange beside the backward passes is in `turns`."""
         self.chunks, self._turns = chunks, turns
 
@@ -86,6 +92,12 @@ def _sum_of(
     total = CanonicalSum(flats, ranks, lanes)
     total.exchange_beside(placed, bucket_bytes, turns)
     return total
+
+
+def fast_sum(chunks: Sequence[Sequence[nn.Parameter]], ranks: Group) -> GradientSum:
+    """Return the sum of each chunk's parameters whose rounding depends on the world, over all that hold the same."""
+    sums = [FastSum(bind_gradients(one), ranks) for one in chunks]
+    return sums[0] if len(sums) == 1 else ChunkSum(sums, Turns(ranks))
 
 
 def by_chunk(total: GradientSum) -> Sequence[GradientSum]:

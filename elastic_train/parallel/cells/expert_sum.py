@@ -15,7 +15,14 @@ from torch import nn
 from elastic_train.core.lanes import Assignment
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.expert_links import ExpertLinks, Leaf
-from elastic_train.parallel.gradient_sum import CanonicalSum, OfPart, bind_gradients, place_gradients
+from elastic_train.parallel.gradient_sum import (
+    CanonicalSum,
+    OfPart,
+    Reduction,
+    bind_gradients,
+    make_sum,
+    place_gradients,
+)
 from elastic_train.parallel.group import Group
 
 
@@ -33,6 +40,7 @@ class ExpertSum:
         bucket_bytes: float | None,
         turns: Turns | None = None,
         *,
+        kind: Reduction = "canonical",
         is_staged: bool = False,
     ) -> None:
         """`lanes` are those of every owner, of which `ranks` has one each; `column` has the ranks of this one's place
@@ -42,10 +50,11 @@ class ExpertSum:
         size = links.group.size
         by_cell = tuple(_together(lanes[first : first + size]) for first in range(0, len(lanes), size))
         flats, placed = place_gradients(whole)
-        self._whole = CanonicalSum(flats, ranks, lanes)
-        self._whole.exchange_beside(placed, bucket_bytes, turns)
+        self._whole = make_sum(kind, flats, ranks, lanes)
+        if isinstance(self._whole, CanonicalSum):
+            self._whole.exchange_beside(placed, bucket_bytes, turns)
         self._experts = [one for one in parts if one.requires_grad]
-        self._parts = CanonicalSum(bind_gradients(parts), column, by_cell)
+        self._parts = make_sum(kind, bind_gradients(parts), column, by_cell)
         self._lanes, self._links, self._num_turns = by_cell[column.rank], links, 0
         self._is_staged = is_staged
         self.see: Callable[[int, Leaf], None] = lambda lane, leaf: None

@@ -10,7 +10,7 @@ from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.mesh import Cell, Mesh
 
 degrees = st.integers(1, 3)
-cells = st.builds(Cell, degrees, degrees, degrees, degrees, degrees)
+cells = st.builds(Cell, degrees, degrees, degrees, degrees)
 
 
 @given(cells, st.integers(1, 5))
@@ -20,7 +20,7 @@ def test_every_rank_has_unique_coordinates(cell: Cell, num_replicas: int) -> Non
     seen = {Mesh(rank, size, cell).coordinates for rank in range(size)}
     assert len(seen) == size
     for replica, *coordinates in seen:
-        degrees = (cell.stage, cell.shard, cell.tensor, cell.expert, cell.context)
+        degrees = (cell.stage, cell.tensor, cell.expert, cell.context)
         assert replica < num_replicas
         assert all(at < degree for at, degree in zip(coordinates, degrees, strict=True))
 
@@ -55,7 +55,7 @@ def test_ranks_that_differ_along_one_axis_are_a_group(cell: Cell, num_replicas: 
     size = num_replicas * cell.size
     mesh = Mesh(at % size, size, cell)
     coordinates = [Mesh(rank, size, cell).coordinates for rank in range(size)]
-    for number, axis in enumerate(("stage", "shard", "tensor", "expert", "context"), start=1):
+    for number, axis in enumerate(("stage", "tensor", "expert", "context"), start=1):
         found = mesh.across(axis)  # type: ignore[arg-type]
         alike = [[*one[1:number], *one[number + 1 :]] for one in coordinates]
         assert found == sorted(found) == [rank for rank in range(size) if alike[rank] == alike[mesh.rank]]
@@ -84,7 +84,7 @@ def test_ranks_that_compute_alike_are_those_of_one_stage(cell: Cell, num_replica
     by_stage = [[mesh.rank for mesh in meshes if mesh.coordinates.stage == stage] for stage in range(cell.stage)]
     assert meshes[0].alike == by_stage
     speaker = next(mesh for mesh in meshes if mesh.place == cell.speaker)
-    assert speaker.coordinates == (speaker.replica, cell.stage - 1, 0, 0, 0, 0)
+    assert speaker.coordinates == (speaker.replica, cell.stage - 1, 0, 0, 0)
 
 
 def test_ranks_of_a_replica_compute_its_lanes_together() -> None:
@@ -106,7 +106,7 @@ def test_ranks_with_experts_compute_lanes_of_their_own(cell: Cell, num_replicas:
     for owner in range(num_replicas * degree):
         ranks = [mesh for mesh in meshes if mesh.owner == owner]
         assert len(ranks) == cell.crew and [mesh.speaks for mesh in ranks] == [True] + [False] * (cell.crew - 1)
-        assert meshes[cell.speaker_of(owner)].coordinates[1:] == (cell.stage - 1, 0, 0, owner % degree, 0)
+        assert meshes[cell.speaker_of(owner)].coordinates[1:] == (cell.stage - 1, 0, owner % degree, 0)
     for replica in range(num_replicas):
         ranks = lanes[replica * degree : (replica + 1) * degree]
         turns = [one[turn] for turn in range(len(ranks[0])) for one in ranks if turn < len(one)]

@@ -123,6 +123,7 @@ def test_heads_and_rows_are_shared_out_at_once(tmp_path: Path, few_rows: Path) -
         "one": (4, TENSOR),
         "two": (8, [*TENSOR, "--parallel.recompute", "units", *ONCE]),
         "staged": (8, [*TENSOR, *STAGES]),
+        "fast": (8, [*TENSOR, "--reduction", "fast"]),
         "all heads": (2, []),
     }
     for name, (num_ranks, how) in cells.items():
@@ -134,7 +135,8 @@ def test_heads_and_rows_are_shared_out_at_once(tmp_path: Path, few_rows: Path) -
     one, all_heads = tmp_path / "one", tmp_path / "all heads"
     mine, whole = newest_weights(one), newest_weights(all_heads)
     assert result(one)["weights_sha256"] != result(all_heads)["weights_sha256"]
-    assert_same_but_for_rounding(losses(one), losses(all_heads), UNTIED_TERMS)
+    for other in (all_heads, tmp_path / "fast"):
+        assert_same_but_for_rounding(losses(one), losses(other), UNTIED_TERMS)
     for name, tensor in whole.items():
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=2e-5)
 

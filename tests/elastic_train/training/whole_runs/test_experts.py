@@ -105,6 +105,15 @@ def test_stages_with_experts_have_the_bits_of_one_process(
     assert_same_bits(tmp_path, untied)
 
 
+def test_fast_sums_of_chunks_with_experts_differ_by_rounding_alone(
+    tmp_path: Path, few_rows: Path, untied: Path
+) -> None:
+    how = [*STAGES, *EXPERTS_IN_CHUNKS, "--reduction", "fast"]
+    succeed(start([write(tmp_path, few_rows, **STAGED), *how], num_ranks=8))
+    assert result(tmp_path)["num_samples"] == result(untied)["num_samples"]
+    assert_same_but_for_rounding(losses(tmp_path), losses(untied), TERMS)
+
+
 def test_commits_of_stages_with_experts_continue_at_any_degree(tmp_path: Path, few_rows: Path, untied: Path) -> None:
     run, both = write(tmp_path, few_rows, **STAGED), [*STAGES, "--parallel.expert", "2"]
     for until, how, num_ranks in [(2, both, 4), (3, ["--parallel.expert", "2"], 4), (4, STAGES, 2)]:
