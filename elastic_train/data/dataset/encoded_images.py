@@ -11,6 +11,7 @@ from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 
 from elastic_train.data.arrow.plain_types import plain_name
@@ -64,6 +65,22 @@ def open_image(content: bytes, most_megapixels: float = MOST_MEGAPIXELS) -> Imag
     return image
 
 
+def in_mode(image: Image, mode: str) -> Image:
+    """Return an image turned upright, in grey ("L") or "RGB"; raise one of `decoding_errors` if it cannot be.
+
+    Of 16 bits the upper eight are kept: Pillow would make white of all that is brighter than 255 of 65,535.
+    """
+    with needed_for("decoding images"):
+        from PIL import Image, ImageOps
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
+        raise ValueError(f"its pixels are {kind}, whose black and white nothing tells; convert it to 8 or 16 bits")
+    return image.convert(mode)
+
+
 def _too_large(found: str, most_megapixels: float) -> str:
     return (
         f"is too large ({found}; at most {most_megapixels:g} megapixels are decoded): make it smaller, or raise the "
@@ -78,14 +95,12 @@ def with_remedy(why: str, remedy: str) -> str:
 
 def why_undecodable(content: bytes | None, most_megapixels: float = MOST_MEGAPIXELS) -> str | None:
     """Return why an image cannot be decoded; None if it can."""
-    with needed_for("decoding images"):
-        from PIL import ImageOps
     if not content:
         return "holds no image"
     try:
         image = open_image(content, most_megapixels)
         image.draft("RGB", (1, 1))
-        ImageOps.exif_transpose(image).convert("RGB")
+        in_mode(image, "RGB")
     except TooLargeError as error:
         return str(error)
     except decoding_errors() as error:

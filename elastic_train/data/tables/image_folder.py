@@ -19,11 +19,14 @@ from elastic_train.data.tables.labels import COLUMN as LABEL
 from elastic_train.data.tables.splitting import TRAIN, VALIDATION
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent
+from elastic_train.system.wording import counted
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SCHEMA = pa.schema([COLUMN, LABEL])
 _VALIDATION_NAMES = ("validation", "valid", "val")
 _AT_ONCE = 64
+_MOST_NAMED = 50
+_WHERE = "put it directly into the folder of its class, or remove it"
 
 
 def import_images(
@@ -40,9 +43,13 @@ def import_images(
     check = check or ImageCheck()
     files = {name: _files_of(part) for name, part in _parts_of(folder).items()}
     labels = sorted({path.parent.name for paths in files.values() for path in paths})
+    for label in labels:
+        if not label.isprintable():  # as are the bytes of a name that is no UTF-8
+            raise ConfigError(f"{folder}: {label!r} cannot be a class's name: rename the folder")
     if len(labels) < 2:
         raise ConfigError(
-            f"{folder}: has {len(labels)} folders with images; put the images of each class in a folder of its name"
+            f"{folder}: has images in {counted(len(labels), 'folder')}, and a classifier needs two classes; put the "
+            "images of each class in a folder of its name"
         )
     for name, paths in files.items():
         files[name] = [paths[place] for place in np.random.default_rng([seed, len(paths)]).permutation(len(paths))]
@@ -71,16 +78,38 @@ def _parts_of(folder: Path) -> Mapping[str, Path]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the images of a part, in the order of their names; other files in folders of images are refused."""
-    files = sorted(path for path in folder.glob("*/*") if path.is_file() and not path.name.startswith("."))
-    for path in files:
-        if path.suffix.lower() not in SUFFIXES:
-            raise ConfigError(f"{path}: is none of {', '.join(SUFFIXES)}; remove it, or convert it")
+    """Return the images of a part, in the order of their names.
+
+    ConfigError names other files in folders of images, broken links, and images that are in no folder of a class, or in
+    a folder below it: none is left out in silence.
+    """
+    found = sorted(path for path in folder.glob("*/*") if not path.name.startswith("."))
+    files = [path for path in found if path.is_file()]
+    wrong = [f"{path}: does not exist: it is a broken link, or no file" for path in found if _is_no_file(path)]
+    wrong += [
+        f"{path}: is none of {', '.join(SUFFIXES)}; remove it, or convert it"
+        for path in files
+        if path.suffix.lower() not in SUFFIXES
+    ]
+    wrong += [f"{path}: is in no folder of a class; {_WHERE}" for path in sorted(folder.iterdir()) if _is_image(path)]
+    for inner in (path for path in found if path.is_dir() and not path.is_symlink()):
+        wrong += [f"{path}: is deeper than FOLDER/LABEL/FILE; {_WHERE}" for path in inner.rglob("*") if _is_image(path)]
+    if wrong:
+        more = len(wrong) - _MOST_NAMED
+        raise ConfigError(*wrong[:_MOST_NAMED], *([f"and {more:,} files more"] if more > 0 else []))
     if not files:
         raise ConfigError(
             f"{folder}: holds no images; put those of each class in a folder of its name, such as cat/1.png"
         )
     return files
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+
+
+def _is_no_file(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.is_file() and not path.is_dir()
 
 
 def _digests(paths: Sequence[Path]) -> Iterator[tuple[Path, list[object]]]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import Image
 
 from elastic_train.core.sample_random import SampleRandom
-from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, open_image
+from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, in_mode, open_image
 from elastic_train.tasks.images.options import Augmentation
 
 Pixels = npt.NDArray[np.uint8]
@@ -27,8 +27,7 @@ _MODES = {1: "L", 3: "RGB"}
 
 def decode(content: bytes, channels: int, most_megapixels: float = MOST_MEGAPIXELS) -> Image.Image:
     """Decode an image, turned upright, in grey or RGB. Raises one of `decoding_errors` if it cannot be decoded."""
-    image = open_image(content, most_megapixels)
-    return ImageOps.exif_transpose(image).convert(_MODES[channels])
+    return in_mode(open_image(content, most_megapixels), _MODES[channels])
 
 
 def view(image: Image.Image, size: int, how: Augmentation, draws: Draws | None) -> Pixels:

@@ -245,12 +245,19 @@ def test_folders_of_images_are_classes(tmp_path: Path) -> None:
         ("cat/x.png", png(1, 50)[:-30], r"cat/x\.png: is not an image that can be decoded"),
         ("cat/x.png", b"", r"cat/x\.png: holds no image"),
         ("cat/notes.txt", b"", r"cat/notes\.txt: is none of \.png"),
+        ("cat/more/x.png", png(1), r"cat/more/x\.png: is deeper than FOLDER/LABEL/FILE"),
+        ("x.png", png(1), r"images/x\.png: is in no folder of a class"),
+        ("cat/x.png", None, r"cat/x\.png: does not exist"),
+        ("l\udcff/x.png", png(1), r"'l\\udcff' cannot be a class's name"),
     ],
-    ids=["no image", "cut short", "empty", "another file"],
+    ids=["no image", "cut short", "empty", "another file", "too deep", "not deep enough", "broken link", "no text"],
 )
-def test_an_image_that_does_not_decode_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_an_image_that_cannot_be_used_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    """Also where nothing would have looked for it."""
     write_images(tmp_path / "images")
-    (tmp_path / "images" / name).write_bytes(content)
+    path = tmp_path / "images" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content) if content is not None else path.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=message):
         import_images(tmp_path / "out", tmp_path / "images", share=0.2, seed=3)
     assert not (tmp_path / "out").exists()
@@ -300,7 +307,7 @@ def test_images_without_classes_are_refused(tmp_path: Path) -> None:
         import_images(tmp_path / "out", tmp_path, share=0.2, seed=3)
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.png").write_bytes(png(1))
-    with pytest.raises(ConfigError, match="has 1 folders with images"):
+    with pytest.raises(ConfigError, match="has images in 1 folder"):
         import_images(tmp_path / "out", tmp_path, share=0.2, seed=3)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from elastic_train.core.sample_random import SampleRandom
+from elastic_train.data.dataset.encoded_images import why_undecodable
 from elastic_train.tasks.images.augmentation import Pixels, centre, decode, draw_mixing, random_box, shifted, view
 from elastic_train.tasks.images.options import Augmentation, Normalisation
 
@@ -39,6 +40,29 @@ def test_the_area_of_a_random_box_is_what_was_drawn() -> None:
     assert (right - left) * (bottom - top) == pytest.approx(0.3 * 100 * 100)
     assert (right - left) / (bottom - top) == pytest.approx((4 / 3) ** -0.5)
     assert left == 0 and bottom == pytest.approx(100, abs=0.01)
+
+
+@pytest.mark.parametrize(("format_", "orientation"), [("png", 1), ("tiff", 1), ("tiff", 6)])
+def test_of_16_bits_the_upper_ones_are_seen(format_: str, orientation: int) -> None:
+    """Pillow makes all that is brighter than 255 of 65,535 white."""
+    levels = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(levels * 257).save(content := io.BytesIO(), format_, exif=exif)
+    upright = levels if orientation == 1 else np.rot90(levels, -1)
+    for channels in (1, 3):
+        pixels = np.asarray(decode(content.getvalue(), channels)).reshape(16, 16, channels)
+        assert (pixels == upright[:, :, None]).all()
+    assert why_undecodable(content.getvalue()) is None
+
+
+def test_pixels_of_no_known_range_are_refused() -> None:
+    """At import, and before the first step: they were all black, or all white."""
+    for kind in (np.float32, np.int32):
+        Image.fromarray(np.ones((4, 4), kind)).save(content := io.BytesIO(), "tiff")
+        assert "convert it to 8 or 16 bits" in str(why_undecodable(content.getvalue()))
+        with pytest.raises(ValueError, match="convert it"):
+            decode(content.getvalue(), 3)
 
 
 def test_a_validation_sees_the_centre() -> None:
