@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,13 +17,20 @@ from elastic_train.errors import ConfigError
 
 _ENCODING = "utf-8-sig"
 _MOST_CHARS = (1 << 31) - 1
+_QUOTES = "a value with a comma, a quote or a line break stands in quotes"
 
 
 def read_files(files: Sequence[Path], text_key: str, label_key: str) -> list[Sample]:
     """Read samples in the order of the files; ConfigError names the file and line that cannot be used."""
     if not files:
         raise ConfigError("name at least one file to import: .jsonl, .csv or .txt")
-    return [Sample(text, label, measure(text)) for path in files for text, label in _read(path, text_key, label_key)]
+    samples: list[Sample] = []
+    for path in files:
+        before = len(samples)
+        samples += [Sample(text, label, measure(text)) for text, label in _read(path, text_key, label_key)]
+        if len(samples) == before:
+            raise ConfigError(f"{path}: holds no rows")
+    return samples
 
 
 def _read(path: Path, text_key: str, label_key: str) -> Iterator[tuple[str, str]]:
@@ -40,7 +48,7 @@ def _read(path: Path, text_key: str, label_key: str) -> Iterator[tuple[str, str]
 
 def _paragraphs(path: Path) -> Iterator[tuple[str, str]]:
     """Yield each block of lines between blank lines, labelled with the file's stem."""
-    blocks = "\n".join(line.rstrip() for line in path.read_text(encoding=_ENCODING).splitlines()).split("\n\n")
+    blocks = "\n".join(line.rstrip() for line in path.read_text(encoding=_ENCODING).split("\n")).split("\n\n")
     texts = [block.strip("\n") for block in blocks if block.strip()]
     if not texts:
         raise ConfigError(f"{path}: holds no text")
@@ -53,7 +61,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=_once_each, parse_constant=_no_number)
             except ValueError as error:
                 raise ConfigError(f"{path}:{number}: is not JSON: {error}") from error
             if not isinstance(row, dict):
@@ -61,12 +69,29 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
             yield number, row
 
 
+def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON; ValueError if a name is in it twice, of which a parser would drop the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        raise ValueError(f"{', '.join(twice)} is there twice")
+    return found
+
+
+def _no_number(text: str) -> object:
+    raise ValueError(f"{text} is no value of JSON")
+
+
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     with path.open(encoding=_ENCODING, newline="") as file:
         csv.field_size_limit(_MOST_CHARS)  # as it is, texts of 128 kB are refused
         reader = csv.DictReader(file)
+        if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+            raise ConfigError(f"{path}:1: has several columns named {', '.join(twice)}; rename or remove them")
         for row in reader:
-            yield reader.line_num, {str(name): value for name, value in row.items()}
+            if None in row:
+                raise ConfigError(f"{path}:{reader.line_num}: has more values than the header has names; {_QUOTES}")
+            yield reader.line_num, dict(row)
 
 
 def _field(row: dict[str, object], key: str, option: str, path: Path, line: int) -> str:
@@ -74,4 +99,7 @@ def _field(row: dict[str, object], key: str, option: str, path: Path, line: int)
     if value is None or isinstance(value, list | dict) or not str(value).strip():
         known = ", ".join(row) or "none"
         raise ConfigError(f"{path}:{line}: no value under '{key}'; keys there: {known} (choose with {option})")
-    return str(value)
+    text = str(value)
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise ConfigError(f"{path}:{line}: '{key}' has half of a surrogate pair, which is no text; correct the row")
+    return text

@@ -21,6 +21,7 @@ import pyarrow.json as arrow_json
 import pyarrow.parquet as pq
 
 from elastic_train.data.arrow.plain_types import plain
+from elastic_train.data.tables.exact_numbers import JsonNumbers, changed_text
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track
 
@@ -57,8 +58,11 @@ def read_files(paths: Sequence[Path], types: Types | None = None) -> Iterator[Ch
     known, total, before = dict(types or {}), sum(sizes) or 1, 0
     for path, size in zip(paths, sizes, strict=True):
         first = 0
-        for rows, share in _batches(path, known):
+        for rows, share in _batches(path, known, frozenset(types or {})):
             if not first:
+                names = rows.schema.names
+                if twice := sorted({name for name in names if names.count(name) > 1}):
+                    raise ConfigError(f"{path}: has several columns named {', '.join(twice)}; rename or remove them")
                 known |= {field.name: field.type for field in rows.schema if field.name not in known}
             yield Chunk(path, first, plain(rows), (before + share * size) / total)
             first += rows.num_rows
@@ -106,26 +110,29 @@ def _kind_of(path: Path) -> str:
     return path.suffix.lower()
 
 
-def _batches(path: Path, types: Types) -> Batches:
+def _batches(path: Path, types: Types, given: frozenset[str]) -> Batches:
     try:
         with path.open("rb") as file:
             if file.read(len(_POINTER)) == _POINTER:
                 raise ConfigError(f"{path}: is a pointer to a file of git LFS; fetch the file with `git lfs pull`")
             file.seek(0)
-            yield from _READERS[_kind_of(path)](file, path, types)
+            yield from _READERS[_kind_of(path)](file, path, types, given)
     except (OSError, pa.ArrowInvalid, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
-def _json_lines(file: BinaryIO, path: Path, types: Types) -> Batches:
+def _json_lines(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Batches:
     num_rows, schema, size = 0, pa.schema(list(types.items())), max(1, path.stat().st_size)
     try:
         reader = arrow_json.open_json(
             file, arrow_json.ReadOptions(block_size=BLOCK_BYTES), _json_options(schema, may_infer=True)
         )
         schema = reader.schema
+        numbers = JsonNumbers(path)
         for rows in reader:
             rows.validate(full=True)
+            if (changed := numbers.changed(rows, num_rows, given)) is not None:
+                raise ConfigError(f"{path}: row {num_rows + changed[0] + 1}: {changed[1]}")
             yield rows, _share(file, size)
             num_rows += rows.num_rows
     except pa.ArrowInvalid as error:
@@ -156,34 +163,50 @@ def _without_row(error: pa.ArrowInvalid) -> str:
     return re.sub(r" in row \d+", "", str(error))
 
 
-def _csv(file: BinaryIO, path: Path, types: Types) -> Batches:
-    size = max(1, path.stat().st_size)
+def _csv(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Batches:
+    size, num_rows = max(1, path.stat().st_size), 0
     try:
-        reader = arrow_csv.open_csv(
-            file,
-            # With threads, some messages have no row.
-            arrow_csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
-            arrow_csv.ParseOptions(delimiter="\t" if _kind_of(path) == ".tsv" else ",", newlines_in_values=True),
-            arrow_csv.ConvertOptions(column_types=dict(types)),
-        )
-        for rows in reader:
-            yield rows, _share(file, size)
+        reader = _open_csv(file, path, types)
+        guessed = [each.name for each in reader.schema if each.name not in given and _is_number(each.type)]
+        with path.open("rb") as again:
+            texts = _open_csv(again, path, dict.fromkeys(guessed, pa.string()), guessed) if guessed else None
+            for rows in reader:
+                changed = changed_text(next(texts), reader.schema) if texts else None
+                if changed is not None:
+                    raise ConfigError(f"{path}: row {num_rows + changed[0] + 2}: {changed[1]}")
+                yield rows, _share(file, size)
+                num_rows += rows.num_rows
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{path}: {str(error).replace('Row #', 'row ')}; {_CSV_REMEDY}") from error
+
+
+def _open_csv(file: BinaryIO, path: Path, types: Types, columns: Sequence[str] = ()) -> arrow_csv.CSVStreamingReader:
+    """Open a file; of the same one, with any types and columns, batches have the same rows."""
+    return arrow_csv.open_csv(
+        file,
+        # With threads, some messages have no row.
+        arrow_csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
+        arrow_csv.ParseOptions(delimiter="\t" if _kind_of(path) == ".tsv" else ",", newlines_in_values=True),
+        arrow_csv.ConvertOptions(column_types=dict(types), include_columns=list(columns)),
+    )
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _share(file: BinaryIO, size: int) -> float:
     return 1.0 if file.closed else min(1.0, file.tell() / size)
 
 
-def _parquet(file: BinaryIO, path: Path, types: Types) -> Batches:
+def _parquet(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Batches:
     parquet, num_rows = pq.ParquetFile(file), 0
     for rows in parquet.iter_batches(ROWS_AT_ONCE):
         num_rows += rows.num_rows
         yield _cast(rows, path, types), num_rows / parquet.metadata.num_rows
 
 
-def _arrow(file: BinaryIO, path: Path, types: Types) -> Batches:
+def _arrow(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Batches:
     """Read the streams that Hugging Face's datasets write, and Arrow files."""
     size = max(1, path.stat().st_size)
     try:
@@ -208,11 +231,11 @@ def _cast(rows: pa.RecordBatch, path: Path, types: Types) -> pa.RecordBatch:
         raise ConfigError(f"{path}: {error}; give the column another type with --types") from error
 
 
-def _text(file: BinaryIO, path: Path, types: Types) -> Batches:
+def _text(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Batches:
     yield pa.RecordBatch.from_pydict({"text": [file.read().decode("utf-8-sig")]}), 1.0
 
 
-_READERS: Mapping[str, Callable[[BinaryIO, Path, Types], Batches]] = {
+_READERS: Mapping[str, Callable[[BinaryIO, Path, Types, frozenset[str]], Batches]] = {
     ".jsonl": _json_lines,
     ".json": _json_lines,
     ".csv": _csv,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from elastic_train.data.dataset.manifest import MAX_LABELS
 from elastic_train.data.tables.files import Chunk
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
@@ -68,6 +69,11 @@ def labels_of(chunk: Chunk, column: str) -> pa.Array:
         raise ConfigError(
             f"{chunk.place_of(row)}: has no label: '{column}' is {found[row].as_py()!r}; give the row one, or leave it "
             "out"
+        )
+    if is_number and (row := pc.index(pc.greater_equal(found, MAX_LABELS), True).as_py()) >= 0:
+        raise ConfigError(
+            f"{chunk.place_of(row)}: '{column}' is {found[row].as_py()}: numbers of classes are below {MAX_LABELS:,}; "
+            f"read the column as names with --types {column}=string"
         )
     return found if is_number else found.cast(pa.string())
 

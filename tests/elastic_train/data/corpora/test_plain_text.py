@@ -51,6 +51,31 @@ def test_formats(tmp_path: Path) -> None:
     assert read(tmp_path / "poem.txt", "one\ntwo\n \n\n\nthree\n") == [("one\ntwo", "poem"), ("three", "poem")]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,label\nfine,x\nhello, world,x\n", r"a\.csv:3: has more values than the header .* in quotes"),
+        ("a.csv", "text,label,text\na,x,b\n", r"a\.csv:1: has several columns named text"),
+        ("a.csv", "text,label\n", r"a\.csv: holds no rows"),
+        ("a.jsonl", '{"text": "a", "text": "b", "label": 1}\n', r"a\.jsonl:1: is not JSON: text is there twice"),
+        ("a.jsonl", '\n{"text": NaN, "label": 1}\n', r"a\.jsonl:2: is not JSON: NaN"),
+        ("a.jsonl", '{"text": "x\\ud800", "label": 1}\n', r"a\.jsonl:1: 'text' has half of a surrogate pair"),
+        ("a.jsonl", "\n\n", r"a\.jsonl: holds no rows"),
+    ],
+)
+def test_what_would_be_cut_or_dropped_is_refused_by_its_line(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    """Parsers keep the last of two values of one name, and the first values of too long a row."""
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / name, content)
+
+
+def test_only_a_line_break_ends_a_line_of_text(tmp_path: Path) -> None:
+    """Python's own lines also end with separators that a text may have within."""
+    assert read(tmp_path / "a.txt", "one\u2028two\x85\x0bthree\n") == [("one\u2028two\x85\x0bthree", "a")]
+
+
 def test_files_are_read_in_their_order_and_measured(tmp_path: Path) -> None:
     """Samples follow the order in which files are named, and carry the measures of their text."""
     for name in ("b", "a"):

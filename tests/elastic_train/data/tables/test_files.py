@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -117,6 +118,59 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, case: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         list(read_files([path]))
     assert str(path) in str(caught.value)
+
+
+CHANGED = {
+    "a.csv: leading zeros": ("code", ["1"] * 30 + ["07"], "row 32: column 'code': 07 would be read as int64"),
+    "a.csv: hexadecimal": ("code", ["0x1F"], "row 2: column 'code': 0x1F"),
+    "a.csv: 64 bits": ("code", ["1"] * 30 + [f"{2**63 + 1}"] * 9, "code=uint64"),
+    "a.csv: a float column": ("code", ["0.5", f"{2**53 + 1}"], "row 3: column 'code': 9007199254740993"),
+    "a.tsv: leading zeros of a float": ("code", ["0.5", "00.5"], "row 3: column 'code': 00.5"),
+    "a.jsonl: 64 bits": (
+        "code",
+        ["1.5"] * 20 + ["1e300", f"{2**63 + 1}"],
+        "row 22: column 'code': 9223372036854775809",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_number_that_its_guessed_type_would_change_is_refused(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes with leading zeros became equal, ids of 64 bits another id nearby; also in a second file, in any block."""
+    name, values, expected = case.partition(":")[0], CHANGED[case][1], CHANGED[case][2]
+    if "64 bits" in case or "float" in case:
+        monkeypatch.setattr(files, "BLOCK_BYTES", 4096)  # the type is that of the first block
+
+    def write_values(path: Path, values: list[str]) -> Path:
+        between = "\t" if path.suffix == ".tsv" else ","
+        lines = [
+            f'{{"code": {value}, "n": 1}}' if path.suffix == ".jsonl" else f"{value}{between}1" for value in values
+        ]
+        path.write_text("\n".join([*([] if path.suffix == ".jsonl" else [f"code{between}n"]), *lines, ""]))
+        return path
+
+    path = write_values(tmp_path / name, values)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        list(read_files([path]))
+    first = write_values(tmp_path / f"first{path.suffix}", ["0.5" if "float" in case or "64 bits" in case else "5"])
+    with pytest.raises(ConfigError, match=re.escape(expected.partition(" would")[0])):
+        list(read_files([first, path]))
+
+
+def test_a_column_of_a_given_type_is_taken_as_that(tmp_path: Path) -> None:
+    """Codes as they are, or as the numbers that they are said to be; ids of 64 bits without rounding."""
+    (tmp_path / "a.csv").write_text(f"code,id\n007,{2**63 + 1}\n")
+    for kind, expected in (("string", "007"), ("int64", 7)):
+        (chunk,) = read_files([tmp_path / "a.csv"], parse_types([f"code={kind}", "id=uint64"]))
+        assert chunk.rows.to_pylist() == [{"code": expected, "id": 2**63 + 1}]
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,x\na,b\n")
+    with pytest.raises(ConfigError, match="several columns named x; rename"):
+        list(read_files([tmp_path / "a.csv"]))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
