@@ -91,6 +91,7 @@ def __getattr__(name: str) -> object:
     """Load a public name from the module that defines it, once."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module(f"{__name__}.errors").show_uncaught()
     found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return found
 

@@ -32,7 +32,10 @@ A message says what happened, where (file, key, step, term), and what to do.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
 
 from rendezvous import errors as rendezvous_errors
 
@@ -184,6 +187,38 @@ def translated() -> Iterator[None]:
     except rendezvous_errors.RendezvousError as error:
         kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), ElasticTrainError)
         raise kind(str(error)) from error
+
+
+def show_uncaught() -> None:
+    """Let one of these errors that a script does not catch end it with the error's sentence and exit code.
+
+    Python itself would print a traceback and end with 1, by which no launcher knows a bad configuration from a crash.
+    """
+    if isinstance(sys.excepthook, _Hook):
+        return
+    sys.excepthook = _Hook(sys.excepthook)
+
+
+class _Hook:
+    """A hook for uncaught exceptions, in front of another one, which a library may have set to report them."""
+
+    def __init__(self, other: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
+        self._other = other
+
+    def __call__(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if not isinstance(error, ElasticTrainError):
+            self._other(kind, error, where)
+            return
+        if self._other is not sys.__excepthook__:
+            self._other(kind, error, where)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(explain(error) + "\n")
+        if "WORLD_SIZE" in os.environ:  # a stuck collective's thread must not keep the process from leaving
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(error.exit_code)
+        raise SystemExit(error.exit_code)
 
 
 def explain(error: ElasticTrainError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -46,3 +47,37 @@ def test_a_translated_error_is_not_translated_again(kind: type[ElasticTrainError
 def test_importing_the_errors_does_not_import_the_etcd_client() -> None:
     source = "import sys, elastic_train.errors; assert not {'grpc', 'pyetcd', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", source], check=True)
+
+
+UNCAUGHT = """
+import atexit, sys
+import elastic_train as et
+atexit.register(print, "left in good order")
+et.load_config(sys.argv[1]) if sys.argv[1] else 1 / 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environ", "path", "code", "said", "error"),
+    [
+        ({}, "missing.yaml", 2, "left in good order\n", "error: missing.yaml: cannot be read"),
+        ({"WORLD_SIZE": "2"}, "missing.yaml", 2, "", "error: missing.yaml: cannot be read"),
+        ({}, "", 1, "left in good order\n", "Traceback"),
+    ],
+    ids=["a script", "a rank", "another error"],
+)
+def test_an_error_that_a_script_does_not_catch_ends_it_with_its_sentence_and_code(
+    environ: dict[str, str], path: str, code: int, said: str, error: str
+) -> None:
+    """It ended with 1 and a traceback. A rank ends at once, since a thread may be stuck in a collective."""
+    ended = subprocess.run(
+        [sys.executable, "-c", UNCAUGHT, path],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environ},
+    )
+    assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
+    assert ended.stderr.startswith(error)
+    assert ("Traceback" in ended.stderr) == (code == 1)
