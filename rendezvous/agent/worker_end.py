@@ -9,6 +9,7 @@ Without an agent nobody reads the page. So Python's own `os._exit` is guarded in
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -85,7 +86,8 @@ def release() -> None:
 
 def _say(word: bytes) -> None:
     if _Work.page is not None and _Work.pid == os.getpid():
-        _Work.page.write_bytes(word)
+        with contextlib.suppress(OSError):  # the agent has ended, and this process is about to
+            _Work.page.write_bytes(word)
 
 
 def _guarded_exit(status: int) -> NoReturn:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from elastic_train.system.hang_observer import program
+from rendezvous.orphans import bound_command
 
 DUMP_SIGNAL = signal.SIGRTMAX
 ENDS_WITHIN_S = 1.0
@@ -18,12 +19,12 @@ ENDS_WITHIN_S = 1.0
 class Observer:
     """A process that ends this one if `alive` is not called for too long; OSError if it cannot be started.
 
-    It ends with this process, or with `close`.
+    It ends with this process, even while it is stopped, or with `close`.
     """
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", program.__file__, str(os.getpid()), str(_dump_at_a_signal())],
+            bound_command(sys.executable, "-I", "-S", program.__file__, str(os.getpid()), str(_dump_at_a_signal())),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={},

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import elastic_train as et
 from elastic_train.cli import main
-from elastic_train.launch import job_etcd
+from elastic_train.launch import departure, job_etcd
 from elastic_train.launch.options import Flags, Launch, resolve
 from rendezvous import EtcdServer, EtcdStore, ServerError, TooFewNodesError, outage_log
 from rendezvous.etcd.server import free_ports
@@ -412,6 +412,22 @@ def test_a_request_to_leave_at_any_moment_of_a_start_ends_with_75(
     assert job.wait(PATIENCE_S) == 75, log.read_text()
     assert "Traceback" not in log.read_text(), log.read_text()
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_worker_begins_without_what_its_launcher_had_in_mind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of a launcher that raises at a request: the worker has nothing to lose yet, and ends with 75."""
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise InterruptedError
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with departure.raising(departure.asked_by):
+        departure.listen()
+        with pytest.raises(InterruptedError):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert codes == [75]
 
 
 def listens(pid: int, number: signal.Signals) -> bool:

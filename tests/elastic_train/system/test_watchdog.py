@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
@@ -24,7 +25,7 @@ from elastic_train.system.watchdog import (
 )
 from elastic_train.training import supervisor
 from elastic_train.training.commits import Commits
-from rendezvous.process_table import children_of, is_alive
+from rendezvous.process_table import children_of, is_alive, is_stopped
 from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.live.test_live import eventually
 
@@ -270,6 +271,22 @@ def test_who_was_stopped_goes_on_when_it_is_continued(who: str) -> None:
             os.kill(pid, signal.SIGCONT)
         said, _ = process.communicate("enough\n")
     assert (process.returncode, said) == (0, "goes on\n")
+
+
+@pytest.mark.slow
+def test_an_observer_that_is_stopped_ends_with_its_process() -> None:
+    """With a job that was suspended and then killed; it stayed, stopped, for ever."""
+    with subprocess.Popen([sys.executable, "-c", WORKS], stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        (observer,) = children_of(process.pid)
+        command = Path(f"/proc/{observer}/cmdline")
+        eventually(lambda: b"orphans.py" not in command.read_bytes(), "the observer's start")
+        for pid in (process.pid, observer):
+            os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: is_stopped(observer), "the observer's stop")
+        process.kill()
+        process.wait(PATIENCE_S)
+        eventually(lambda: not is_alive(observer), "the observer's end")
 
 
 def test_each_phase_is_measured_by_its_own_limit(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

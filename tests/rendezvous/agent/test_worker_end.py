@@ -92,6 +92,15 @@ def test_os_exit_does_not_pass_for_a_finished_run(status: int, code: int, tmp_pa
     assert os._exit is before
 
 
+def test_a_worker_whose_agent_has_ended_announces_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is about to end as well, and printed a traceback."""
+    monkeypatch.setattr(worker_end._Work, "page", None)
+    monkeypatch.setenv(worker_end.PAGE, str(tmp_path / "gone" / "page"))
+    announce()
+    declare_finished()
+    assert worker_end._Work.page == tmp_path / "gone" / "page"
+
+
 def tree(root: Path, files: Mapping[str, str]) -> Path:
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
