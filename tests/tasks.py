@@ -24,6 +24,7 @@ from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.tasks import witness
 from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.metric_library import Metric
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.training.session import Session
@@ -98,6 +99,54 @@ class FailsOnce(TextClassifier):
                 raise RuntimeError("planted failure")
             os.kill(os.getpid(), getattr(signal, self.how))
         return super().loss(model, batch)
+
+
+class OwnGenerator(TextClassifier):
+    """Draws from a generator that nothing seeds for a lane."""
+
+    def __init__(self, **params: object) -> None:
+        super().__init__(**params)  # type: ignore[arg-type]
+        self._generator = np.random.default_rng(1)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        found = super().loss(model, batch)
+        return replace(found, total=found.total * (1.0 + self._generator.random()))
+
+
+class CountingLosses(TextClassifier):
+    """Counts its losses, for a log or to weigh later ones."""
+
+    num_losses = 0
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        self.num_losses += 1
+        return super().loss(model, batch)
+
+
+class HiddenCount(Metric):
+    """Counts rows where no state has them."""
+
+    full_state_update = False
+    rows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.hidden = 0
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.rows += len(target)
+        self.hidden += len(target)
+
+    def compute(self) -> Tensor:
+        return self.rows / max(1, self.hidden)
+
+
+class HiddenMetric(TextClassifier):
+    """Has such a metric."""
+
+    def metrics(self) -> dict[str, Metric]:
+        return {"hidden": HiddenCount()}
 
 
 class ExpertsAlone(CausalLM):

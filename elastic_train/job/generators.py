@@ -51,24 +51,48 @@ def _accelerators() -> tuple[Callable[[int], None], ...]:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Set the generators of torch, numpy and Python back to where they were, whatever runs inside."""
-    kept = states_of_generators()
+    torch_state, *host = states_of_generators()
     try:
         yield
     finally:
-        torch_state, numpy_state, python_state = kept
         torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        _set_host(*host)
 
 
 def states_of_generators() -> tuple[torch.Tensor, Any, Any]:
     """Return where the generators of torch (on the CPU), numpy and Python are."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+    return torch.get_rng_state(), *host_states()
+
+
+def host_states() -> tuple[Any, Any]:
+    """Return where the generators of numpy and Python are."""
+    return np.random.get_state(), random.getstate()
+
+
+def _set_host(numpy_state: Any, python_state: Any) -> None:
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)
+
+
+@contextlib.contextmanager
+def beginning_at(states: tuple[Any, Any]) -> Iterator[None]:
+    """Let the generators of numpy and Python be elsewhere, and set them back at the end."""
+    kept = host_states()
+    _set_host(*states)
+    try:
+        yield
+    finally:
+        _set_host(*kept)
 
 
 def moved_generators(before: tuple[torch.Tensor, Any, Any]) -> list[str]:
     """Return the names of the generators that are no longer where they were."""
-    was, now = before, states_of_generators()
-    numpy_moved = any(not np.array_equal(one, other) for one, other in zip(was[1], now[1], strict=True))
-    moved = {"torch": not torch.equal(was[0], now[0]), "numpy.random": numpy_moved, "random": was[2] != now[2]}
-    return [name for name, has_moved in moved.items() if has_moved]
+    torch_state, *host = before
+    return ["torch"] * (not torch.equal(torch_state, torch.get_rng_state())) + moved_hosts((host[0], host[1]))
+
+
+def moved_hosts(before: tuple[Any, Any]) -> list[str]:
+    """Return which of numpy's and Python's generators are no longer where they were."""
+    was, now = before, host_states()
+    numpy_moved = any(not np.array_equal(one, other) for one, other in zip(was[0], now[0], strict=True))
+    return ["numpy.random"] * numpy_moved + ["random"] * (was[1] != now[1])

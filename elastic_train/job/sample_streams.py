@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import torch
 from torch import Tensor
 
 from elastic_train.config.schema import Config
@@ -26,6 +25,7 @@ from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.job.generators import moved_generators, states_of_generators, undisturbed
+from elastic_train.job.units.same_bits import same_bits
 from elastic_train.tasks.task import Limited, Matching, Task
 
 
@@ -176,7 +176,7 @@ class _Trial:
                 f"reaches where rows are read ahead: the samples would differ from run to run. {_REMEDY}"
             )
         again: dict[str, Tensor] = self._collate(*arguments)
-        if differing := [name for name in first if not _same_bits(first[name], again.get(name))]:
+        if differing := [name for name in first if not same_bits(first[name], again.get(name))]:
             raise ConfigError(
                 f"task.path: {self._name} returns another '{differing[0]}' when it is called again for the same rows "
                 f"(samples {ids[:3].tolist()}…): a generator of the task, a counter or a clock decides it. {_REMEDY}"
@@ -185,16 +185,6 @@ class _Trial:
 
 
 _REMEDY = "Add a third parameter `draw` and take random numbers from it (draw.uniform, draw.generator)"
-
-
-def _same_bits(one: Tensor, other: Tensor | None) -> bool:
-    """Say whether two tensors have the same type, shape and bits; what is no dense tensor passes."""
-    if not isinstance(one, Tensor) or one.layout is not torch.strided:
-        return True
-    if other is None or one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    bits = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
-    return torch.equal(*bits)
 
 
 def _most_row_groups(order: RunOrder, lanes: range) -> int:

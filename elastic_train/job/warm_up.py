@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.errors import DataError, StorageError
+from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import lone_part
 from elastic_train.job.generators import seed_generators
@@ -20,11 +22,18 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CALLS
+from elastic_train.job.units.recompute import comparing_blocks
+from elastic_train.job.units.same_bits import same_bits
 from elastic_train.tasks.preparing import try_metrics
-from elastic_train.tasks.task import Batch, LaneLoss, Sequencing, weight_of
+from elastic_train.tasks.task import Batch, LaneLoss, Sequencing, Task, weight_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+log = logging.getLogger(__name__)
+FIRST_LOSS = "first loss"
+MOST_TO_REPEAT_S = 1.0
+"""A first pass that takes longer, forward and backward, is not repeated: a start would wait for it."""
 
 
 def warm_up(plan: Plan, state: AppliedState) -> None:
@@ -52,10 +61,81 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
     if isinstance(state.shards, CellState) and not state.shards.cut.has_weights:
         return
     devices = [plan.device] if plan.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _unchanged(state.model), state.shards.recording(), _compiling(state):
-        loss = run_once(plan, state.model, batch, step=0)
+    is_exact = plan.config.reduction == "canonical"
+    with torch.random.fork_rng(devices), _compiling(state):
+        began = time.monotonic()
+        comparing = comparing_blocks() if is_exact else contextlib.nullcontext()
+        with _unchanged(state.model), state.shards.recording(), comparing:
+            loss = run_once(plan, state.model, batch, step=0)
+        if loss is not None and is_exact and time.monotonic() - began < MOST_TO_REPEAT_S:
+            with _unchanged(state.model):
+                _check_repeats(plan, state.model, loss, lambda: _loss_of(plan, state.model, batch, step=0))
         if loss is not None and plan.config.data.validation is not None:
             _try_metrics(plan, metrics, loss)
+
+
+class FirstLoss:
+    """The first loss of a process that has not warmed up: where that takes little time, it is computed twice.
+
+    A loss has to be the same for the same weights, samples and seeds, or every world and resume has other weights.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, *, tries_metrics: bool) -> None:
+        self._plan, self._model, self._tries_metrics = plan, model, tries_metrics
+        self._began, self._buffers = 0.0, list[Tensor]()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Compute the first loss within this context."""
+        self._began, self._buffers = time.monotonic(), [buffer.clone() for buffer in self._model.buffers()]
+        with comparing_blocks():
+            yield
+
+    def check(self, first: LaneLoss, again: Callable[[], LaneLoss]) -> None:
+        """Compute it again, after its backward pass; ConfigError if it differs, or if metrics cannot be computed."""
+        if time.monotonic() - self._began < MOST_TO_REPEAT_S:
+            left = [buffer.clone() for buffer in self._model.buffers()]
+            _put(self._model, self._buffers)
+            _check_repeats(self._plan, self._model, first, again)
+            _put(self._model, left)
+        if self._tries_metrics and self._plan.config.data.validation is not None:
+            _try_metrics(self._plan, self._plan.task.metrics(), first)
+
+
+def _check_repeats(plan: Plan, model: nn.Module, first: LaneLoss, again: Callable[[], LaneLoss]) -> None:
+    before = _numbers(plan.task, model)
+    second = again()
+    after = _numbers(plan.task, model)
+    if changed := [name for name, value in after.items() if value != before.get(name)]:
+        log.warning(
+            "%s changes as a loss is computed, and no commit holds it: another world, or a process that resumes the "
+            "run, has another value. Where losses depend on it, keep it in a buffer of the model",
+            changed[0],
+        )
+    if not (same_bits(first.total, second.total) and weight_of(first) == weight_of(second)):
+        raise ConfigError(
+            f"task.path: '{plan.config.task.path}': its first loss is {first.total.item()}, and {second.total.item()} "
+            "when it is computed again from the same weights and seeds: a generator of the task's or the model's own, "
+            "a counter, or a clock decides it, so every world and resume would have other weights. Draw from the "
+            "global generators of torch, numpy and Python, which are seeded for each lane, and keep what changes in "
+            "buffers; or set reduction to fast"
+        )
+
+
+def _put(model: nn.Module, values: Sequence[Tensor]) -> None:
+    for buffer, value in zip(model.buffers(), values, strict=True):
+        buffer.copy_(value)
+
+
+def _numbers(task: Task, model: nn.Module) -> dict[str, float]:
+    """Return the numbers among the attributes of a task and of a model's modules, by where they are."""
+    owners = [("the task", task), *((f"module '{name}'", module) for name, module in model.named_modules())]
+    return {
+        f"attribute '{key}' of {where}": value
+        for where, owner in owners
+        for key, value in vars(owner).items()
+        if type(value) in (int, float)
+    }
 
 
 def _try_metrics(plan: Plan, metrics: Mapping[str, Metric], loss: LaneLoss) -> None:
@@ -84,13 +164,18 @@ def run_once(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> LaneL
     """Run forward and backward of one micro-batch as a step does, outside of any world; nothing without samples."""
     if batch.tensors is None:
         return None
-    seed_generators(lane_seed(plan.config.run.seed, step, batch.lane))
-    tensors = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
-    with plan.autocast():
-        loss = _loss_alone(plan, model, tensors)
+    loss = _loss_of(plan, model, batch, step)
     weight_of(loss)
     torch.autograd.backward(loss.total)
     return loss
+
+
+def _loss_of(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> LaneLoss:
+    assert batch.tensors is not None, "the lane has samples"
+    seed_generators(lane_seed(plan.config.run.seed, step, batch.lane))
+    tensors = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
+    with plan.autocast():
+        return _loss_alone(plan, model, tensors)
 
 
 def _loss_alone(plan: Plan, model: nn.Module, tensors: Batch) -> LaneLoss:
@@ -112,8 +197,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for buffer, value in zip(model.buffers(), kept, strict=True):
-            buffer.copy_(value)
+        _put(model, kept)
 
 
 def _forget_gradient(parameter: Tensor) -> None:

@@ -6,9 +6,11 @@ in, and what a task chooses by what it finds, such as the columns of packed docu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from elastic_train.config.schema import TaskConfig
@@ -97,6 +99,7 @@ def try_metrics(metrics: Mapping[str, Metric], loss: LaneLoss | None) -> None:
         check_states(name, metric)
         if loss is None or loss.predictions is None:
             continue
+        fresh = copy.deepcopy(metric)
         try:
             metric.update(loss.predictions.detach(), loss.targets)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
@@ -104,4 +107,25 @@ def try_metrics(metrics: Mapping[str, Metric], loss: LaneLoss | None) -> None:
                 f"task.path: metric '{name}' refuses the predictions and targets that `loss` returns: {error}"
             ) from error
         check_states(name, metric)
-        value_of(name, metric)
+        _check_states_are_all(name, metric, fresh, loss)
+
+
+def _check_states_are_all(name: str, metric: Metric, fresh: Metric, loss: LaneLoss) -> None:
+    """Refuse a metric whose states do not add up, or do not decide its value: ranks put together states alone."""
+    once = copy.deepcopy(metric.metric_state)
+    value = value_of(name, metric)
+    for state, found in once.items():
+        setattr(fresh, state, copy.deepcopy(found))
+    fresh._update_count = 1
+    if repr(value_of(name, fresh)) != repr(value):  # NaN equals NaN here
+        raise ConfigError(
+            f"task.path: metric '{name}': its value follows from more than its states, which are what ranks put "
+            "together: count with add_state, not in other attributes"
+        )
+    metric.update(loss.predictions.detach(), loss.targets)  # type: ignore[union-attr]  # it has some
+    for state, found in metric.metric_state.items():
+        if isinstance(found, Tensor) and not torch.equal(found, 2 * torch.as_tensor(once[state])):
+            raise ConfigError(
+                f"task.path: metric '{name}': state '{state}' is not twice as large after the same rows twice, so it "
+                "cannot be added up over ranks: add counts of rows to it, and nothing else"
+            )

@@ -25,6 +25,7 @@ from elastic_train.job.reseating.placing import redundancy_of, take_place
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
+from elastic_train.job.warm_up import FIRST_LOSS, FirstLoss
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.cells.chunk_sum import by_chunk
 from elastic_train.parallel.cells.expert_sum import ExpertSum
@@ -135,6 +136,7 @@ def _open_in(process: Process, world: World) -> Session:
         tracer=open_tracer(plan.config, world, clock, state.step),
         watch=open_watch(process, world, tracker, assigned),
         memory=open_memory_watch(process, world, gradients),
+        first=_first_loss(process, world, kind),
     )
     if process.page is not None:
         facts, size = process.page.facts, world.group.size
@@ -164,6 +166,14 @@ def _say_of_rates(process: Process, world: World) -> None:
     if said is not None and _RATES not in process.warned:
         process.warned.add(_RATES)
         world.announce(said)
+
+
+def _first_loss(process: Process, world: World, kind: Reduction) -> FirstLoss | None:
+    """Return what computes a rank's first loss twice; None within a cell, whose ranks compute it together."""
+    if FIRST_LOSS in process.done or kind == "fast" or world.cell is not None:
+        return None
+    process.done.add(FIRST_LOSS)
+    return FirstLoss(process.plan, process.state.model, tries_metrics=process.state.step == 0)
 
 
 def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage | None:

@@ -31,6 +31,7 @@ from elastic_train.job.cells.context import Context
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
+from elastic_train.job.warm_up import FirstLoss
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.devices.switches import KeptSwitches
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
@@ -92,6 +93,8 @@ class Process:
     """What it has said once, about the file system of its commits and about rates."""
     switches: KeptSwitches | None = None
     """Those of this process, and its model's training modes, as they were before the first forward pass."""
+    done: set[str] = field(default_factory=set)
+    """What it has done once, and need not do again."""
     inspected: list[Inspected] = field(default_factory=list)
     """What came of its part of the rows, once it has had that inspected before the run's first step."""
 
@@ -133,6 +136,8 @@ class Session:
     wrong: tuple[int, int] = (0, 0)
     """The last step of which a gradient was wrong, and how often."""
     memory: MemoryWatch | None = None
+    first: FirstLoss | None = None
+    """Computes this rank's next loss twice, if that was not done."""
     lane: int | None = None
     """The lane that is being computed."""
     num_untargeted: int = 0

@@ -32,7 +32,7 @@ from elastic_train.parallel.cells.pipeline import run_schedule
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
 from elastic_train.system.failpoints import reach
-from elastic_train.tasks.task import weight_of
+from elastic_train.tasks.task import Batch, LaneLoss, weight_of
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import (
     ABLE,
@@ -264,15 +264,25 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums | Unread:
     clock.mark("to_device")
     reach("forward")
     compute = session.plan.task.loss if context is None else context.loss
-    with session.plan.autocast():
+    first, session.first = session.first, None
+    with session.plan.autocast(), contextlib.nullcontext() if first is None else first.watching():
         loss = compute(session.state.model, tensors)
     clock.mark("forward")
     reach("backward")
     with _audited(session, batch.lane):
         torch.autograd.backward(session.state.scaler.scale(loss.total))
+    if first is not None:
+        first.check(loss, lambda: _again(session, batch.lane, tensors))
     given = _given(loss.total, weight_of(loss), session.buffers.digest())
     clock.mark("backward")
     return given
+
+
+def _again(session: Session, lane: int, tensors: Batch) -> LaneLoss:
+    """Compute a lane's loss another time."""
+    _seed(session, lane)
+    with session.plan.autocast():
+        return session.plan.task.loss(session.state.model, tensors)
 
 
 def _seed(session: Session, lane: int) -> None:

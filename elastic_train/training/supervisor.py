@@ -27,7 +27,7 @@ from elastic_train.errors import (
 from elastic_train.health.proof import Proof, begin_proof
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
-from elastic_train.job.warm_up import warm_up
+from elastic_train.job.warm_up import FIRST_LOSS, warm_up
 from elastic_train.parallel.devices.switches import KeptSwitches
 from elastic_train.system.preemption import LeaveNow, LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
@@ -138,7 +138,8 @@ def _train_on(
         lambda: state.step,
         UnformedWorlds(files, config.run.dir, config.run.history_bytes),
     )
-    if worlds.is_live or config.compile or config.parallel.shards == "parameters":  # which learn from it
+    is_warmed_up = worlds.is_live or config.compile or config.parallel.shards == "parameters"  # which learn from it
+    if is_warmed_up:
         watchdog.warm_up()
         try:
             with leave.droppable():
@@ -162,6 +163,7 @@ def _train_on(
         page=page,
         traces=traces,
         switches=switches,
+        done={FIRST_LOSS} if is_warmed_up else set(),
     )
     try:
         return _train_through(process)

@@ -1,23 +1,31 @@
 """Blocks that keep little for their backward pass and compute it again (Chen et al. 2016, section 3.1).
 
 What is computed again has the same bits: torch restores its generators, and here the second pass begins with the
-buffers and attributes that the first began with, in copies: what the first pass has left stays. A model's modules and
-their names stay.
+buffers, attributes, and generators of numpy and Python that the first began with, in copies: what the first pass has
+left stays. `comparing_blocks` finds blocks that change anything else. A model's modules and their names stay.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import random
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from elastic_train.errors import ConfigError
+from elastic_train.job.generators import beginning_at, host_states, moved_hosts, undisturbed
 from elastic_train.job.units.blocks import unit_names
+from elastic_train.job.units.same_bits import same_bits
 
 Recompute = Literal["none", "units", "selective"]
 _ATEN = torch.ops.aten
@@ -47,21 +55,65 @@ def recompute_blocks(model: nn.Module, how: Recompute) -> None:
             f"parallel.recompute: {how} is for a model's blocks, the entries of an nn.ModuleList, and "
             f"{type(model).__name__} has none: set it to none"
         )
+    quiet = set[type[nn.Module]]()
     for name in names:
         block = model.get_submodule(name)
-        block.forward = partial(_run, block.forward, partial(_contexts, block, how))
+        block.forward = partial(_run, _Recomputed(name, block, how, quiet), block.forward)
 
 
-def _run(forward: Callable[..., Any], contexts: Callable[[], Any], *arguments: Any, **named: Any) -> Any:
-    return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+class _Recomputed(NamedTuple):
+    """A block that is computed again; `quiet` are classes that draw from no generator of numpy and Python."""
+
+    name: str
+    block: nn.Module
+    how: Recompute
+    quiet: set[type[nn.Module]]
+
+
+@contextlib.contextmanager
+def comparing_blocks() -> Iterator[None]:
+    """Within this context, compute the first block of each class twice; ConfigError if the bits differ."""
+    token = _COMPARED.set(set())
+    try:
+        yield
+    finally:
+        _COMPARED.reset(token)
+
+
+_COMPARED: ContextVar[set[type[nn.Module]] | None] = ContextVar("compared", default=None)
+"""Classes of blocks that have been compared; None where none are to be."""
+
+
+def _run(one: _Recomputed, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    compared, kind = _COMPARED.get(), type(one.block)
+    if compared is None or kind in compared:
+        return checkpoint(forward, *arguments, use_reentrant=False, context_fn=partial(_contexts, one), **named)
+    compared.add(kind)
+    devices = [parameter.device for parameter in one.block.parameters() if parameter.is_cuda][:1]
+    drawn = host_states()
+    with torch.random.fork_rng(devices, device_type="cuda"), undisturbed(), _as_before(_look(one.block)):
+        expected = forward(*arguments, **named)  # what it changes is taken back, so it is as if it had not been
+        if not moved_hosts(drawn):
+            one.quiet.add(kind)
+    found = checkpoint(forward, *arguments, use_reentrant=False, context_fn=partial(_contexts, one), **named)
+    if not all(map(same_bits, tree_leaves(expected), tree_leaves(found))):
+        raise ConfigError(
+            f"parallel.recompute: {one.how}: block '{one.name}' ({kind.__name__}) has other results when it is "
+            "computed again: it changes a parameter, an object or something outside of itself in its forward pass. Let "
+            "it keep what changes in buffers, tensors, numbers, lists or dicts of its modules, or set "
+            "parallel.recompute to none"
+        )
+    return found
 
 
 def _contexts(
-    block: nn.Module, how: Recompute
+    one: _Recomputed,
 ) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
     """Return the contexts of the first pass, which is about to begin, and of the second."""
-    second = _as_before(_look(block))
-    if how == "units":
+    second: contextlib.AbstractContextManager[Any] = _as_before(_look(one.block))
+    if type(one.block) not in one.quiet:
+        second = _both(second, beginning_at(host_states()))
+    if one.how == "units":
         return contextlib.nullcontext(), second
     keeping, using = create_selective_checkpoint_contexts(_KEPT)  # type: ignore[no-untyped-call]
     return keeping, _both(second, using)
@@ -80,16 +132,36 @@ _Look = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def _look(block: nn.Module) -> _Look:
-    """Return the block's buffers and attributes, the tensors among them copied."""
+    """Return the block's buffers and attributes, with copies of what a pass may change in place."""
     spaces = [space for module in block.modules() for space in (vars(module), module._buffers)]
     return [(space, _copied(space)) for space in spaces]
 
 
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has: its parameters and hooks, among others."""
+_DEEPEST = 4
+
+
 def _copied(space: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries, with copies of tensors that no gradient flows through."""
-    return {
-        name: one.clone() if isinstance(one, Tensor) and not one.requires_grad else one for name, one in space.items()
-    }
+    return {name: one if name in _OF_MODULES else _copy(one, _DEEPEST) for name, one in space.items()}
+
+
+def _copy(value: Any, depth: int) -> Any:
+    """Copy a tensor that no gradient flows through, an array, a generator, or containers of these, some levels deep."""
+    if isinstance(value, Tensor):
+        return value if value.requires_grad else value.clone()
+    if isinstance(value, np.ndarray | np.random.Generator | random.Random):
+        return copy.deepcopy(value)
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if not depth or not value or type(value) not in (list, tuple, set, dict, deque, OrderedDict, defaultdict):
+        return value
+    if isinstance(value, dict):
+        other = copy.copy(value)
+        other.update({key: _copy(one, depth - 1) for key, one in value.items()})
+        return other
+    items = [_copy(one, depth - 1) for one in value]
+    return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
 
 
 @contextlib.contextmanager

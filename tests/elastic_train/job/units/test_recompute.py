@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from elastic_train.errors import ConfigError
-from elastic_train.job.units.recompute import Recompute, recompute_blocks
+from elastic_train.job.units.recompute import Recompute, comparing_blocks, recompute_blocks
 
 
 class Block(nn.Module):
@@ -103,6 +110,73 @@ def test_a_second_pass_reads_the_buffers_and_attributes_that_the_first_one_read(
 
     for found, expected in zip(train(how), train("none"), strict=True):
         assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+
+
+class Keeping(nn.Module):
+    """A block that reads what it has just changed; `how` says where it keeps that."""
+
+    total = 0
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(8, 8)
+        self.frozen = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.kept: dict[str, Any] = {"n": 0, "t": [torch.ones(())], "last": deque([1.0], maxlen=3), "a": np.ones(1)}
+        self.generators = [torch.Generator().manual_seed(1), random.Random(1)]
+        self.own, self.owner = np.random.default_rng(1), SimpleNamespace(n=0)
+
+    def scale(self) -> Any:
+        kept = self.kept
+        if self.how == "containers":
+            kept["n"] += 1
+            kept["t"][0].mul_(1.1)
+            kept["last"].append(kept["n"])
+            kept["a"] *= 1.1
+            return kept["t"][0].clone() * sum(kept["last"]) * float(kept["a"][0])
+        if self.how == "generators":
+            drawn = self.generators[1].random() + self.own.random()  # type: ignore[union-attr]
+            return torch.rand(8, generator=self.generators[0]) * drawn
+        if self.how == "drawn by numpy and Python":
+            return torch.tensor(np.random.rand(8) + random.random(), dtype=torch.float32)
+        if self.how == "object":
+            self.owner.n += 1
+            return torch.tensor(float(self.owner.n))
+        if self.how == "class":
+            Keeping.total += 1
+            return torch.tensor(float(Keeping.total))
+        return self.frozen.mul_(1.1).clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) * self.scale())
+
+
+def trained(kept: str, how: Recompute) -> list[Tensor]:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Keeping(kept) for _ in range(3))
+    recompute_blocks(model, how)
+    for number in range(3):
+        x = torch.randn(4, 8)
+        with comparing_blocks() if number == 0 else contextlib.nullcontext():
+            for block in model.blocks:
+                x = block(x)
+        x.square().sum().backward()
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
+@pytest.mark.parametrize("how", ["units", "selective"])
+@pytest.mark.parametrize("kept", ["containers", "generators", "drawn by numpy and Python"])
+def test_a_second_pass_begins_with_containers_and_generators_as_the_first_did(kept: str, how: Recompute) -> None:
+    """Those of numpy and Python, too; and to compare a block's two passes changes nothing."""
+    assert all(map(torch.equal, trained(kept, how), trained(kept, "none")))
+
+
+@pytest.mark.parametrize("kept", ["object", "class", "parameter"])
+def test_a_block_that_differs_when_it_is_computed_again_is_refused(kept: str) -> None:
+    with pytest.raises(ConfigError, match=r"recompute: units: block 'blocks.0' \(Keeping\) has other results"):
+        trained(kept, "units")
 
 
 def test_blocks_keep_their_input_alone() -> None:

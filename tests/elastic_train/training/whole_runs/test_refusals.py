@@ -86,6 +86,25 @@ def test_batch_norm_across_ranks_is_refused(tmp_path: Path, rows: Path) -> None:
     assert "SyncBatchNorm (norm), whose statistics depend on the number of ranks: use BatchNorm" in done.output
 
 
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("OwnGenerator", "when it is computed again from the same weights and seeds: a generator of the task's"),
+        ("CountingLosses", "attribute 'num_losses' of the task changes as a loss is computed, and no commit holds it"),
+        ("HiddenMetric", "metric 'hidden': its value follows from more than its states"),
+    ],
+)
+def test_what_no_other_world_could_have_again_is_refused_before_the_first_step(
+    tmp_path: Path, few_rows: Path, task: str, expected: str
+) -> None:
+    """In one process without a launcher, which does not warm up. A counter alone is warned of: it may be for a log."""
+    tree = {**CLASSIFIER, "task": {"path": f"tests.tasks:{task}", "params": PARAMS}}
+    done = start([config(tmp_path, few_rows, tree, max_steps=2)])
+    assert expected in done.output
+    assert done.code == (0 if task == "CountingLosses" else 2), done.output
+    assert bool(list((tmp_path / "run").glob("commits/*"))) == (task == "CountingLosses")
+
+
 def test_a_rank_with_another_model_is_turned_away_with_the_first_tensor_that_differs(
     tmp_path: Path, rows: Path
 ) -> None:
