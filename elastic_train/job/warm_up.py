@@ -112,7 +112,8 @@ def _check_repeats(plan: Plan, model: nn.Module, first: LaneLoss, again: Callabl
             "run, has another value. Where losses depend on it, keep it in a buffer of the model",
             changed[0],
         )
-    if not (same_bits(first.total, second.total) and weight_of(first) == weight_of(second)):
+    is_same = same_bits(first.total, second.total) and repr(weight_of(first)) == repr(weight_of(second))  # or both NaN
+    if not is_same:
         raise ConfigError(
             f"task.path: '{plan.config.task.path}': its first loss is {first.total.item()}, and {second.total.item()} "
             "when it is computed again from the same weights and seeds: a generator of the task's or the model's own, "

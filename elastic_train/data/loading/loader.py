@@ -8,21 +8,18 @@ same, and their number, the workers and the lanes may change at every resume.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Generator, Iterator, Mapping
 
 from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.collate import Collate, takes_draw
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.data.loading.loader_state import check_place, cursor_of, fingerprint_of
+from elastic_train.data.loading.loader_state import LoaderStates, check_place
 from elastic_train.data.loading.read_ahead import PREFETCH_BYTES, ReadAhead
 from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules
 from elastic_train.errors import ConfigError
 from elastic_train.system.failpoints import reach
-
-_LOG = logging.getLogger(__name__)
 
 __all__ = ["Collate", "LaneBatch", "LaneLoader", "SampleRules"]
 
@@ -65,7 +62,7 @@ class LaneLoader:
         self._num_workers, self._prefetch_bytes = num_workers, prefetch_bytes
         self._rules = rules
         self._newest = self._turn = 0
-        self._known: str | None = None
+        self._states = LoaderStates(order, reader.digest, micro_batch)
         self._is_used_up = False
 
     def __iter__(self) -> Iterator[list[LaneBatch]]:
@@ -134,7 +131,7 @@ class LaneLoader:
 
         It is the same for all lanes of a step and whatever reads them.
         """
-        return {"epoch": self._cursor.epoch, "offset": self._cursor.offset, "order": self._fingerprint()}
+        return self._states.write(self._cursor)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at the place of a state, up to the step with which this loader would have ended.
@@ -142,33 +139,7 @@ class LaneLoader:
         Raises ConfigError if the state is malformed, is of another order, dataset or micro-batch, or lies after that
         step. One without a fingerprint is taken at an epoch's beginning alone, which is one in all orders.
         """
-        cursor = cursor_of(state)
-        known, here = state.get("order"), self._fingerprint()
-        if known is None and cursor.offset:
-            raise ConfigError(
-                f"a loader's state without 'order' does not say which order its offset {cursor.offset} is a place in: "
-                "if it is this one, give the place as cursor=Cursor(epoch, offset) where the loader is made"
-            )
-        if known is not None and known != here:
-            raise ConfigError(
-                f"a loader's state is of order {known!r}, and this loader has {here!r}: dataset, seed, lanes, "
-                "micro-batch and blocks of row groups must be those with which it was saved"
-            )
-        check_place(self._order, self._micro_batch, cursor)
-        end = self._order.step_of(self._cursor, self._micro_batch) + self._num_steps
-        step = self._order.step_of(cursor, self._micro_batch)
-        if step > end:
-            raise ConfigError(
-                f"a loader's state is at step {step}, and this loader ends with step {end}: give it more steps "
-                "(num_steps), or a later cursor"
-            )
-        self._cursor, self._num_steps, self._is_used_up = cursor, end - step, False
+        cursor = self._states.read(state)
+        self._num_steps = self._states.num_left(self._cursor, self._num_steps, cursor)
+        self._cursor, self._is_used_up = cursor, False
         self._turn += 1
-        if step == end:
-            _LOG.warning("the loaded state is at step %d, with which this loader ends: it yields no step", step)
-
-    def _fingerprint(self) -> str:
-        """Return what tells the places of this loader's order from those of others."""
-        if self._known is None:
-            self._known = fingerprint_of(self._order, self._reader.digest, self._micro_batch)
-        return self._known

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 from collections.abc import Mapping
 
 from elastic_train.core.mixture.dealing import Mixture, RunOrder
 from elastic_train.core.order import VERSION, Cursor
 from elastic_train.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def cursor_of(state: Mapping[str, object]) -> Cursor:
@@ -32,6 +36,57 @@ def check_place(order: RunOrder, micro_batch: int, cursor: Cursor) -> None:
             f"offset {cursor.offset} of epoch {cursor.epoch} is not where a step begins: offsets are multiples of "
             f"micro_batch {micro_batch}, below the samples of the longest lane"
         )
+
+
+class LoaderStates:
+    """Writes and reads the states of loaders of one order of a dataset, whose manifest's digest this is."""
+
+    def __init__(self, order: RunOrder, digest: str, micro_batch: int) -> None:
+        self._order, self._digest, self._micro_batch = order, digest, micro_batch
+
+    def write(self, cursor: Cursor) -> dict[str, int | str]:
+        """Return the state at a cursor: the same for all lanes of a step and whatever reads them."""
+        return {"epoch": cursor.epoch, "offset": cursor.offset, "order": self._fingerprint}
+
+    def read(self, state: Mapping[str, object]) -> Cursor:
+        """Return the cursor of a state; ConfigError if it is malformed, or of another order, dataset or micro-batch.
+
+        One without a fingerprint is taken at an epoch's beginning alone, which is one in all orders.
+        """
+        cursor = cursor_of(state)
+        known, here = state.get("order"), self._fingerprint
+        if known is None and cursor.offset:
+            raise ConfigError(
+                f"a loader's state without 'order' does not say which order its offset {cursor.offset} is a place in: "
+                "if it is this one, give the place as cursor=Cursor(epoch, offset) where the loader is made"
+            )
+        if known is not None and known != here:
+            raise ConfigError(
+                f"a loader's state is of order {known!r}, and this loader has {here!r}: dataset, seed, lanes, "
+                "micro-batch and blocks of row groups must be those with which it was saved"
+            )
+        check_place(self._order, self._micro_batch, cursor)
+        return cursor
+
+    def num_left(self, begin: Cursor, num_steps: int, cursor: Cursor) -> int:
+        """Return how many steps are left at a cursor for a loader of so many steps; ConfigError if it lies after them.
+
+        The loader still ends with the step with which it would have ended.
+        """
+        end = self._order.step_of(begin, self._micro_batch) + num_steps
+        step = self._order.step_of(cursor, self._micro_batch)
+        if step > end:
+            raise ConfigError(
+                f"a loader's state is at step {step}, and this loader ends with step {end}: give it more steps "
+                "(num_steps), or a later cursor"
+            )
+        if step == end:
+            log.warning("the loaded state is at step %d, with which this loader ends: it yields no step", step)
+        return end - step
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint_of(self._order, self._digest, self._micro_batch)
 
 
 def fingerprint_of(order: RunOrder, digest: str, micro_batch: int) -> str:

@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
@@ -31,7 +31,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.data.loading.batch_builder import BatchBuilder
 from elastic_train.data.loading.collate import Collate
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.data.loading.loader_state import check_place, cursor_of
+from elastic_train.data.loading.loader_state import LoaderStates, cursor_of
 from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.data.worker_failures import NOTICED_S, ended_too_soon, need, need_no_more, needed
@@ -73,6 +73,11 @@ class LaneDataset:
             place_of=reader.place_of,
         )
 
+    @property
+    def digest(self) -> str:
+        """What tells its rows from other datasets'."""
+        return self._reader.digest
+
     def __getitem__(self, slice_: LaneSlice) -> LaneBatch:
         cursor = Cursor(slice_.epoch, slice_.lo)
         samples = self._order.samples(cursor, slice_.lane, slice_.hi - slice_.lo)
@@ -102,6 +107,8 @@ class LaneSampler:
     def __init__(self, order: RunOrder, lanes: range, micro_batch: int, cursor: Cursor, num_steps: int) -> None:
         self.order, self.lanes, self.micro_batch = order, lanes, micro_batch
         self.cursor, self.num_steps = cursor, num_steps
+        self.states = LoaderStates(order, "", micro_batch)
+        """Of any dataset whose order is this one: a sampler reads none."""
 
     def __len__(self) -> int:
         return self.num_steps * len(self.lanes)
@@ -109,20 +116,18 @@ class LaneSampler:
     def __iter__(self) -> LaneSlices:
         return LaneSlices(self)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the cursor at which an iterator begins."""
-        return asdict(self.cursor)
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the cursor at which an iterator begins, and the fingerprint of the order that it is a place in."""
+        return self.states.write(self.cursor)
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let iterators begin at a cursor, and end with the step with which they would have ended.
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Let iterators begin at the place of a state, and end with the step with which they would have ended.
 
-        Raises ConfigError for what is no state, or where no step begins.
+        Raises ConfigError if the state is malformed, is of another order or micro-batch, or lies after that step.
         """
-        cursor = cursor_of(state)
-        check_place(self.order, self.micro_batch, cursor)
-        last = self.order.step_of(self.cursor, self.micro_batch) + self.num_steps
+        cursor = self.states.read(state)
+        self.num_steps = self.states.num_left(self.cursor, self.num_steps, cursor)
         self.cursor = cursor
-        self.num_steps = max(0, last - self.order.step_of(self.cursor, self.micro_batch))
 
 
 class LaneSlices:
@@ -148,10 +153,10 @@ class LaneSlices:
             self._num_yielded = 0
         return [slice_]
 
-    def state_dict(self) -> dict[str, int]:
-        return asdict(self._cursor)
+    def state_dict(self) -> dict[str, int | str]:
+        return self._sampler.states.write(self._cursor)
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at a cursor, with the first lane, up to the sampler's last step."""
         self._sampler.load_state_dict(state)
         self._cursor, self._num_steps, self._num_yielded = self._sampler.cursor, self._sampler.num_steps, 0
@@ -160,9 +165,10 @@ class LaneSlices:
 class LaneDataLoader(StatefulDataLoader[LaneBatch]):  # type: ignore[misc]  # mypy does not follow torchdata
     """A StatefulDataLoader that yields the lanes' micro-batches, and whose state is the cursor.
 
-    `state_dict()` returns {"epoch", "offset"}: the cursor after the last step of which every lane was yielded.
-    `load_state_dict` takes such a state from any loader of the same order and micro-batch, whatever its workers and
-    lanes, and continues up to the step with which this loader would have ended.
+    `state_dict()` returns what a `LaneLoader` does: {"epoch", "offset", "order"}, the place after the last step of
+    which every lane was yielded. `load_state_dict` takes such a state from any loader of the same order, dataset and
+    micro-batch, whatever its workers and lanes, and continues up to the step with which this loader would have ended;
+    ConfigError for another one.
     """
 
     def __init__(self, dataset: LaneDataset, sampler: LaneSampler, *, num_workers: int) -> None:
@@ -177,17 +183,18 @@ class LaneDataLoader(StatefulDataLoader[LaneBatch]):  # type: ignore[misc]  # my
             snapshot_every_n_steps=len(sampler.lanes),  # one of torchdata's steps is an item, a lane of ours
         )
         self._lane_sampler = sampler
+        self._states = LoaderStates(sampler.order, dataset.digest, sampler.micro_batch)
 
     def state_dict(self) -> dict[str, Any]:
         if self._iterator is None:  # to ask torchdata would start the workers
-            return self._lane_sampler.state_dict()
+            return self._states.write(self._lane_sampler.cursor)
         state = super().state_dict()
         if self.num_workers:
             state = state["_snapshot"]["_main_snapshot"]
-        return dict(state["_sampler_iter_state"])
+        return self._states.write(cursor_of(state["_sampler_iter_state"]))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._lane_sampler.load_state_dict(state_dict)
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        self._lane_sampler.load_state_dict(self._lane_sampler.states.write(self._states.read(state_dict)))
         super().load_state_dict({})  # the next iterator begins where the sampler does
 
     def end(self) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.loading.collate import Collate
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
-from elastic_train.data.loading.loader_state import cursor_of
+from elastic_train.data.loading.loader_state import LoaderStates, cursor_of
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE
@@ -252,18 +251,21 @@ def test_the_state_of_the_stateful_data_loader_is_the_cursor(dataset: Manifest, 
     start = order.cursor_at(first, MICRO_BATCH)
     loader = inner_loader(dataset, order, lanes, num_steps=4, num_workers=num_workers, cursor=start)
     assert isinstance(loader, StatefulDataLoader)
-    assert loader.state_dict() == asdict(start), "asked before it is used, it starts no worker"
+    states = LoaderStates(order, dataset.digest, MICRO_BATCH)
+    assert loader.state_dict() == states.write(start), "asked before it is used, it starts no worker"
     assert not multiprocessing.active_children()
     for num_yielded, batch in enumerate(loader, 1):
         steps_done, lanes_of_next = divmod(num_yielded, len(lanes))
         assert batch.lane == lanes[lanes_of_next - 1]
-        assert loader.state_dict() == asdict(order.cursor_at(first + steps_done, MICRO_BATCH))
+        assert loader.state_dict() == states.write(order.cursor_at(first + steps_done, MICRO_BATCH))
     assert num_yielded == 4 * len(lanes)
 
 
 def test_a_state_is_loaded_with_other_workers_in_another_world(dataset: Manifest) -> None:
     """Two workers alone, then none in a world of 2, then one in a world of 3: each continues where the last one was."""
-    order, state = order_of(dataset), asdict(Cursor())
+    order = order_of(dataset)
+    states = LoaderStates(order, dataset.digest, MICRO_BATCH)
+    state = states.write(Cursor())
     for turn, (num_workers, world_size) in enumerate(((2, 1), (0, 2), (1, 3))):
         lanes = owned_lanes(world_size - 1, world_size, NUM_LANES)
         loader = inner_loader(dataset, order, lanes, num_steps=6, num_workers=num_workers)
@@ -273,15 +275,16 @@ def test_a_state_is_loaded_with_other_workers_in_another_world(dataset: Manifest
         steps.close()  # type: ignore[attr-defined]
         assert not multiprocessing.active_children()
         state = loader.state_dict()
-        assert state == asdict(order.cursor_at(2 * turn + 2, MICRO_BATCH)), "kept when its workers end"
+        assert state == states.write(order.cursor_at(2 * turn + 2, MICRO_BATCH)), "kept when its workers end"
 
 
 def test_a_resumed_loader_ends_where_the_original_would(dataset: Manifest) -> None:
     """A state from the middle leaves the rest of its steps; one from the end leaves none."""
     order = order_of(dataset)
-    for step, num_left in ((0, 6), (4, 2), (6, 0), (8, 0)):
+    states = LoaderStates(order, dataset.digest, MICRO_BATCH)
+    for step, num_left in ((0, 6), (4, 2), (6, 0)):
         loader = inner_loader(dataset, order, range(2), num_steps=6, num_workers=0)
-        loader.load_state_dict(asdict(order.cursor_at(step, MICRO_BATCH)))
+        loader.load_state_dict(states.write(order.cursor_at(step, MICRO_BATCH)))
         assert [micro_batches([batch])[0] for batch in loader] == [
             micro for micros in expected_steps(order, range(2), step, num_left) for micro in micros
         ]
@@ -311,7 +314,7 @@ UNFINISHED = """
 import sys
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.dataset.manifest import load_manifest
-from elastic_train.data.loading.loader_state import cursor_of
+from elastic_train.data.loading.loader_state import LoaderStates, cursor_of
 from elastic_train.data.loading.reader import Reader
 from elastic_train.core.order import Cursor, Order
 from tests.elastic_train.data.loading.worker_collate import Ending, collate

@@ -12,7 +12,8 @@ from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.reader import Reader
-from elastic_train.data.loading.worker_processes import LaneSampler
+from elastic_train.data.loading.sample_rules import AS_THEY_ARE
+from elastic_train.data.loading.worker_processes import LaneDataLoader, LaneDataset, LaneSampler
 from elastic_train.errors import ConfigError
 from tests.conftest import write_rows
 
@@ -30,6 +31,13 @@ def loader_of(dataset: Manifest, num_steps: int = STEPS, micro_batch: int = MICR
     order = Order(dataset.group_rows, **of_order)
     place = {"lanes": range(2), "micro_batch": micro_batch, "cursor": Cursor(), "num_steps": num_steps}
     return LaneLoader(Reader(dataset, ["label"]), order, lambda rows, ids: {}, **place)  # type: ignore[arg-type]
+
+
+def inner_of(dataset: Manifest, micro_batch: int = MICRO_BATCH, **changes: Any) -> LaneDataLoader:
+    """Return what carries such a loader's lanes with worker processes."""
+    order = loader_of(dataset, **changes)._order
+    reader = LaneDataset(Reader(dataset, ["label"]), order, lambda rows, ids: {}, micro_batch, AS_THEY_ARE)
+    return LaneDataLoader(reader, LaneSampler(order, range(2), micro_batch, Cursor(), STEPS), num_workers=0)
 
 
 def read(steps: Any) -> list[list[int]]:
@@ -108,14 +116,33 @@ def test_a_loop_that_was_left_is_continued_by_the_next_iterator_alone(dataset: M
 def test_a_state_of_another_order_is_refused(dataset: Manifest, other: dict[str, Any], num_steps: int) -> None:
     with pytest.raises(ConfigError, match="dataset, seed, lanes, micro-batch and blocks of row groups must be those"):
         loader_of(dataset, **other).load_state_dict(after(dataset, num_steps))
+    with pytest.raises(ConfigError, match="dataset, seed, lanes, micro-batch and blocks of row groups must be those"):
+        inner_of(dataset, **other).load_state_dict(after(dataset, num_steps))
+
+
+def test_the_loader_of_worker_processes_has_the_same_states(dataset: Manifest) -> None:
+    """They are those of `LaneLoader`, which takes them; a sampler alone knows its order, and no dataset."""
+    inner, state = inner_of(dataset), after(dataset, 5)
+    inner.load_state_dict(state)
+    assert inner.state_dict() == state
+    sampler = inner.batch_sampler
+    assert sampler.state_dict() != state and (sampler.state_dict()["epoch"], sampler.state_dict()["offset"]) == (0, 15)
+    sampler.load_state_dict(sampler.state_dict())
+    with pytest.raises(ConfigError, match="a loader's state is of order"):
+        sampler.load_state_dict({**state, "order": "another"})
+    with pytest.raises(ConfigError, match="does not say which order its offset 3 is a place in"):
+        inner.load_state_dict({"epoch": 0, "offset": 3})
+    with pytest.raises(ConfigError, match=r"is at step 10, and this loader ends with step 9"):
+        inner.load_state_dict({**state, "epoch": 1, "offset": 3})
 
 
 def test_a_state_of_another_dataset_is_refused(dataset: Manifest, tmp_path: Path) -> None:
     """Of as many rows in as many row groups."""
     other = load_manifest(str(write_rows(tmp_path / "rows", 100, seed=1, group_rows=10, num_files=1)))
     assert other.group_rows.tolist() == dataset.group_rows.tolist()
-    with pytest.raises(ConfigError, match="dataset, seed, lanes"):
-        loader_of(other).load_state_dict(after(dataset, 2))
+    for one in (loader_of(other), inner_of(other)):
+        with pytest.raises(ConfigError, match="dataset, seed, lanes"):
+            one.load_state_dict(after(dataset, 2))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +164,7 @@ def test_a_state_of_another_dataset_is_refused(dataset: Manifest, tmp_path: Path
 )
 def test_what_is_no_state_is_refused(dataset: Manifest, state: Any, named: str) -> None:
     sampler = LaneSampler(loader_of(dataset)._order, range(2), MICRO_BATCH, Cursor(), STEPS)
-    for one in (loader_of(dataset), sampler):
+    for one in (loader_of(dataset), inner_of(dataset), sampler):
         with pytest.raises(ConfigError, match=named):
             one.load_state_dict(state)
 
@@ -149,7 +176,7 @@ def test_an_offset_at_which_no_step_begins_is_refused(dataset: Manifest, offset:
     with pytest.raises(ConfigError, match=found):
         loader.load_state_dict(state)
     with pytest.raises(ConfigError, match=found):
-        LaneSampler(order, range(2), MICRO_BATCH, Cursor(), STEPS).load_state_dict(state)
+        inner_of(dataset).load_state_dict(state)
     with pytest.raises(ConfigError, match=found):
         LaneLoader(
             Reader(dataset, ["label"]),
