@@ -106,7 +106,6 @@ class CausalLM:
         self.source = None if hf is None else Source.of(hf)
         self.adapter = Adapter.of(self.source, lora, adapter, takes_prompts=True)
         self._parts: Parts | None = None
-        self._tried_parts = set[int]()
         self._runs_as_listed: bool | None = None
         self.max_tokens, self.z_loss = max_tokens, z_loss
         self.balance_loss, self.router_z_loss = balance_loss, router_z_loss
@@ -254,9 +253,7 @@ class CausalLM:
     def check_parts(self, model: nn.Module, num_parts: int) -> None:
         if not isinstance(model, Decoder):
             check_no_adapters(self.adapter, f"parallel.context: {num_parts}")
-            if num_parts not in self._tried_parts:  # it takes several passes of the whole model, once
-                check_computes_parts(model, num_parts, self.max_tokens)
-                self._tried_parts.add(num_parts)
+            check_computes_parts(model, num_parts, self.max_tokens)
         elif model.shape.experts:
             raise ConfigError(
                 f"parallel.context: {num_parts}: routers weigh whole rows, and task.params.model.experts is "

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from elastic_train.errors import ConfigError
-from elastic_train.system.wording import first_line
-from elastic_train.tasks.models.folder_weights import stand_ins, weights_to_try
-from elastic_train.tasks.models.packed_rows import restricted, rotates_by_length
+from elastic_train.tasks.models.packed_rows import depends_on_length, restricted
+from elastic_train.tasks.models.trials import Run, most_rounding, tried
 from elastic_train.tasks.rows.token_parts import bias_of, tokens_of
 
 if TYPE_CHECKING:
@@ -85,14 +83,11 @@ def check_computes_parts(model: nn.Module, count: int, max_tokens: int) -> None:
     where = f"parallel.context: {count}: {kind}"
     if wrong := _depends_on_length(config, max_tokens):
         raise ConfigError(f"{where} {wrong}: {_INSTEAD}")
-    if any(isinstance(one, FakeTensor) for one in model.parameters()):
-        return
-    try:
-        is_same = all(_trial(model, count, config.vocab_size))
-    except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{where} does not compute rows in parts: {first_line(error)}: {_INSTEAD}") from error
-    if not is_same:
-        raise ConfigError(f"{where} computes something else of rows in parts than of whole ones: {_INSTEAD}")
+    found = tried(model, f"{count} parts", lambda run: _difference(model, run, count, config.vocab_size))
+    if found.error:
+        raise ConfigError(f"{where} does not compute rows in parts: {found.error}: {_INSTEAD}")
+    if found.difference:
+        raise ConfigError(f"{where} {found.difference}: {_INSTEAD}")
 
 
 def _depends_on_length(config: PretrainedConfig, max_tokens: int) -> str:
@@ -101,22 +96,19 @@ def _depends_on_length(config: PretrainedConfig, max_tokens: int) -> str:
         size = getattr(config, name, None)
         if isinstance(size, int) and size < max_tokens:
             return f"attends within windows ({name}: {size}), which parts of rows of {max_tokens} tokens do not know"
-    return rotates_by_length(config, max_tokens)
+    return depends_on_length(config, max_tokens)
 
 
-@torch.no_grad()
-def _trial(model: nn.Module, count: int, vocabulary: int) -> Iterator[bool]:
-    """Yield whether a pass of whole rows by our attention, and each part's, make what the model's own does.
+def _difference(model: nn.Module, run: Run, count: int, vocabulary: int) -> str:
+    """Say that parts of rows do not make what the model's own pass of whole rows does; nothing if they do."""
+    is_same = all(_compared(model, run, count, vocabulary))
+    return "" if is_same else "computes something else of rows in parts than of whole ones"
 
-    A model without weights, or with others than of fp32, whose rounding would hide a difference, is tried with
-    stand-ins.
-    """
-    weights, was_training = _weights_in_fp32(model), model.training
+
+def _compared(model: nn.Module, run: Run, count: int, vocabulary: int) -> Iterator[bool]:
+    """Yield whether a pass of whole rows by our attention, and each part's, make what the model's own does."""
     width = 2 * count * _RUNS
     tokens = torch.arange(2 * width).view(2, width) * 7 % vocabulary
-
-    def run(**inputs: Any) -> Tensor:
-        return torch.func.functional_call(model, weights, (), {"use_cache": False, **inputs}).logits  # type: ignore[no-any-return]
 
     def part(places: Tensor, order: Tensor, gather: Gather) -> Tensor:
         mask = bias_of((order <= places[:, None])[None, None], torch.float32)
@@ -124,27 +116,16 @@ def _trial(model: nn.Module, count: int, vocabulary: int) -> Iterator[bool]:
         named = {"position_ids": places.expand(mine.shape), "attention_mask": mask, _GATHER: gather}
         return run(input_ids=mine, **named)
 
-    model.eval()
-    try:
-        own = run(input_ids=tokens)
-        attend_in_parts(model)
-        gathered, places = list[Tensor](), torch.arange(width)
-        yield _is_like(part(places, places, lambda tensor: gathered.append(tensor) or tensor), own)  # type: ignore[func-returns-value]
-        yield bool(gathered)
-        by_part = [tokens_of(width, number, count) for number in range(count)]
-        for mine in by_part:
-            left, same = iter(gathered), list[bool]()
-            logits = part(mine, torch.cat(by_part), lambda tensor: _all_of(tensor, next(left), mine, by_part, same))  # noqa: B023 - called at once
-            yield _is_like(logits, own[:, mine]) and all(same) and next(left, None) is None
-    finally:
-        model.train(was_training)
-
-
-def _weights_in_fp32(model: nn.Module) -> dict[str, Tensor]:
-    if all(one.dtype == torch.float32 for one in model.parameters()):
-        return dict(weights_to_try(model))
-    floating = {name: one.float() for name, one in model.named_buffers() if one.is_floating_point()}
-    return {**stand_ins(model, torch.float32), **floating}
+    own = run(input_ids=tokens)
+    attend_in_parts(model)
+    gathered, places = list[Tensor](), torch.arange(width)
+    yield _is_like(part(places, places, lambda tensor: gathered.append(tensor) or tensor), own)  # type: ignore[func-returns-value]
+    yield bool(gathered)
+    by_part = [tokens_of(width, number, count) for number in range(count)]
+    for mine in by_part:
+        left, same = iter(gathered), list[bool]()
+        logits = part(mine, torch.cat(by_part), lambda tensor: _all_of(tensor, next(left), mine, by_part, same))  # noqa: B023 - called at once
+        yield _is_like(logits, own[:, mine]) and all(same) and next(left, None) is None
 
 
 def _all_of(tensor: Tensor, whole: Tensor, mine: Tensor, by_part: list[Tensor], same: list[bool]) -> Tensor:
@@ -154,6 +135,5 @@ def _all_of(tensor: Tensor, whole: Tensor, mine: Tensor, by_part: list[Tensor], 
 
 
 def _is_like(one: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors are equal but for rounding, of as many layers as models have."""
-    most = torch.finfo(other.dtype).eps ** (2 / 3) * float(other.abs().max())
-    return one.shape == other.shape and bool(((one - other).abs() <= most).all())
+    """Say whether two tensors are equal but for rounding."""
+    return one.shape == other.shape and bool(((one - other).abs() <= most_rounding(other)).all())

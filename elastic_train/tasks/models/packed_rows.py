@@ -12,24 +12,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from elastic_train.errors import ConfigError
-from elastic_train.system.wording import first_line
-from elastic_train.tasks.models.folder_weights import stand_ins, weights_to_try
-from elastic_train.tasks.models.hugging_face import FAILURES
+from elastic_train.tasks.models.trials import Run, most_rounding, tried
 
 _LONGEST_WINDOW = 64
 _SPREAD = 7
-_LARGE = 50_000_000
 _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
-_tried = dict[tuple[type, str, bool], str]()
 
 
 @contextlib.contextmanager
@@ -91,8 +86,9 @@ def _names_positions(forward: Callable[..., Any]) -> bool:
     return "position_ids" in inspect.signature(forward).parameters
 
 
-def rotates_by_length(config: Any, max_tokens: int) -> str:
-    """Return the reason why rows of up to so many tokens turn positions otherwise than short ones; empty if none."""
+def depends_on_length(config: Any, max_tokens: int) -> str:
+    """Return the reason why a token of rows of up to so many tokens is computed otherwise than in short ones; empty if
+    there is none."""
     rotations = getattr(config, "rope_parameters", None) or {}
     for one in (rotations, *(value for value in rotations.values() if isinstance(value, dict))):
         original = one.get("original_max_position_embeddings") or getattr(
@@ -102,6 +98,9 @@ def rotates_by_length(config: Any, max_tokens: int) -> str:
             original = config.max_position_embeddings
         if one.get("rope_type") in ("longrope", "dynamic") and (original is None or original < max_tokens):
             return f"turns positions by how long a row is ({one['rope_type']}, from {original} tokens on)"
+    most = getattr(config, "index_topk", None)
+    if isinstance(most, int) and most < max_tokens:
+        return f"attends to the best tokens alone (index_topk: {most}), and equal ones win by their place in the row"
     return ""
 
 
@@ -111,13 +110,9 @@ def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> No
     With `has_holes` also documents with masked tokens in their midst. Each model and configuration is tried once.
     """
     inner: Any = model
-    if any(isinstance(one, FakeTensor) for one in model.parameters()):
-        return
-    key = type(model), inner.config.to_json_string(use_diff=False), has_holes
-    if key not in _tried:
-        with torch.random.fork_rng([]):
-            _tried[key] = _why_not_apart(model, has_holes=has_holes)
-    why = _tried[key] or rotates_by_length(inner.config.get_text_config(), max_tokens)
+    config = inner.config.get_text_config()
+    found = tried(model, f"documents, {has_holes=}", lambda run: _difference(model, run, has_holes=has_holes))
+    why = found.difference or found.error or depends_on_length(config, max_tokens)
     if why:
         raise ConfigError(
             f"task.params.hf: {type(model).__name__} ({inner.config.model_type}) cannot keep the documents of a row "
@@ -125,20 +120,8 @@ def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> No
         )
 
 
-def _why_not_apart(model: nn.Module, *, has_holes: bool) -> str:
-    """Try two documents packed and alone, in fp32, with the first changed; return the difference, or nothing."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), _first_of_each_kind(model):
-            return _difference(model, _weights(model), has_holes=has_holes)
-    except FAILURES as error:
-        return f"{type(error).__name__}: {first_line(error)}"
-    finally:
-        model.train(was_training)
-
-
-def _difference(model: nn.Module, weights: Mapping[str, Tensor], *, has_holes: bool) -> str:
+def _difference(model: nn.Module, run: Run, *, has_holes: bool) -> str:
+    """Try two documents packed and alone, with the first changed; return the difference, or nothing."""
     inner: Any = model
     config = inner.config.get_text_config()
     length = _SPREAD + _shortest_window(config)
@@ -151,20 +134,16 @@ def _difference(model: nn.Module, weights: Mapping[str, Tensor], *, has_holes: b
     is_read = torch.ones(3, length, dtype=torch.bool)
     masks: dict[str, Tensor] = {}
     if has_holes:
-        is_read[:, 2:4] = False
+        is_read[:, [0, 2, 3]] = False  # first ones, too, by which some models count their chunks
         masks = {"attention_mask": is_read.long()}
         documents = documents.masked_fill(~is_read[[0, 0]].repeat(1, 2), -1)
 
-    class _Called(nn.Module):
-        def forward(self, **named: Any) -> Any:
-            return torch.func.functional_call(model, dict(weights), (), named)
-
-    own = _Called()(input_ids=alone, use_cache=False, **masks).logits
+    own = run(input_ids=alone, **masks)
     named = {"position_ids": positions} if _takes_positions(model) else {}
     with documents_apart(documents):
-        packed = _Called()(input_ids=tokens, use_cache=False, **named).logits
+        packed = run(input_ids=tokens, **named)
     packed = packed[:, -2 * length :]
-    most = torch.finfo(torch.float32).eps ** (2 / 3) * float(own.abs().max())
+    most = most_rounding(own)
     if not (own.isfinite().all() and packed.isfinite().all()):
         return "its outputs are not finite"
 
@@ -181,70 +160,6 @@ def _difference(model: nn.Module, weights: Mapping[str, Tensor], *, has_holes: b
     return "the first document's loss is not that of the document alone" if differs(packed[0, :length], 0) else ""
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights to try in fp32: those that a model has, else stand-ins."""
-    buffers = {name: one.float() for name, one in model.named_buffers() if one.is_floating_point()}
-    if all(one.dtype == torch.float32 for one in model.parameters()):
-        return {**weights_to_try(model), **buffers}
-    return {**stand_ins(model, torch.float32), **buffers}
-
-
 def _shortest_window(config: Any) -> int:
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size")]
     return min((size for size in sizes if isinstance(size, int) and 0 < size <= _LONGEST_WINDOW), default=0)
-
-
-@contextlib.contextmanager
-def _first_of_each_kind(model: nn.Module) -> Iterator[None]:
-    """Leave out the output layer of a large model, and its layers after the first of each kind; kinds differ in modules
-    or settings."""
-    from elastic_train.tasks.models.stage_plans import planned
-
-    inner: Any = model
-    if sum(one.numel() for one in model.parameters()) <= _LARGE:
-        yield
-        return
-    parts, listed = planned(model), inner.config.get_text_config().to_dict().values()
-    others = dict[tuple[nn.Module, str], nn.Module]()
-    for owner, leaf, child in _children(model):
-        if child is inner.get_output_embeddings():
-            others[owner, leaf] = nn.Identity()
-        elif (
-            parts is not None
-            and isinstance(child, nn.ModuleList)
-            and len(child)
-            and child[0] is model.get_submodule(parts.layers[0])
-        ):
-            by_layer = [value for value in listed if isinstance(value, list) and len(value) == len(child)]
-            kinds = [(_settings(layer), *(str(values[n]) for values in by_layer)) for n, layer in enumerate(child)]
-            others[owner, leaf] = child[: 1 + max(kinds.index(kind) for kind in kinds)]
-    own = {place: getattr(*place) for place in others}
-    try:
-        for (owner, leaf), other in others.items():
-            setattr(owner, leaf, other)
-        yield
-    finally:
-        for (owner, leaf), module in own.items():
-            setattr(owner, leaf, module)
-
-
-def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    return [(owner, name, child) for owner in model.modules() for name, child in owner.named_children()]
-
-
-def _settings(layer: nn.Module) -> str:
-    """Return a layer's modules with their plain attributes, but for its number."""
-    plain = (bool, int, float, str, list, tuple, type(None))
-    return repr(layer) + repr(
-        [
-            (
-                name,
-                sorted(
-                    (key, repr(value))
-                    for key, value in vars(module).items()
-                    if isinstance(value, plain) and not key.endswith(("_idx", "_id", "layer_number"))
-                ),
-            )
-            for name, module in layer.named_modules()
-        ]
-    )

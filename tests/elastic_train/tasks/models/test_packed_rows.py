@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.models.packed_rows import depends_on_length
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS, described, lists
 
 pytestmark = WITH_TRANSFORMERS
@@ -92,6 +94,16 @@ def test_each_document_has_the_loss_that_it_has_alone(tmp_path: Path, kind: str)
     torch.manual_seed(1)
     task.build_model()
     assert torch.get_rng_state().equal(state)
+
+
+def test_a_model_whose_choice_of_tokens_depends_on_their_place_is_refused(tmp_path: Path) -> None:
+    """Sparse attention to the best tokens, among equal ones of which the place decides; and chunks that masks shift."""
+    assert depends_on_length(SimpleNamespace(index_topk=40), 40) == ""
+    assert depends_on_length(SimpleNamespace(index_topk=30), 40).startswith("attends to the best tokens alone (index_t")
+    packed = {"input_ids": lists(A + B), "document_ids": lists([7] * 13 + [5] * 13)}
+    masked = {**packed, "attention_mask": lists(([0] * 3 + [1] * 10) * 2)}
+    with pytest.raises(ConfigError, match=r"\(llama4_text\) cannot keep the documents of a row apart"):
+        built(tmp_path / "chunks", config_of("llama4_text", RIGHT["llama4_text"]), masked)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
