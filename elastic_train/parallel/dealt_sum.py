@@ -30,8 +30,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import FlatGradient, Leaf, Leaves, Spare, Units, Wire, forget_gradients
 from elastic_train.parallel.point_to_point import Work
 from elastic_train.parallel.unit_weights import UnitWeights
-from elastic_train.shards.chunks import group_sums, sum_chunks
-from elastic_train.shards.deal import Counter, deal_lanes
+from elastic_train.shards.deal import Counter, deal_lanes, group_sums, sum_chunks
 from elastic_train.shards.holdings import Run, by_flat, runs_of
 from elastic_train.shards.seating import Seating
 from elastic_train.system.huge_pages import on_huge_pages

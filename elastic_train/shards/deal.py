@@ -3,14 +3,20 @@
 A group computes a run of lanes in proportion to its ranks, and deals them out turn by turn: in a turn its ranks compute
 neighbouring lanes, in the order of their slots. So leaves reach a holder in the lanes' order, and it keeps at most
 1 + log2 L sums of subtrees of its share. Lanes that each rank took in one run would keep that many for every rank.
+
+When all lanes are in, the holders of a grain in different groups send one another their sums, and each finishes the
+same tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
-from elastic_train.core.lanes import Part, settle
+import numpy as np
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.lanes import Part, parts_of, settle
 from elastic_train.shards.seats import Seat
 
 T = TypeVar("T")
@@ -38,6 +44,31 @@ def lanes_of(seat: Seat, num_ranks: int, num_lanes: int) -> range:
     """Return the lanes that a seat's rank computes, one in each turn of its group until they are dealt out."""
     lanes = group_lanes(seat, num_ranks, num_lanes)
     return lanes[seat.slot :: seat.size]
+
+
+class Chunk(NamedTuple):
+    """Grains that one rank sends to another, their numbers ascending."""
+
+    to: int
+    grains: Int64s
+
+
+def sum_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[Chunk]:
+    """Return what a rank sends of each of its sums: to holders in other groups, the grains that both hold."""
+    chunks: list[Chunk] = []
+    if not holdings[rank].size:
+        return chunks
+    for distance in range(1, len(seats)):
+        other = (rank + distance) % len(seats)
+        if seats[other].group != seats[rank].group:
+            both = np.intersect1d(holdings[rank], holdings[other], assume_unique=True)
+            chunks += [Chunk(other, both)] if both.size else []
+    return chunks
+
+
+def group_sums(seat: Seat, num_ranks: int, num_lanes: int) -> tuple[Part, ...]:
+    """Return the subtrees whose sums each holder of a group has when all of the group's lanes are in."""
+    return parts_of(group_lanes(seat, num_ranks, num_lanes), num_lanes)
 
 
 class Counter(Generic[T]):

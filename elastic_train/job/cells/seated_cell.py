@@ -35,7 +35,6 @@ from elastic_train.job.model_layout import layout_of
 from elastic_train.job.sharded.elementwise import Slots
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.held_tree import Cuts, Held, Spare, cuts_of
-from elastic_train.job.sharded.shared_norm import squares_of_holders
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.streamed_update import Offload
 from elastic_train.job.units.blocks import unit_names, unit_of
@@ -46,6 +45,7 @@ from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.holdings import Column, column_of
+from elastic_train.shards.norm import squares_of_holders
 from elastic_train.shards.owners import owned_of
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat

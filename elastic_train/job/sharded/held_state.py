@@ -42,7 +42,6 @@ from elastic_train.job.sharded.held_tree import (
     tree_to_fill,
 )
 from elastic_train.job.sharded.settings import Settings
-from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.shared_weights import grain_run
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
@@ -55,7 +54,7 @@ from elastic_train.parallel.leaves import Wire
 from elastic_train.parallel.owned_sum import OwnedSum, Shares
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.holdings import Run, column_of, runs_of
-from elastic_train.shards.norm import clip_factor
+from elastic_train.shards.norm import clip_factor, norm_of_grains
 from elastic_train.shards.owners import owned_by_some
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat

@@ -20,12 +20,12 @@ from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.model import ModelFacts, Unit, Work
 from elastic_train.planning.arithmetic.seating import most_put_aside, seat_of
 from elastic_train.planning.arithmetic.traffic import exchanges_of, sent_bytes
-from elastic_train.shards.chunks import num_sent
 from elastic_train.shards.grains import Listed, lay_out
 from elastic_train.shards.holdings import circle_of, num_elements
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import seats_of
 from tests.conftest import run_ranks
+from tests.elastic_train.shards.laws import num_sent
 
 CUT = lay_out(
     [

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Part, merge_plan, root_of
-from elastic_train.shards.chunks import leaf_chunks, sum_chunks
+from elastic_train.shards.deal import Chunk, deal_lanes, group_lanes, group_sums, sum_chunks
 from elastic_train.shards.deal import Counter as LaneCounter
-from elastic_train.shards.deal import deal_lanes, group_lanes
 from elastic_train.shards.domains import Path
 from elastic_train.shards.grains import ALIGN, GRAIN, Layout, Listed, lay_out
 from elastic_train.shards.holdings import Circle, Run
@@ -162,6 +161,32 @@ def lane_tree(num_lanes: int) -> Tree:
 
 
 Leaf = tuple[int, int]
+
+
+def leaf_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[Chunk]:
+    """Return what a rank sends of each leaf: to every other holder of its group, that one's grains.
+
+    It begins with its right neighbour, so that no receiver is flooded by all at once.
+    """
+    mine = seats[rank]
+    others = [other for other, seat in enumerate(seats) if seat.group == mine.group and other != rank]
+    others.sort(key=lambda other: (seats[other].slot - mine.slot) % mine.size)
+    return [Chunk(other, holdings[other]) for other in others if holdings[other].size]
+
+
+def num_sent(
+    rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s], spans: Int64s, num_lanes: int
+) -> tuple[int, int]:
+    """Return the elements that a rank sends in a step: of the leaves of its lanes, and of its holdings' sums.
+
+    `spans` has the elements of every grain, shape (grains,). With k lanes, a group of S ranks and n elements that is
+    about k * n * (S - 1) / S, and n / S * (groups - 1) for each of its group's sums.
+    """
+    seat = seats[rank]
+    num_turns = sum(seat.slot < len(lanes) for lanes in deal_lanes(seat, len(seats), num_lanes))
+    leaf = sum(int(spans[chunk.grains].sum()) for chunk in leaf_chunks(rank, seats, holdings))
+    sums = sum(int(spans[chunk.grains].sum()) for chunk in sum_chunks(rank, seats, holdings))
+    return num_turns * leaf, len(group_sums(seat, len(seats), num_lanes)) * sums
 
 
 def sums_of_step(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.shards.chunks import leaf_chunks
 from elastic_train.shards.domains import Path
 from elastic_train.shards.grains import GRAIN, Layout, Listed, Tensor, lay_out
 from elastic_train.shards.holdings import all_held, circle_of
@@ -26,6 +25,7 @@ from tests.elastic_train.shards.laws import (
     check_recut,
     check_sums,
     check_survives,
+    leaf_chunks,
     sums_of_step,
 )
 

@@ -21,9 +21,9 @@ from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.reseating import brought, pending_step
-from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel import group, step_tables
+from elastic_train.shards.norm import norm_of_grains
 from elastic_train.system.failpoints import reach
 from elastic_train.training import step_sums
 from elastic_train.training.session import Session

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.shards.chunks import group_sums, leaf_chunks, num_sent, sum_chunks
-from elastic_train.shards.deal import deal_lanes
+from elastic_train.shards.deal import deal_lanes, group_sums, sum_chunks
 from elastic_train.shards.domains import Path
 from elastic_train.shards.holdings import all_held, circle_of
 from elastic_train.shards.seats import seats_of
-from tests.elastic_train.shards.laws import blocks, check_sums, sums_of_step
+from tests.elastic_train.shards.laws import blocks, check_sums, leaf_chunks, num_sent, sums_of_step
 
 LAYOUT = blocks(2, 6)
 CIRCLE = circle_of(LAYOUT)
