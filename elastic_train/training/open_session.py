@@ -6,9 +6,11 @@ import contextlib
 import logging
 import os
 import socket
+from dataclasses import dataclass
 
 import torch
 
+from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
@@ -72,19 +74,8 @@ def open_session(process: Process, formed: Formed) -> Session:
 
 def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
-    check_alike(world.group, plan, state.outline, state.shards.outlined())
-    differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile)
-    check_can_be_sharded(world.group, plan, differing)
-    world, before = form_cells(world, plan.config.parallel), state.reached.intervals
-    if isinstance(state.shards, ContextState):
-        state.shards.enter(world.mesh, world.holders)
-    elif world.cell is not None:
-        take_place(plan, state, world.mesh, world.cell, world.holders)
-    head = restore(plan, world, state, before)
-    stuck = check_progress(world, plan)
-    if head is None and state.step == 0 and stuck.num_terms < TRIAL_EVERY:  # a row may end whoever looks at it
-        inspect_rows(process, world)
-        plan.feed.try_collate(plan.order)
+    world, entered = _bring_state(process, world)
+    head, differing = entered.head, entered.differing
     kind = _pick_reduction(plan, world, differing)
     assigned = state.shards.assigned(world.mesh.num_replicas, plan.num_lanes)
     gradients = sum_of_gradients(state, kind, world.owners, plan.num_lanes)
@@ -126,7 +117,7 @@ def _open_in(process: Process, world: World) -> Session:
             looked_at=state.step,
         ),
         tracker=tracker,
-        holes=_holes(process, world, stuck),
+        holes=_holes(process, world, entered.stuck),
         reduction=kind,
         auditor=auditor,
         stage=stage,
@@ -138,9 +129,50 @@ def _open_in(process: Process, world: World) -> Session:
         memory=open_memory_watch(process, world, gradients),
         first=_first_loss(process, world, kind),
     )
+    _announce(process, world)
+    return session
+
+
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """The state that a world begins with: the commit that it continues, and what its ranks differ in.
+
+    `differing` are lines of what makes ranks round differently; `stuck` is how often worlds ended without a step.
+    """
+
+    head: CommitRecord | None
+    differing: list[str]
+    stuck: Stagnation
+
+
+def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
+    """Bring this rank to where the world begins, and check what is not known before; return the world with its groups.
+
+    Raises ConfigError and DataError.
+    """
+    plan, state = process.plan, process.state
+    check_alike(world.group, plan, state.outline, state.shards.outlined())
+    differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile)
+    check_can_be_sharded(world.group, plan, differing)
+    world, before = form_cells(world, plan.config.parallel), state.reached.intervals
+    if isinstance(state.shards, ContextState):
+        state.shards.enter(world.mesh, world.holders)
+    elif world.cell is not None:
+        take_place(plan, state, world.mesh, world.cell, world.holders)
+    head = restore(plan, world, state, before)
+    stuck = check_progress(world, plan)
+    if head is None and state.step == 0 and stuck.num_terms < TRIAL_EVERY:  # a row may end whoever looks at it
+        inspect_rows(process, world)
+        plan.feed.try_collate(plan.order)
+    return world, _Entered(head, differing, stuck)
+
+
+def _announce(process: Process, world: World) -> None:
+    """Say what begins, where, and how much may be lost before applied steps are."""
+    plan, state = process.plan, process.state
     if process.page is not None:
-        facts, size = process.page.facts, world.group.size
-        facts.enter_world(world.term, size, state.step, plan.total_steps, is_leader=world.is_leader)
+        facts, num_ranks = process.page.facts, world.group.size
+        facts.enter_world(world.term, num_ranks, state.step, plan.total_steps, is_leader=world.is_leader)
     world.announce(
         f"term {world.term}: {counted(world.group.size, 'rank')}, {counted(plan.num_lanes, 'lane')}, "
         f"{counted(plan.total_steps, 'step')}, {plan.device}"
@@ -148,15 +180,15 @@ def _open_in(process: Process, world: World) -> Session:
     _say_of_rates(process, world)
     if isinstance(state.shards, HeldState):
         world.announce(_redundancy_of(state.shards))
-        if state.shards.offload is not None:
-            world.announce(_saving_of(state.shards, plan.device))
     if world.cell is not None:
         world.announce(_redundancy_in_cells(world, state))
+    share = state.shards.share if isinstance(state.shards, SeatedCellState) else state.shards
+    if isinstance(share, HeldState) and share.offload is not None:
+        world.announce(_saving_of(share, plan.device))
     if plan.config.compile:
         world.announce(f"{state.compiled}")
     _warn_of_file_system(process, world)
     _warn_of_precision(process, world)
-    return session
 
 
 def _say_of_rates(process: Process, world: World) -> None:
