@@ -26,16 +26,17 @@ OWN, TEXT, TENSORS = "own", "text", "tensors"
 """Where a saved optimizer has what it keeps outside of its parameters' state: JSON, and the tensors that it names."""
 _SCHEDULED = frozenset({"params", "lr", "initial_lr"})
 """Of a group: what the model and the schedule give it."""
-_TORCHS = frozenset(vars(SGD([nn.Parameter(torch.zeros(1))], lr=0.1))) | {
-    *("step", "_step_count", "_opt_called", "grad_scale", "found_inf"),
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_TORCHS = frozenset(vars(SGD([nn.Parameter(torch.zeros(1))], lr=0.1))) - {"defaults", *_HOOKS} | {
+    *("step", "_opt_called", "grad_scale", "found_inf"),
 }
-"""Attributes that every optimizer has, and those that torch's schedulers and scalers give it."""
+"""Attributes that every optimizer has and none steps by, and those that torch's schedulers and scalers give it."""
 
 Names = Mapping[int, str]
 """Of parameters, by their ids."""
 Place = str
-"""Where a value is, as JSON: ["attribute", optimizer, name], ["group", optimizer, group, key], or
-["state", optimizer, key, name]; of a key that is no parameter's, without a name."""
+"""Where a value is, as JSON: ["attribute", optimizer, name], ["group", optimizer, group, key], ["parameter", optimizer,
+parameter, attribute], or ["state", optimizer, key, name]; of a key that is no parameter's, without a name."""
 
 
 class _Value(NamedTuple):
@@ -138,9 +139,9 @@ class OptimizerMemory:
     def _found(self, writer: Writer) -> Iterator[tuple[list[Any], Any]]:
         shared = {id(group) for group in self._optimizer.param_groups}
         for number, one in enumerate(self._all):
-            for name, value in vars(one).items():
+            for name, value in _attributes(one).items():
                 if name not in _TORCHS:
-                    yield ["attribute", number, name], value
+                    yield ["attribute", number, name], _hooks(value) if name in _HOOKS else value
             for place, group in enumerate(one.param_groups):
                 if number == 0 or id(group) not in shared:
                     others = _SCHEDULED if number == 0 else {"params"}
@@ -149,6 +150,10 @@ class OptimizerMemory:
                     )
             if number == 0 or one.state is not self._optimizer.state:
                 yield from self._found_in_state(number, one, writer)
+            if number == 0:
+                for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+                    for key, value in vars(parameter).items():
+                        yield ["parameter", number, writer.write(parameter), key], value
 
     def _found_in_state(self, number: int, one: Optimizer, writer: Writer) -> Iterator[tuple[list[Any], Any]]:
         trained = {id(parameter) for group in one.param_groups for parameter in group["params"]}
@@ -200,7 +205,9 @@ class OptimizerMemory:
         kind, number, *keys = place
         one = self._all[number]
         if kind == "attribute":
-            vars(one)[keys[0]] = value
+            setattr(one, keys[0], value)
+        elif kind == "parameter":
+            setattr(self._key(keys[0], names), keys[1], value)
         elif kind == "group":
             one.param_groups[keys[0]][keys[1]] = value
         elif len(keys) == 1:
@@ -212,7 +219,9 @@ class OptimizerMemory:
         kind, number, *keys = place
         one = self._all[number]
         if kind == "attribute":
-            vars(one).pop(keys[0], None)
+            delattr(one, keys[0])
+        elif kind == "parameter":
+            delattr(self._key(keys[0], names), keys[1])
         elif kind == "group":
             one.param_groups[keys[0]].pop(keys[1], None)
         else:
@@ -244,7 +253,21 @@ def _shown(place: Place) -> str:
     kind, _, *keys = json.loads(place)
     if kind == "attribute":
         return f"its attribute '{keys[0]}'"
+    if kind == "parameter":
+        return f"an attribute '{keys[1]}' of parameters"
     return f"'{keys[1]}' of its parameter groups" if kind == "group" else f"'{keys[-1]}' in its state"
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's attributes, in its namespace and in slots."""
+    slots = [name for kind in type(optimizer).__mro__ for name in vars(kind).get("__slots__", ())]
+    return {**vars(optimizer), **{name: getattr(optimizer, name) for name in slots if hasattr(optimizer, name)}}
+
+
+def _hooks(hooks: Mapping[int, Any]) -> list[Any]:
+    """Return the functions that an optimizer's own code has called around its steps."""
+    ours = __name__.partition(".")[0]
+    return [one for one in hooks.values() if not str(getattr(one, "__module__", "")).startswith(f"{ours}.")]
 
 
 def _with_inner(optimizer: Optimizer, seen: list[Optimizer]) -> Iterator[Optimizer]:

@@ -117,19 +117,26 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 class _Pickler(pickle.Pickler):
     """Pickles what an object has of its own, to be compared and never read.
 
-    Large and shared parts count by their kinds, functions by what they close over, and classes by their names.
+    Single numbers count by their values, other tensors by what they are and how often they were written to, functions
+    by what they close over, generators by where they are, parameters and optimizers by their kinds, and classes by
+    their names.
     """
 
     def persistent_id(self, value: object) -> object:
-        if type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu" and not value.is_sparse:
-            return "Tensor", repr(value.tolist())
-        return type(value).__qualname__ if isinstance(value, Tensor | nn.Module | Optimizer) else None
+        if type(value) is Tensor:
+            if value.numel() == 1 and value.device.type == "cpu" and not value.is_sparse:
+                return "Tensor", repr(value.tolist())
+            return "Tensor", id(value), value._version
+        return type(value).__qualname__ if isinstance(value, Tensor | Optimizer) else None
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, types.FunctionType):
             cells = [_content(cell) for cell in value.__closure__ or ()]
             own = (cells, value.__defaults__, value.__kwdefaults__, vars(value))
             return str, (value.__qualname__,), own
+        if isinstance(value, types.GeneratorType):
+            frame = value.gi_frame
+            return str, (value.__qualname__,), (None if frame is None else (frame.f_lasti, dict(frame.f_locals)))
         if isinstance(value, type | types.ModuleType) and value is not str:
             return str, (value.__name__,)
         return NotImplemented
@@ -144,8 +151,6 @@ def _content(cell: types.CellType) -> object:
 
 def _fingerprint(value: object) -> str:
     """Return a digest of an object; empty if it cannot be looked into, as a lock or a file cannot."""
-    if isinstance(value, nn.Module):
-        return ""
     content = io.BytesIO()
     try:
         _Pickler(content).dump(value)

@@ -173,9 +173,47 @@ class WholeNorm(Odd):
         return 1 / self.norm
 
 
+LATE = 14
+"""A step after a rehearsal's last one."""
+
+
+class OnParameters(Odd):
+    """Counts in an attribute of each parameter, and has use for it late."""
+
+    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
+        parameter.count = getattr(parameter, "count", 0) + 1  # type: ignore[attr-defined]
+        return 0.5 if parameter.count > LATE else 1.0  # type: ignore[attr-defined]
+
+
+class InSlots(Odd):
+    """Counts in a slot."""
+
+    __slots__ = ("count",)
+    count: int
+
+    def begin(self) -> None:
+        self.count = 0
+
+    def before(self) -> None:
+        self.count += 1
+
+    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
+        return 0.5 if self.count > LATE else 1.0
+
+
+class InDefaults(Odd):
+    """Counts among the defaults of its groups, where torch keeps settings."""
+
+    def before(self) -> None:
+        self.defaults["count"] = self.defaults.get("count", 0) + 1
+
+    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
+        return 0.5 if self.defaults["count"] > LATE else 1.0
+
+
 SAVED = (
     Counter, LateCounter, CountingGroups, TensorInGroups, Lists, ListsInState, GlobalKey, Lookahead, SeededNoise,
-    WholeNorm,
+    WholeNorm, OnParameters, InSlots, InDefaults,
 )  # fmt: skip
 """Those that a run may use where all of the state is whole."""
 
@@ -343,15 +381,73 @@ class Sharpness(Odd):
         assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
 
 
+class InModule(Odd):
+    """Counts in a buffer of a module, and has use for it late."""
+
+    def begin(self) -> None:
+        self.module = torch.nn.BatchNorm1d(2)
+
+    def before(self) -> None:
+        self.module.num_batches_tracked += 1  # type: ignore[operator]
+
+    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
+        return 0.5 if int(self.module.num_batches_tracked) > LATE else 1.0  # type: ignore[arg-type]
+
+
+class InTensorOfObject(Odd):
+    """Counts in one of many elements of a tensor that an object has."""
+
+    def begin(self) -> None:
+        self.object = Tracker()
+        self.object.counts = torch.zeros(3)  # type: ignore[attr-defined]
+
+    def before(self) -> None:
+        self.object.counts[1] += 1  # type: ignore[attr-defined]
+
+    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
+        return 0.5 if self.object.counts[1] > LATE else 1.0  # type: ignore[attr-defined]
+
+
+class LateHook(Odd):
+    """Counts in the closure of a hook, which changes weights late."""
+
+    def begin(self) -> None:
+        calls: list[int] = []
+
+        def hook(optimizer: Optimizer, arguments: object, named: object) -> None:
+            calls.append(1)
+            for _, one in self.parameters() if len(calls) > LATE else ():
+                one.data.mul_(0.5)
+
+        self.register_step_post_hook(hook)
+
+
+class InGenerator(Odd):
+    """Counts in the frame of a function that yields factors."""
+
+    def begin(self) -> None:
+        self.factors = (0.5 if number > LATE else 1.0 for number in itertools.count())
+
+    def before(self) -> None:
+        self.factor = next(self.factors)
+
+    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
+        return self.factor
+
+
 REFUSED: dict[type[Optimizer], str] = {
     ProcessNoise: "draws from the random numbers of the process.*torch.Generator",
     PythonNoise: "draws from the random numbers of the process",
-    Hook: "steps on otherwise from what a commit holds",
+    Hook: "keeps its attribute '_optimizer_step_pre_hooks', which changes as it steps",
     Module: "other results when the same steps are repeated",
-    Schedule: "attributes factors cannot be saved",
+    Schedule: "factors",
     OwnObject: "keeps its attribute 'tracker', which changes as it steps, and a Tracker there cannot be saved",
     LateClosure: "keeps its attribute 'factor', which changes as it steps, and a function there cannot be saved",
     LateObject: "keeps its attribute 'tracker', which changes as it steps, and a Local there cannot be saved",
+    InModule: "keeps its attribute 'module', which changes as it steps, and a BatchNorm1d there cannot be saved",
+    InTensorOfObject: "keeps its attribute 'object', which changes as it steps, and a Tracker there cannot be saved",
+    LateHook: "keeps its attribute '_optimizer_step_post_hooks', which changes as it steps, and a function there",
+    InGenerator: "keeps its attribute 'factors', which changes as it steps, and a generator there cannot be saved",
     ByAddress: "steps on otherwise from what a commit holds",
     Views: "steps on otherwise from what a commit holds",
     OwnRate: "changes its own 'lr'",
