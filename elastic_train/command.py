@@ -5,16 +5,20 @@ A scheduler may take a node back, or a person press Ctrl-C, while the command is
 
 from __future__ import annotations
 
+import os
 import sys
 
 from elastic_train.launch import departure
+from elastic_train.launch.parent import train_in_a_child
 from rendezvous.open_files import fill_standard_streams
 
 
 def main() -> None:
     """Run a command and exit with its code."""
     fill_standard_streams()
-    if sys.argv[1:2] in (["launch"], ["train"], ["ray"]):
+    if sys.argv[1:2] == ["train"] and "WORLD_SIZE" not in os.environ:
+        train_in_a_child()
+    elif sys.argv[1:2] in (["launch"], ["train"], ["ray"]):
         departure.listen()
     from elastic_train.cli.main import main as run
 

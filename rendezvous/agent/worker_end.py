@@ -104,7 +104,7 @@ class Worker:
 
     def __init__(self, start: Callable[[Mapping[str, str]], Handler]) -> None:
         """Start the worker with a page of its own in the environment that `start` is to add."""
-        self._page = _new_page()
+        self._page = new_page()
         path = "" if self._page is None else f"/proc/{os.getpid()}/fd/{self._page}"
         try:
             self._handler = start({PAGE: path} if path else {})
@@ -146,9 +146,9 @@ class Worker:
         return described(code, self._kills_before)
 
     def _judged(self, code: int) -> int:
-        said = b"" if self._page is None else os.pread(self._page, len(FINISHED), 0)
+        code = judged(code, self._page)
         self._close_page()
-        return UNFINISHED_CODE if code == 0 and said == ANNOUNCED else code
+        return code
 
     def _close_page(self) -> None:
         if self._page is not None:
@@ -159,7 +159,13 @@ class Worker:
         self._close_page()
 
 
-def _new_page() -> int | None:
+def judged(code: int, page: int | None) -> int:
+    """Return the exit code of a process with this page: UNFINISHED_CODE for a 0 without what it has announced."""
+    said = b"" if page is None else os.pread(page, len(FINISHED), 0)
+    return UNFINISHED_CODE if code == 0 and said == ANNOUNCED else code
+
+
+def new_page() -> int | None:
     """Return a page that a child of this process can write to by its path; None where there is none (not on Linux)."""
     try:
         page = os.memfd_create("worker")

@@ -1,0 +1,77 @@
+"""The parent of a process that trains alone: it knows how that process ended, as an agent knows of its workers.
+
+Nothing within a process keeps it from ending with 0: a library's `exit(0)` in C, or another program in its place. So
+the command forks before its imports; the child trains. The parent holds nothing, passes requests to leave on, ends as
+the child has ended, and says what the child could not: that it was killed, or has not finished.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from typing import NoReturn
+
+from elastic_train.launch import departure
+from elastic_train.system.preemption import ORDERS, WARNINGS, tell
+from rendezvous.agent.worker_end import FAILURE_CODE, PAGE, UNFINISHED_CODE, described, judged, memory_kills, new_page
+from rendezvous.orphans import die_with_parent
+
+_HEARD = {*ORDERS, *WARNINGS, signal.SIGCHLD}
+_BY_KERNEL = 0x80
+"""The `si_code` of what a terminal sends, to parent and child alike (SI_KERNEL of Linux)."""
+
+
+def train_in_a_child() -> None:
+    """Return in a child, whose parent ends as the child ends; without one where the platform cannot."""
+    page = new_page()
+    if page is None:
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # until the child listens
+    parent, kills_before = os.getpid(), memory_kills()
+    child = os.fork()
+    if child:
+        _end_as(child, _status_of(child), page, kills_before)
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(FAILURE_CODE)
+    os.environ[PAGE] = f"/proc/{parent}/fd/{page}"
+    os.close(page)
+    departure.listen()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _status_of(child: int) -> int:
+    """Pass requests on to the child until it has ended; return its status."""
+    while True:
+        heard = signal.sigwaitinfo(_HEARD)
+        if heard.si_signo != signal.SIGCHLD:
+            if heard.si_code != _BY_KERNEL:
+                os.kill(child, heard.si_signo)
+            continue
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+
+
+def _end_as(child: int, status: int, page: int, kills_before: int | None) -> NoReturn:
+    """End this process as the child has ended."""
+    code = judged(os.waitstatus_to_exitcode(status), page)
+    if code == UNFINISHED_CODE:
+        tell(
+            f"error: the process that trained ({child}) {described(code)}: code of the task, or a library, ended it or "
+            "put another program in its place. The same command resumes from the newest commit"
+        )
+        os._exit(FAILURE_CODE)
+    if code >= 0:
+        os._exit(code)
+    tell(
+        f"error: the process that trained ({child}) {described(code, kills_before)}: the same command resumes from the "
+        "newest commit"
+    )
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has left one, if there is to be one
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+    os.kill(os.getpid(), -code)
+    os._exit(128 - code)
