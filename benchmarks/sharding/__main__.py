@@ -21,6 +21,9 @@ peak_rss_vs_fsdp2     the same for the most resident memory of a rank above what
                       `lean` is beside FSDP2 that reduces after each lane (goal: at most 0.7)
 move_gb_per_s         what the busiest rank receives when a rank of four is lost, over the time from the plan to the new
                       seat, and over that of a bare exchange of as many bytes between as many ranks (goal at least 0.7)
+plan_s                seconds of a core for seats, holdings and plan of a model of 6.7 billion elements in two copies,
+                      when one of so many ranks is lost (goals: 0.1 with 256 ranks, 0.4 with 1,024)
+moved_over_lost       elements that the plan moves, over those that the lost rank held (goal with eight ranks: 1.3)
 live_worker_s         seconds from the kill of one of four workers of a live job, with 0.5 GB of state in two copies, to
                       the next applied step (goal: p50 at most 0.6, max at most 1.0 + `link`); see `recovery`
 rpo_steps_max         the most applied steps that a kill costs, over kills of workers at every point of a step (goal: 0)
@@ -46,7 +49,7 @@ Steps are of a transformer encoder with AdamW and clipping, its lanes dealt to a
 from __future__ import annotations
 
 from benchmarks.figures import Measure, measure_chosen
-from benchmarks.sharding import commits, decoder, moving, one_hash, overlap, peers, steps
+from benchmarks.sharding import commits, decoder, moving, one_hash, overlap, peers, plans, steps
 from benchmarks.sharding.live import recovery
 
 FIGURES: dict[str, Measure] = {
@@ -58,6 +61,8 @@ FIGURES: dict[str, Measure] = {
     "step_vs_fsdp2": peers.step_times,
     "peak_rss_vs_fsdp2": peers.peak_memory,
     "move_gb_per_s": moving.move,
+    "plan_s": plans.plans,
+    "moved_over_lost": plans.plans,
     "live_worker_s": recovery.live_worker,
     "rpo_steps_max": recovery.kills_at_points,
     "model_rebuilt": recovery.kills_at_points,
