@@ -169,7 +169,10 @@ def _categories(rows: pa.Table, names: Sequence[str], buckets: int) -> npt.NDArr
     """Return (rows, columns) bucket numbers; bucket 0 is a missing value."""
     codes = np.zeros((len(rows), len(names)), dtype=np.int64)
     for place, name in enumerate(names):
-        encoded = rows.column(name).combine_chunks().dictionary_encode()
+        column = rows.column(name)
+        if pa.types.is_float16(column.type):  # of which Arrow finds no distinct values
+            column = column.cast(pa.float32())
+        encoded = column.combine_chunks().dictionary_encode()
         table = np.array([_bucket(str(value), buckets) for value in encoded.dictionary.to_pylist()] + [0])
         codes[:, place] = table[numbers_of(encoded.indices, missing=len(table) - 1)]
     return codes

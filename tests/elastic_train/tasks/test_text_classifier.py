@@ -88,6 +88,15 @@ def test_numbers_of_any_size_are_taken(tmp_path: Path) -> None:
     assert batch["numeric"][0, 0].item() == pytest.approx(math.log1p(1735689600000000001))
 
 
+def test_categories_are_of_every_plain_type(tmp_path: Path) -> None:
+    """Half floats, of which Arrow finds no distinct values, included: equal values are one category, none is 0."""
+    halves = pa.array([np.float16(0.5), None, np.float16(0.5), np.float16(2)], pa.float16())
+    columns = {"input_ids": TOKENS, "label": LABELS, "half": halves, "text": pa.array(["0.5", None, "0.5", "2.0"])}
+    task = prepared(described(tmp_path / "rows", columns), categorical=["half", "text"])
+    half, text = task.collate(pa.table(columns), np.arange(4))["categories"].T.tolist()
+    assert half == text and half[0] == half[2] != half[3] and half[1] == 0
+
+
 @pytest.mark.parametrize(
     ("tokens", "label", "named"),
     [
