@@ -164,7 +164,10 @@ def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -
     """
     fs, root = fsspec.core.url_to_fs(url)
     # Of files only, in a folder of any name: a glob would read that as a pattern.
-    paths = sorted(path for path in fs.find(root) if path.endswith(".parquet") and path != root)
+    found = sorted(path for path in fs.find(root) if path != root)
+    paths = [path for path in found if path.endswith(".parquet")]
+    if others := [path for path in found if path.lower().endswith((".parquet", ".parq", ".pq")) and path not in paths]:
+        raise DataError(f"{others[0]}: the names of Parquet files end in .parquet; rename the file, or remove it")
     if not paths:
         raise DataError(f"{url}: no Parquet file there")
     entries, footers, schema, counts = [], [], None, np.zeros(0, dtype=np.int64)
@@ -210,7 +213,10 @@ def _checked_counts(url: str, counts: Int64s, labels: Sequence[str] | None) -> I
 
 def _describe(fs: fsspec.AbstractFileSystem, path: str, root: str) -> tuple[FileEntry, Footer, pq.FileMetaData]:
     """Read one file once, in constant memory."""
-    size = fs.size(path)
+    try:
+        size = fs.size(path)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: is a link to a file that is not there; copy the file, or remove the link") from error
     with fs.open(path, "rb") as file:
         footer = read_footer(file, size, path)
         metadata = parse_footer(footer, path)

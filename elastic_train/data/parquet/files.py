@@ -21,6 +21,11 @@ from elastic_train.data.arrow.plain_types import plain
 from elastic_train.errors import DataError
 
 MAGIC = b"PAR1"
+ENCRYPTED = b"PARE"
+_TAIL_BYTES = 8
+_SIGNATURE_BYTES = 28
+"""A footer in plain text is signed where columns are encrypted: 12 bytes of nonce, 16 of tag."""
+_DECRYPT = "is encrypted, in whole or in some columns; write it again without encryption"
 _KEPT_MS = 60_000
 
 
@@ -31,6 +36,8 @@ def read_footer(file: BinaryIO, size: int, path: str) -> bytes:
     file.seek(size - 8)
     tail = file.read(8)
     length = int.from_bytes(tail[:4], "little")
+    if tail[4:] == ENCRYPTED:
+        raise DataError(f"{path}: {_DECRYPT}")
     if tail[4:] != MAGIC or length + 12 > size:
         raise DataError(f"{path}: does not end as a Parquet file does; it is truncated or damaged, copy it again")
     file.seek(size - 8 - length)
@@ -45,9 +52,12 @@ def footer_sha256(footer: bytes | memoryview) -> str:
 def parse_footer(footer: bytes, path: str) -> pq.FileMetaData:
     """Return what a footer says; DataError if it says nothing."""
     try:
-        return pq.read_metadata(pa.BufferReader(MAGIC + footer))
+        metadata = pq.read_metadata(pa.BufferReader(MAGIC + footer))
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: its footer cannot be read: {error}; copy the file again") from error
+    if metadata.serialized_size + _SIGNATURE_BYTES == len(footer) - _TAIL_BYTES:
+        raise DataError(f"{path}: {_DECRYPT}")  # to look at an encrypted column would end the process
+    return metadata
 
 
 def open_parquet(file: BinaryIO | io.RawIOBase, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:

@@ -21,8 +21,9 @@ import pyarrow.json as arrow_json
 import pyarrow.parquet as pq
 
 from elastic_train.data.arrow.plain_types import plain
+from elastic_train.data.parquet.files import parse_footer, read_footer
 from elastic_train.data.tables.exact_numbers import JsonNumbers, changed_text
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import Track
 
 BLOCK_BYTES = 16 << 20
@@ -200,7 +201,11 @@ def _share(file: BinaryIO, size: int) -> float:
 
 
 def _parquet(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Batches:
-    parquet, num_rows = pq.ParquetFile(file), 0
+    try:
+        metadata = parse_footer(read_footer(file, path.stat().st_size, str(path)), str(path))
+    except DataError as error:
+        raise ConfigError(f"{path}: cannot be read: {str(error).removeprefix(f'{path}: ')}") from error
+    parquet, num_rows = pq.ParquetFile(file, metadata=metadata), 0
     for rows in parquet.iter_batches(ROWS_AT_ONCE):
         num_rows += rows.num_rows
         yield _cast(rows, path, types), num_rows / parquet.metadata.num_rows

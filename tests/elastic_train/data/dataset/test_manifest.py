@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.parquet import encryption
 
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Order
@@ -20,7 +22,8 @@ from elastic_train.data.dataset.manifest import (
     build_manifest,
     load_manifest,
 )
-from elastic_train.errors import DataError
+from elastic_train.data.tables.files import read_files
+from elastic_train.errors import ConfigError, DataError
 from tests.conftest import write_rows
 
 Break = Callable[[Path], object]
@@ -150,6 +153,15 @@ BROKEN: dict[str, tuple[Break, str]] = {
         lambda path: pq.write_table(pa.table([pa.array([0]), pa.array([1])], names=["label", "label"]), path),
         "a.parquet: has several columns of one name: label, label; rename them",
     ),
+    "an encrypted footer": (
+        lambda path: path.write_bytes(path.read_bytes()[:-4] + b"PARE"),
+        "a.parquet: is encrypted, in whole or in some columns; write it again without",
+    ),
+    "another name of Parquet": (lambda path: path.rename(path.with_suffix(".pq")), "a.pq: the names of Parquet files"),
+    "a broken link": (
+        lambda path: (path.unlink(), path.symlink_to("nowhere"))[1],
+        "a.parquet: is a link to a file that is not there",
+    ),
     "a footer of noise": (
         lambda path: path.write_bytes(b"PAR1" + b"x" * 64 + (60).to_bytes(4, "little") + b"PAR1"),
         "a.parquet: its footer cannot be read",
@@ -166,6 +178,23 @@ def test_an_unusable_file_is_named(tmp_path: Path, case: str) -> None:
     with pytest.raises(DataError, match=message):
         build_manifest(str(tmp_path), label_column="label")
     assert not (tmp_path / NAME).exists()
+
+
+def test_encrypted_columns_are_refused_and_not_looked_at(tmp_path: Path) -> None:
+    """With a footer in plain text: Arrow ends the process, without an exception, where one is looked at."""
+
+    class Keys(encryption.KmsClient):  # type: ignore[misc]
+        def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:
+            return base64.b64encode(key_bytes)
+
+    factory = encryption.CryptoFactory(lambda config: Keys())
+    how = encryption.EncryptionConfiguration("f", column_keys={"c": ["label"]}, plaintext_footer=True)
+    properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), how)
+    pq.write_table(pa.table({"a": [1], "label": [0]}), tmp_path / "a.parquet", encryption_properties=properties)
+    with pytest.raises(DataError, match=r"a\.parquet: is encrypted"):
+        build_manifest(str(tmp_path), label_column="label")
+    with pytest.raises(ConfigError, match=r"a\.parquet: cannot be read: is encrypted"):
+        list(read_files([tmp_path / "a.parquet"]))
 
 
 def test_files_must_have_one_schema(tmp_path: Path) -> None:
