@@ -63,11 +63,15 @@ Unfit = tuple[int, int, str]
 
 
 class Inspected(NamedTuple):
-    """How many rows a process has had inspected, the unfit one, and the name and text of the error that ended it."""
+    """How many rows a process has had inspected, the first unfit one, the error that ended it, and other unfit rows.
+
+    Of the error it has the name and the text.
+    """
 
     num_rows: int
     unfit: Unfit | None = None
     failure: tuple[str, str] | None = None
+    others: tuple[Unfit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

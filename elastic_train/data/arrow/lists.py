@@ -60,12 +60,6 @@ def lengths_of(column: pa.ChunkedArray) -> Int64s:
     return np.diff(numbers_of(whole(column).offsets)).astype(np.int64)
 
 
-def first_longer(column: pa.ChunkedArray, longest: int) -> int | None:
-    """Return the first row of a list column with more values, None for none."""
-    is_longer = lengths_of(column) > longest
-    return int(is_longer.argmax()) if is_longer.any() else None
-
-
 def first_incomplete(column: pa.ChunkedArray) -> int | None:
     """Return the first row of a list column that has a null among its values, None for none."""
     lists = whole(column)

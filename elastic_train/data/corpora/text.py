@@ -29,6 +29,7 @@ from elastic_train.data.corpora import (
 )
 from elastic_train.data.corpora.sample import Sample
 from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
+from elastic_train.data.dataset.row_lengths import note_lengths
 from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent
@@ -172,7 +173,7 @@ def _write_part(
         pq.write_table(table.slice(lo, hi - lo), path, row_group_size=ROWS_PER_GROUP, compression="zstd")
     content = tokenizer.to_str().encode()
     (folder / tokenise.FILE_NAME).write_bytes(content)
-    return build_manifest(
+    manifest = build_manifest(
         str(folder),
         label_column=schema.label,
         labels=tuple(labels),
@@ -183,6 +184,8 @@ def _write_part(
         tokenizer_sha256=hashlib.sha256(content).hexdigest(),
         vocabulary_size=tokenizer.get_vocab_size(),
     )
+    note_lengths(manifest)
+    return manifest
 
 
 def _table(

@@ -3,7 +3,8 @@
 `manifest.lengths` is a line of JSON, a CRC-32 for each row group, and all lengths in the order of sample ids, two or
 four bytes each: where a row group's begin is arithmetic. They are read, and compared
 with the CRC-32, a row group at a time.
-It is made once, by `elastic-train data lengths`, from a list column, or from a column that holds lengths.
+It is made once, by an import of tokens, or by `elastic-train data lengths`, from a list column or one that holds
+lengths.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import Track, silent
 
 NAME = "manifest.lengths"
+TOKENS = "input_ids"
+"""The column of tokens in every dataset that is imported or packed."""
 FORMAT = 1
 _MOST_HEADER_BYTES = 4096
 _MOST_GROUPS = 4096
@@ -41,10 +44,17 @@ class Lengths:
     """Returns the lengths of ids; picklable, callable from any thread."""
 
     def __init__(
-        self, manifest: Manifest, header: bytes, sums: npt.NDArray[np.uint32], width: int, column: str
+        self,
+        manifest: Manifest,
+        header: bytes,
+        sums: npt.NDArray[np.uint32],
+        width: int,
+        column: str,
+        longest: int | None,
     ) -> None:
-        self.column = column
-        self.fingerprint = int(hashlib.sha256(header + sums.tobytes()).hexdigest()[:15], 16) or 1
+        self.column, self.longest = column, longest
+        named = _header(manifest, column, width)  # without the longest, which older files lack
+        self.fingerprint = int(hashlib.sha256(named + sums.tobytes()).hexdigest()[:15], 16) or 1
         self._url, self._source = manifest.url, open_source(manifest.url)
         self._rows, self._sums = manifest.group_rows, sums
         self._first_id = manifest.group_first_id
@@ -116,7 +126,7 @@ def load_lengths(manifest: Manifest) -> Lengths:
         raise DataError(f"{manifest.url}/{NAME}: cannot be read: {error}; {how}") from error
     if digest != manifest.digest or len(sums) != num_groups or fields.get("format") != FORMAT:
         raise DataError(f"{manifest.url}/{NAME}: is not of this manifest ({manifest.digest[:12]}); {how}")
-    return Lengths(manifest, header, sums, width, column)
+    return Lengths(manifest, header, sums, width, column, fields.get("longest"))
 
 
 def make_lengths(manifest: Manifest, column: str, *, track: Track = silent) -> Lengths:
@@ -129,18 +139,29 @@ def make_lengths(manifest: Manifest, column: str, *, track: Track = silent) -> L
     return write_lengths(manifest, column, (_lengths_in(groups.decode(group), column) for group in numbers))
 
 
+def note_lengths(manifest: Manifest) -> None:
+    """Write the lengths of a dataset's tokens, if it has any: a run then knows all of them before its first step."""
+    if manifest.columns.get(TOKENS, "").startswith(("list<", "large_list<")):
+        make_lengths(manifest, TOKENS)
+
+
 def write_lengths(manifest: Manifest, column: str, parts: Iterable[Int64s]) -> Lengths:
     """Write lengths, given a row group at a time, beside the manifest."""
     lengths = [part.astype(np.uint32) for part in parts]
     width = 2 if max(int(part.max()) for part in lengths) < 1 << 16 else 4
     contents = [part.astype(f"<u{width}").tobytes() for part in lengths]
-    fields = {"format": FORMAT, "manifest": manifest.digest, "column": column, "width": width}
+    header = _header(manifest, column, width, longest=max(int(part.max()) for part in lengths))
     with fsspec.open(f"{manifest.url.rstrip('/')}/{NAME}", "wb") as file:
-        file.write(json.dumps(fields).encode() + b"\n")
+        file.write(header)
         file.write(np.array([zlib.crc32(content) for content in contents], dtype="<u4").tobytes())
         for content in contents:
             file.write(content)
     return load_lengths(manifest)
+
+
+def _header(manifest: Manifest, column: str, width: int, **more: int) -> bytes:
+    fields = {"format": FORMAT, "manifest": manifest.digest, "column": column, "width": width, **more}
+    return json.dumps(fields).encode() + b"\n"
 
 
 def _lengths_in(rows: pa.Table, name: str) -> Int64s:

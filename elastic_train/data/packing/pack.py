@@ -26,6 +26,7 @@ from elastic_train.data.corpora import origin
 from elastic_train.data.corpora import tokenizer as tokenise
 from elastic_train.data.corpora.tokenizer import GivenTokenizer
 from elastic_train.data.dataset.manifest import build_manifest
+from elastic_train.data.dataset.row_lengths import note_lengths
 from elastic_train.data.packing.bins import BestFit, Row, Tokens
 from elastic_train.data.packing.documents import IGNORED, LABELS, Documents, sources_of, tokenizer_for
 from elastic_train.data.tables.files import read_files, shown_chunks
@@ -193,6 +194,7 @@ class _Part:
             facts |= {"tokenizer": tokenise.FILE_NAME, "tokenizer_sha256": tokenizer.sha256}
             facts |= {"vocabulary_size": tokenizer.vocabulary_size}
         manifest = build_manifest(str(self._folder), **facts)
+        note_lengths(manifest)
         given = (counts.sums, counts.tokens, counts.targets)
         assert written(self._folder) == given, f"{self._folder}: a document, or a label, is lost or repeated"
         return PartReport(

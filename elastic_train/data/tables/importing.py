@@ -18,6 +18,7 @@ from elastic_train.data.corpora import origin
 from elastic_train.data.corpora import tokenizer as tokenise
 from elastic_train.data.corpora.tokenizer import GivenTokenizer, read_tokenizer
 from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
+from elastic_train.data.dataset.row_lengths import note_lengths
 from elastic_train.data.tables.files import Chunk, Types, read_files, shown_chunks
 from elastic_train.data.tables.images import ImageCheck, is_wrapped, unwrap_images
 from elastic_train.data.tables.labels import COLUMN, Labels, column_of, survey
@@ -262,4 +263,4 @@ def _describe(folder: Path, table: Table, num_rows: int) -> None:
         )
     if table.tokenizer is not None:
         (folder / tokenise.FILE_NAME).write_bytes(table.tokenizer)
-    build_manifest(str(folder), **table.facts)  # type: ignore[arg-type]
+    note_lengths(build_manifest(str(folder), **table.facts))  # type: ignore[arg-type]

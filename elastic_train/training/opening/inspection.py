@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_train import errors
-from elastic_train.data.arrow.lists import first_incomplete, first_longer, lengths_of
+from elastic_train.core.arrays import Int64s
+from elastic_train.data.arrow.lists import first_incomplete, lengths_of
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups, num_decoders
 from elastic_train.data.dataset.row_lengths import find_lengths
@@ -28,6 +29,7 @@ from elastic_train.tasks.task import Inspecting, Limited
 from elastic_train.training.session import Inspected, Process, Unfit
 from elastic_train.world.world import World
 
+MOST_NAMED = 20
 LIMIT_S, LIMIT_SHARE = 10.0, 0.25
 """For how long a rank inspects rows, and for which part of the time that peers wait for a silent one."""
 _ROWS_AT_ONCE, _ROWS_PER_THREAD = 128, 16
@@ -57,9 +59,10 @@ def inspect_alone(plan: Plan) -> str:
 
 def _judged(plan: Plan, found: Sequence[Inspected]) -> str:
     """Say how many rows are fit; raise what a rank has found."""
-    if wrong := [of_rank.unfit for of_rank in found if of_rank.unfit is not None]:
-        number, sample, why = min(wrong)
-        raise RowError(f"{plan.feed.manifests[number].place_of_sample(sample)}: {why}")
+    if wrong := sorted(each for of_rank in found for each in (of_rank.unfit, *of_rank.others) if each is not None):
+        lines = [f"{plan.feed.manifests[at].place_of_sample(sample)}: {why}" for at, sample, why in wrong[:MOST_NAMED]]
+        more = len(wrong) - MOST_NAMED
+        raise RowError("\n".join([*lines, *([f"and {more} rows more"] if more > 0 else [])]))
     if failed := [of_rank.failure for of_rank in found if of_rank.failure is not None]:
         name, text = failed[0]
         raise getattr(errors, name, DataError)(text)
@@ -80,17 +83,17 @@ class _Fitness:
         """The columns that are inspected, each once."""
         return list(dict.fromkeys([*self.longest, *(self.task.inspected_columns() if self.task else ())]))
 
-    def unfit_list(self, rows: pa.Table) -> tuple[int, str] | None:
-        """Return the first row whose list is unfit, and what is wrong with it."""
+    def unfit_lists(self, rows: pa.Table) -> list[tuple[int, str]]:
+        """Return the rows whose lists are unfit, in their order, and what is wrong with each."""
         found = []
         for name, longest in self.longest.items():
             column = rows.column(name)
-            if longest is not None and (row := first_longer(column, longest)) is not None:
-                length = int(lengths_of(column)[row])
-                found.append((row, too_long(length, name, longest)))
+            if longest is not None:
+                lengths = lengths_of(column)
+                found += [(row, too_long(int(lengths[row]), name, longest)) for row in _above(lengths, longest)]
             if (row := first_incomplete(column)) is not None:
                 found.append((row, f"a value within the list of column '{name}' is missing (null): {_REWRITE}"))
-        return min(found, default=None)
+        return sorted(found)
 
 
 _REWRITE = "write the data again without it, or leave the row out, and build the manifest again"
@@ -105,65 +108,80 @@ def _fitness_of(plan: Plan) -> _Fitness:
     return _Fitness(longest, task if isinstance(task, Inspecting) else None)
 
 
+def _above(lengths: Int64s, longest: int) -> list[int]:
+    return [int(row) for row in np.flatnonzero(lengths > longest)[:MOST_NAMED]]
+
+
 def _inspect(fitness: _Fitness, manifests: Sequence[Manifest], rank: int, num_ranks: int, limit_s: float) -> Inspected:
-    """Inspect a rank's row groups, for so long or until a row is unfit.
+    """Inspect a rank's row groups, for so long or until enough rows are unfit to be named.
 
     What fails is returned like what is found: all ranks have to hear of it.
     """
-    try:
-        return Inspected(*_unfit_row(fitness, manifests, rank, num_ranks, limit_s))
-    except ElasticTrainError as error:
-        return Inspected(0, None, (type(error).__name__, str(error)))
-
-
-def _unfit_row(
-    fitness: _Fitness, manifests: Sequence[Manifest], rank: int, num_ranks: int, limit_s: float
-) -> tuple[int, Unfit | None]:
-    """Return how many rows were inspected, and the unfit one, if any."""
+    unfit: list[Unfit] = []
     if rank == 0:
         for number, manifest in enumerate(manifests):
-            if (unfit := _known_to_be_longer(fitness, manifest)) is not None:
-                return 0, (number, *unfit)
+            unfit += [(number, *each) for each in _known_to_be_longer(fitness, manifest)]
+    num_rows = 0
+    try:
+        for inspected, found in _unfit_rows(fitness, manifests, rank, num_ranks, limit_s):
+            num_rows = inspected
+            unfit += [each for each in found if each not in unfit]
+            if len(unfit) > MOST_NAMED:
+                break
+    except ElasticTrainError as error:
+        if not unfit:
+            return Inspected(0, None, (type(error).__name__, str(error)))
+    return Inspected(num_rows, unfit[0] if unfit else None, None, tuple(unfit[1 : MOST_NAMED + 1]))
+
+
+def _unfit_rows(
+    fitness: _Fitness, manifests: Sequence[Manifest], rank: int, num_ranks: int, limit_s: float
+) -> Iterator[tuple[int, list[Unfit]]]:
+    """Yield how many rows were inspected so far, and those unfit among the last of them."""
     readers = [RowGroups(manifest, fitness.columns) for manifest in manifests]
     until, num_rows = time.monotonic() + limit_s, 0
     with ThreadPoolExecutor(num_decoders(), "inspect") as pool:
         for number, group in _row_groups(manifests, rank, num_ranks):
             if num_rows and time.monotonic() > until:
-                break
+                return
             try:
                 rows = readers[number].decode(group)
             except UnreadableError:
                 continue  # what becomes of it is decided when its samples' turn comes (data.unreadable)
             first_id = int(manifests[number].group_first_id[group])
-            if (unfit := fitness.unfit_list(rows)) is not None:
-                return num_rows, (number, first_id + unfit[0], unfit[1])
+            lists = [(number, first_id + row, why) for row, why in fitness.unfit_lists(rows)]
             if fitness.task is None:
                 num_rows += len(rows)
+                yield num_rows, lists
                 continue
+            yield num_rows, lists
             for lo in range(0, len(rows), _ROWS_AT_ONCE):
                 if num_rows and time.monotonic() > until:
-                    return num_rows, None
+                    return
                 begins = range(lo, min(len(rows), lo + _ROWS_AT_ONCE), _ROWS_PER_THREAD)
                 parts = pool.map(fitness.task.unfit_rows, [rows.slice(begin, _ROWS_PER_THREAD) for begin in begins])
-                for begin, found in zip(begins, parts, strict=True):
-                    for row, why in found:
-                        return num_rows, (number, first_id + begin + int(row), str(why))
                 num_rows += min(len(rows) - lo, _ROWS_AT_ONCE)
-    return num_rows, None
+                found = zip(begins, parts, strict=True)
+                yield (
+                    num_rows,
+                    [(number, first_id + lo + int(row), str(why)) for lo, part in found for row, why in part],
+                )
 
 
-def _known_to_be_longer(fitness: _Fitness, manifest: Manifest) -> tuple[int, str] | None:
-    """Return the first of all samples that is too long by the lengths beside the manifest, if they are there."""
+def _known_to_be_longer(fitness: _Fitness, manifest: Manifest) -> Iterator[tuple[int, str]]:
+    """Yield the first samples of all that are too long by the lengths beside the manifest, if they are there."""
     known = find_lengths(manifest)
     longest = None if known is None else fitness.longest.get(known.column)
-    if known is None or longest is None:
-        return None
+    if known is None or longest is None or (known.longest is not None and known.longest <= longest):
+        return
+    num_found = 0
     for first, num_rows in zip(manifest.group_first_id, manifest.group_rows, strict=True):
         lengths = known(np.arange(first, first + num_rows))
-        if lengths.max(initial=0) > longest:
-            row = int((lengths > longest).argmax())
-            return int(first) + row, too_long(int(lengths[row]), known.column, longest)
-    return None
+        for row in _above(lengths, longest):
+            yield int(first) + row, too_long(int(lengths[row]), known.column, longest)
+            num_found += 1
+        if num_found >= MOST_NAMED:
+            return
 
 
 def _row_groups(manifests: Sequence[Manifest], rank: int, num_ranks: int) -> Iterator[tuple[int, int]]:

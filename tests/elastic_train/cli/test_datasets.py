@@ -16,6 +16,7 @@ from elastic_train.cli.main import main
 from elastic_train.data.dataset.describe import LENGTH_BOUNDS, describe
 from elastic_train.data.dataset.encoded_images import verify_images
 from elastic_train.data.dataset.manifest import NAME, build_manifest, load_manifest
+from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
 from elastic_train.data.dataset.verify import verify
 from elastic_train.data.parquet.footer_index import NAME as FOOTERS
 from elastic_train.data.tables.digits import import_digits
@@ -71,7 +72,7 @@ def test_text_is_imported_once(tmp_path: Path, call: Call) -> None:
     before = snapshot(out)
     assert sorted(before) == sorted(
         ["origin.json"]
-        + [f"{part}/{name}" for part in ("train", "validation") for name in (NAME, FOOTERS, "tokenizer.json")]
+        + [f"{part}/{name}" for part in ("train", "validation") for name in (NAME, FOOTERS, LENGTHS, "tokenizer.json")]
         + [f"{part}/part-0000{number}.parquet" for part in ("train", "validation") for number in range(4)]
     )
     again = call("import", "text", out, path)

@@ -17,7 +17,7 @@ from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import make_lengths
 from elastic_train.errors import DataError, ElasticTrainError, StorageError
 from elastic_train.job.plan import make_plan
-from elastic_train.training.opening.inspection import inspect_alone, inspect_rows
+from elastic_train.training.opening.inspection import MOST_NAMED, inspect_alone, inspect_rows
 
 
 class Inspects:
@@ -74,6 +74,36 @@ def test_what_one_rank_cannot_look_at_ends_all_of_them_alike(rows: Path, error: 
 def test_of_unfit_rows_all_ranks_name_the_first(rows: Path) -> None:
     with pytest.raises(DataError, match=r"sample 0 .*: is of the other rank"):
         inspected(Inspects(unfit=3), rows, [1, [0, 0, "is of the other rank"], None])
+
+
+def test_all_unfit_rows_are_named_at_once(tmp_path: Path) -> None:
+    """Of both datasets and of every rank, up to a number, whether their lengths are known or not."""
+    for part, long in (("train", (3, 55, 333)), ("validation", (7, *range(100, 140)))):
+        lists = [[1] * (9 if number in long else 4) for number in range(400)]
+        (tmp_path / part).mkdir()
+        table = pa.table({"input_ids": pa.array(lists, pa.list_(pa.int32())), "label": [0, 1] * 200})
+        pq.write_table(table, tmp_path / part / "rows.parquet", row_group_size=50)
+        build_manifest(str(tmp_path / part), label_column="label")
+    tree = {
+        "task.params": {"max_tokens": 8, "vocabulary": 9, "dim": 8, "heads": 1, "depth": 0},
+        "data.train": str(tmp_path / "train"),
+        "data.validation": str(tmp_path / "validation"),
+        "run.dir": str(tmp_path / "run"),
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text("{}")
+    plan = make_plan(load_config(path, tree))
+    for knows_lengths in (False, True):
+        if knows_lengths:
+            for part in ("train", "validation"):
+                assert make_lengths(load_manifest(str(tmp_path / part)), "input_ids").longest == 9
+        with pytest.raises(DataError) as raised:
+            inspect_alone(plan)
+        lines = str(raised.value).splitlines()
+        if knows_lengths:
+            assert [line.split(": ")[1].split(" ")[1] for line in lines[:4]] == ["3", "55", "333", "7"]
+        assert len(lines) == MOST_NAMED + 1 and "more" in lines[-1]
+        assert all("it has 9 values in column 'input_ids', the task takes 8" in line for line in lines[:-1])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +20,7 @@ from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.sample import Sample, measure
 from elastic_train.data.corpora.text import Imported, Options, origin
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
+from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
 from elastic_train.data.dataset.verify import verify
 from elastic_train.errors import ConfigError
@@ -71,6 +73,8 @@ def test_text_becomes_rows(tmp_path: Path) -> None:
     for manifest in (imported.train, imported.validation):
         check_part(manifest, PLAIN)
         assert manifest.labels == ("a", "b", "c")
+        tokens = table_of(manifest).column("input_ids").to_pylist()
+        assert load_lengths(manifest)(np.arange(len(tokens))).tolist() == list(map(len, tokens))
     rows = [(row["text"], row["label"]) for row in map(json.loads, path.read_text().splitlines())]
     assert Counter(texts_of(imported.train) + texts_of(imported.validation)) == Counter(rows)
     assert (imported.train.num_rows, imported.validation.num_rows) == (53, 7)

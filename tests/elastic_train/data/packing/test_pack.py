@@ -15,6 +15,7 @@ import pytest
 
 from elastic_train.data.corpora.tokenizer import train_tokenizer
 from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.data.packing.bins import BestFit
 from elastic_train.data.packing.pack import PackOptions, pack, read_back, written
 from elastic_train.data.tables.writer import ROWS_PER_GROUP
@@ -91,6 +92,7 @@ def test_a_dataset_is_packed_part_by_part(tmp_path: Path) -> None:
     write_rows(tmp_path / "data" / "validation", 20, seed=2)
     made = pack(tmp_path / "out", [tmp_path / "data"], PackOptions(64))
     assert [report.documents for report in made.reports] == [50, 20]
+    assert load_lengths(load_manifest(made.reports[0].url)).longest == 64
     for part in ("train", "validation"):
         rows = pa.concat_tables(map(pq.read_table, sorted((tmp_path / "data" / part).glob("*.parquet"))))
         assert documents_in(tmp_path / "out" / part) == list(enumerate(rows["input_ids"].to_pylist()))

@@ -16,6 +16,7 @@ from PIL import Image
 from elastic_train.data.corpora.tokenizer import train_tokenizer
 from elastic_train.data.dataset.encoded_images import TooLargeError, open_image
 from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.data.tables.digits import import_digits
 from elastic_train.data.tables.hf_folder import import_hf_folder, splits_of
 from elastic_train.data.tables.image_folder import import_images
@@ -84,6 +85,7 @@ def test_text_becomes_tokens_of_any_tokenizer(tmp_path: Path) -> None:
     }
     assert (tmp_path / "out" / "train" / "tokenizer.json").read_bytes() == (tmp_path / "own.json").read_bytes()
     assert (manifest.vocabulary_size, manifest.label_counts is not None) == (made.get_vocab_size(), True)
+    assert load_lengths(manifest).longest == max(len(row["input_ids"]) for row in rows), "known before a run begins"
 
 
 def test_numbers_stay_labels_and_rows_may_have_none(tmp_path: Path) -> None:
