@@ -80,7 +80,7 @@ def submit_k8s(
     --openshift: the cluster gives pods their users. It needs kubectl, and an etcd in the namespace
     (deploy/kubernetes/etcd). --dry-run prints the manifests.
     """
-    resolved = _checked(config, overrides, {}, [])
+    resolved = _checked(config, overrides, os.environ, [])
     job = kubernetes.KubernetesJob(
         resolved, kind, run_id, nodes, image, cpus, memory, gpus, has_claim=not no_claim, is_openshift=openshift
     )

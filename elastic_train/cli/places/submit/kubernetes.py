@@ -24,7 +24,11 @@ SCRATCH = (MOUNT, "/tmp/", "/dev/shm/")
 _NAME, MOST_CHARS = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 50
 """A name of Kubernetes' to which controllers add endings of their own."""
 CPUS_PER_RANK, GIB_PER_RANK = 4, 16
-_AMOUNT = re.compile(r"\d+(\.\d+)?(m|[KMGTP]i?)?", re.ASCII)
+_CPUS = re.compile(r"(\d+(?:\.\d+)?)(m)?", re.ASCII)
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([MGTPE]i?|Ki|k)?", re.ASCII)
+_LEAST_MEMORY = 256 << 20
+"""What a process with torch needs at the very least: a number without a unit means bytes."""
+_UNITS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,7 @@ class KubernetesJob:
             yield f"--id {self.name!r}: a name has to be of small letters, digits and '-', {MOST_CHARS} at most"
         if not self.image or any(char.isspace() for char in self.image):
             yield "--image REGISTRY/NAME:TAG is needed: one that has elastic-train and the task"
-        for flag, amount in (("--cpus", self.cpus), ("--memory", self.memory)):
-            if amount is not None and not _AMOUNT.fullmatch(amount):
-                yield f"{flag} {amount!r} is not an amount as Kubernetes has it, such as 4, 500m or 16Gi"
+        yield from _wrong_amounts(self.cpus, self.memory)
         if self.gpus is not None and self.gpus < 1:
             yield f"--gpus must be at least 1, not {self.gpus}; leave it out for a job on CPUs"
         yield from _out_of_reach(self.config, has_claim=self.has_claim)
@@ -85,6 +87,20 @@ class KubernetesJob:
         """The folders of `deploy/kubernetes` whose changes are made to every kind of job."""
         used = {"gpus": self.gpus, "without-claim": not self.has_claim, "openshift": self.is_openshift}
         return [name for name, is_used in used.items() if is_used]
+
+
+def _wrong_amounts(cpus: str | None, memory: str | None) -> Iterator[str]:
+    found = None if cpus is None else _CPUS.fullmatch(cpus)
+    if cpus is not None and (found is None or not float(found[1])):
+        yield f"--cpus {cpus!r} is not an amount of CPUs as Kubernetes has it, such as 4 or 500m"
+    found = None if memory is None else _MEMORY.fullmatch(memory)
+    if memory is not None and found is None:
+        yield f"--memory {memory!r} is not an amount of memory as Kubernetes has it, such as 16Gi or 16G"
+    elif found is not None:
+        unit = found[2] or ""
+        num_bytes = float(found[1]) * (1024 if unit.endswith("i") else 1000) ** _UNITS[unit[:1].replace("K", "k")]
+        if num_bytes < _LEAST_MEMORY:
+            yield f"--memory {memory} is {num_bytes:,.0f} bytes, too few: name the unit, such as {found[1]}Gi"
 
 
 def _out_of_reach(config: Config, *, has_claim: bool) -> Iterator[str]:

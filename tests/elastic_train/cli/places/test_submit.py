@@ -360,6 +360,36 @@ def test_what_a_node_has_follows_from_its_ranks(
     assert (params["CPUS"], params["MEMORY"], params["THREADS"]) == expected
 
 
+@pytest.mark.parametrize(
+    ("cpus", "memory", "said_of_it"),
+    [
+        (None, "16", "--memory 16 is 16 bytes, too few: name the unit, such as 16Gi"),
+        (None, "500m", "--memory '500m' is not an amount of memory"),
+        (None, "16K", "--memory '16K' is not an amount of memory"),
+        (None, "0", "--memory 0 is 0 bytes"),
+        ("0", None, "--cpus '0' is not an amount of CPUs"),
+        ("4Gi", None, "--cpus '4Gi' is not an amount of CPUs"),
+        ("0.5", "1.5Gi", None),
+        ("500m", "300M", None),
+    ],
+)
+def test_amounts_are_such_as_a_node_can_have(cpus: str | None, memory: str | None, said_of_it: str | None) -> None:
+    """16 bytes of memory, and a billion CPUs, were submitted."""
+    config = Config.model_validate({"run": {"dir": "/runs/a"}, "data": {"train": "/runs/rows"}})
+    found = list(KubernetesJob(config, "indexed-job", "a", "1", "r/e:1", cpus, memory).problems())
+    assert [said_of_it in problem for problem in found if said_of_it] == [True] * bool(said_of_it)
+    assert bool(found) == bool(said_of_it)
+
+
+def test_the_environments_keys_are_in_what_pods_get(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were ignored without a word; what pods could not see is refused as in the file."""
+    monkeypatch.setenv("ELASTIC_TRAIN__DATA__TRAIN", "/home/me/rows")
+    code, _, errors = said(capsys, "k8s", config, "--nodes", "1", "--id", "a", "--image", "b", "--dry-run")
+    assert (code, "data.train is /home/me/rows" in errors) == (2, True)
+
+
 def test_a_job_of_the_same_name_is_named_when_kubernetes_refuses_another_configuration(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
