@@ -431,9 +431,12 @@ class Participant:
 
     def _waiting(self, left_s: float) -> str:
         ready = admission.count_nodes(self.view.ready)
+        missing = "the others"
+        if ready >= self.policy.min_nodes and len(admission.of_whole_nodes(self.view.ready)) < len(self.view.ready):
+            missing = "the other workers of a node, which have not begun, or were asked to leave"
         return (
-            f"{ready} of at least {self.policy.min_nodes} nodes are there, under {self.keys.prefix}: waiting for the "
-            f"others, giving up in {left_s:.0f} s"
+            f"{ready} of at least {self.policy.min_nodes} nodes are there, under {self.keys.prefix}: waiting for "
+            f"{missing}, giving up in {left_s:.0f} s"
         )
 
     def _too_few(self, waited_s: float) -> str:

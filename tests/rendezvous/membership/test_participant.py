@@ -302,3 +302,14 @@ def test_of_two_that_come_together_with_other_limits_the_second_is_refused(store
     assert world is not None and [seat.member for seat in world.seats] == [first.id]
     first.leave()
     other.leave()
+
+
+@pytest.mark.parametrize(("num_workers", "missing"), [(2, "the other workers of a node"), (1, "the others, giving up")])
+def test_a_member_says_whom_it_waits_for(store: MemoryStore, num_workers: int, missing: str) -> None:
+    """One whose mate was asked to leave before the first world said that 1 of at least 1 nodes were there."""
+    place = Place(host="a", address="127.0.0.1", num_workers=1, name="a.0", node="a", node_members=num_workers)
+    member = Participant(store, "job", Policy(1, 1), place, ttl_s=TTL_S)
+    member.join(PATIENCE_S)
+    eventually(lambda: bool(member.view.ready), "it is there")
+    assert f"1 of at least 1 nodes are there, under /elastic/job/: waiting for {missing}" in member._waiting(9.0)
+    member.leave()
