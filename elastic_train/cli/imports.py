@@ -193,7 +193,7 @@ def import_hf_folder(
 def import_images(out: Path, folder: Path, *, split: Split | None = None, images: Images | None = None) -> int:
     """Import images from FOLDER/LABEL/FILE, or from FOLDER/train/LABEL/FILE and FOLDER/validation/….
 
-    Every image is decoded once, and all that do not decode are refused by name; what is stored are its bytes as they
+    Every image is decoded once, and those that do not decode are refused by name. The table stores its bytes as they
     are.
     """
     chosen, check = (split or Split()).checked(), (images or Images()).check()

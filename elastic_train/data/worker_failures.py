@@ -1,7 +1,7 @@
 """Worker processes that have ended although their batches are needed, and scripts that would train in each of them.
 
-torch reports a worker that is gone in words of its own, wherever the process is when it hears of it. This module
-imports none of it, so that the supervisor can ask.
+torch reports a lost worker from a signal handler, wherever the process is at that moment. This module does not
+import torch, so that the supervisor can ask.
 """
 
 from __future__ import annotations

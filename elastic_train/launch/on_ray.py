@@ -147,7 +147,7 @@ def run_on_ray(job: RayJob) -> tuple[int, Result | None]:
     """Run a job on the cluster that this process is connected to; return its exit code, and its result.
 
     SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask all nodes to leave, and the code is 75; not where this is no main thread.
-    Raises ConfigError with all that is wrong, TooFewNodesError if Ray finds no place for any node in time, and
+    Raises ConfigError with all mistakes, TooFewNodesError if Ray finds no place for any node in time, and
     ServerError if no etcd can be started here.
     """
     if problems := list(job.problems()):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 FOLDER = "history"
 HEAD_FILE = "head.json"
-"""Beside the folder: the newest commit that was published, by which a store that has lost it is recognised."""
+"""Next to the folder: the newest published commit, by which a store that lost it is recognised."""
 _TAIL_BYTES = 1 << 16
 _OF_COST, _MOST_LAST = ("memory", "phases"), 8
 """What is also said of steps when a world breaks, of which no more lines than these come last."""

@@ -91,7 +91,7 @@ class Commits:
         return self.saves.is_owed or (self.world.is_leader and (self.is_asked or self.cadence.is_overdue()))
 
     def is_hopeless(self) -> bool:
-        """Say whether saves have failed for so many times and seconds that training should end; only rank 0 knows."""
+        """Say whether saves have failed so often, and for so long, that training should end; only rank 0 knows."""
         keys = self.plan.config.checkpoint
         if keys.give_up_after is None or self.num_failed_in_a_row < keys.give_up_after:
             return False

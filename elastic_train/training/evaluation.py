@@ -129,8 +129,8 @@ def _losses(
 def _told(world: Ranks, judged: dict[str, Judged]) -> dict[str, Judged]:
     """Return what the rank has found that knows of its cell's losses."""
     first = world.mesh.replica * world.mesh.cell.size
-    told = world.group.all_gather_objects(judged)
-    found: dict[str, Judged] = told[first + world.mesh.cell.speaker]
+    by_rank = world.group.all_gather_objects(judged)
+    found: dict[str, Judged] = by_rank[first + world.mesh.cell.speaker]
     return found
 
 
@@ -159,7 +159,7 @@ def _merge(metrics: Mapping[str, Metric], owners: Group, *, is_nan: bool) -> dic
 
 
 def _all_rows(parts: Sequence[Tensor], owners: Group) -> Tensor:
-    """Return the rows that all owners have, in ascending order, whoever has which."""
+    """Return the rows of all owners, in ascending order."""
     own = torch.cat([part.cpu().long() for part in parts]) if parts else torch.zeros(0, dtype=torch.int64)
     shapes = owners.all_gather_objects(list(own.shape))
     longest = max(shapes, key=lambda shape: (len(shape), shape))

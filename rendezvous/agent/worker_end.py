@@ -103,7 +103,7 @@ class Worker:
     """A worker's handler, whose exit code of 0 counts only if the worker has finished what it announced."""
 
     def __init__(self, start: Callable[[Mapping[str, str]], Handler]) -> None:
-        """Start the worker with a page of its own in the environment that `start` is to add."""
+        """Start the worker with its own page, named in the environment that `start` adds."""
         self._page = new_page()
         path = "" if self._page is None else f"/proc/{os.getpid()}/fd/{self._page}"
         try:

@@ -97,7 +97,7 @@ class CommitWriter:
     """Publishes the commits of one term, each the child of the one before; used by rank 0 alone.
 
     `look` is called before anything of a commit is written, with its parent; a StorageError of its keeps it from that.
-    `versions` are recorded beside those of this package, Python and torch.
+    `versions` are recorded together with those of this package, Python and torch.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ class OptimizerMemory:
         return None if built is None else built.text
 
     def take_own(self, own: Mapping[str, Any], names: Names) -> None:
-        """Take what `own` has given; whatever is not in it is as it was built."""
+        """Load what `own` returned; attributes that it lacks keep their initial values."""
         saved: dict[Place, Written] = dict(json.loads(own[TEXT])) if own else {}
         now = dict(self._values(Writer(lambda: self._known(names))))
         reader = Reader(own.get(TENSORS, {}), self._device(), self._reader_of(names))
@@ -239,7 +239,7 @@ def names_of(model: nn.Module) -> Names:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a commit has of a group beside its parameters."""
+    """Return a group's settings as a commit stores them: all entries but its parameters."""
     return {key: value for key, value in group.items() if key != "params" and _is_setting(value)}
 
 

@@ -31,7 +31,7 @@ _OF_RATES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What decides a run's updates beside its gradients."""
+    """The settings that decide a run's updates, given its gradients."""
 
     optimizer: OptimizerConfig
     total_steps: int

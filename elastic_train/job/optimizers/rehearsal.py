@@ -95,7 +95,7 @@ class Cast:
 def rehearse(
     name: str, make: MakeOptimizer, settings: Sequence[Mapping[str, Any]], shapes: Shapes, device: torch.device | str
 ) -> None:
-    """Raise ConfigError unless an optimizer steps, and steps on alike from what a commit would hold of it."""
+    """Raise ConfigError unless an optimizer can step, and takes the same next step after it was saved and loaded."""
     if torch.device(device).type == "meta":
         device = "cpu"  # nothing is computed where a state is only described
     generator = torch.Generator().manual_seed(0)

@@ -141,7 +141,7 @@ def _answer_and_exit(path: str, steps: Sequence[int], last: int, writes: int) ->
 
 
 def _read_within(source: int, limit_s: float) -> bytes:
-    """Return all that comes until the end; what has come so far if that is late."""
+    """Read until the end of the stream; return what was read so far if that takes too long."""
     end, content = time.monotonic() + limit_s, b""
     while select.select([source], [], [], max(0.0, end - time.monotonic()))[0]:
         piece = os.read(source, 1 << 16)

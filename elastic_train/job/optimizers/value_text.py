@@ -115,7 +115,7 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles what an object has of its own, to be compared and never read.
+    """Pickles an object's own state, to be compared and never loaded.
 
     Single numbers count by their values, other tensors by what they are and how often they were written to, functions
     by what they close over, generators by where they are, parameters and optimizers by their kinds, and classes by

@@ -172,7 +172,7 @@ class StreamedUpdate:
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a group has beside its parameters; its tensors may be changed in place."""
+    """Return a group's settings, without its parameters; its tensors may be changed in place."""
     settings = {key: value for key, value in group.items() if key != "params"}
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
 

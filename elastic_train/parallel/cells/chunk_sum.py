@@ -95,7 +95,7 @@ def _sum_of(
 
 
 def fast_sum(chunks: Sequence[Sequence[nn.Parameter]], ranks: Group) -> GradientSum:
-    """Return the sum of each chunk's parameters whose rounding depends on the world, over all that hold the same."""
+    """Return the sum of gradients, by chunk, over ranks with the same parameters; rounding depends on the world."""
     sums = [FastSum(bind_gradients(one), ranks) for one in chunks]
     return sums[0] if len(sums) == 1 else ChunkSum(sums, Turns(ranks))
 

@@ -116,7 +116,7 @@ def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> No
     if why:
         raise ConfigError(
             f"task.params.hf: {type(model).__name__} ({inner.config.model_type}) cannot keep the documents of a row "
-            f"apart: {why}: give each document a row of its own, with document_ids: false, or another model"
+            f"apart: {why}: give each document its own row, with document_ids: false, or another model"
         )
 
 

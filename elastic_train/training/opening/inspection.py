@@ -169,7 +169,7 @@ def _unfit_rows(
 
 
 def _known_to_be_longer(fitness: _Fitness, manifest: Manifest) -> Iterator[tuple[int, str]]:
-    """Yield the first samples of all that are too long by the lengths beside the manifest, if they are there."""
+    """Yield the first samples that are too long by the manifest's lengths, if it has them."""
     known = find_lengths(manifest)
     longest = None if known is None else fitness.longest.get(known.column)
     if known is None or longest is None or (known.longest is not None and known.longest <= longest):
