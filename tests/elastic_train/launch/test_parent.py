@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 from collections.abc import Callable
@@ -25,6 +26,7 @@ def begin(work: Callable[[], object], said: Path) -> ForkedWorker:
     if pid := os.fork():
         return ForkedWorker(pid)
     try:
+        faulthandler.disable()  # pytest's would write of a crash that is meant
         os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
         train_in_a_child()
         work()
