@@ -29,12 +29,14 @@ TERM, INT, HUP = ORDERS
 
 @pytest.fixture
 def leave() -> Iterator[LeaveRequest]:
-    """A request with so little grace that a step may take 50 ms more."""
+    """A request with so little grace that a step may take 50 ms more; also where `nohup` has begun the tests."""
+    outside = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     before = [signal.getsignal(number) for number in NUMBERS]
     request = LeaveRequest(grace_s=0.1)
     yield request
     request.release()
     assert [signal.getsignal(number) for number in NUMBERS] == before
+    signal.signal(signal.SIGHUP, outside)
 
 
 def ask(number: int) -> None:

@@ -149,7 +149,7 @@ def test_where_there_is_no_memory_for_a_snapshot_the_error_goes_on(
         ),
         (
             {
-                "parallel": {"shards": "optimizer"},
+                "parallel": {"shards": "gradients"},
                 "run": {"dir": "runs", "audit_lanes": 4},
                 "batch": {"micro_batch": 1},
             },
