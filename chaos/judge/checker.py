@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from chaos.judge.delivery import claims, evaluated
+from chaos.judge.delivery import claims, evaluated, fault_claims
 from chaos.judge.evidence.run_files import Evidence, scenario_field
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, find
@@ -32,13 +32,13 @@ from chaos.judge.invariants import (
     whole_run,
 )
 from chaos.judge.invariants import script_run as scripts
-from chaos.judge.invariants.exactly_once import agreement, cells, compared, counts, samples
+from chaos.judge.invariants.exactly_once import agreement, cells, compared, counts, same_job, samples
 from chaos.judge.job_shape import cell_size
 
 INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "complete": complete.complete,
     "finished": whole_run.finished,
-    "faults": whole_run.faults,
+    "faults": fault_claims.faults,
     "deaths": departures.deaths,
     "agreement": agreement.agreement,
     "partition": agreement.partition,
@@ -58,6 +58,7 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
 WITHOUT_HISTORIES = ("cleanliness", "sums", "witness", "hash", "metrics", "validation")
 """What can be judged of a run that has deleted some of its histories: these read results, commits and what is left."""
 COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
+    "job": same_job.same_job,
     "hash": compared.same_weights,
     "weights": compared.same_weights_at_commits,
     "losses": compared.same_losses,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.judge.findings import Truth
-from chaos.planted import damage, damage_around, damage_claims, damage_commits, damage_delivered
+from chaos.planted import damage, damage_around, damage_claims, damage_commits, damage_delivered, damage_plausible
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,28 @@ PLANTED = (
     Planted("empty-proof", "an effect that nothing showed", damage_claims.empty_proof, "faults", "unknown"),
     Planted("empty-manifest", "a manifest without files", damage_claims.empty_manifest, "complete"),
     Planted("broken-line", "a history that was damaged", damage_claims.broken_line, "complete"),
+    Planted("lanes-swapped", "ranks that computed each other's lanes", damage_plausible.lanes_swapped, "partition"),
+    Planted(
+        "steps-swapped", "two steps that applied each other's samples", damage_plausible.steps_swapped, "agreement"
+    ),
+    Planted("line-twice", "a line that a history has twice", damage_plausible.line_twice, "complete"),
+    Planted("no-commit-lines", "commits without a line", damage_plausible.no_commit_lines, "complete", "unknown"),
+    Planted("linked-history", "evidence that is a link", damage_plausible.linked_history, "complete"),
+    Planted("killed-twice", "a kill of a process that was dead", damage_plausible.killed_twice, "faults"),
+    Planted("kill-survived", "a kill that ended nobody", damage_plausible.kill_survived, "faults"),
+    Planted("kill-elsewhere", "a kill of another node's process", damage_plausible.kill_elsewhere, "faults"),
+    Planted(
+        "unclaimed-start", "a node that came back by itself", damage_plausible.unclaimed_start, "faults", "unknown"
+    ),
+    Planted("no-code", "a node that ended without a code", damage_plausible.no_code, "deaths", "unknown"),
+    Planted("orphan-before", "an orphan that was seen once", damage_plausible.orphan_before, "cleanliness"),
+    Planted("other-seed", "a configuration of another run", damage_plausible.other_seed, "job"),
+    Planted("other-draws", "records of other random numbers", damage_plausible.other_draws, "job"),
+    Planted("extra-key", "a result with a claim of its own", damage_plausible.extra_key, "job"),
+    Planted("other-state", "a commit of another optimizer state", damage_delivered.other_state, "deliverable"),
+    Planted("files-elsewhere", "a commit of files outside the run", damage_plausible.files_elsewhere, "deliverable"),
+    Planted("nan-tracked", "a tracker without a number", damage_plausible.nan_tracked, "tracking"),
+    Planted("endless", "a result of more steps than were applied", damage_plausible.endless, "rpo"),
     Planted("no-result", "a job that hung or died", damage.no_result, "finished"),
     Planted("preempted", "a job that was not started again", damage.preempted, "finished"),
     Planted("unseen-leases", "an etcd that did not answer", damage_around.unseen_leases, "cleanliness", "unknown"),

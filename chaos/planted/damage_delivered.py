@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -66,22 +67,41 @@ def other_claim(folder: Path) -> None:
 def nan_weights(folder: Path) -> None:
     """Training diverged: record, result and ranks agree on weights that are not numbers."""
     import torch
+
+    run = collect(folder)
+    assert run.load is not None, "it was collected from files"
+    weights = {name: torch.full_like(tensor, float("nan")) for name, tensor in run.load(_last(folder)).items()}
+    digest = digest_of(weights)
+    _change_last(folder, {"format": 3, **_saved(folder, {"model": weights}), "weights_sha256": digest})
+    edit_result(folder, weights_sha256=digest)
+    edit(folder, lambda line: {**line, "weights_sha256": digest} if line["op"] == "end" else line)
+
+
+def other_state(folder: Path) -> None:
+    """An earlier commit holds another state of the optimizer, and its record has the digests of that."""
+    import torch
+
+    run = collect(folder)
+    before = [commit.fields for commit in run.commits if commit.fields and commit.fields["step"] == 25]
+    assert run.load is not None and before[0] is not None, "a good run"
+    state = {"model": dict(run.load(before[0])), "optimizer": {"moment": torch.full((3,), 0.5)}}
+    changed = _saved(folder, state)
+    forge(folder, lambda record: {**record, **changed} if record["step"] == 25 else record)
+
+
+def _saved(folder: Path, state: dict[str, Any]) -> Line:
+    """Save a state below data/, and return what a record says of its files."""
     from blake3 import blake3
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    run, attempt = collect(folder), "data/nan"
-    assert run.load is not None, "it was collected from files"
-    weights = {name: torch.full_like(tensor, float("nan")) for name, tensor in run.load(_last(folder)).items()}
-    save({"model": weights}, checkpoint_id=folder / attempt, no_dist=True)
+    attempt = "data/another"
+    save(state, checkpoint_id=folder / attempt, no_dist=True)
     held = {path.name: path.read_bytes() for path in (folder / attempt).iterdir()}
     files = {
         name: {"size": len(content), "blake3": blake3(content).hexdigest(), "blocks": [zlib.crc32(content)]}
         for name, content in held.items()
     }
-    digest = digest_of(weights)
-    _change_last(folder, {"format": 3, "attempt": attempt, "files": files, "weights_sha256": digest})
-    edit_result(folder, weights_sha256=digest)
-    edit(folder, lambda line: {**line, "weights_sha256": digest} if line["op"] == "end" else line)
+    return {"attempt": attempt, "files": files}
 
 
 def _change_last(folder: Path, fields: Line) -> None:

@@ -165,7 +165,8 @@ class Recorder:
     def save(self, term: int, step: int) -> dict[str, object]:
         """Write a commit's files with torch's own writer; return what its record says of them."""
         attempt = f"data/step-{step:012d}/{term:08d}-made"
-        dcp.save({"model": model_at(step)}, checkpoint_id=self.folder / attempt, no_dist=True)
+        state = {"model": model_at(step), "optimizer": {"moment": torch.full((3,), step / 3)}}
+        dcp.save(state, checkpoint_id=self.folder / attempt, no_dist=True)
         contents = {path.name: path.read_bytes() for path in (self.folder / attempt).iterdir()}
         files = {
             name: {"size": len(held), "blake3": blake3(held).hexdigest(), "blocks": [zlib.crc32(held)]}
@@ -176,6 +177,7 @@ class Recorder:
             "format": 3,
             "account": account,
             "metrics": metrics_at(step),
+            "rng": {"policy": "seed, step, lane", "seed": 7},
             "attempt": attempt,
             "files": files,
             "weights_sha256": digest_at(step),

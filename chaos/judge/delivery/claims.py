@@ -20,7 +20,7 @@ from chaos.judge.job_shape import MixedShape
 _FIELDS = ("step", "coverage", "weights_sha256", "format", "metrics", "improvement")
 _RANGES = ("fast_steps", "skipped_steps")
 _ACCOUNT = {"num_left_out": "left_out", "num_truncated": "truncated", "holes": "holes"}
-_BOTH = ("ended_by", "epochs", "num_left_out", "num_truncated", "skipped_steps", "improvement")
+_BOTH = ("ended_by", "epochs", "fast_steps", "num_left_out", "num_truncated", "skipped_steps", "improvement")
 
 
 def claims(run: Evidence, reference: Evidence | None) -> str:

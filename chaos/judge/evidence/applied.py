@@ -161,6 +161,9 @@ def settled_in(run: Evidence) -> dict[int, int]:
 def lineage_of(run: Evidence) -> list[Applied]:
     """Return the steps that the final weights are made of: the last term's, and those that it continued."""
     steps, last = steps_of(run), max(restored_at(run), default=None)
+    end, furthest = whole(result_of(run), "step"), max(furthest_of(run).values())
+    if end > furthest:
+        raise Violated(f"the result is of step {str(end)[:20]}, the furthest that a history has is {furthest}")
     branch = [] if last is None else branch_of(run, last, whole(result_of(run), "step"))
     if first := branch[0][1] if branch else whole(result_of(run), "step"):
         raise Violated(f"no term began before step {first}: the lineage does not reach back to step 0")

@@ -22,7 +22,7 @@ import yaml
 
 from chaos.judge.evidence.clocks import leaders, moved, offsets_of, on_one_clock
 from chaos.judge.evidence.identities import identified
-from chaos.judge.evidence.stored_weights import Tensors, load_weights
+from chaos.judge.evidence.stored_weights import Tensors, digests_of_state, load_weights
 
 Line = dict[str, object]
 _OF_RANK = re.compile(r"(\d{8,})-(\d{5,})-")
@@ -83,6 +83,8 @@ class Evidence:
     """The files that are there and cannot be read, each with the reason."""
     load: Callable[[Line], Tensors] | None = field(default=None, repr=False)
     """Returns the weights that the files of a commit record hold; raises Violated where they are not what it says."""
+    state: Callable[[Line], dict[str, str]] | None = field(default=None, repr=False)
+    """Returns a digest of each other value that a commit holds: of optimizer, schedule and averages."""
     # What is worked out of the files once; `replace` begins with none of it.
     _as_read: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _by_op: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -152,7 +154,11 @@ class _Files:
 
     def lines(self, path: Path) -> list[Line]:
         """Return the mappings of a file's lines; the last one may be torn."""
-        *texts, last = path.read_bytes().split(b"\n")
+        try:
+            *texts, last = path.read_bytes().split(b"\n")
+        except OSError as error:
+            self._note(path, f"cannot be read: {error.strerror}")
+            return []
         found = [(number, text, _parsed(text)) for number, text in enumerate([*texts, last], 1) if text.strip()]
         if not found:
             self._note(path, "is empty")
@@ -166,10 +172,16 @@ class _Files:
         lines = self.lines(path)
         if any(not isinstance(line.get("op"), str) for line in lines):
             self._note(path, "a line names no operation (`op`)")
+        said = set[str]()
+        for line in lines:
+            text = json.dumps(line, sort_keys=True)
+            if "t" in line and text in said:
+                self._note(path, f"a line of `{line.get('op')}` is there twice")
+            said.add(text)
         if whose := _OF_RANK.match(path.name):
             place = int(whose[1]), int(whose[2])
-            said = [(line.get("term", place[0]), line.get("rank", place[1])) for line in lines]
-            if any(each != place for each in said):
+            places = [(line.get("term", place[0]), line.get("rank", place[1])) for line in lines]
+            if any(each != place for each in places):
                 self._note(path, "a line is not of the term and rank that the file is named after")
         return [line for line in lines if isinstance(line.get("op"), str)]
 
@@ -195,6 +207,14 @@ class _Files:
             self.unreadable.append(f"history: {problem}, because a line lacks a value or has another kind ({error})")
             return as_read
 
+    def check_own(self) -> None:
+        """Note links among the run's files, which are no evidence of it, and folders in the places of files."""
+        for path in sorted(self.folder.rglob("*")):
+            if path.is_symlink():
+                self._note(path, "is a link: the run has written files alone")
+            elif path.suffix in (".json", ".jsonl") and path.is_dir():
+                self._note(path, "is a folder instead of a file")
+
     def _note(self, path: Path, why: str) -> None:
         named = path.relative_to(self.folder) if path.is_relative_to(self.folder) else path
         self.unreadable.append(f"{named} {why}" if not why.startswith("line ") else f"{named}: {why}")
@@ -207,6 +227,7 @@ def _kind_of(value: object) -> str:
 def collect(folder: Path) -> Evidence:
     """Read everything below a run's folder; never raises for what a file holds."""
     files = _Files(folder)
+    files.check_own()
     config = files.mapping(folder / "config.yaml", lambda content: yaml.load(content, Loader=_LOADER)) or {}
     sizes = [rows for manifest in manifests_of(folder, config, files.mapping) if (rows := _rows(files, manifest))]
     histories = [_process([files.history(path) for path in parts]) for parts in _histories(folder)]
@@ -225,6 +246,7 @@ def collect(folder: Path) -> Evidence:
         sizes=tuple(sizes) if _sources_of(config) else (),
         terms=_terms(files, config),
         load=functools.partial(load_weights, folder),
+        state=functools.partial(digests_of_state, folder),
     )
     read = files.normal("clocks cannot be compared", read, lambda: with_one_clock(read))
     return replace(read, unreadable=tuple(files.unreadable))
@@ -233,7 +255,7 @@ def collect(folder: Path) -> Evidence:
 def _rows(files: _Files, manifest: Line) -> int | None:
     try:
         return rows_of(manifest)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         files.unreadable.append(f"a manifest of the training set does not list its files' row groups ({error})")
         return None
 
@@ -298,7 +320,12 @@ def _sources_of(config: Line) -> list[str]:
 
 def rows_of(manifest: Line) -> int:
     """Count the rows of all row groups that a manifest lists."""
-    return sum(sum(cast(list[int], file["row_groups"])) for file in cast(list[Line], items(manifest, "files")))
+    groups = [
+        rows for file in cast(list[Line], items(manifest, "files")) for rows in cast(list[int], file["row_groups"])
+    ]
+    if (least := min(groups, default=0)) < 0:
+        raise ValueError(f"a row group of {least} rows")
+    return sum(groups)
 
 
 def _histories(folder: Path) -> list[list[Path]]:
@@ -334,8 +361,8 @@ def record_files(folder: Path) -> list[Path]:
 def _is_record(path: Path) -> bool:
     try:
         return path.stat().st_size > _LARGEST_VOID or not is_void(path.read_bytes())
-    except FileNotFoundError:
-        return False  # deleted since it was listed
+    except OSError:
+        return False  # deleted since it was listed, or no file
 
 
 def is_void(content: bytes) -> bool:
@@ -377,7 +404,7 @@ def number(line: Line, key: str) -> float:
     """Return a line's number; KeyError or TypeError if there is none, which makes a verdict unknown."""
     value = line[key]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{key} of {line} is not a number")
+        raise TypeError(_not(line, key, "a number"))
     return value
 
 
@@ -385,7 +412,7 @@ def whole(line: Line, key: str) -> int:
     """Return a line's integer."""
     value = line[key]
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{key} of {line} is not an integer")
+        raise TypeError(_not(line, key, "an integer"))
     return value
 
 
@@ -393,7 +420,7 @@ def part(line: Line, key: str) -> Line:
     """Return a line's mapping."""
     value = line[key]
     if not isinstance(value, dict):
-        raise TypeError(f"{key} of {line} is not a mapping")
+        raise TypeError(_not(line, key, "a mapping"))
     return value
 
 
@@ -401,8 +428,14 @@ def items(line: Line, key: str) -> list[object]:
     """Return a line's list."""
     value = line[key]
     if not isinstance(value, list):
-        raise TypeError(f"{key} of {line} is not a list")
+        raise TypeError(_not(line, key, "a list"))
     return value
+
+
+def _not(line: Line, key: str, what: str) -> str:
+    """Say which value of which line is of another kind."""
+    named = ", ".join(f"{name} {line[name]!r}" for name in ("op", "status", "term", "rank", "step") if name in line)
+    return f"{key} is {str(line[key])[:40]!r}, not {what}{f' ({named[:120]})' if named else ''}"
 
 
 def lanes_of(line: Line) -> range:

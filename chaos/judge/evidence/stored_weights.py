@@ -22,29 +22,54 @@ Tensors = Mapping[str, "Tensor"]
 _BLOCK = 1 << 20
 """Bytes of a file that a checksum in its record is of."""
 _FILE_DIGESTS = {1: "sha256", 2: "blake3", 3: "blake3"}
+_OF_THE_RUN = {"scheduler.recipe"}
+"""Values that follow from a run's length, which a soak ends by itself."""
 _GRAIN = 1 << 16
 """Elements of a tensor that are hashed at once, since format 3."""
 
 
 def load_weights(folder: Path, record: Mapping[str, object]) -> Tensors:
     """Return the model's tensors, by name, from the files of a commit record below a run's folder."""
-    import torch
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     attempt = folder / str(record["attempt"])
+    if not attempt.resolve().is_relative_to((folder / "data").resolve()):
+        raise Violated(f"a commit record names {str(record['attempt'])[:80]}, which is not below data/ of the run")
 
     def open_file(name: str) -> BinaryIO | None:
         return (attempt / name).open("rb") if (attempt / name).is_file() else None
 
     for _ in checked_files(record, open_file):
         pass
+    return cast(Tensors, _load(attempt, lambda section: section == "model"))
+
+
+def digests_of_state(folder: Path, record: Mapping[str, object]) -> dict[str, str]:
+    """Return a digest of each value that a commit holds with its weights: of optimizer, schedule and averages.
+
+    `load_weights` has compared the files with the record.
+    """
+    import torch
+
+    found = _load(folder / str(record["attempt"]), lambda section: section != "model", by_section=True)
+    return {
+        name: _digest_at_once(value) if isinstance(value, torch.Tensor) else repr(value)[:200]
+        for name, value in found.items()
+        if name not in _OF_THE_RUN
+    }
+
+
+def _load(attempt: Path, is_wanted: Callable[[object], bool], *, by_section: bool = False) -> dict[str, object]:
+    """Load some sections of a commit's state by torch's own reader; names begin with the section if asked for."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     metadata = FileSystemReader(attempt).read_metadata()  # a pickle, which its digest has cleared
     paths = cast(Mapping[str, tuple[object, ...]], metadata.planner_data)
-    wanted: dict[str, Tensor] = {
-        name: torch.empty(cast(Any, kind).size, dtype=cast(Any, kind).properties.dtype)
+    wanted: dict[str, object] = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype) if hasattr(tensor, "size") else io.BytesIO()
         for name, kind in metadata.state_dict_metadata.items()
-        if paths[name][0] == "model"
+        if is_wanted(paths[name][0])
+        for tensor in [cast(Any, kind)]
     }
     try:
         with warnings.catch_warnings(action="ignore"):  # it says that there is one process only
@@ -52,8 +77,8 @@ def load_weights(folder: Path, record: Mapping[str, object]) -> Tensors:
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise Violated(f"{record['attempt']} cannot be loaded by dcp.load: {type(error).__name__}: {error}") from error
-    return {".".join(map(str, paths[name][1:])): tensor for name, tensor in wanted.items()}
+        raise Violated(f"{attempt.name} cannot be loaded by dcp.load: {type(error).__name__}: {error}") from error
+    return {".".join(map(str, paths[name][not by_section :])): value for name, value in wanted.items()}
 
 
 def checked_files(

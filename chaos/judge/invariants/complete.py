@@ -133,6 +133,8 @@ def _check_commits(run: Evidence) -> int:
     kept = _section(run, "checkpoint").get("keep_last")
     if not isinstance(kept, int) or run.terms is None:
         return 0
+    if run.commits and not run.of("commit"):
+        raise Unknown("no line says that a commit was published (`commit`)")
     hit = {f"commits/{fault['commit']}" for fault in run.of("fault") if fault.get("commit")}
     left = {commit.key for commit in run.commits}
     published = sorted(left | {str(line["key"]) for line in run.of("commit")})[-kept:]

@@ -20,6 +20,7 @@ from chaos.judge.evidence.run_files import (
     items,
     number,
     scenario_field,
+    whole,
 )
 from chaos.judge.evidence.spells import spells_of
 from chaos.judge.findings import Unknown, Violated
@@ -64,7 +65,7 @@ def deaths(run: Evidence) -> str:
         who = f"process {lost[0]['pid']}, rank {lost[0]['rank']} of the last term"
         raise Unknown(f"{who}, died, and no fault explains it")
     for line in run.of("exit"):
-        if line["code"] != 0 and not _is_explained(run, line):
+        if whole(line, "code") != 0 and not _is_explained(run, line):
             raise Unknown(f"node {line['node']} ended with code {line['code']}, and no fault explains it")
     return f"{len(terms) - 1} changes of the world, each explained by a fault"
 

@@ -25,14 +25,14 @@ def cleanliness(run: Evidence) -> str:
     ends = run.of("clean")
     if not ends:
         raise Unknown("it was not checked what outlived the job")
-    looked = ends[-1]
-    found = []
-    for name, (what, check) in _CHECKS.items():
-        if name in looked:
-            if looked[name] is None:
-                raise Unknown(f"whether any {what} outlived the job could not be seen")
-            check(run, looked)
-            found.append(what)
+    found = list[str]()
+    for looked in ends:
+        for name, (what, check) in _CHECKS.items():
+            if name in looked:
+                if looked[name] is None:
+                    raise Unknown(f"whether any {what} outlived the job could not be seen")
+                check(run, looked)
+                found += [what] if what not in found else []
     if not found:
         raise Unknown("it was not checked what outlived the job")
     return f"no {', '.join(found)} outlived the job"

@@ -42,6 +42,8 @@ def tracking(run: Evidence) -> str:
     summary = (
         f"{len(kept)} values of {len({name for name, _ in kept})} metrics, {num_compared} losses are those applied"
     )
+    if _tracker_of(run) is None and run.tracked:
+        raise Violated("tracked.json holds values, and the configuration names no tracker")
     if _tracker_of(run) is None:
         return f"{summary}; the run has no tracker"
     if run.tracked is None:
@@ -153,4 +155,4 @@ def _settled_in_vain(run: Evidence) -> set[int]:
 
 def _same(value: float, other: float) -> bool:
     """Compare what was logged; trackers write infinities in ways of their own."""
-    return value == other or not (math.isfinite(value) and math.isfinite(other))
+    return value == other or (not math.isfinite(value) and not math.isfinite(other))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 
 from chaos.judge.evidence.applied import Steps, restored_at, result_of, shape_of, steps_of
+from chaos.judge.evidence.copies import parallel_of
 from chaos.judge.evidence.holes import left_out_of
 from chaos.judge.evidence.run_files import Evidence, Line, lanes_of, number, whole
 from chaos.judge.findings import Violated
-from chaos.judge.job_shape import Crews, MixedShape
+from chaos.judge.job_shape import Crews, MixedShape, cell_size
 
 _UNWRITTEN_S = 0.25
 """How long a line may wait for the thread that writes it, on a machine that is busy."""
 _THAWED_S = 2.0
 """What is due to be undone is undone at the executor's next look."""
+_CLOCK_S = 1.0
+"""How far a clock may be set back between two steps of a process, where no fault sets clocks."""
 _SHARED = ("epoch", "lo", "hi", "num_samples", "world", "loss")
 
 
@@ -25,8 +29,11 @@ def agreement(run: Evidence) -> str:
         first = {"applied_by": line.get("applied_by"), **restored[whole(line, "term")]}
         _same({"applied_by": None, **line}, first, ("step", "epoch", "offset", "commit", "applied_by"), "restored")
     _check_places(run)
+    sets_clocks = any(fault["kind"] == "jump_clock" for fault in run.of("fault"))
     for process in run.processes:
         _check_consecutive(process, restored)
+        if not sets_clocks:
+            _check_times(process)
     steps = steps_of(run)
     for lines in steps.values():
         for line in lines:
@@ -55,6 +62,13 @@ def _check_places(run: Evidence) -> None:
         if (line["epoch"], line["offset"]) != (epoch, steps * shape.micro_batch):
             where = f"rank {line['rank']} of term {line['term']} restored step {line['step']}"
             raise Violated(f"{where} as epoch {line['epoch']}, offset {line['offset']}")
+    for line in run.of("step"):
+        epoch, steps = divmod(whole(line, "step") - 1, shape.steps_per_epoch)
+        lo, hi = steps * shape.micro_batch, (steps + 1) * shape.micro_batch
+        if (line["epoch"], line["lo"], line["hi"]) != (epoch, lo, hi):
+            where = f"rank {line['rank']} of term {line['term']} applied step {line['step']}"
+            due = f"epoch {epoch}, offsets [{lo}, {hi})"
+            raise Violated(f"{where} as epoch {line['epoch']}, offsets [{line['lo']}, {line['hi']}), it is {due}")
     for line in run.of("commit"):
         if str(line["key"]) != f"commits/{line['term']:08d}-{line['step']:012d}.json":
             raise Violated(f"{line['key']} is recorded as a commit of term {line['term']}, step {line['step']}")
@@ -70,6 +84,16 @@ def _check_consecutive(process: list[Line], restored: dict[int, Line]) -> None:
             if step != last + 1:
                 raise Violated(f"term {term}: rank {line['rank']} applied step {step} after step {last}")
             before[term] = step
+
+
+def _check_times(process: list[Line]) -> None:
+    """A process stamps its steps in the order in which it applies them."""
+    steps = [line for line in process if line["op"] == "step"]
+    for before, after in pairwise(steps):
+        if number(after, "t") < number(before, "t") - _CLOCK_S:
+            back_s = number(before, "t") - number(after, "t")
+            where = f"term {after['term']}: rank {after['rank']}"
+            raise Violated(f"{where} applied step {after['step']} {back_s:.1f} s before step {before['step']}")
 
 
 def _same(line: Line, other: Line, keys: tuple[str, ...], what: str) -> None:
@@ -100,6 +124,7 @@ def partition(run: Evidence) -> str:
     crews = Crews.of(run.config)
     if crews.cell > 1:
         _check_cells(steps, crews)
+    _check_owners(run, steps, num_lanes)
     in_places = ((key, lines, alike) for key, lines in steps.items() for alike in _by_number(lines, crews))
     for (term, step), lines, alike in in_places:
         if _tile(alike, num_lanes):
@@ -115,6 +140,21 @@ def partition(run: Evidence) -> str:
             times = owners[wrong[0]]
             raise Violated(f"term {term}, step {step}: lane {wrong[0]} of {num_lanes} was computed {times} times")
     return f"{len(steps)} applied steps, {num_lanes} lanes, each lane once in each"
+
+
+def _check_owners(run: Evidence, steps: Steps, num_lanes: int) -> None:
+    """A rank's lanes stay the same in a world; rank r of W has [r * L // W, (r + 1) * L // W) of all L, if none are
+    dealt."""
+    are_in_order = cell_size(run.config) == 1 and parallel_of(run).get("shards", "none") in ("none", "optimizer")
+    first = dict[tuple[int, int], range]()
+    for (term, step), lines in steps.items():
+        for line in lines:
+            rank, world, lanes = whole(line, "rank"), whole(line, "world"), lanes_of(line)
+            lo, hi = (place * num_lanes // world for place in (rank, rank + 1))
+            due = range(lo, hi) if are_in_order else first.setdefault((term, rank), lanes)
+            if lanes != due:
+                where = f"term {term}, step {step}: rank {rank} of {world}"
+                raise Violated(f"{where} computed lanes {[*lanes]}, its lanes are {[*due]}")
 
 
 def _check_cells(steps: Steps, crews: Crews) -> None:

@@ -1,0 +1,94 @@
+"""Invariant of two runs that are compared: both are of one job, on one dataset, and wrote the same of each step.
+
+What no second run repeats is not compared: places, times, terms, worlds, and settings of storage, tracking and pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from chaos.judge.evidence.applied import lineage_of, result_of
+from chaos.judge.evidence.holes import holes_of
+from chaos.judge.evidence.run_files import Evidence, Line, manifests_of, part, whole
+from chaos.judge.findings import Violated
+from chaos.judge.invariants.exactly_once.agreement import differ
+
+_SECTIONS = ("task", "data", "batch", "optimizer", "validation")
+_OWN = {
+    *("task.path", "task.params", "optimizer.on_nonfinite", "optimizer.nonfinite_limit"),
+    *(
+        f"data.{name}"
+        for name in ("train", "mixture", "cache_dir", "cache_bytes", "num_workers", "unreadable", "deadly")
+    ),
+}
+"""Keys that a run with faults may have of its own: a paced task, damaged data, and what to do about those."""
+_PACE = {"lane_ms", "spoilt"}
+"""Parameters of the harness's own tasks, which the run with faults alone has."""
+_RECORDED = ("cursor", "order", "rng", "manifest_digest", "fast_steps")
+_SAMPLES = ("coverage", "account", "skipped_steps")
+"""What differs where a fault has made samples unreadable, or losses not finite, at a step of its own."""
+_VALIDATED = ("metrics", "improvement")
+
+
+def same_job(run: Evidence, reference: Evidence) -> str:
+    """Both runs have one configuration of data and arithmetic, one manifest, and the same records of equal steps."""
+    num_keys = _check_config(run, reference)
+    manifests, expected = (manifests_of(each.folder, each.config) for each in (run, reference))
+    if manifests and expected and differ(manifests, expected):
+        raise Violated("the manifest of the training set is another one than that of the run without faults")
+    ours, theirs = result_of(run), result_of(reference)
+    if odd := sorted((ours.keys() ^ theirs.keys()) - {"mlflow_run_id"}):
+        which = "run with faults" if odd[0] in ours else "run without faults"
+        raise Violated(f"only the result of the {which} says {odd[0]}")
+    is_whole = not holes_of(ours) and not run.has("nonfinite")
+    recorded = _RECORDED + _SAMPLES * is_whole
+    num_records = sum(_check_record(key, record, others, recorded) for key, record, others in _records(run, reference))
+    return f"{num_keys} keys of the configuration, the manifest, and the records of {num_records} steps are the same"
+
+
+def _check_config(run: Evidence, reference: Evidence) -> int:
+    ours, theirs = (dict(_keys(each.config)) for each in (run, reference))
+    for key in sorted(ours.keys() | theirs.keys()):
+        if key not in ours or key not in theirs or differ(ours[key], theirs[key]):
+            said = f"is {ours.get(key)!r}, without faults it is {theirs.get(key)!r}"
+            raise Violated(f"config.yaml: {key} {said}")
+    return len(ours)
+
+
+def _keys(config: Line) -> Iterator[tuple[str, object]]:
+    """Yield the keys that the arithmetic follows from, with their values."""
+    for section in _SECTIONS:
+        for name, value in part(config, section).items() if section in config else ():
+            if f"{section}.{name}" not in _OWN:
+                yield f"{section}.{name}", value
+    params = part(config, "task").get("params") if "task" in config else None
+    for name, value in params.items() if isinstance(params, dict) else ():
+        if name not in _PACE:
+            yield f"task.params.{name}", value
+    yield "run.seed", (part(config, "run") if "run" in config else {}).get("seed")
+    yield from ((name, config.get(name)) for name in ("precision", "reduction"))
+
+
+def _records(run: Evidence, reference: Evidence) -> Iterator[tuple[str, Line, list[Line]]]:
+    """Yield the records of the lineage's steps, and with each those of the other run up to that step, newest first."""
+    lineage = {(one.term, one.step) for one in lineage_of(run)}
+    others = [record.fields for record in reference.commits if record.fields is not None]
+    for record in run.commits:
+        if record.fields is None:
+            continue
+        step = whole(record.fields, "step")
+        before = sorted((x for x in others if whole(x, "step") <= step), key=lambda x: -whole(x, "step"))
+        if before and before[0]["step"] == step and (record.fields.get("term"), step) in lineage:
+            yield record.key, record.fields, before
+
+
+def _check_record(key: str, record: Line, others: list[Line], recorded: tuple[str, ...]) -> int:
+    for name in recorded:
+        if name in record and name in others[0] and differ(record[name], others[0][name]):
+            raise Violated(f"{key} says {name} {record[name]}, without faults it is {others[0][name]}")
+    for name in _VALIDATED:
+        # A commit that was made before the validation of its own step has what the one before gave.
+        known = [other.get(name) for other in others]
+        if record.get(name) is not None and all(differ(record[name], each) for each in known):
+            raise Violated(f"{key} says {name} {record[name]}, without faults it is {known[0]}")
+    return 1

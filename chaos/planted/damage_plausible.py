@@ -1,0 +1,159 @@
+"""Damage to a good recorded run after which each file is well formed: only other evidence contradicts what it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import yaml
+
+from chaos.judge.evidence.run_files import Line, collect, items, part, record_files, whole
+from chaos.planted.edits import edit, edit_result, forge, later_term
+
+_CHAOS = "history/chaos.jsonl"
+
+
+def lanes_swapped(folder: Path) -> None:
+    """In one world two ranks compute each other's lanes, in every step."""
+    last = later_term(collect(folder))
+    lanes: dict[object, object] = {}
+    for line in collect(folder).in_term("step", last):
+        lanes.setdefault(line["rank"], line["lanes"])
+    others: dict[object, object] = {0: lanes[1], 1: lanes[0]}
+
+    def swapped(line: Line) -> Line:
+        is_one = line["op"] == "step" and line["term"] == last and line["rank"] in others
+        return {**line, "lanes": others[line["rank"]]} if is_one else line
+
+    edit(folder, swapped)
+
+
+def steps_swapped(folder: Path) -> None:
+    """Two neighbouring steps of an epoch applied each other's samples."""
+
+    def swapped(line: Line) -> Line:
+        if line["op"] != "step" or line["step"] not in (2, 3):
+            return line
+        by = (whole(line, "hi") - whole(line, "lo")) * (1 if line["step"] == 2 else -1)
+        return {**line, "lo": whole(line, "lo") + by, "hi": whole(line, "hi") + by}
+
+    edit(folder, swapped)
+
+
+def line_twice(folder: Path) -> None:
+    """A history lists a commit twice."""
+    path = next(
+        path for path in sorted((folder / "history").glob("[0-9]*.jsonl")) if '"commit", "t"' in path.read_text()
+    )
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, next(line for line in lines if '"commit", "t"' in line)]))
+
+
+def no_commit_lines(folder: Path) -> None:
+    """No history says that a commit was published."""
+    edit(folder, lambda line: None if line["op"] == "commit" else line)
+
+
+def _claim_fault(folder: Path, change: Line) -> None:
+    """Add a fault like the first one, with its effect, but for some fields."""
+    path = folder / _CHAOS
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    first = next(line for line in lines if line["op"] == "fault")
+    fault = {**first, "number": 99, "t": first["t"] + 0.2, **change}
+    effect = {"op": "effect", "t": fault["t"], "kind": fault["kind"], "fault": 99, "proof": "1 process has ended"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, fault, effect]))
+
+
+def killed_twice(folder: Path) -> None:
+    """The executor claims to have killed a process that another fault had killed."""
+    _claim_fault(folder, {})
+
+
+def kill_survived(folder: Path) -> None:
+    """The executor claims to have killed a process that trained to the end."""
+    run = collect(folder)
+    (form, *_) = run.in_term("form", later_term(run))
+    node = next(line["node"] for line in run.of("node") if form["pid"] in items(line, "pids"))
+    at = whole(run.of("step")[-1], "step")
+    _claim_fault(folder, {"pids": [form["pid"]], "node": node, "target": node, "t": form["t"], "seen_step": at - 1})
+    edit(folder, lambda line: {**line, "t": line["t"] + 60.0} if line.get("step") == at else line)  # type: ignore[operator]
+
+
+def kill_elsewhere(folder: Path) -> None:
+    """The executor claims that a kill hit another node than the one on which the process ran."""
+
+    def moved(line: Line) -> Line:
+        return {**line, "node": 0, "target": 0} if line["op"] == "fault" and line["kind"] == "kill_node" else line
+
+    edit(folder, moved)
+
+
+def unclaimed_start(folder: Path) -> None:
+    """A node that was killed came back, and no fault says so."""
+
+    def without(line: Line) -> Line | None:
+        if line["op"] == "scenario":
+            return {**line, "kinds": ["kill_node", "start_node"]}
+        return None if 2 in (line.get("number"), line.get("fault")) else line
+
+    edit(folder, without)
+
+
+def no_code(folder: Path) -> None:
+    """A node's exit code is no number."""
+    edit(folder, lambda line: {**line, "code": False} if line["op"] == "exit" else line)
+
+
+def orphan_before(folder: Path) -> None:
+    """The executor looked twice, and saw an orphan the first time only."""
+    path = folder / _CHAOS
+    *lines, last = [json.loads(text) for text in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {**last, "orphans": [77]}, last]))
+
+
+def other_seed(folder: Path) -> None:
+    """The configuration beside the run is that of another one."""
+    path = folder / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**config, "run": {**config.get("run", {}), "seed": 99}}))
+
+
+def other_draws(folder: Path) -> None:
+    """Records that were sealed say that random numbers were drawn in another way."""
+    forge(folder, lambda record: {**record, "rng": {"policy": "another", "seed": 99}})
+
+
+def files_elsewhere(folder: Path) -> None:
+    """A record names files that are not the run's."""
+    first = json.loads(record_files(folder)[0].read_text())
+    elsewhere = folder.parent / "elsewhere"
+    shutil.move(folder / first["attempt"], elsewhere)
+    outside = {"attempt": "../elsewhere"}
+    forge(folder, lambda record: {**record, **outside} if record["attempt"] == first["attempt"] else record)
+
+
+def linked_history(folder: Path) -> None:
+    """A history is a link to a file elsewhere."""
+    path = sorted((folder / "history").glob("[0-9]*.jsonl"))[0]
+    shutil.move(path, folder.parent / path.name)
+    path.symlink_to(folder.parent / path.name)
+
+
+def nan_tracked(folder: Path) -> None:
+    """The tracker holds no number where one was logged."""
+    path = folder / "tracked.json"
+    held = json.loads(path.read_text())
+    held["train/loss"][4][1] = float("nan")
+    path.write_text(json.dumps(held))
+
+
+def endless(folder: Path) -> None:
+    """The result names a step that no memory has room for the steps before."""
+    edit_result(folder, step=10**300)
+
+
+def extra_key(folder: Path) -> None:
+    """The result says what that of the run without faults does not."""
+    assert part(json.loads((folder / "result.json").read_text()), "metrics"), "a good run"
+    edit_result(folder, accuracy=1.0)
