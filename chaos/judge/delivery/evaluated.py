@@ -37,7 +37,7 @@ class Tolerance:
     """What is likeliest may be another, where the two likeliest are as close."""
 
 
-_TOLERANCES = {"fp32": Tolerance(1e-4, 1e-3, 1e-3)}
+TOLERANCES = {"fp32": Tolerance(1e-4, 1e-3, 1e-3)}
 _HALF = Tolerance(2e-2, 2e-2, 5e-2)
 """Of products in 8 or 11 bits."""
 _TOGETHER = 1.25
@@ -64,7 +64,7 @@ def validation(run: Evidence) -> str:
     logged = _check_logged(run, claimed)
     if why := _not_evaluated(run, task):
         return _by_logs(claimed, logged, f"not evaluated here: {why}")
-    allowed = _TOLERANCES.get(str(run.config.get("precision", "fp32")), _HALF)
+    allowed = TOLERANCES.get(str(run.config.get("precision", "fp32")), _HALF)
     found, doubts = _evaluated(run, str(place), task, allowed)
     for name, value in found.items():
         if name not in claimed:

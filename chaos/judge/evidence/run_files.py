@@ -360,7 +360,7 @@ def record_files(folder: Path) -> list[Path]:
 
 def _is_record(path: Path) -> bool:
     try:
-        return path.stat().st_size > _LARGEST_VOID or not is_void(path.read_bytes())
+        return path.is_file() and (path.stat().st_size > _LARGEST_VOID or not is_void(path.read_bytes()))
     except OSError:
         return False  # deleted since it was listed, or no file
 

@@ -63,6 +63,21 @@ def test_no_file_can_be_damaged_unseen(healthy: Path, tmp_path: Path, how: str) 
     assert believed == []
 
 
+def test_a_folder_in_place_of_any_file_is_no_evidence(healthy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    believed = []
+    for path in files_of(folder):
+        before = path.read_bytes()
+        path.unlink()
+        path.mkdir()
+        if examine(folder).is_valid:
+            believed.append(str(path.relative_to(folder)))
+        path.rmdir()
+        path.write_bytes(before)
+    assert believed == []
+
+
 def values_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every key and item below a value."""
     for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():

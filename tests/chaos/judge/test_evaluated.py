@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chaos.judge.delivery.evaluated import validation
+from chaos.judge.delivery.evaluated import TOLERANCES, _agrees, validation
 from chaos.judge.evidence.run_files import Evidence, Line, collect
 from chaos.judge.findings import Unknown, Violated
 from elastic_train.tasks.causal_lm import CausalLM
@@ -95,6 +95,12 @@ def test_a_language_model_is_evaluated_as_the_trainer_does(
         invented = {**metrics, name: value * 1.01 + (name == "token_accuracy")}
         with pytest.raises(Violated, match=f"says {name} "):
             validation(claim(healthy, invented, config, **given))
+
+
+def test_an_area_may_be_off_by_a_thousandth_and_not_by_a_hundredth() -> None:
+    """It is exact but for pairs of scores that rounding swaps."""
+    for off, is_believed in ((0.0, True), (9e-4, True), (-9e-4, True), (0.01, False), (-0.01, False)):
+        assert _agrees("auc", 0.9 + off, 0.9, 0.0, TOLERANCES["fp32"]) == is_believed
 
 
 def test_a_task_that_is_not_known_here_is_judged_by_what_was_logged(healthy: Evidence) -> None:
