@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from chaos.judge.evidence.applied import lineage_of, result_of, shape_of
 from chaos.judge.evidence.recovery_cost import seats_of
 from chaos.judge.evidence.run_files import Commit, Evidence, Line, items, part, whole
-from chaos.judge.evidence.skipped_steps import is_finite, skipped_steps
+from chaos.judge.evidence.skipped_steps import is_empty, is_finite, skipped_steps
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
 from chaos.judge.job_shape import MixedShape
@@ -77,12 +77,12 @@ def _known(result: Line, name: str) -> object:
 
 
 def _check_skipped(run: Evidence, result: Line) -> None:
-    """Exactly the steps are without an update whose loss or gradient was not finite, each in the lineage."""
+    """Only steps without a sample, or whose loss or gradient was not finite, have no update; all are in the lineage."""
     said, steps = skipped_steps(result), {one.step: one for one in lineage_of(run)}
     if beyond := sorted(said - steps.keys()):
         raise Violated(f"result.json says that step {beyond[0]} has no update, which the job does not have")
     for step in sorted(said):
-        if is_finite(run, steps[step]):
+        if not is_empty(steps[step]) and is_finite(run, steps[step]):
             raise Violated(f"result.json says that step {step} has no update, and its loss and gradient were finite")
 
 

@@ -20,6 +20,12 @@ def num_not_applied(run: Evidence) -> int:
     return sum(whole(one.lines[0], "num_samples") for one in lineage_of(run) if one.step in skipped) if skipped else 0
 
 
+def is_empty(applied: Applied) -> bool:
+    """Say whether a step had no sample, as all of them lie in row groups that cannot be read: its loss is no number."""
+    lines = applied.lines
+    return bool(lines) and all(line.get("num_samples") == 0 and line.get("loss") is None for line in lines)
+
+
 def is_finite(run: Evidence, applied: Applied) -> bool:
     """Say whether a step's loss and gradient were finite, as the ranks that applied it wrote down."""
     losses = [number(line, "loss") for line in applied.lines]

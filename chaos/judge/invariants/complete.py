@@ -6,6 +6,7 @@ of less than the run; so each kind of line that a run of this shape must have is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from chaos.judge.evidence.applied import lineage_of, restored_at, result_of, shape_of
@@ -169,9 +170,14 @@ def _check_validations(run: Evidence) -> int:
 
 
 def _check_logged(run: Evidence) -> int:
-    """Every term whose steps are in the lineage has logged values; return how many terms have."""
-    if run.metrics is None or not (applied := {one.term for one in lineage_of(run)}):
+    """Every term whose steps are in the lineage has logged values; return how many terms have.
+
+    Rank 0 logs them, and may die with those of its last step: a term in which it applied one may have none.
+    """
+    lineage = lineage_of(run)
+    if run.metrics is None or not (applied := {one.term for one in lineage}):
         return 0
+    by_rank_0 = Counter(one.term for one in lineage if any(line.get("rank") == 0 for line in one.lines))
     if not run.metrics:
         raise Unknown("metrics/ is not there: nothing that was measured was logged")
     for term in sorted(applied):
@@ -179,7 +185,7 @@ def _check_logged(run: Evidence) -> int:
         if not lines:
             raise Unknown(f"metrics/{term:08d}.jsonl is not there, and the lineage has steps of term {term}")
         begun = whole(restored_at(run)[term], "step")
-        if not any("values" in line for line in lines):
+        if by_rank_0[term] > 1 and not any("values" in line for line in lines):
             raise Unknown(f"metrics/{term:08d}.jsonl has no values, and term {term} applied steps from {begun} on")
         for line in lines:
             number(line, "t")

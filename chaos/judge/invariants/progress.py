@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from chaos.judge.evidence.applied import lineage_of, result_of
 from chaos.judge.evidence.run_files import Evidence, number, once, scenario_field, whole
-from chaos.judge.evidence.skipped_steps import is_finite, skipped_steps
+from chaos.judge.evidence.skipped_steps import is_empty, is_finite, skipped_steps
 from chaos.judge.findings import Unknown, Violated
 from chaos.scenario.kinds import spoils_losses
 
@@ -43,6 +43,9 @@ def updates(run: Evidence) -> str:
     skipped, given = skipped_steps(result_of(run)), sum(spoils_losses(fault["kind"]) for fault in run.of("fault"))
     told = {whole(line, "step") for line in run.of("nonfinite")}
     for applied in lineage_of(run):
+        if is_empty(applied):
+            skipped = skipped - {applied.step}
+            continue
         is_skipped, is_sound = applied.step in skipped, is_finite(run, applied)
         if is_skipped and is_sound:
             raise Violated(f"step {applied.step} has no update, although its loss and its gradient were finite")
