@@ -319,7 +319,7 @@ def test_etcd_knows_the_flags_that_it_is_given() -> None:
 def test_what_submit_renders_is_valid_and_loads(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the configuration that was given, and nothing of the machine that it is submitted from."""
+    """With the configuration that was given, the environment's keys among it, and nothing else of this machine."""
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl here: install it to render the manifests")
     (tmp_path / "mine.yaml").write_text(
@@ -347,7 +347,7 @@ def test_what_submit_renders_is_valid_and_loads(
     (given,) = (doc for doc in documents if doc["kind"] == "ConfigMap")
     (tmp_path / "given.yaml").write_text(given["data"]["train.yaml"])
     config = sources.load(tmp_path / "given.yaml", environ={})
-    assert (config.run.dir, config.batch.micro_batch, config.epochs) == ("/runs/mine", 2, 1)
+    assert (config.run.dir, config.batch.micro_batch, config.epochs) == ("/runs/mine", 2, 9)
     (doc,) = (doc for doc in documents if doc["kind"] == WAYS[name])
     node = job_spec(name, doc)["template"]["spec"]["containers"][0]
     assert {"mine", "2:5"} <= set(node["command"])
