@@ -249,7 +249,7 @@ def export(
     weights: Weights = "trained",
     json_: Json = False,
 ) -> int:
-    """Write the model of RUN, as its newest commit has it, to TARGET (by default a name in RUN's folder).
+    """Write the model of a commit of RUN to TARGET (by default a name in RUN's folder).
 
     --to hf (the default): a folder that transformers' AutoModel classes load, with the tokenizer; the package's own
     decoder becomes a Llama, with experts a Mixtral or Qwen2-MoE; adapters a folder of peft, or with --merge a whole
