@@ -15,10 +15,11 @@ from rendezvous.open_files import fill_standard_streams
 
 def main() -> None:
     """Run a command and exit with its code."""
-    fill_standard_streams()
+    trains = sys.argv[1:2] in (["launch"], ["train"], ["ray"])
+    fill_standard_streams(outlive_readers=trains)
     if sys.argv[1:2] == ["train"] and "WORLD_SIZE" not in os.environ:
         train_in_a_child()
-    elif sys.argv[1:2] in (["launch"], ["train"], ["ray"]):
+    elif trains:
         departure.listen()
     from elastic_train.cli.main import main as run
 

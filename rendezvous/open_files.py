@@ -71,10 +71,10 @@ class _Surviving(io.FileIO):
             return memoryview(content).nbytes
 
 
-def fill_standard_streams() -> None:
+def fill_standard_streams(*, outlive_readers: bool = True) -> None:
     """Open what this process lacks of its standard streams, or a socket would become one, and be printed to.
 
-    Output outlives its reader: what a task prints must not end a run, as under `| head`.
+    With `outlive_readers` output may lose its reader: what a task prints must not end a run, as under `| head`.
     """
     for number in range(3):
         try:
@@ -82,7 +82,8 @@ def fill_standard_streams() -> None:
         except OSError:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             os.set_inheritable(number, True)
-    sys.stdout, sys.stderr = _surviving(1, sys.stdout), _surviving(2, sys.stderr)
+    if outlive_readers:
+        sys.stdout, sys.stderr = _surviving(1, sys.stdout), _surviving(2, sys.stderr)
 
 
 def _surviving(number: int, stream: TextIO | None) -> TextIO:

@@ -63,3 +63,14 @@ def test_output_that_nobody_reads_ends_a_command_quietly(monkeypatch: pytest.Mon
         with pytest.raises(SystemExit) as ended:
             main.main(["keys", "--json"])
         assert ended.value.code == (0 if is_closed else PIPE_CLOSED)
+
+
+@pytest.mark.slow
+def test_the_installed_command_says_nothing_of_a_reader_that_has_gone() -> None:
+    """It said that training continues, whatever the command."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "elastic_train.command", "keys", "--json"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (PIPE_CLOSED, "")
