@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -44,10 +44,11 @@ def need_no_more(workers: Iterable[BaseProcess]) -> None:
         _needed.pop(worker, None)
 
 
-def ended_too_soon(patience_s: float = 0.0) -> ElasticTrainError | None:
-    """Return what is wrong if a worker process has ended, or does so in time, while it is needed."""
-    ending = wait([worker.sentinel for worker in _needed], patience_s)
-    ended = [worker for worker in _needed if worker.sentinel in ending]
+def ended_too_soon(patience_s: float = 0.0, workers: Collection[BaseProcess] | None = None) -> ElasticTrainError | None:
+    """Return what is wrong if one of some workers, by default all, has ended, or does in time, while it is needed."""
+    asked = needed() if workers is None else workers
+    ending = wait([worker.sentinel for worker in asked], patience_s)
+    ended = [worker for worker in asked if worker.sentinel in ending]
     if not ended:
         return None
     ended[0].join(NOTICED_S)  # its connections are closed a moment before it has ended

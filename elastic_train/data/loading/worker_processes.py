@@ -251,7 +251,7 @@ def _read(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], 
         is_cut_short = False
         raise
     except (RuntimeError, OSError, EOFError) as error:  # torch's words for a worker that is gone
-        if (why := ended_too_soon(NOTICED_S)) is not None:
+        if (why := ended_too_soon(NOTICED_S, needed() - others)) is not None:
             raise why from error
         raise
     finally:
