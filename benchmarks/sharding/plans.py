@@ -1,4 +1,4 @@
-"""What a plan of who sends what costs, and how much it moves, when one of many ranks is lost: arithmetic alone."""
+"""Time the exchange plan after the loss of one rank, and measure how much it moves; no tensor is touched."""
 
 from __future__ import annotations
 

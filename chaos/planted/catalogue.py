@@ -118,13 +118,13 @@ PLANTED = (
     Planted("kill-survived", "a kill that ended nobody", damage_plausible.kill_survived, "faults"),
     Planted("kill-elsewhere", "a kill of another node's process", damage_plausible.kill_elsewhere, "faults"),
     Planted(
-        "unclaimed-start", "a node that came back by itself", damage_plausible.unclaimed_start, "faults", "unknown"
+        "unclaimed-start", "a node that came back unclaimed", damage_plausible.unclaimed_start, "faults", "unknown"
     ),
     Planted("no-code", "a node that ended without a code", damage_plausible.no_code, "deaths", "unknown"),
     Planted("orphan-before", "an orphan that was seen once", damage_plausible.orphan_before, "cleanliness"),
     Planted("other-seed", "a configuration of another run", damage_plausible.other_seed, "job"),
     Planted("other-draws", "records of other random numbers", damage_plausible.other_draws, "job"),
-    Planted("extra-key", "a result with a claim of its own", damage_plausible.extra_key, "job"),
+    Planted("extra-key", "a result with an unknown key", damage_plausible.extra_key, "job"),
     Planted("other-state", "a commit of another optimizer state", damage_delivered.other_state, "deliverable"),
     Planted("files-elsewhere", "a commit of files outside the run", damage_plausible.files_elsewhere, "deliverable"),
     Planted("nan-tracked", "a tracker without a number", damage_plausible.nan_tracked, "tracking"),

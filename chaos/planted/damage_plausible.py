@@ -113,7 +113,7 @@ def orphan_before(folder: Path) -> None:
 
 
 def other_seed(folder: Path) -> None:
-    """The configuration beside the run is that of another one."""
+    """The run's configuration file belongs to another run."""
     path = folder / "config.yaml"
     config = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**config, "run": {**config.get("run", {}), "seed": 99}}))

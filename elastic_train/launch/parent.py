@@ -19,7 +19,7 @@ from rendezvous.orphans import die_with_parent
 
 _HEARD = {*ORDERS, *WARNINGS, signal.SIGCHLD}
 _BY_KERNEL = 0x80
-"""The `si_code` of what a terminal sends, to parent and child alike (SI_KERNEL of Linux)."""
+"""The `si_code` of a signal from the terminal, which parent and child both get (SI_KERNEL of Linux)."""
 
 
 def train_in_a_child() -> None:

@@ -41,7 +41,7 @@ TOLERANCES = {"fp32": Tolerance(1e-4, 1e-3, 1e-3)}
 _HALF = Tolerance(2e-2, 2e-2, 5e-2)
 """Of products in 8 or 11 bits."""
 _TOGETHER = 1.25
-"""How much more rows that change together may do than each alone."""
+"""A metric may change by this factor more when several close rows flip together than by the sum of single flips."""
 Doubts = dict[str, float]
 
 

@@ -1,4 +1,4 @@
-"""The faults that the executor claims, held against what the processes wrote: who was ended writes no more.
+"""Compare the faults that the executor claims with the processes' histories: a killed process writes no more lines.
 
 A fault that did not happen, or that nobody recorded, would otherwise explain whatever else went wrong in its spell.
 """
@@ -12,7 +12,7 @@ from chaos.judge.invariants import whole_run
 
 _ENDS_AT_ONCE = ("kill_worker", "kill_node")
 _LATE_S = 5.0
-"""How long after a kill lines may be stamped that its process wrote before: clocks may differ a little."""
+"""Seconds after a kill up to which its process may have stamped lines, since clocks differ a little."""
 
 
 def faults(run: Evidence) -> str:

@@ -23,7 +23,7 @@ _BLOCK = 1 << 20
 """Bytes of a file that a checksum in its record is of."""
 _FILE_DIGESTS = {1: "sha256", 2: "blake3", 3: "blake3"}
 _OF_THE_RUN = {"scheduler.recipe"}
-"""Values that follow from a run's length, which a soak ends by itself."""
+"""Values that depend on the length of a run: a soak ends when its faults do."""
 _GRAIN = 1 << 16
 """Elements of a tensor that are hashed at once, since format 3."""
 

@@ -15,11 +15,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from elastic_train.core.arrays import Int64s, group_of
+from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Cursor, Samples
 from elastic_train.data.arrow.lists import lengths_of, truncate_lists
 from elastic_train.data.arrow.rows import Joined, Rows, groups_of
 from elastic_train.data.loading.collate import Collate, Collator
 from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.errors import DataError, RowError, UnreadableError
 
@@ -201,6 +203,21 @@ def too_long(length: int, column: str, longest: int) -> str:
     return (
         f"it has {length} values in column '{column}', the task takes {longest}: let the task take more, or set "
         "`data.too_long: truncate` to cut such rows"
+    )
+
+
+def builder_of(
+    reader: RowSource, order: RunOrder, collate: Collate, micro_batch: int, rules: SampleRules
+) -> BatchBuilder:
+    """Return what builds the micro-batches of an order from a reader's rows."""
+    return BatchBuilder(
+        reader.first_id,
+        micro_batch,
+        collate,
+        rules,
+        seed=order.seed,
+        is_training=order.is_shuffled,
+        place_of=reader.place_of,
     )
 
 

@@ -69,7 +69,7 @@ class LoaderStates:
         return cursor
 
     def num_left(self, begin: Cursor, num_steps: int, cursor: Cursor) -> int:
-        """Return how many steps are left at a cursor for a loader of so many steps; ConfigError if it lies after them.
+        """Return the number of steps left at a cursor of a loader with `num_steps`; ConfigError if it is past the last.
 
         The loader still ends with the step with which it would have ended.
         """

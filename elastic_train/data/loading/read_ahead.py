@@ -18,7 +18,7 @@ import torch
 from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Cursor, Samples
 from elastic_train.data.dataset.row_groups import num_decoders
-from elastic_train.data.loading.batch_builder import BatchBuilder
+from elastic_train.data.loading.batch_builder import builder_of
 from elastic_train.data.loading.block_schedule import BlockSchedule, DecodedBlock, SideBySide
 from elastic_train.data.loading.collate import Collate
 from elastic_train.data.loading.lane_batch import LaneBatch
@@ -51,15 +51,7 @@ class ReadAhead:
         rules: SampleRules = AS_THEY_ARE,
     ) -> None:
         self._reader, self._order, self._rules = reader, order, rules
-        self._builder = BatchBuilder(
-            reader.first_id,
-            micro_batch,
-            collate,
-            rules,
-            seed=order.seed,
-            is_training=order.is_shuffled,
-            place_of=reader.place_of,
-        )
+        self._builder = builder_of(reader, order, collate, micro_batch, rules)
         self._lanes, self._micro_batch, self._prefetch_bytes = lanes, micro_batch, prefetch_bytes
         self._is_pinned = torch.cuda.is_available()
         self._samples = {lane: _LaneSamples(order, lane) for lane in lanes}

@@ -28,7 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Cursor
-from elastic_train.data.loading.batch_builder import BatchBuilder
+from elastic_train.data.loading.batch_builder import builder_of
 from elastic_train.data.loading.collate import Collate
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.loader_state import LoaderStates, cursor_of
@@ -63,15 +63,7 @@ class LaneDataset:
         self, reader: RowSource, order: RunOrder, collate: Collate, micro_batch: int, rules: SampleRules
     ) -> None:
         self._reader, self._order, self._micro_batch = reader, order, micro_batch
-        self._builder = BatchBuilder(
-            reader.first_id,
-            micro_batch,
-            collate,
-            rules,
-            seed=order.seed,
-            is_training=order.is_shuffled,
-            place_of=reader.place_of,
-        )
+        self._builder = builder_of(reader, order, collate, micro_batch, rules)
 
     @property
     def digest(self) -> str:

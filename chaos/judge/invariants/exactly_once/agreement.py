@@ -18,7 +18,7 @@ _UNWRITTEN_S = 0.25
 _THAWED_S = 2.0
 """What is due to be undone is undone at the executor's next look."""
 _CLOCK_S = 1.0
-"""How far a clock may be set back between two steps of a process, where no fault sets clocks."""
+"""Seconds that a clock may go back between two steps of a process when no fault sets clocks."""
 _SHARED = ("epoch", "lo", "hi", "num_samples", "world", "loss")
 
 

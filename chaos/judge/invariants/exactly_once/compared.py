@@ -67,8 +67,8 @@ def same_metrics(run: Evidence, reference: Evidence) -> str:
     shared = [place for place in logged.keys() & expected.keys() if _is_exact(place[0])]
     for name, step in sorted(shared, key=lambda place: (place[1], place[0])):
         if differ(logged[name, step], expected[name, step]):
-            told = f"{name} of step {step} was logged as {logged[name, step]}"
-            raise Violated(f"{told}, without faults as {expected[name, step]}")
+            logged_as = f"{name} of step {step} was logged as {logged[name, step]}"
+            raise Violated(f"{logged_as}, without faults as {expected[name, step]}")
     return f"both results say the same metrics, and {len(shared)} logged values of steps and validations are the same"
 
 

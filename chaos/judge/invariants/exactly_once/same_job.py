@@ -21,12 +21,12 @@ _OWN = {
         for name in ("train", "mixture", "cache_dir", "cache_bytes", "num_workers", "unreadable", "deadly")
     ),
 }
-"""Keys that a run with faults may have of its own: a paced task, damaged data, and what to do about those."""
+"""Keys that may differ in a run with faults: a paced task, damaged data, and the handling of both."""
 _PACE = {"lane_ms", "spoilt"}
 """Parameters of the harness's own tasks, which the run with faults alone has."""
 _RECORDED = ("cursor", "order", "rng", "manifest_digest", "fast_steps")
 _SAMPLES = ("coverage", "account", "skipped_steps")
-"""What differs where a fault has made samples unreadable, or losses not finite, at a step of its own."""
+"""Fields that differ after a fault made samples unreadable or a loss not finite."""
 _VALIDATED = ("metrics", "improvement")
 
 
@@ -87,7 +87,7 @@ def _check_record(key: str, record: Line, others: list[Line], recorded: tuple[st
         if name in record and name in others[0] and differ(record[name], others[0][name]):
             raise Violated(f"{key} says {name} {record[name]}, without faults it is {others[0][name]}")
     for name in _VALIDATED:
-        # A commit that was made before the validation of its own step has what the one before gave.
+        # A commit that precedes the validation of its step has the metrics of the validation before.
         known = [other.get(name) for other in others]
         if record.get(name) is not None and all(differ(record[name], each) for each in known):
             raise Violated(f"{key} says {name} {record[name]}, without faults it is {known[0]}")

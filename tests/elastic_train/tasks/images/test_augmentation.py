@@ -44,7 +44,7 @@ def test_the_area_of_a_random_box_is_what_was_drawn() -> None:
 
 @pytest.mark.parametrize(("format_", "orientation"), [("png", 1), ("tiff", 1), ("tiff", 6)])
 def test_of_16_bits_the_upper_ones_are_seen(format_: str, orientation: int) -> None:
-    """Pillow makes all that is brighter than 255 of 65,535 white."""
+    """Pillow clips values above 255 of 65,535 to white."""
     levels = np.arange(256, dtype=np.uint16).reshape(16, 16)
     exif = Image.Exif()
     exif[0x0112] = orientation
