@@ -125,7 +125,7 @@ PLANTED = (
     Planted("other-seed", "a configuration of another run", damage_plausible.other_seed, "job"),
     Planted("other-draws", "records of other random numbers", damage_plausible.other_draws, "job"),
     Planted("extra-key", "a result with an unknown key", damage_plausible.extra_key, "job"),
-    Planted("other-state", "a commit of another optimizer state", damage_delivered.other_state, "deliverable"),
+    Planted("other-state", "a commit of another optimizer state", damage_delivered.other_state, "weights"),
     Planted("files-elsewhere", "a commit of files outside the run", damage_plausible.files_elsewhere, "deliverable"),
     Planted("nan-tracked", "a tracker without a number", damage_plausible.nan_tracked, "tracking"),
     Planted("endless", "a result of more steps than were applied", damage_plausible.endless, "rpo"),

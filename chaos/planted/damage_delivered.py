@@ -82,11 +82,10 @@ def other_state(folder: Path) -> None:
     import torch
 
     run = collect(folder)
-    before = [commit.fields for commit in run.commits if commit.fields and commit.fields["step"] == 25]
-    assert run.load is not None and before[0] is not None, "a good run"
-    state = {"model": dict(run.load(before[0])), "optimizer": {"moment": torch.full((3,), 0.5)}}
-    changed = _saved(folder, state)
-    forge(folder, lambda record: {**record, **changed} if record["step"] == 25 else record)
+    *_, before, _ = [commit.fields for commit in run.commits]
+    assert run.load is not None and before is not None, "a good run"
+    changed = _saved(folder, {"model": dict(run.load(before)), "optimizer": {"moment": torch.full((3,), 0.5)}})
+    forge(folder, lambda record: {**record, **changed} if record["step"] == before["step"] else record)
 
 
 def _saved(folder: Path, state: dict[str, Any]) -> Line:

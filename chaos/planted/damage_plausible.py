@@ -91,11 +91,12 @@ def kill_elsewhere(folder: Path) -> None:
 
 def unclaimed_start(folder: Path) -> None:
     """A node that was killed came back, and no fault says so."""
+    starts = {line["number"] for line in collect(folder).of("fault") if line["kind"] == "start_node"}
 
     def without(line: Line) -> Line | None:
         if line["op"] == "scenario":
             return {**line, "kinds": ["kill_node", "start_node"]}
-        return None if 2 in (line.get("number"), line.get("fault")) else line
+        return line if starts.isdisjoint({line.get("number"), line.get("fault")}) else None
 
     edit(folder, without)
 

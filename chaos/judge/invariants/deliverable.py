@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from chaos.judge.evidence.applied import lineage_of, result_of, shape_of
-from chaos.judge.evidence.holes import holes_of
+from chaos.judge.evidence.applied import result_of, shape_of
 from chaos.judge.evidence.run_files import Commit, Evidence, Line, scenario_field, whole
 from chaos.judge.evidence.stored_weights import Tensors, digest_of, first_nonfinite
 from chaos.judge.findings import Unknown, Violated
@@ -29,10 +28,7 @@ def deliverable(run: Evidence, reference: Evidence | None) -> str:
     last = max((commit for commit in commits if _step(commit) == last_step), key=_place, default=None)
     if last is None and result["status"] == "done":
         raise Violated(f"the job ended at step {last_step}, the newest commit is of step {_step(commits[-1])}")
-    spoilt = {
-        f"commits/{fault['commit']}" for fault in run.of("fault") if damages(fault["kind"]) and fault.get("commit")
-    }
-    opened = [commit for commit in commits if commit.key not in spoilt]
+    opened = undamaged(run, commits)
     if not opened:
         raise Unknown("every commit that is left was damaged by a fault")
     summary = ""
@@ -45,8 +41,16 @@ def deliverable(run: Evidence, reference: Evidence | None) -> str:
         found = _check_weights(commit.key, tensors, claims)
         summary = f"{len(tensors)} tensors of {commit.key}, sha256 {found[:16]}: those of {', '.join(claims)}"
     summary += f"; of {len(opened)} commits that are left all files were read, and hold what the records say"
-    summary += _check_reference(reference) + _check_states(run, reference, opened)
+    summary += _check_reference(reference)
     return summary if last in (None, opened[-1]) else f"{summary}; a fault had damaged the last one, {last.key}"
+
+
+def undamaged(run: Evidence, commits: list[Commit]) -> list[Commit]:
+    """Return the commits whose files no fault has damaged."""
+    spoilt = {
+        f"commits/{fault['commit']}" for fault in run.of("fault") if damages(fault["kind"]) and fault.get("commit")
+    }
+    return [commit for commit in commits if commit.key not in spoilt]
 
 
 def _check_reference(reference: Evidence | None) -> str:
@@ -60,28 +64,6 @@ def _check_reference(reference: Evidence | None) -> str:
         except Violated as violation:
             raise Violated(f"the run without faults: {violation}") from violation
     return f", as in {len(commits)} of the run without faults"
-
-
-def _check_states(run: Evidence, reference: Evidence | None, opened: list[Commit]) -> str:
-    """Commits of one step of both runs hold one state of optimizer, schedule and averages; return how many there are.
-
-    Where samples or updates were left out, a step need not have the same state in both.
-    """
-    if reference is None or run.state is None or reference.state is None:
-        return ""
-    if run.has("nonfinite") or holes_of(result_of(run)):
-        return ""
-    lineage = {(applied.term, applied.step) for applied in lineage_of(run)}
-    expected = {_step(commit): commit for commit in reference.commits if commit.fields is not None}
-    shared = [commit for commit in opened if _place(commit) in lineage and _step(commit) in expected]
-    for commit in shared:
-        assert commit.fields is not None, "looked at before"
-        theirs = expected[_step(commit)].fields or {}
-        ours, others = run.state(commit.fields), reference.state(theirs)
-        for name in sorted(ours.keys() & others.keys()):
-            if ours[name] != others[name]:
-                raise Violated(f"{commit.key} holds another {name} than the run without faults had at its step")
-    return f"; {len(shared)} hold its state of optimizer, schedule and averages, too" if shared else ""
 
 
 def _check_weights(key: str, tensors: Tensors, claims: Mapping[str, Line]) -> str:

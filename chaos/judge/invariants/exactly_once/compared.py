@@ -6,6 +6,7 @@ from chaos.judge.evidence.applied import lineage_of, restored_at, result_of
 from chaos.judge.evidence.holes import holes_of
 from chaos.judge.evidence.run_files import Evidence, whole
 from chaos.judge.findings import Unknown, Violated
+from chaos.judge.invariants.deliverable import undamaged
 from chaos.judge.invariants.exactly_once.agreement import differ
 from chaos.judge.invariants.tracked_values import kept_values
 
@@ -44,7 +45,30 @@ def same_weights_at_commits(run: Evidence, reference: Evidence) -> str:
             raise Violated(f"{where} has weights of SHA-256 {weights[:16]}, without faults {expected[step][:16]}")
     if not compared:
         raise Unknown("the two runs have no commit of the same step")
-    return f"{len(compared)} commits have the same hash in both runs, by records and histories"
+    num_states = 0 if is_partial else _compare_states(run, reference)
+    summary = f"{len(compared)} commits have the same hash in both runs, by records and histories"
+    return summary + (f"; {num_states} hold the same state of optimizer, schedule and averages" if num_states else "")
+
+
+def _compare_states(run: Evidence, reference: Evidence) -> int:
+    """Compare the rest of the state in commits of the lineage that both runs have kept; return how many there are."""
+    if run.state is None or reference.state is None:
+        return 0
+    lineage = {(applied.term, applied.step) for applied in lineage_of(run)}
+    expected = {whole(fields, "step"): fields for commit in reference.commits if (fields := commit.fields) is not None}
+    num_compared = 0
+    for commit in undamaged(run, run.commits):
+        fields = commit.fields
+        if fields is None or (whole(fields, "term"), step := whole(fields, "step")) not in lineage:
+            continue
+        if step not in expected:
+            continue
+        num_compared += 1
+        ours, theirs = run.state(fields), reference.state(expected[step])
+        for name in sorted(ours.keys() & theirs.keys()):
+            if ours[name] != theirs[name]:
+                raise Violated(f"{commit.key} holds another {name} than the run without faults had at its step")
+    return num_compared
 
 
 def _committed_weights(run: Evidence) -> list[tuple[int, int, str]]:

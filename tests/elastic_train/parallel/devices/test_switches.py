@@ -15,7 +15,9 @@ MATMUL = torch.backends.cuda.matmul
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
+    """Begin with torch's own default where other tests of this process make kernels deterministic."""
     kept = KeptSwitches(nn.Identity())
+    torch.set_deterministic_debug_mode("default")
     yield
     kept.set_back()
 
