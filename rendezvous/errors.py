@@ -2,7 +2,7 @@
 
 RendezvousError
 ├── OptionError               --rdzv_conf, the endpoint or the run id cannot be used as given; all problems at once
-│   └── LimitsDifferError     --nnodes is not that of the nodes that run already
+│   └── LimitsDifferError     --nnodes, or the mode of recovery, is not that of the nodes that run already
 ├── StoreError
 │   ├── StoreUnavailableError etcd did not do it within the deadline, retries included, and may do it later
 │   │   ├── StoreBlockedError an alarm (NOSPACE, CORRUPT) keeps etcd from writing until its operator clears it
@@ -33,7 +33,7 @@ class OptionError(RendezvousError):
 
 
 class LimitsDifferError(OptionError):
-    """This node was started with another --nnodes than those that run."""
+    """This node was started with another --nnodes, or in another mode of recovery, than those that run."""
 
 
 class StoreError(RendezvousError):

@@ -116,7 +116,7 @@ class Participant:
         With `as_last` it counts as the one that has registered last, so that it does not lead.
         Waits for etcd if it does not answer, takes no writes, or does not let this member in; raises
         StoreUnavailableError after `timeout_s`, StoppedWaiting when `is_stopped()`, and LimitsDifferError if other
-        members were started with another --nnodes.
+        members were started with another --nnodes, or in another mode.
         """
         self.joined_at = time.time()
         if self._own.is_gone:
@@ -149,8 +149,8 @@ class Participant:
         `host` starts the store of a world that is about to be sealed and returns its address; where it raises OSError
         another member is to lead. Raises TooFewNodesError
         after `timeout_s`, StoppedWaiting when `is_stopped()`, NewerVersionError if a newer version has written what
-        this one cannot read, and LimitsDifferError if members that were there before have another --nnodes; a member
-        for which there is no room waits without end.
+        this one cannot read, and LimitsDifferError if members that were there before have another --nnodes or mode; a
+        member for which there is no room waits without end.
         """
         deadline = time.monotonic() + timeout_s
         waiting = WaitingLog(_log, timeout_s)
@@ -177,9 +177,10 @@ class Participant:
             self._act(decision, snapshot, host, left_s)
 
     def _check_limits(self, is_stopped: Callable[[], bool]) -> None:
-        """Refuse to register beside members with other limits, unless they are dead and their leases about to end."""
+        """Refuse to register beside members of other limits or mode, unless they are dead, with leases about to end."""
         deadline = time.monotonic() + self.ttl_s + LEASE_MARGIN_S
-        while (why := admission.disagreement((now := self._latest.now()).view, self.policy.nodes)) is not None:
+        nodes, is_live = self.policy.nodes, bool(self.place.node)
+        while (why := admission.disagreement((now := self._latest.now()).view, nodes, is_live=is_live)) is not None:
             if is_stopped():
                 raise StoppedWaiting("asked to leave before it had registered")
             if time.monotonic() > deadline:

@@ -120,6 +120,11 @@ class Member:
     def node_id(self) -> str:
         return self.node or self.id
 
+    @property
+    def is_worker(self) -> bool:
+        """Whether it is one worker of a node (`live` mode), not a node with all of its workers (`restart` mode)."""
+        return bool(self.node)
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:

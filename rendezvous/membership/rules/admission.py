@@ -29,18 +29,23 @@ class Policy:
         return f"{self.min_nodes}:{self.max_nodes}"
 
 
-def disagreement(view: View, nodes: str, me: str = "") -> str | None:
-    """Say what is wrong with a member's limits, MIN:MAX, if those who were there before it have others.
+def disagreement(view: View, nodes: str, *, is_live: bool, me: str = "") -> str | None:
+    """Say what is wrong with a member's limits, MIN:MAX, or its mode, if those who were there before it have others.
 
-    Were each to go by its own, one would make room for a node, and the other would not, for ever.
+    Were each to go by its own, one would make room for a node, and the other would not, for ever; and workers that are
+    members themselves would wait in one world with those of an agent, which meet elsewhere.
     """
-    agreed = "" if view.closed is not None else _agreed_limits(view)
-    if not nodes or not agreed or nodes == agreed or (view.members and view.members[0].id == me):
+    first = None if view.closed is not None else _first(view)
+    if first is None or (view.members and view.members[0].id == me):
         return None
-    return (
-        f"--nnodes (or --nodes) is {nodes} here, and {agreed} on the nodes that run already, such as that of member "
-        f"{view.members[0].id}: start this node with theirs, or all of them again with yours"
-    )
+    where = f"on the nodes that run already, such as that of member {view.members[0].id}"
+    with_theirs = "start this node with theirs, or all of them again with yours"
+    if is_live != first.is_worker:
+        modes = ("live", "restart") if is_live else ("restart", "live")
+        return f"--recovery (recovery in --rdzv_conf) is {modes[0]} here, and {modes[1]} {where}: {with_theirs}"
+    if not nodes or not first.nodes or nodes == first.nodes:
+        return None
+    return f"--nnodes (or --nodes) is {nodes} here, and {first.nodes} {where}: {with_theirs}"
 
 
 def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -> tuple[Member, ...]:
@@ -72,7 +77,11 @@ def count_nodes(members: Iterable[Member]) -> int:
 
 
 def agrees(view: View, member: Member) -> bool:
-    return not member.nodes or member.nodes == _agreed_limits(view)
+    """Say whether a member has the limits and the mode of those who were there before it."""
+    first = _first(view)
+    if first is None or member.is_worker != first.is_worker:
+        return False
+    return not member.nodes or member.nodes == first.nodes
 
 
 def admitted(members: tuple[Member, ...], policy: Policy, last: World | None) -> tuple[Member, ...]:
@@ -101,6 +110,6 @@ def of_whole_nodes(members: tuple[Member, ...]) -> tuple[Member, ...]:
     return tuple(member for member in members if counts[member.node_id] >= member.node_members)
 
 
-def _agreed_limits(view: View) -> str:
-    """The limits of the member that registered first; members of a world agree, so there they are those of all."""
-    return next((member.nodes for member in view.mates or view.members), "")
+def _first(view: View) -> Member | None:
+    """The member that registered first, of the last world's if any live; what it says is agreed on in a world."""
+    return next(iter(view.mates or view.members), None)

@@ -59,7 +59,7 @@ class Expelled:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """This member was started with other limits than those who were there before: leave."""
+    """This member was started with other limits than those who were there before, or in another mode: leave."""
 
     why: str
 
@@ -83,7 +83,7 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
     mine = view.member(me)
     if mine is None:
         return Expelled()
-    if (why := disagreement(view, mine.nodes, mine.id)) is not None:
+    if (why := disagreement(view, mine.nodes, is_live=mine.is_worker, me=mine.id)) is not None:
         return Refused(why)
     if view.world is not None and view.world.rank_of(me) is not None and mine.after < view.term:
         return Enter(view.world)

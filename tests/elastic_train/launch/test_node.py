@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -437,19 +438,26 @@ def listens(pid: int, number: signal.Signals) -> bool:
 
 
 @pytest.mark.parametrize("recovery", ["live", "restart"])
-def test_a_node_with_other_limits_ends_with_2_and_the_others_do_not_notice(
+def test_a_node_with_other_limits_or_in_another_mode_ends_with_2_and_the_others_do_not_notice(
     tmp_path: Path, rows: Path, recovery: str
 ) -> None:
-    """One with --nodes 1:2 and one with 1:3 once regrouped twice a second for ever."""
+    """One with --nodes 1:2 and one with 1:3 once regrouped twice a second for ever; two modes stood still together."""
     with EtcdServer() as etcd:
         config = write_config(tmp_path, rows, ENDLESS)
         shared = ("--ranks", "1", "--endpoint", etcd.endpoint, "--id", tmp_path.name, "--recovery", recovery)
         first = begin(command(config, "--nodes", "1:2", "--ttl-s", "60", *shared))  # a lost lease is another world
         try:
             until_whole(tmp_path / "run", 1)
-            other = run(command(config, "--nodes", "1:3", *shared))
-            assert other.code == 2, other.output
-            assert "--nnodes (or --nodes) is 1:3 here, and 1:2 on the nodes that run already" in other.output
+            mode = "restart" if recovery == "live" else "live"
+            differing = {
+                ("1:3", recovery): "--nnodes (or --nodes) is 1:3 here, and 1:2 on the nodes that run already",
+                ("1:2", mode): f"is {mode} here, and {recovery} on the nodes that run already",
+            }
+            others = [command(config, "--nodes", nodes, *shared[:-1], own) for nodes, own in differing]
+            with ThreadPoolExecutor(2) as pool:
+                for other, said in zip(pool.map(run, others), differing.values(), strict=True):
+                    assert other.code == 2, other.output
+                    assert said in other.output
             assert first.poll() is None
         finally:
             first.kill()

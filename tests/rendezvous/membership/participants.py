@@ -22,9 +22,14 @@ def make_node(
     least: int = 1,
     last_call_s: float = PATIENCE_S,
     ttl_s: float = TTL_S,
+    node: str = "",
 ) -> Participant:
-    """Return a node; the first world waits for as many as there may be, unless the last call is short."""
-    return Participant(store, "job", Policy(least, most, last_call_s), Place("host", "127.0.0.1", 1), ttl_s=ttl_s)
+    """Return a node, or the one worker of a named node in `live` mode.
+
+    The first world waits for as many as there may be, unless the last call is short.
+    """
+    place = Place("host", "127.0.0.1", 1, node=node)
+    return Participant(store, "job", Policy(least, most, last_call_s), place, ttl_s=ttl_s)
 
 
 def enter(node: Participant, timeout_s: float = PATIENCE_S) -> World | None:

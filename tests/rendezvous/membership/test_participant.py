@@ -261,16 +261,23 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
         node.leave()
 
 
-def test_a_node_with_other_limits_is_refused_and_the_others_do_not_notice(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("most", "node", "differs"),
+    [(3, "", "--nnodes .* is 1:3 here, and 1:2 on"), (2, "a", "--recovery .* is live here, and restart on")],
+)
+def test_a_node_with_other_limits_or_in_another_mode_is_refused_and_the_others_do_not_notice(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, most: int, node: str, differs: str
 ) -> None:
-    """One with --nnodes 1:2 and one with 1:3 once made room for a third, and none, twice a second."""
+    """One with --nnodes 1:2 and one with 1:3 once made room for a third, and none, twice a second.
+
+    Of two modes the workers of one node once waited for those of the other in one world, without a word.
+    """
     monkeypatch.setattr(participant, "LEASE_MARGIN_S", -TTL_S)
-    first, other = make_node(store, last_call_s=0.0), make_node(store, most=3, last_call_s=0.0)
+    first, other = make_node(store, last_call_s=0.0), make_node(store, most=most, last_call_s=0.0, node=node)
     first.join(PATIENCE_S)
     assert first.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S) is not None
     eventually(lambda: other.view.term == 1, "the world")
-    with pytest.raises(LimitsDifferError, match="is 1:3 here, and 1:2 on the nodes that run already"):
+    with pytest.raises(LimitsDifferError, match=f"{differs} the nodes that run already"):
         other.join(PATIENCE_S)
     assert len(first.view.members) == 1 and first.num_waiting() == 0
     first.leave()
@@ -290,9 +297,12 @@ def test_a_job_may_be_started_with_other_limits_while_the_leases_of_its_dead_mem
     other.leave()
 
 
-def test_of_two_that_come_together_with_other_limits_the_second_is_refused(store: MemoryStore) -> None:
+@pytest.mark.parametrize(("most", "node"), [(3, ""), (2, "a")])
+def test_of_two_that_come_together_with_other_limits_or_modes_the_second_is_refused(
+    store: MemoryStore, most: int, node: str
+) -> None:
     """Neither saw the other before it registered; no world is made of both."""
-    first, other = make_node(store, last_call_s=0.0), make_node(store, most=3, last_call_s=0.0)
+    first, other = make_node(store, last_call_s=0.0), make_node(store, most=most, last_call_s=0.0, node=node)
     first.join(PATIENCE_S)
     other._own.register()
     eventually(lambda: len(first.view.members) == len(other.view.members) == 2, "both")
