@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -453,11 +452,15 @@ def test_a_node_with_other_limits_or_in_another_mode_ends_with_2_and_the_others_
                 ("1:3", recovery): "--nnodes (or --nodes) is 1:3 here, and 1:2 on the nodes that run already",
                 ("1:2", mode): f"is {mode} here, and {recovery} on the nodes that run already",
             }
-            others = [command(config, "--nodes", nodes, *shared[:-1], own) for nodes, own in differing]
-            with ThreadPoolExecutor(2) as pool:
-                for other, said in zip(pool.map(run, others), differing.values(), strict=True):
-                    assert other.code == 2, other.output
-                    assert said in other.output
+            logs = [tmp_path / f"{own}.log" for _, own in differing]
+            others = [
+                begin(command(config, "--nodes", nodes, *shared[:-1], own), log)
+                for (nodes, own), log in zip(differing, logs, strict=True)
+            ]
+            codes = [other.wait(PATIENCE_S) for other in others]
+            for log, said in zip(logs, differing.values(), strict=True):
+                assert said in log.read_text()
+            assert codes == [2, 2]
             assert first.poll() is None
         finally:
             first.kill()
