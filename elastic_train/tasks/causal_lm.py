@@ -152,6 +152,12 @@ class CausalLM:
     def longest(self) -> Mapping[str, int]:
         return dict.fromkeys(self.rows.names(), self.max_tokens)
 
+    def inspected_columns(self) -> Sequence[str]:
+        return self.columns()
+
+    def unfit_rows(self, rows: pa.Table) -> Sequence[tuple[int, str]]:
+        return self.rows.unfit_rows(rows, self.vocabulary)
+
     def build_model(self) -> nn.Module:
         if self.source is None:
             return Decoder(self._shape)

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_train.core.sample_random import SampleRandom
-from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.arrow.plain_types import plain_name
 from elastic_train.data.dataset.encoded_images import (
     MOST_MEGAPIXELS,
@@ -35,7 +34,15 @@ from elastic_train.tasks.models.adapters import Adapter, frozen_groups, heads_of
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source
-from elastic_train.tasks.rows.classes import check_columns, check_label, check_same_classes, count_classes, label_of
+from elastic_train.tasks.rows.classes import (
+    check_columns,
+    check_label,
+    check_same_classes,
+    count_classes,
+    label_of,
+    labels_of,
+    unfit_labels,
+)
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 
 if TYPE_CHECKING:
@@ -146,12 +153,13 @@ class ImageClassifier:
         return [self._image, self._label]
 
     def inspected_columns(self) -> Sequence[str]:
-        return [self._image]
+        return [self._image, str(self._label)]
 
     def unfit_rows(self, rows: pa.Table) -> Sequence[tuple[int, str]]:
         found = undecodable(rows.column(self._image), self._most_megapixels)
         remedy = f"{_REMEDY} (`elastic-train data verify --images {self._image}` lists all such rows)"
-        return [(row, f"column '{self._image}' {with_remedy(why, remedy)}") for row, why in found]
+        images = [(row, f"column '{self._image}' {with_remedy(why, remedy)}") for row, why in found]
+        return sorted([*images, *unfit_labels(rows, str(self._label), self.num_classes)])
 
     def build_model(self) -> nn.Module:
         if self.source is None:
@@ -185,10 +193,8 @@ class ImageClassifier:
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> Batch:
         from elastic_train.tasks.images.augmentation import draw_mixing
 
-        label = rows.column(str(self._label))
-        if label.null_count:
-            raise DataError(f"column '{self._label}': a value is missing in one of the rows around sample {ids[0]}")
-        batch = {"pixels": self._pixels(rows, draw), "label": numbers_of(label).astype(np.int64)}
+        label = labels_of(rows, ids, str(self._label), self.num_classes)
+        batch = {"pixels": self._pixels(rows, draw), "label": label}
         if draw.is_training and self.augmentation.mixes:
             mixing = draw_mixing(draw, self.size, self.augmentation)
             batch |= {"blend": mixing.blend, "box": mixing.box, "share": mixing.share}

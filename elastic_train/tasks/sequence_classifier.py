@@ -85,6 +85,12 @@ class SequenceClassifier:
     def longest(self) -> Mapping[str, int]:
         return {self.rows.tokens: self.max_tokens}
 
+    def inspected_columns(self) -> Sequence[str]:
+        return self.rows.inspected_names()
+
+    def unfit_rows(self, rows: pa.Table) -> Sequence[tuple[int, str]]:
+        return self.rows.unfit_rows(rows, self.vocabulary)
+
     def build_model(self) -> nn.Module:
         body = self.source.build(self._kind)
         body.config.pad_token_id = (

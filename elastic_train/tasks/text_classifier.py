@@ -18,6 +18,7 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
 from elastic_train.tasks.rows.labelled_rows import LabelledRows
+from elastic_train.tasks.rows.vocabulary import check_range, check_token_ids
 from elastic_train.tasks.task import Batch, LaneLoss
 
 if TYPE_CHECKING:
@@ -70,15 +71,25 @@ class TextClassifier:
         self.vocabulary = self.vocabulary or manifest.vocabulary_size
         if self.vocabulary is None:
             raise ConfigError(f"task.params.vocabulary: {manifest.url} has no tokenizer; say how many token ids it has")
+        check_token_ids(manifest, self.rows.tokens, self.vocabulary)
 
     def check_held_out(self, manifest: Manifest) -> None:
+        assert self.vocabulary is not None, "prepare comes first"
         self.rows.check_held_out(manifest)
+        check_token_ids(manifest, self.rows.tokens, self.vocabulary)
 
     def columns(self) -> Sequence[str]:
         return self.rows.names()
 
     def longest(self) -> Mapping[str, int]:
         return {self.rows.tokens: self.max_tokens}
+
+    def inspected_columns(self) -> Sequence[str]:
+        return self.rows.inspected_names()
+
+    def unfit_rows(self, rows: pa.Table) -> Sequence[tuple[int, str]]:
+        assert self.vocabulary is not None, "prepare comes first"
+        return self.rows.unfit_rows(rows, self.vocabulary)
 
     def build_model(self) -> nn.Module:
         assert self.vocabulary is not None, "prepare comes first"
@@ -98,7 +109,10 @@ class TextClassifier:
         )
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
-        return self.rows.collate(rows, ids, self.max_tokens)
+        assert self.vocabulary is not None, "prepare comes first"
+        batch = self.rows.collate(rows, ids, self.max_tokens)
+        check_range(batch["tokens"].numpy(), ids, self.rows.tokens, self.vocabulary)
+        return batch
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         logits = model(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_train.core.arrays import Int64s
 from elastic_train.data.arrow.lists import lengths_of
 from elastic_train.data.arrow.numbers import numbers_of, whole
 from elastic_train.data.dataset.manifest import Manifest
@@ -43,10 +45,10 @@ def first_outside(manifest: Manifest, column: str, lo: int, hi: int) -> Outlier 
             if not _may_be_outside(footer.metadata_of(within, num_rows).row_group(0), column, lo, hi):
                 continue
             group = int(manifest.first_group[number]) + within
-            found = _outside(RowGroups(manifest, [column]).decode(group).column(0), lo, hi)
-            if found is not None:
-                value, row = found
-                return Outlier(value, int(manifest.group_first_id[group]) + row, row, within, entry.path)
+            rows, values = outside(RowGroups(manifest, [column]).decode(group).column(0), lo, hi)
+            if len(rows):
+                row = int(rows[0])
+                return Outlier(int(values[0]), int(manifest.group_first_id[group]) + row, row, within, entry.path)
     return None
 
 
@@ -58,14 +60,19 @@ def _may_be_outside(group: pq.RowGroupMetaData, column: str, lo: int, hi: int) -
     return False
 
 
-def _outside(column: pa.ChunkedArray, lo: int, hi: int) -> tuple[int, int] | None:
-    """Return the first value outside of [lo, hi), and its row."""
+def outside(
+    column: pa.ChunkedArray, lo: int, hi: int, exempt: int | None = None
+) -> tuple[Int64s, npt.NDArray[np.integer]]:
+    """Return the rows of a column of integers, or of lists of them, with a value outside of [lo, hi), and their first
+    such value; one that is `exempt`, or missing, passes.
+    """
     array = whole(column)
     is_list = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
     values = numbers_of(array.flatten() if is_list else array, missing=lo)
-    places = np.flatnonzero((values < lo) | (values >= hi))
-    if not len(places):
-        return None
-    first = int(places[0])
-    row = int(np.searchsorted(np.cumsum(lengths_of(column)), first, side="right")) if is_list else first
-    return int(values[first]), row
+    is_outside = (values < lo) | (values >= hi)
+    if exempt is not None:
+        is_outside &= values != exempt
+    places = np.flatnonzero(is_outside)
+    rows = np.searchsorted(np.cumsum(lengths_of(column)), places, side="right") if is_list else places
+    rows, firsts = np.unique(rows, return_index=True)
+    return rows.astype(np.int64), values[places[firsts]]

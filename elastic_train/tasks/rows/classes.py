@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
+import numpy as np
+import pyarrow as pa
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.arrow.plain_types import plain_name
 from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.dataset.value_ranges import first_outside, outside
 from elastic_train.errors import ConfigError, DataError
 
 _INTEGERS = re.compile(r"u?int(8|16|32|64)")
@@ -47,6 +54,8 @@ def count_classes(manifest: Manifest, label: str) -> int:
 def check_same_classes(known: Manifest, held_out: Manifest, label: str, num_classes: int) -> None:
     """Refuse a validation set, or a source of a mixture, of other classes than those of the training set `known`."""
     if held_out.label_column != label or held_out.label_counts is None:
+        if (found := first_outside(held_out, label, 0, num_classes)) is not None:
+            raise DataError(f"{held_out.url}: {found} has {_not_a_class(found.value, label, num_classes)}")
         return
     if len(held_out.label_counts) > num_classes:
         raise DataError(
@@ -58,3 +67,33 @@ def check_same_classes(known: Manifest, held_out: Manifest, label: str, num_clas
             f"{held_out.url}: its labels differ from those of {known.url}, so what was learned there means something "
             "else here; give both the same `labels`, in one order, or import them together"
         )
+
+
+def unfit_labels(rows: pa.Table, label: str, num_classes: int) -> Iterator[tuple[int, str]]:
+    """Yield the rows whose label is missing or no class, and the reason."""
+    column = rows.column(label)
+    for row in np.flatnonzero(numbers_of(column.is_null().cast(pa.uint8()))):
+        yield int(row), f"its label in column '{label}' is missing (null): {_REMEDY}"
+    for row, value in zip(*outside(column, 0, num_classes), strict=True):
+        yield int(row), f"it has {_not_a_class(int(value), label, num_classes)}"
+
+
+def labels_of(rows: pa.Table, ids: Int64s, label: str, num_classes: int) -> Int64s:
+    """Return the class of each row; DataError, which names a sample of `ids`, if one is missing or no class."""
+    column = rows.column(label)
+    if not column.null_count:
+        classes = numbers_of(column).astype(np.int64)
+        if not len(classes) or (classes.min() >= 0 and classes.max() < num_classes):
+            return classes
+    row, why = next(unfit_labels(rows, label, num_classes))
+    raise DataError(f"sample {ids[row]}: {why}")
+
+
+_REMEDY = "write the data again without it, or leave the row out, and build the manifest again"
+
+
+def _not_a_class(value: int, label: str, num_classes: int) -> str:
+    return (
+        f"label {value} in column '{label}', and the training set has the classes 0 to {num_classes - 1}: correct the "
+        "label, or leave the row out, and build the manifest again"
+    )

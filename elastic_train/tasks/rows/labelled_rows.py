@@ -20,8 +20,20 @@ from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.arrow.plain_types import plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.tasks.rows.classes import check_columns, check_label, check_same_classes, count_classes, label_of
-from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens
+from elastic_train.tasks.rows.classes import (
+    check_columns,
+    check_label,
+    check_same_classes,
+    count_classes,
+    label_of,
+    labels_of,
+    unfit_labels,
+)
+from elastic_train.tasks.rows.vocabulary import (
+    check_lists,
+    check_same_tokens,
+    unfit_tokens,
+)
 from elastic_train.tasks.task import Batch, LaneLoss
 
 _WIDTH_MULTIPLE = 8
@@ -92,6 +104,15 @@ class LabelledRows:
         check_same_classes(self.known, manifest, self.label, self.num_classes)
         check_same_tokens(self.known, manifest)
 
+    def inspected_names(self) -> Sequence[str]:
+        """Name the columns whose values decide if a row is fit."""
+        return [self.tokens, self.label]
+
+    def unfit_rows(self, rows: pa.Table, vocabulary: int) -> Sequence[tuple[int, str]]:
+        """Return the rows with a token id that the model does not have, or no class, and the reason for each."""
+        tokens = unfit_tokens(rows, self.tokens, vocabulary)
+        return sorted([*tokens, *unfit_labels(rows, self.label, self.num_classes)])
+
     def names(self) -> Sequence[str]:
         """Name all columns."""
         return [self.tokens, self.label, *self.numeric, *self.categorical]
@@ -101,18 +122,21 @@ class LabelledRows:
 
         The width is that of the longest row, or with `has_fixed_width` always `max_tokens`.
         """
-        self._check_whole(rows, ids)
+        if (row := first_incomplete(rows.column(self.tokens))) is not None:
+            raise DataError(
+                f"column '{self.tokens}': a value is missing (null) in sample {ids[row]}; write the data again without "
+                "missing tokens"
+            )
         multiple = max_tokens if has_fixed_width else _WIDTH_MULTIPLE
         tokens, lengths = pad_lists(rows.column(self.tokens), max_width=max_tokens, multiple=multiple)
         numeric, is_missing = _numeric(rows, self.numeric)
-        label = numbers_of(rows.column(self.label)).astype(np.int64)
         return {
             "tokens": torch.from_numpy(tokens),
             "lengths": torch.from_numpy(np.maximum(lengths, 1)),
             "numeric": torch.from_numpy(numeric),
             "is_missing": torch.from_numpy(is_missing),
             "categories": torch.from_numpy(_categories(rows, self.categorical, self.category_buckets)),
-            "label": torch.from_numpy(label),
+            "label": torch.from_numpy(labels_of(rows, ids, self.label, self.num_classes)),
         }
 
     def loss(self, logits: Tensor, label: Tensor) -> LaneLoss:
@@ -138,17 +162,6 @@ class LabelledRows:
                 raise DataError(
                     f"{manifest.url}: column '{name}' is {manifest.columns[name]}, not one value a row: leave it out "
                     "of task.params.categorical"
-                )
-
-    def _check_whole(self, rows: pa.Table, ids: Ids) -> None:
-        """Refuse a missing label, and a missing token among others; a row without tokens is an empty one."""
-        tokens, labels = rows.column(self.tokens), rows.column(self.label)
-        without = numbers_of(labels.is_null().cast(pa.uint8())).argmax() if labels.null_count else None
-        for name, row in ((self.tokens, first_incomplete(tokens)), (self.label, without)):
-            if row is not None:
-                raise DataError(
-                    f"column '{name}': a value is missing (null) in sample {ids[row]}; write the data again without "
-                    "missing tokens and labels"
                 )
 
 

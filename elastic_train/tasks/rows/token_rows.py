@@ -6,7 +6,7 @@ there are is known before a device has computed anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from elastic_train.data.arrow.lists import first_incomplete, lengths_of, pad_lists
 from elastic_train.errors import DataError
 from elastic_train.tasks.rows.token_parts import PADDING
-from elastic_train.tasks.rows.vocabulary import Ids, check_range
+from elastic_train.tasks.rows.vocabulary import Ids, check_range, unfit_tokens
 from elastic_train.tasks.task import Batch
 
 IGNORED = -100
@@ -76,6 +76,25 @@ class TokenColumns:
             batch |= {"documents": documents, "positions": _positions(runs)}
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
+    def unfit_rows(self, rows: pa.Table, vocabulary: int) -> Sequence[tuple[int, str]]:
+        """Return the rows that `collate` refuses for their ids, or for lists of other lengths, and the reason."""
+        unfit = [*unfit_tokens(rows, self.tokens, vocabulary)]
+        if self.labels:
+            unfit += unfit_tokens(rows, self.labels, vocabulary, exempt=IGNORED)
+        lengths = lengths_of(rows.column(self.tokens))
+        for name in self.names():
+            others = lengths_of(rows.column(name))
+            unfit += [
+                (row, self._uneven(name, others, lengths, row)) for row in np.flatnonzero(others != lengths).tolist()
+            ]
+        return sorted(unfit)
+
+    def _uneven(self, name: str, others: Ids, lengths: Ids, row: int) -> str:
+        return (
+            f"it has {others[row]} values in column '{name}', but {lengths[row]} in '{self.tokens}': give one for each "
+            "token"
+        )
+
     def _check(self, rows: pa.Table, ids: Ids) -> Ids:
         """Return how many tokens each row has."""
         lengths = lengths_of(rows.column(self.tokens))
@@ -88,10 +107,7 @@ class TokenColumns:
             others = lengths_of(rows.column(name))
             if (others != lengths).any():
                 row = int(np.flatnonzero(others != lengths)[0])
-                raise DataError(
-                    f"sample {ids[row]} has {others[row]} values in column '{name}', but {lengths[row]} in "
-                    f"'{self.tokens}': give one for each token"
-                )
+                raise DataError(f"sample {ids[row]}: {self._uneven(name, others, lengths, row)}")
         return lengths
 
     def _runs(self, padded: dict[str, Ids], lengths: Ids) -> Ids:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from elastic_train.data.arrow.plain_types import plain_name
 from elastic_train.data.dataset.manifest import Manifest
-from elastic_train.data.dataset.value_ranges import first_outside
+from elastic_train.data.dataset.value_ranges import first_outside, outside
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.sdk_errors import sdk_errors
 
@@ -53,6 +54,13 @@ def check_token_ids(manifest: Manifest, column: str, vocabulary: int) -> None:
 
 
 _REMEDY = "make the model's vocabulary larger, or tokenise the text with the model's own tokenizer"
+
+
+def unfit_tokens(rows: pa.Table, name: str, vocabulary: int, exempt: int | None = None) -> Iterator[tuple[int, str]]:
+    """Yield the rows that have a token id outside of [0, vocabulary), but for an `exempt` one, and the reason."""
+    for row, value in zip(*outside(rows.column(name), 0, vocabulary, exempt), strict=True):
+        why = f"it has {value} in column '{name}', the model takes token ids from 0 to {vocabulary - 1}: {_REMEDY}"
+        yield int(row), why
 
 
 def check_range(values: Ids, ids: Ids, column: str, vocabulary: int) -> None:

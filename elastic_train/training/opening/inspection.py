@@ -1,6 +1,7 @@
 """Rows that a task could not use are found before a run's first step: some of all datasets' rows, for a few seconds.
 
-Lists that are too long for the task, or lack a value, are found so, and what a task that is `Inspecting` finds.
+Lists that are too long for the task, or lack a value, are found so, and what a task that is `Inspecting` finds: ids,
+classes and lengths of lists that its `collate` would refuse.
 
 Each rank takes its own row groups, in an order that is random and always the same, so those that there is time for are
 a random sample; of a dataset that is small enough they are all. Once a run has a step or a commit it is not done again.
@@ -32,7 +33,8 @@ from elastic_train.world.world import World
 MOST_NAMED = 20
 LIMIT_S, LIMIT_SHARE = 10.0, 0.25
 """For how long a rank inspects rows, and for which part of the time that peers wait for a silent one."""
-_ROWS_AT_ONCE, _ROWS_PER_THREAD = 128, 16
+_ROWS_PER_THREAD, _NUM_SLICES, _QUICK_S = 16, 8, 0.02
+"""Threads begin with slices of so many rows, and with twice as many each time that all slices took less than this."""
 
 
 def inspect_rows(process: Process, world: World) -> None:
@@ -139,7 +141,7 @@ def _unfit_rows(
 ) -> Iterator[tuple[int, list[Unfit]]]:
     """Yield how many rows were inspected so far, and those unfit among the last of them."""
     readers = [RowGroups(manifest, fitness.columns) for manifest in manifests]
-    until, num_rows = time.monotonic() + limit_s, 0
+    until, num_rows, per_thread = time.monotonic() + limit_s, 0, _ROWS_PER_THREAD
     with ThreadPoolExecutor(num_decoders(), "inspect") as pool:
         for number, group in _row_groups(manifests, rank, num_ranks):
             if num_rows and time.monotonic() > until:
@@ -155,16 +157,21 @@ def _unfit_rows(
                 yield num_rows, lists
                 continue
             yield num_rows, lists
-            for lo in range(0, len(rows), _ROWS_AT_ONCE):
-                if num_rows and time.monotonic() > until:
+            lo = 0
+            while lo < len(rows):
+                began = time.monotonic()
+                if num_rows and began > until:
                     return
-                begins = range(lo, min(len(rows), lo + _ROWS_AT_ONCE), _ROWS_PER_THREAD)
-                parts = pool.map(fitness.task.unfit_rows, [rows.slice(begin, _ROWS_PER_THREAD) for begin in begins])
-                num_rows += min(len(rows) - lo, _ROWS_AT_ONCE)
+                begins = range(lo, min(len(rows), lo + _NUM_SLICES * per_thread), per_thread)
+                parts = list(pool.map(fitness.task.unfit_rows, [rows.slice(begin, per_thread) for begin in begins]))
+                num_inspected = min(len(rows) - lo, _NUM_SLICES * per_thread)
                 found = zip(begins, parts, strict=True)
+                lo, num_rows = lo + num_inspected, num_rows + num_inspected
+                if time.monotonic() - began < _QUICK_S:
+                    per_thread *= 2
                 yield (
                     num_rows,
-                    [(number, first_id + lo + int(row), str(why)) for lo, part in found for row, why in part],
+                    [(number, first_id + at + int(row), str(why)) for at, part in found for row, why in part],
                 )
 
 

@@ -168,7 +168,7 @@ def test_rows_that_the_model_cannot_take_are_refused_before_training(
     [
         ({"input_ids": lists([1, 99], [])}, "sample 70 has 99 in column 'input_ids'"),
         ({"input_ids": pa.array([[], [1, None]], pa.list_(pa.int32()))}, "a value is missing .* in sample 71"),
-        ({"input_ids": lists([1, 2], [3]), "labels": lists([1, 2], [3, 3])}, "sample 71 has 2 values .* but 1 in"),
+        ({"input_ids": lists([1, 2], [3]), "labels": lists([1, 2], [3, 3])}, "sample 71: it has 2 values .* but 1 in"),
         ({"input_ids": lists([1, 2], [3]), "labels": lists([1, -3], [3])}, "sample 70 has -3 in column 'labels'"),
     ],
 )

@@ -152,3 +152,68 @@ def test_one_unfit_list_among_many_is_named_before_training(
             inspect_alone(cut)
     else:
         assert inspect_alone(cut).startswith("800 of 800 rows were inspected")
+
+
+GOOD: dict[str, list[Any]] = {
+    "input_ids": [[number % 7, 1, 2] for number in range(400)],
+    "labels": [[1, -100, 3] for _ in range(400)],
+    "label": [0, 1] * 200,
+}
+TYPES = {"input_ids": pa.list_(pa.int64()), "labels": pa.list_(pa.int64()), "label": pa.int64()}
+CLASSIFIER = "elastic_train.tasks.text_classifier:TextClassifier"
+LANGUAGE = "elastic_train.tasks.causal_lm:CausalLM"
+
+
+@pytest.mark.parametrize("has_statistics", [False, True])
+@pytest.mark.parametrize(
+    ("path", "place", "column", "row", "why"),
+    [
+        (CLASSIFIER, "train", "input_ids", [1, 9, 3], "9 in column 'input_ids', the model takes .* to 8"),
+        (CLASSIFIER, "validation", "input_ids", [-1, 0, 0], "-1 in column 'input_ids', the model takes .* to 8"),
+        (CLASSIFIER, "validation", "label", 2, "label 2 in column 'label', .* has the classes 0 to 1"),
+        (CLASSIFIER, "validation", "label", -100, "label -100 in column 'label'"),
+        (CLASSIFIER, "validation", "label", None, r"label in column 'label' is missing \(null\)"),
+        (LANGUAGE, "train", "labels", [1, 9, 3], "9 in column 'labels', the model takes token ids from 0 to 8"),
+        (LANGUAGE, "validation", "labels", [1, -7, 3], "-7 in column 'labels'"),
+        (LANGUAGE, "validation", "labels", [1, 2], "2 values in column 'labels', but 3 in 'input_ids'"),
+        (LANGUAGE, "train", "labels", None, "0 values in column 'labels', but 3 in 'input_ids'"),
+    ],
+)
+def test_one_unfit_value_among_many_is_named_before_training(
+    tmp_path: Path, path: str, place: str, column: str, row: Any, why: str, has_statistics: bool
+) -> None:
+    """A value of tokens, targets or classes, also of a validation set whose classes were not counted."""
+    for part in ("train", "validation"):
+        values = {name: list(each) for name, each in GOOD.items()}
+        if part == place:
+            values[column][333] = row
+        (tmp_path / part).mkdir()
+        table = pa.table({name: pa.array(each, TYPES[name]) for name, each in values.items()})
+        pq.write_table(table, tmp_path / part / "rows.parquet", row_group_size=50, write_statistics=has_statistics)
+        build_manifest(str(tmp_path / part), label_column="label" if part == "train" else None)
+    sizes = {"vocabulary": 9, "dim": 8, "heads": 1, "depth": 1}
+    tree = {
+        "task.path": path,
+        "task.params": {"max_tokens": 8, **(sizes if path == CLASSIFIER else {"model": sizes})},
+        "data.train": str(tmp_path / "train"),
+        "data.validation": str(tmp_path / "validation"),
+        "run.dir": str(tmp_path / "run"),
+        "batch": {"global_batch": 4, "micro_batch": 2},
+    }
+    config = tmp_path / "config.yaml"
+    config.write_text("{}")
+    with pytest.raises(DataError, match=rf"{place}: sample 333 \(rows.parquet, row group 6, row 33\):? .*{why}"):
+        inspect_alone(make_plan(load_config(config, tree)))
+
+
+def test_slices_of_a_table_grow_while_their_inspection_is_quick(rows: Path) -> None:
+    """A task whose rows take no time is asked far less often than once for each 16 rows."""
+    sizes = list[int]()
+
+    class Counts(Inspects):
+        def unfit_rows(self, rows: pa.Table) -> list[tuple[int, str]]:
+            sizes.append(len(rows))
+            return super().unfit_rows(rows)
+
+    inspected(Counts(), rows, [0, None, None])
+    assert sizes[0] == 16 and max(sizes) > 16
