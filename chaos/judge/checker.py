@@ -1,12 +1,12 @@
 """The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
 
-The invariants are functions in rooms: whether the evidence is there (`complete`), what was applied, and by which cells
-(`exactly_once`), what was published (`one_lineage`), what commits hold and the result claims (`deliverable`,
-`delivery`), the run as a whole (`whole_run`), departures, and who was let in (`departures`), what was logged of it
-(`tracked_values`), what outlived it (`leftovers`), what its processes held (`bounded`), whether it gave up in time
-(`progress`), what one bad node cost the others (`no_harm`), and whether shards of the state were lost too soon
-(`rollbacks`). Here is the table of them; `chaos.planted.catalogue` names for each a planted bug that it catches.
-`chaos.judge.invariants.script_run` judges a run of a user's script.
+The invariants are functions in rooms: whether the evidence is there, and its files agree (`written`), what was
+applied, and by which cells (`exactly_once`), what was published (`one_lineage`), what commits hold and the result
+claims (`deliverable`, `delivery`), the run as a whole (`whole_run`), departures, and who was let in (`departures`),
+what was logged of it (`tracked_values`), what outlived it (`leftovers`), what its processes held (`bounded`), whether
+it gave up in time (`progress`), what one bad node cost the others (`no_harm`), and whether shards of the state were
+lost too soon (`rollbacks`). Here is the table of them; `chaos.planted.catalogue` names for each a planted bug that it
+catches. `chaos.judge.invariants.script_run` judges a run of a user's script.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, find
 from chaos.judge.invariants import (
     bounded,
-    complete,
     deliverable,
     departures,
     leftovers,
@@ -33,6 +32,7 @@ from chaos.judge.invariants import (
 )
 from chaos.judge.invariants import script_run as scripts
 from chaos.judge.invariants.exactly_once import agreement, cells, compared, counts, same_job, samples
+from chaos.judge.invariants.written import complete, records
 from chaos.judge.job_shape import cell_size
 
 INVARIANTS: dict[str, Callable[[Evidence], str]] = {
@@ -48,6 +48,7 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "durability": one_lineage.durability,
     "atomicity": one_lineage.atomicity,
     "heads": one_lineage.heads,
+    "records": records.records,
     "rpo": whole_run.rpo,
     "rto": whole_run.rto,
     "liveness": whole_run.liveness,

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.judge.findings import Truth
-from chaos.planted import damage, damage_around, damage_claims, damage_commits, damage_delivered, damage_plausible
+from chaos.planted import (
+    damage,
+    damage_around,
+    damage_claims,
+    damage_commits,
+    damage_delivered,
+    damage_plausible,
+    damage_written,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,13 @@ PLANTED = (
     Planted("extra-key", "a result with an unknown key", damage_plausible.extra_key, "job"),
     Planted("other-state", "a commit of another optimizer state", damage_delivered.other_state, "weights"),
     Planted("files-elsewhere", "a commit of files outside the run", damage_plausible.files_elsewhere, "deliverable"),
+    Planted(
+        "unwritten-commit", "a commit that its publisher never wrote of", damage_written.unwritten_commit, "records"
+    ),
+    Planted("another-job", "a record of a job with another seed", damage_written.one_of_another_job, "records"),
+    Planted("other-credit", "a step credited to a term that did not apply it", damage_written.other_credit, "records"),
+    Planted("unlisted-file", "a commit's file without a digest", damage_written.unlisted_file, "deliverable"),
+    Planted("other-digest", "a line with a digest that no commit has", damage_written.other_digest, "lineage"),
     Planted("nan-tracked", "a tracker without a number", damage_plausible.nan_tracked, "tracking"),
     Planted("endless", "a result of more steps than were applied", damage_plausible.endless, "rpo"),
     Planted("no-result", "a job that hung or died", damage.no_result, "finished"),

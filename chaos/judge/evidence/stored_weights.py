@@ -30,16 +30,15 @@ _GRAIN = 1 << 16
 
 def load_weights(folder: Path, record: Mapping[str, object]) -> Tensors:
     """Return the model's tensors, by name, from the files of a commit record below a run's folder."""
-    attempt = folder / str(record["attempt"])
-    if not attempt.resolve().is_relative_to((folder / "data").resolve()):
-        raise Violated(f"a commit record names {str(record['attempt'])[:80]}, which is not below data/ of the run")
+    attempt = _attempt_of(folder, record)
 
     def open_file(name: str) -> BinaryIO | None:
-        return (attempt / name).open("rb") if (attempt / name).is_file() else None
+        path = _inside(attempt, attempt / name)
+        return path.open("rb") if path.is_file() else None
 
     for _ in checked_files(record, open_file):
         pass
-    return cast(Tensors, _load(attempt, lambda section: section == "model"))
+    return cast(Tensors, _load(attempt, record, lambda section: section == "model"))
 
 
 def digests_of_state(folder: Path, record: Mapping[str, object]) -> dict[str, str]:
@@ -49,7 +48,7 @@ def digests_of_state(folder: Path, record: Mapping[str, object]) -> dict[str, st
     """
     import torch
 
-    found = _load(folder / str(record["attempt"]), lambda section: section != "model", by_section=True)
+    found = _load(_attempt_of(folder, record), record, lambda section: section != "model", by_section=True)
     return {
         name: _digest_at_once(value) if isinstance(value, torch.Tensor) else repr(value)[:200]
         for name, value in found.items()
@@ -57,13 +56,40 @@ def digests_of_state(folder: Path, record: Mapping[str, object]) -> dict[str, st
     }
 
 
-def _load(attempt: Path, is_wanted: Callable[[object], bool], *, by_section: bool = False) -> dict[str, object]:
+def _attempt_of(folder: Path, record: Mapping[str, object]) -> Path:
+    """Return the folder of a record's files."""
+    return _inside(folder / "data", folder / str(record["attempt"]))
+
+
+def _inside(folder: Path, place: Path) -> Path:
+    """Return a place that a record names; Violated if it is outside the folder that it has to be in."""
+    if ".." in place.parts or not place.resolve().is_relative_to(folder.resolve()):
+        raise Violated(f"a commit record names {str(place)[-80:]}, which is not below {folder.name}/ of its run")
+    return place
+
+
+def _check_listed(metadata: Any, record: Mapping[str, object]) -> None:
+    """Every file that is read has a checksum in the record."""
+    listed = cast(Mapping[str, object], record["files"])
+    stored = {str(place.relative_path) for place in metadata.storage_data.values()}
+    if absent := sorted(stored - listed.keys()):
+        raise Violated(f"{record['attempt']}/{absent[0]} holds a part of the state, and its commit record lacks it")
+
+
+def _load(
+    attempt: Path, record: Mapping[str, object], is_wanted: Callable[[object], bool], *, by_section: bool = False
+) -> dict[str, object]:
     """Load some sections of a commit's state by torch's own reader; names begin with the section if asked for."""
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    if ".metadata" not in cast(Mapping[str, object], record["files"]):
+        raise Violated(
+            f"{record['attempt']}/.metadata has no digest in its commit record: a pickle is not opened unread"
+        )
     metadata = FileSystemReader(attempt).read_metadata()  # a pickle, which its digest has cleared
+    _check_listed(metadata, record)
     paths = cast(Mapping[str, tuple[object, ...]], metadata.planner_data)
     wanted: dict[str, object] = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype) if hasattr(tensor, "size") else io.BytesIO()

@@ -28,6 +28,7 @@ from chaos.judge.evidence.run_files import (
     whole,
 )
 from chaos.judge.findings import Violated
+from chaos.judge.invariants.written.unrecorded import is_disturbed
 from chaos.scenario.kinds import damages
 
 COMMITS = "commits/"
@@ -106,11 +107,15 @@ def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bo
     """Say whether a commit's parent is one that no history records and that retention has deleted.
 
     Retention deletes the oldest first, so none older is left, but for pinned ones: than the parent that its record
-    names, or the commit that the term restored, if that is it.
+    names, or the commit that the term restored, if that is it. One of the term's own was made by a process that lived
+    on, and has no line only where an answer was lost.
     """
     place, made_at = _place(str(commit["key"])), _made_at(run)
     at = made_at[str(commit["key"])]
-    restored = restored_at(run).get(place[0], {}).get("commit")
+    restore = restored_at(run).get(place[0])
+    restored = restore and restore.get("commit")
+    if not _may_be_unrecorded(published, commit, restore) and not is_disturbed(run, _before(made_at, place), at):
+        return False
     if restored is not None and restored not in {line["key"] for line in published.values()}:
         place = _place(str(restored))
     elif named := next((c.fields.get("parent_key") for c in run.commits if c.fields and c.key == commit["key"]), None):
@@ -118,6 +123,22 @@ def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bo
     left = {record.key for record in run.commits} - _pinned(run)
     is_oldest = not any(_place(key) < place and made_at.get(key, at) < at for key in left)
     return str(commit["parent"]) not in published and is_oldest
+
+
+def _may_be_unrecorded(published: dict[str, Line], commit: Line, restore: Line | None) -> bool:
+    """Say whether a commit's parent may be of another process than its own: that of a term that nobody restored, or
+    the one that its term restored, if no history has that."""
+    if restore is None:
+        return True
+    term, step = _place(str(commit["key"]))
+    keys = {str(line["key"]) for line in published.values()}
+    is_first = not any(_place(key)[0] == term and _place(key)[1] < step for key in keys)
+    return is_first and restore["commit"] is not None and restore["commit"] not in keys
+
+
+def _before(made_at: dict[str, float], place: tuple[int, int]) -> float:
+    """Return when the newest commit of a term before one of its own was made, or whichever came before the term's."""
+    return max((at for key, at in made_at.items() if _place(key) < place), default=0.0)
 
 
 @once

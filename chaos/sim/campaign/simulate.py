@@ -239,7 +239,9 @@ def run_and_judge(case: Case, bug: Mapping[str, object] | None = None) -> tuple[
     try:
         with _rare_collection():
             run = job.run()
-            findings = judge(run, reference_of(_same_job(case.shape), holes_of(run), skipped_in(run)))
+            reference = reference_of(_same_job(case.shape), holes_of(run), skipped_in(run))
+            # It is made once for all jobs of one outcome, so it has the settings of none.
+            findings = judge(run, replace(reference, config=run.config))
     except Exception as error:  # noqa: BLE001 - whatever breaks in the product's code is this run's finding
         run, findings = None, [Finding("crash", "false", f"{type(error).__name__}: {error}")]
     outcome = Outcome(

@@ -1,6 +1,6 @@
 """Invariant of two runs that are compared: both are of one job, on one dataset, and wrote the same of each step.
 
-What no second run repeats is not compared: places, times, terms, worlds, and settings of storage, tracking and pace.
+What no second run repeats is not compared: times, terms, worlds, and the few keys of `_OWN`.
 """
 
 from __future__ import annotations
@@ -9,21 +9,15 @@ from collections.abc import Iterator
 
 from chaos.judge.evidence.applied import lineage_of, result_of
 from chaos.judge.evidence.holes import holes_of
-from chaos.judge.evidence.run_files import Evidence, Line, manifests_of, part, whole
+from chaos.judge.evidence.run_files import Evidence, Line, manifests_of, whole
 from chaos.judge.findings import Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
 
-_SECTIONS = ("task", "data", "batch", "optimizer", "validation")
 _OWN = {
-    *("task.path", "task.params", "optimizer.on_nonfinite", "optimizer.nonfinite_limit"),
-    *(
-        f"data.{name}"
-        for name in ("train", "mixture", "cache_dir", "cache_bytes", "num_workers", "unreadable", "deadly")
-    ),
+    *("run.dir", "run.name", "checkpoint.url", "tracking.mlflow_uri", "data.train", "data.unreadable", "max_steps"),
+    *("parallel.shards", "parallel.offload", "task.params.lane_ms", "task.params.spoilt"),
 }
-"""Keys that may differ in a run with faults: a paced task, damaged data, and the handling of both."""
-_PACE = {"lane_ms", "spoilt"}
-"""Parameters of the harness's own tasks, which the run with faults alone has."""
+"""Keys of the configuration that may differ: places, a soak's end, the cut of the state, the pace, planted losses."""
 _RECORDED = ("cursor", "order", "rng", "manifest_digest", "fast_steps")
 _SAMPLES = ("coverage", "account", "skipped_steps")
 """Fields that differ after a fault made samples unreadable or a loss not finite."""
@@ -31,7 +25,7 @@ _VALIDATED = ("metrics", "improvement")
 
 
 def same_job(run: Evidence, reference: Evidence) -> str:
-    """Both runs have one configuration of data and arithmetic, one manifest, and the same records of equal steps."""
+    """Both runs have one configuration, one manifest, and the same records of equal steps."""
     num_keys = _check_config(run, reference)
     manifests, expected = (manifests_of(each.folder, each.config) for each in (run, reference))
     if manifests and expected and differ(manifests, expected):
@@ -55,18 +49,14 @@ def _check_config(run: Evidence, reference: Evidence) -> int:
     return len(ours)
 
 
-def _keys(config: Line) -> Iterator[tuple[str, object]]:
-    """Yield the keys that the arithmetic follows from, with their values."""
-    for section in _SECTIONS:
-        for name, value in part(config, section).items() if section in config else ():
-            if f"{section}.{name}" not in _OWN:
-                yield f"{section}.{name}", value
-    params = part(config, "task").get("params") if "task" in config else None
-    for name, value in params.items() if isinstance(params, dict) else ():
-        if name not in _PACE:
-            yield f"task.params.{name}", value
-    yield "run.seed", (part(config, "run") if "run" in config else {}).get("seed")
-    yield from ((name, config.get(name)) for name in ("precision", "reduction"))
+def _keys(tree: Line, path: tuple[str, ...] = ()) -> Iterator[tuple[str, object]]:
+    """Yield the keys of a configuration that two runs of a job have alike, with their values."""
+    for name, value in tree.items():
+        at = (*path, str(name))
+        if isinstance(value, dict) and value:
+            yield from _keys(value, at)
+        elif ".".join(at) not in _OWN:
+            yield ".".join(at), value
 
 
 def _records(run: Evidence, reference: Evidence) -> Iterator[tuple[str, Line, list[Line]]]:

@@ -1,0 +1,147 @@
+"""Invariant of commit records: each says what the lines of histories, the configuration and the logged values say.
+
+A record is sealed by itself alone; whoever makes one up computes its seal and its digest again. What it says is known
+from elsewhere, though: from the line that its publisher wrote, from the other records of the job, from the terms that
+applied its steps, and from the validation whose metrics it carries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from chaos.judge.evidence.applied import branch_of, lineage_of, restored_at, shape_of
+from chaos.judge.evidence.recovery_cost import seats_of
+from chaos.judge.evidence.run_files import Commit, Evidence, Line, number, part, whole
+from chaos.judge.findings import Unknown, Violated
+from chaos.judge.invariants.exactly_once.agreement import differ
+from chaos.judge.invariants.written.unrecorded import may_lack_a_line
+from chaos.judge.job_shape import MixedShape
+
+_OF_THE_LINE = ("term", "step", "parent", "weights_sha256")
+_OF_THE_JOB = ("format", "config_digest", "manifest_digest", "rng", "order", "int_keyed", "empty")
+"""What every record of a job says alike."""
+_NOT_YET = {"skipped_steps", "fast_steps", "improvement"}
+"""What a record says only once there is something to say."""
+_STAMPS_S = 1.0
+_METRICS = "validation/"
+
+
+def records(run: Evidence) -> str:
+    """Every commit record says what its line, the other records, the configuration and the logged values say."""
+    found = sorted((commit for commit in run.commits if commit.fields is not None), key=lambda commit: commit.key)
+    if not found:
+        raise Unknown("there is no commit record that can be read")
+    lines = {str(line["key"]): line for line in run.of("commit")}
+    for commit in found:
+        fields = commit.fields or {}
+        _check_kin(commit, found[0], fields, found[0].fields or {})
+        if commit.key in lines:
+            _check_line(commit.key, fields, lines[commit.key])
+        elif not may_lack_a_line(run, whole(fields, "term"), number(fields, "created_at")):
+            raise Violated(f"{commit.key} is there, its publisher lived on, and no line says that it was published")
+        _check_parent(commit, fields, found)
+        _check_job(run, commit.key, fields)
+        _check_terms(run, commit.key, fields)
+    num_validated = _check_metrics(run, found)
+    validated = f", {num_validated} have the metrics of a logged validation" if num_validated else ""
+    with_lines = sum(commit.key in lines for commit in found)
+    return f"{len(found)} records are of one job and say what its histories say, {with_lines} with lines{validated}"
+
+
+def _check_kin(commit: Commit, first: Commit, fields: Line, others: Line) -> None:
+    """Records of one format have the same fields, and those of one job the same digests, numbers and order."""
+    if fields.get("format") == others.get("format") and (odd := sorted((fields.keys() ^ others.keys()) - _NOT_YET)):
+        who, whom = (commit, first) if odd[0] in fields else (first, commit)
+        raise Violated(f"{who.key} says {odd[0]}, {whom.key} does not")
+    for name in _OF_THE_JOB[1:]:
+        if name in fields and name in others and differ(fields[name], others[name]):
+            raise Violated(f"{commit.key} says {name} {fields[name]}, {first.key} says {others[name]}")
+
+
+def _check_line(key: str, fields: Line, line: Line) -> None:
+    for name in _OF_THE_LINE:
+        if name in fields and name in line and differ(fields[name], line[name]):
+            raise Violated(f"{key} says {name} {fields[name]}, the line of its publication says {line[name]}")
+    if "created_at" in line and abs(number(fields, "created_at") - number(line, "created_at")) > _STAMPS_S:
+        stamps = f"created at {fields['created_at']}, by the line of its publication at {line['created_at']}"
+        raise Violated(f"{key} was {stamps}")
+
+
+def _check_parent(commit: Commit, fields: Line, found: list[Commit]) -> None:
+    """The key of the parent is that of the record with the parent's digest, and none has only one of the two."""
+    if "parent_key" not in fields:
+        return
+    parent, key = fields["parent"], fields["parent_key"]
+    digests = {other.digest: other.key for other in found}
+    if (parent is None) != (key is None) or digests.get(str(parent), key) != key:
+        raise Violated(f"{commit.key} names the parent {str(parent)[:12]} as {key}")
+    if (named := {other.key: other.digest for other in found}.get(str(key))) is not None and named != parent:
+        raise Violated(f"{commit.key} names the parent {str(parent)[:12]} as {key}, which has digest {named[:12]}")
+
+
+def _check_job(run: Evidence, key: str, fields: Line) -> None:
+    """Seed, order, digest and world of a record are those that configuration, manifest and histories give."""
+    config, shape = run.config, shape_of(run)
+    seed = (part(config, "run") if "run" in config else {}).get("seed")
+    due: Line = {}
+    if "order" in fields and not isinstance(shape, MixedShape):
+        due = {"num_samples": shape.rows, "num_lanes": shape.num_lanes, "micro_batch": shape.micro_batch}
+        for name, value in due.items():
+            if differ(part(fields, "order").get(name), value):
+                raise Violated(f"{key}: order.{name} is {part(fields, 'order').get(name)}, the job has {value}")
+    if seed is not None and "rng" in fields and differ(part(fields, "rng").get("seed"), seed):
+        raise Violated(f"{key}: rng.seed is {part(fields, 'rng').get('seed')}, config.yaml says run.seed {seed}")
+    if "config_digest" in fields and (digest := identity_of(config)) not in (None, fields["config_digest"]):
+        named = str(fields["config_digest"])[:12]
+        raise Violated(f"{key} is of a configuration with digest {named}, config.yaml has {str(digest)[:12]}")
+    seats = seats_of(run).get(whole(fields, "term"))
+    if seats is not None and "world_size" in fields and fields["world_size"] != seats:
+        raise Violated(f"{key} says world_size {fields['world_size']}, the world of its term had {seats}")
+
+
+def identity_of(config: Line) -> str | None:
+    """Return the digest of what may not change in a job (docs/formats.md, Commits); None if that is not all there."""
+    run, data = (part(config, name) if isinstance(config.get(name), dict) else {} for name in ("run", "data"))
+    if "seed" not in run or "block_row_groups" not in data or data.get("mixture"):
+        return None
+    fixed = [run["seed"], config.get("task"), config.get("batch"), data["block_row_groups"]]
+    fixed += ["length_bucketing"] if data.get("length_bucketing") else []
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+
+
+def _check_terms(run: Evidence, key: str, fields: Line) -> None:
+    """A record of the lineage credits each step to the term that applied it by the histories."""
+    lineage = lineage_of(run)
+    term, step = whole(fields, "term"), whole(fields, "step")
+    if not 0 < step <= len(lineage) or lineage[step - 1].term != term or term not in restored_at(run):
+        return
+    due = [{"term": by, "lo": lo, "hi": hi} for by, lo, hi in branch_of(run, term, step)]
+    if differ(fields["intervals"], due):
+        raise Violated(f"{key} credits its steps as {fields['intervals']}, by the histories it is {due}")
+
+
+def _check_metrics(run: Evidence, found: list[Commit]) -> int:
+    """A record has the metrics of a validation that was logged; return of how many records that is known.
+
+    Rank 0 may die with what it had not logged yet, so only terms are looked at that have logged one before.
+    """
+    logged = dict[int, dict[int, Line]]()
+    for term, lines in (run.metrics or {}).items():
+        for line in lines:
+            values = part(line, "values") if "values" in line else {}
+            own = {name.removeprefix(_METRICS): value for name, value in values.items() if name.startswith(_METRICS)}
+            if own:
+                logged.setdefault(term, {}).setdefault(whole(line, "step"), {}).update(own)
+    num_known = 0
+    for commit in found:
+        fields = commit.fields or {}
+        term, step = whole(fields, "term"), whole(fields, "step")
+        if not fields.get("metrics") or not any(at < step for at in logged.get(term, ())):
+            continue
+        num_known += 1
+        claimed = {name: value for name, value in part(fields, "metrics").items() if value is not None}
+        known = [values for by in logged.values() for at, values in by.items() if at <= step]
+        if not any(all(name in each and not differ(each[name], claimed[name]) for name in claimed) for each in known):
+            raise Violated(f"{commit.key} says metrics {claimed}, which no validation up to its step has logged")
+    return num_known

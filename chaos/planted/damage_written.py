@@ -1,0 +1,76 @@
+"""Damage to what is written in two places: one of them is changed, consistently as far as its own seal goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from chaos.judge.evidence.run_files import Line, collect, items, part, record_files
+from chaos.planted.edits import edit, forge
+
+
+def _oldest(folder: Path) -> Line:
+    oldest: Line = json.loads(record_files(folder)[0].read_bytes())
+    return oldest
+
+
+def _newest(folder: Path) -> Line:
+    newest: Line = json.loads(record_files(folder)[-1].read_bytes())
+    return newest
+
+
+def unwritten_commit(folder: Path) -> None:
+    """The line of the last commit is gone; its record, and the end of the rank that made it, are there."""
+    newest = _newest(folder)
+    place = newest["term"], newest["step"]
+    edit(folder, lambda line: None if line["op"] == "commit" and (line["term"], line["step"]) == place else line)
+
+
+def one_of_another_job(folder: Path) -> None:
+    """The oldest record that is left is of a job with another seed."""
+    seal = _oldest(folder)["seal"]
+    forge(
+        folder,
+        lambda record: {**record, "rng": {**part(record, "rng"), "seed": 99}} if record["seal"] == seal else record,
+    )
+
+
+def other_credit(folder: Path) -> None:
+    """The oldest record that is left credits a step to a term that had not applied it."""
+    oldest = _oldest(folder)
+    first = {"term": 0, "lo": 0, "hi": 1}
+
+    def change(record: Line) -> Line:
+        if record["seal"] != oldest["seal"]:
+            return record
+        intervals = [dict(each) for each in items(record, "intervals") if isinstance(each, dict)]
+        rest = [{**intervals[0], "lo": 1}, *intervals[1:]]
+        return {**record, "intervals": [first, *(each for each in rest if each["lo"] < each["hi"])]}
+
+    forge(folder, change)
+
+
+def unlisted_file(folder: Path) -> None:
+    """The oldest record that is left has no digest of a file that holds its weights."""
+    oldest = _oldest(folder)
+    listed = sorted(name for name in part(oldest, "files") if name != ".metadata")[1:]
+
+    def change(record: Line) -> Line:
+        files = {name: file for name, file in part(record, "files").items() if name in (".metadata", *listed)}
+        return {**record, "files": files} if record["seal"] == oldest["seal"] else record
+
+    forge(folder, change)
+
+
+def other_digest(folder: Path) -> None:
+    """A line says another digest of a commit than the one that was made next names as its parent."""
+    parents = {line["parent"] for line in collect(folder).of("commit")}
+    done = list[object]()
+
+    def change(line: Line) -> Line:
+        if line["op"] != "commit" or line["digest"] not in parents or done:
+            return line
+        done.append(line["digest"])
+        return {**line, "digest": "0" * 64}
+
+    edit(folder, change)
