@@ -105,7 +105,7 @@ def look(run: str | Path) -> Glance:
         status=_status(folder, term),
         term=term,
         size=size,
-        step=whole(last, "step"),
+        step=whole(last or next((line for line in head if line["op"] == "restore"), {}), "step"),
         loss=number(last, "loss"),
         step_s=step_s,
         samples_per_s=(whole(last, "num_samples") or 0) / step_s if step_s else None,

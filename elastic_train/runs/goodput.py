@@ -44,10 +44,12 @@ class Change:
     detect_s: float | None
     form_s: float | None
     restore_s: float | None
+    follows_end: bool = False
+    """The world before had finished the job: somebody has started it again."""
 
     @property
     def is_fault(self) -> bool:
-        return self.cause not in PLANNED
+        return self.cause not in PLANNED and not self.follows_end
 
 
 def time_spent(story: Story) -> dict[str, float]:
@@ -112,6 +114,7 @@ def changes(story: Story) -> list[Change]:
                 detect_s=_seconds(world, "detect_s"),
                 form_s=_seconds(world, "form_s"),
                 restore_s=_seconds(world, "restore_s"),
+                follows_end=world.cause == "start" and _is_done(before),
             )
         )
     return found
@@ -123,6 +126,11 @@ def _lost(before: Sequence[World], world: World) -> int:
     for old in before:
         standing = old.hi if old.steps else min(standing, old.lo)
     return max(0, standing - world.lo)
+
+
+def _is_done(worlds: Sequence[World]) -> bool:
+    """Say whether the job was done when the last of the worlds that did anything ended."""
+    return next((world.status for world in reversed(worlds) if world.steps or world.status), None) == "done"
 
 
 def _seconds(world: World, key: str) -> float | None:

@@ -140,9 +140,17 @@ def read_story(folder: str | Path) -> Story:
         raise ConfigError(f"{folder} is not a run's folder: it has neither {CONFIG} nor {FOLDER}/; name a run.dir")
     hosts = _hosts(path)
     read = [world for parts in histories(path, 0) if (world := _world(parts, hosts)) is not None]
-    worlds = _cut(sorted(read, key=lambda world: (world.term, world.formed_at)))
+    worlds = _cut(_placed(sorted(read, key=lambda world: (world.term, world.formed_at))))
     summary = summary_of(path)
     return Story(path, worlds, summary.pruned, summary.trained_s if summary.pruned else 0.0)
+
+
+def _placed(worlds: Sequence[World]) -> list[World]:
+    """Let a world that ended before it had a state, as one that was refused, stand where the world before it ended."""
+    placed = list[World]()
+    for world in worlds:
+        placed.append(world if world.lo >= 0 else replace(world, lo=placed[-1].hi if placed else 0))
+    return placed
 
 
 def _cut(worlds: Sequence[World]) -> list[World]:
@@ -174,7 +182,7 @@ def _world(parts: Sequence[Path], hosts: Mapping[int, Mapping[int, str]]) -> Wor
         formed_at=formed_at,
         restored_at=restored_at,
         ended_at=max(at(line) for line in lines),
-        lo=whole(restore, "step") or 0,
+        lo=whole(restore, "step") or 0 if restore else steps[0].step - 1 if steps else -1,
         cut=0,
         steps=steps,
         saves=[saved for line in lines if line["op"] == "commit" and (saved := saved_of(line))],

@@ -14,12 +14,13 @@ from elastic_train.drawing.page import draw
 from elastic_train.errors import ConfigError
 from elastic_train.runs.figures.heat_map import compute_figure
 from elastic_train.runs.figures.over_time import _rates
+from elastic_train.runs.glance import look
 from elastic_train.runs.goodput import changes, goodput, time_spent
 from elastic_train.runs.page import render
 from elastic_train.runs.report import RunReport, report_on
 from elastic_train.runs.story import Story, read_story
 from elastic_train.tracking.run_folder import RunFolder
-from tests.elastic_train.runs.folders import begin, faulted
+from tests.elastic_train.runs.folders import T0, begin, faulted
 
 
 def reported(folder: Path) -> RunReport:
@@ -91,6 +92,33 @@ def test_a_world_without_a_step_costs_what_it_gave_up_once(tmp_path: Path) -> No
     found = changes(read_story(run.folder))
     assert [(change.steps_lost, change.rto_s) for change in found] == [(2, None), (0, 4.0)]
     assert [len(world.given_up) for world in read_story(run.folder).worlds] == [2, 0, 0]
+
+
+def test_a_start_that_was_refused_gives_up_no_step(tmp_path: Path) -> None:
+    """A process that ends before it has a state, as one whose configuration is another, continues nothing."""
+    run = begin(tmp_path)
+    run.world(1, lo=0, steps={1: 2.0, 2: 3.0}, extra=[(4.0, {"op": "end", "status": "preempted"})])
+    refused = {"t": T0 + 5.0, "term": 2, "rank": 0, "op": "form", "world": 1, "cause": "start", "started_at": T0 + 4.5}
+    run.write(f"history/{2:08d}-00000-{'a' * 12}.jsonl", [refused])
+    run.world(3, lo=2, cause="start", started=6.0, restored=7.0, steps={3: 8.0})
+    story = read_story(run.folder)
+    assert [world.given_up for world in story.worlds] == [[], [], []] and story.step == 3
+    assert [(change.step, change.steps_lost) for change in changes(story)] == [(2, 0), (2, 0)]
+    assert time_spent(story)["given up"] == 0.0
+
+
+def test_a_job_that_was_done_and_is_started_again_had_no_fault(tmp_path: Path) -> None:
+    """For more steps, or by mistake; what is lost after that is a fault."""
+    run, done = begin(tmp_path), {"op": "end", "status": "done"}
+    run.world(1, lo=0, steps={1: 2.0, 2: 3.0}, extra=[(4.0, done)])
+    run.world(2, lo=2, cause="start", started=5.0, restored=6.0, steps={}, extra=[(7.0, done)])
+    run.world(3, lo=2, cause="start", started=8.0, restored=9.0, steps={3: 10.0})
+    run.world(4, lo=2, cause="start", started=18.0, restored=19.0, steps={3: 20.0})
+    found = changes(read_story(run.folder))
+    assert [(change.is_fault, change.steps_lost) for change in found] == [(False, 0), (False, 0), (True, 1)]
+    assert look(run.folder).step == 3
+    run.world(5, lo=3, cause="start", started=28.0, restored=29.0, steps={}, extra=[(30.0, done)])
+    assert look(run.folder).step == 3, "where it begins, as long as it has no step"
 
 
 def test_time_in_which_nobody_ran_the_job_is_no_recovery(tmp_path: Path) -> None:
