@@ -20,6 +20,7 @@ from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, St
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.plan import Plan
+from elastic_train.job.plan_facts import config_of, describe_changes
 from elastic_train.job.reseating import (
     Brought,
     bring,
@@ -149,7 +150,7 @@ def _find(world: World, state: AppliedState, known: _KnownCommits) -> _Found:
 
 def _load_head(plan: Plan, world: World, state: AppliedState, found: _Found) -> None:
     assert found.head is not None, "there is a commit to load"
-    _load(world.store, found.head, state)
+    _load(world.store, plan, found.head, state)
     _say_if_clipping_rounds_otherwise(plan, world, found.head)
     if state.changes is not None:
         world.announce(f"{found.head.key} was trained with another configuration: {state.changes}")
@@ -299,7 +300,7 @@ def _say_if_clipping_rounds_otherwise(plan: Plan, world: World, head: CommitReco
         )
 
 
-def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
+def _load(store: Store, plan: Plan, head: CommitRecord, state: AppliedState) -> None:
     account = head.account or SampleAccount()
     reached = Reached(
         head.step,
@@ -316,6 +317,10 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
     try:
         # Every rank reads the commit, and all of them have one configuration; a member's state brings its rates along.
         state.restore(lambda tensors: load(store, head, tensors), reached, keeps_rates=True)
+    except ConfigError as error:  # another optimizer's state
+        keys = "optimizer.name", "optimizer.options"
+        changed = describe_changes(plan.config, config_of(plan.config, head.term), only=keys)
+        raise ConfigError("; ".join([f"{head.key}: {error}", *changed])) from error
     except StorageError as error:
         # The state is neither the old nor the new one: only a new process may continue from here.
         raise ElasticTrainError(f"{head.key} could not be read to its end: {error}") from error

@@ -93,7 +93,7 @@ class CommitRecord(CommitFacts):
     * `attempt`: the folder of its files in the store; `files`: by name below it, their sizes and checksums;
     * `int_keyed`, `empty`: the mappings of the state that the file format would change, by path: those with integer
       keys, and those without entries;
-    * `versions`: of this package and of libraries, and digests of the task's modules;
+    * `versions`: of this package and of libraries, and digests of the task's modules and of the validation set;
     * `created_at`: unix seconds, by the clock of the machine that published it.
     """
 

@@ -71,7 +71,7 @@ def say_changes(before: Recipe | None, now: Recipe, step: int) -> str | None:
         parts.append(_about_average(before, now))
     is_free = keys <= _FREE | (_OF_RATES if _have_same_rates(before, now, step) else set())
     parts.append(
-        "the trained weights keep their bits"
+        "by these changes the trained weights keep their bits"
         if is_free
         else "from here on the weights are not those of a run without the change"
     )

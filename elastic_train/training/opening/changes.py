@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -20,13 +21,18 @@ SOURCE = "source of "
 """Begins the names under which a commit's versions have the digests of the task's modules."""
 _OF_RECIPE = ("optimizer", "compile", "epochs", "max_steps")
 _SAID = "what has changed"
+VALIDATION = "the validation set"
+"""The name under which a commit's versions have the digest of the validation set."""
+_OF_BITS = ("precision", "reduction", "threads_per_rank", "device")
 LIBRARIES = ("numpy", "pyarrow", "transformers", "tokenizers", "peft", "pillow", "torchvision")
 
 
 def versions_of(plan: Plan) -> dict[str, str]:
-    """Return what a commit records of code: digests of the task's modules, and versions of libraries."""
+    """Return the digests of the task's modules and of the validation set, and versions of libraries, for commits."""
     digests = dict(line.rsplit(" ", 1) for line in own_sources(plan))
     found = {f"{SOURCE}{name}": digest for name, digest in digests.items()}
+    if (digest := plan.feed.validation_digest) is not None:
+        found[VALIDATION] = digest
     return found | _libraries()
 
 
@@ -41,7 +47,9 @@ def say_changes(process: Process, world: World, head: CommitRecord | None, versi
     process.warned.add(_SAID)
     if is_said or head is None or not world.is_leader:
         return
-    for line in (*_of_length(process, head), *_of_keys(process.plan, head), *_of_code(process.plan, head, versions)):
+    plan = process.plan
+    lines = _of_length(process, head), _of_keys(plan, head), _of_validation(plan, head), _of_code(plan, head, versions)
+    for line in itertools.chain(*lines):
         world.announce(line)
 
 
@@ -60,7 +68,20 @@ def _of_keys(plan: Plan, head: CommitRecord) -> Iterator[str]:
     changed = describe_changes(plan.config, config_of(plan.config, head.term))
     ours = [line for line in changed if not _is_own(line.partition(" ")[0])]
     if ours:
-        yield f"The configuration has changed since the last start: {'; '.join(ours)}"
+        may_round = any(line.partition(" ")[0] in _OF_BITS for line in ours)
+        effect = "; bits of the weights may differ from here on" if may_round else ""
+        yield f"The configuration has changed since the last start: {'; '.join(ours)}{effect}"
+
+
+def _of_validation(plan: Plan, head: CommitRecord) -> Iterator[str]:
+    """Warn if validations are of other rows than those of the commit, by whichever path they are reached."""
+    before, now = head.versions.get(VALIDATION), plan.feed.validation_digest
+    if before is not None and now is not None and before != now:
+        yield (
+            f"WARNING: the validation set {plan.config.data.validation} is not the one of {head.key} (digest "
+            f"{now[:12]}, then {before[:12]}): earlier values, as of checkpoint.keep_best and early stopping, are of "
+            "other rows. Restore that set, or start again in another run.dir, to compare them"
+        )
 
 
 def _is_own(key: str) -> bool:

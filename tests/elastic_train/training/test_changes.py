@@ -13,7 +13,7 @@ import pytest
 
 from elastic_train.config.schema import Config
 from elastic_train.tasks.task_source import source_of
-from elastic_train.training.opening.changes import SOURCE, say_changes, versions_of
+from elastic_train.training.opening.changes import SOURCE, VALIDATION, say_changes, versions_of
 
 TASK = "import changing_helper\n\nclass Changing:\n    sign = {sign}\n"
 
@@ -29,10 +29,13 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def said(config: Config, task: Any, versions: dict[str, str], step: int = 5, total: int = 10) -> list[str]:
+def said(
+    config: Config, task: Any, versions: dict[str, str], step: int = 5, total: int = 10, validation: str | None = None
+) -> list[str]:
     """Return what a start says that continues from a commit of these versions."""
     source_of.cache_clear()
-    plan = SimpleNamespace(config=config, task=task, total_steps=total)
+    feed = SimpleNamespace(validation_digest=validation)
+    plan = SimpleNamespace(config=config, task=task, total_steps=total, feed=feed)
     head = SimpleNamespace(versions=versions, key="commits/a.json", step=step, term=1)
     process = SimpleNamespace(plan=plan, state=SimpleNamespace(step=step), warned=set())
     lines: list[str] = []
@@ -51,7 +54,8 @@ def test_code_that_has_changed_is_named_by_its_file(tmp_path: Path, task: Any, f
     """The task's own file, or what it imports beside it; the same code, and older commits, say nothing."""
     config = config_in(tmp_path / "run")
     source_of.cache_clear()
-    before = versions_of(SimpleNamespace(config=config, task=task))  # type: ignore[arg-type]
+    plan = SimpleNamespace(config=config, task=task, feed=SimpleNamespace(validation_digest=None))
+    before = versions_of(plan)  # type: ignore[arg-type]
     assert {name for name in before if name.startswith(SOURCE)} == {
         f"{SOURCE}changing_helper",
         f"{SOURCE}changing_task",
@@ -75,7 +79,19 @@ def test_keys_that_have_changed_are_said_with_both_values(tmp_path: Path, task: 
     (folder / "config.yaml").write_text(config_in(folder, threads_per_rank=2).to_yaml())
     now = config_in(folder, optimizer={"lr": 0.25}, checkpoint={"every_steps": 7}, device="cpu", epochs=2)
     (line,) = said(now, task, {})
-    assert line == "The configuration has changed since the last start: threads_per_rank was 2 and is 1 now"
+    assert line == (
+        "The configuration has changed since the last start: threads_per_rank was 2 and is 1 now; bits of the weights "
+        "may differ from here on"
+    )
+
+
+def test_a_validation_set_of_other_rows_is_named_whatever_its_path_is(tmp_path: Path, task: Any) -> None:
+    """Earlier values were compared with those of other rows in silence; without one nothing is compared."""
+    config = config_in(tmp_path / "run", data={"train": "rows", "validation": "held/out"})
+    (line,) = said(config, task, {VALIDATION: "a" * 64}, validation="b" * 64)
+    assert line.startswith("WARNING: the validation set held/out is not the one of commits/a.json (digest bbbbbbbbbbbb")
+    for before, now in (({VALIDATION: "b"}, "b"), ({}, "b"), ({VALIDATION: "b"}, None)):
+        assert said(config, task, before, validation=now) == []
 
 
 def test_a_run_that_is_done_already_says_so(tmp_path: Path, task: Any) -> None:

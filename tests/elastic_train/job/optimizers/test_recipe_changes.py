@@ -42,7 +42,7 @@ def recipe(total_steps: int = 40, *, compiles: bool = False, **values: Any) -> R
             recipe(80, schedule="constant"),
             recipe(60, schedule="constant"),
             40,
-            "the number of steps was 80 and is 60; the trained weights keep their bits",
+            "the number of steps was 80 and is 60; by these changes the trained weights keep their bits",
         ),
         (
             recipe(ema={"decay": 0.9}),
@@ -50,7 +50,7 @@ def recipe(total_steps: int = 40, *, compiles: bool = False, **values: Any) -> R
             10,
             (
                 "optimizer.ema.decay was 0.9 and is none; the average of the weights is dropped, and would begin anew; "
-                "the trained weights keep their bits"
+                "by these changes the trained weights keep their bits"
             ),
         ),
         (
@@ -58,8 +58,8 @@ def recipe(total_steps: int = 40, *, compiles: bool = False, **values: Any) -> R
             recipe(ema={"decay": 0.99}),
             10,
             (
-                "optimizer.ema.decay was 0.9 and is 0.99; the average follows its new decay from here on; the trained "
-                "weights keep their bits"
+                "optimizer.ema.decay was 0.9 and is 0.99; the average follows its new decay from here on; by these "
+                "changes the trained weights keep their bits"
             ),
         ),
         (recipe(), recipe(compiles=True), 10, "compile was false and is true; " + OTHER_BITS),
