@@ -246,13 +246,12 @@ class ImageClassifier:
         logits: Tensor = model(images) if self.source is None else model(pixel_values=images).logits
         return logits.float()
 
-    def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
-        """Write a folder that transformers' AutoModelForImageClassification loads, and how to prepare images for it.
+    def why_not_exported(self) -> str | None:
+        own = "transformers does not know the package's own ResNet: use --to safetensors"
+        return own if self.source is None else None
 
-        Raises ConfigError for the package's own ResNet.
-        """
-        if self.source is None:
-            raise ConfigError("transformers does not know the package's own ResNet: use --to safetensors")
+    def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
+        """Write a folder that transformers' AutoModelForImageClassification loads, and how to prepare images for it."""
         save_folder(model, folder, is_merged=is_merged)
         self.normalisation.write(folder, self.size, self.augmentation.centre_share)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.data.dataset.manifest import Manifest
-from elastic_train.errors import ConfigError
 from elastic_train.tasks.models.adapters import Adapter, frozen_groups, leave_base_out
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
 from elastic_train.tasks.models.folders import save_folder
@@ -169,12 +168,15 @@ class SequenceClassifier:
                 logits = model(**tokens).logits
         return self.rows.loss(logits.float(), batch["label"])
 
+    def why_not_exported(self) -> str | None:
+        if not self._reads_metadata:
+            return None
+        return (
+            f"the model reads {', '.join([*self.rows.numeric, *self.rows.categorical])} as well as the tokens, which "
+            "no model of transformers does: use --to safetensors, or train it with numeric: [] and categorical: []"
+        )
+
     def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
-        if isinstance(model, WithMetadata):
-            raise ConfigError(
-                f"the model reads {', '.join([*self.rows.numeric, *self.rows.categorical])} beside the tokens, which "
-                "no model of transformers does: use --to safetensors, or train it with numeric: [] and categorical: []"
-            )
         save_folder(model, folder, is_merged=is_merged)
         write_tokenizer(self.source.path, self.rows.known, folder)
 

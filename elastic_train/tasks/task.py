@@ -224,6 +224,14 @@ class Exporting(Protocol):
 
 
 @runtime_checkable
+class ExportingSome(Exporting, Protocol):
+    """A task that has models which transformers cannot load."""
+
+    def why_not_exported(self) -> str | None:
+        """Say why transformers cannot load the prepared task's model, and what to do; None if it can."""
+
+
+@runtime_checkable
 class ExportingByName(Deferring, Exporting, Protocol):
     """A task whose model need not be built for transformers to load it: its weights are written one after the other."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from elastic_train.checkpoint.commits.weights import Weights
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.system.atomic_files import draft_of, publish
-from elastic_train.tasks.task import Exporting, ExportingByName
+from elastic_train.tasks.task import Exporting, ExportingByName, ExportingSome
 from elastic_train.trained.opening import Opened, open_commit
 from elastic_train.trained.weight_files import MOST_BYTES, write_weights
 
@@ -54,6 +54,8 @@ def _export(opened: Opened, folder: Path, most_bytes: int, *, is_merged: bool) -
         raise ConfigError(
             f"task.path: '{opened.plan.config.task.path}' has no model of transformers; use --to safetensors"
         )
+    if isinstance(task, ExportingSome) and (why := task.why_not_exported()) is not None:
+        raise ConfigError(why)
     names = task.begin_export(folder) if isinstance(task, ExportingByName) else None
     if names is None:
         model = opened.plan.build_state().model

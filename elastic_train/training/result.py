@@ -24,7 +24,7 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.wording import counted
-from elastic_train.tasks.task import Exporting, Finishing
+from elastic_train.tasks.task import Exporting, ExportingSome, Finishing
 from elastic_train.training.session import Session
 from rendezvous.waiting import GivenUp, begin
 
@@ -127,11 +127,15 @@ def last_line(session: Session, result: TrainResult) -> str:
     early = ""
     if result.ended_by == EARLY_STOPPING and result.improvement is not None:
         early = f" (early stopping; the best validation was that of step {result.improvement.best_step})"
-    validated = result.metrics.get("loss")
+    validated = None if config.data.validation is None else result.metrics.get("loss")
     kind, loss = ("loss", session.loss) if validated is None else ("validation loss", validated)
     shown = "" if loss is None else f", {kind} {loss:.4f}"
     where = config.checkpoint_url + ("" if head is None else f" ({head.key})")
-    to = "" if isinstance(session.plan.task, Exporting) else " --to safetensors"
+    task = session.plan.task
+    is_folder = isinstance(task, Exporting)
+    if isinstance(task, ExportingSome):
+        is_folder = task.why_not_exported() is None
+    to = "" if is_folder else " --to safetensors"
     return (
         f"Done: {counted(result.step, 'step')}{early}{shown}, weights in {where}, "
         f"next: elastic-train export {shlex.quote(config.run.dir)}{to}"

@@ -160,9 +160,8 @@ def test_a_classifier_is_exported_to_the_last_bit_unless_it_reads_metadata(tmp_p
     adapted.export(model, tmp_path / "merged", is_merged=True)
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits_of(task, loaded, rows), expected, rtol=1e-4, atol=1e-5)
-    beside = prepared(tmp_path / "others", numeric=["size"])
-    with pytest.raises(ConfigError, match="reads size beside the tokens"):
-        beside.export(beside.build_model(), tmp_path / "none", is_merged=False)
+    why = prepared(tmp_path / "others", numeric=["size"]).why_not_exported()
+    assert why is not None and "reads size as well as the tokens" in why and task.why_not_exported() is None
 
 
 def test_the_calibration_error_is_that_of_its_definition() -> None:

@@ -37,7 +37,8 @@ class Ended:
         run, validation = SimpleNamespace(dir=str(folder)), SimpleNamespace(early_stopping=None)
         task = SimpleNamespace(finish=lambda model, folder: self.finish())
         order = SimpleNamespace(num_epochs=lambda cursor: cursor.epoch)
-        config = SimpleNamespace(run=run, validation=validation, checkpoint_url=str(folder))
+        data = SimpleNamespace(validation="held")
+        config = SimpleNamespace(run=run, validation=validation, checkpoint_url=str(folder), data=data)
         manifest = SimpleNamespace(num_rows=9)
         self.plan = SimpleNamespace(config=config, task=task, manifest=manifest, order=order)
         self.world = SimpleNamespace(
@@ -130,6 +131,18 @@ def test_the_last_line_says_what_was_made_and_what_to_do_with_it(
     assert last_line(session, replace(result, **changes)) == (  # type: ignore[arg-type]
         f"{said} in {tmp_path} (commits/a.json), next: elastic-train export {tmp_path} --to safetensors"
     )
+
+
+@pytest.mark.parametrize(("why", "to"), [(None, ""), ("transformers does not know it", " --to safetensors")])
+def test_the_next_command_is_one_that_works(tmp_path: Path, why: str | None, to: str) -> None:
+    """A task that has models of transformers may be configured to train another one; old validations are not its."""
+    session = Ended(tmp_path)
+    result = _finish(session, Outcome.DONE)  # type: ignore[arg-type]
+    assert isinstance(result, TrainResult)
+    session.plan.config.data.validation = None
+    session.plan.task = SimpleNamespace(export=lambda *_: None, why_not_exported=lambda: why)
+    line = last_line(session, replace(result, metrics={"loss": 0.25}))  # type: ignore[arg-type]
+    assert "14 steps, loss 0.5000, weights" in line and line.endswith(f"next: elastic-train export {tmp_path}{to}")
 
 
 def test_a_rank_asked_to_leave_leaves_even_if_the_result_cannot_be_written(
