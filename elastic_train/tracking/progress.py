@@ -52,7 +52,8 @@ class ResumeBanner:
         world = f"{'?' if self.world_before is None else self.world_before} -> {counted(self.world_after, 'rank')}"
         term = f"{'?' if self.term_before is None else self.term_before} -> {self.term_after}"
         lost = "unknown" if self.steps_lost is None else str(self.steps_lost)
-        age = "" if self.age_s is None else f", {self.age_s:.1f} s old"
+        is_known = self.age_s is not None and self.age_s >= 0  # not by a clock that is behind the one of its writer
+        age = f", {self.age_s:.1f} s old" if is_known else ""
         first = f"Resuming from step {self.step} ({self.commit}{age}); steps lost: {lost}"
         if not self.steps_lost and not self.skipped and self.world_before == self.world_after:
             return [first]

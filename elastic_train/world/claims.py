@@ -2,7 +2,10 @@
 
 Two such jobs would fence each other off in turn: the result would be right, most of the work in vain, and nobody the
 wiser. So a job that is fenced off by another one ends, and one that begins looks first whether the last job to claim a
-term here is still at work. A job that was started again under a new run id, because the last one has died, goes on.
+term here is still at work. A job that was started again under a new run id, because the last one has died, continues.
+
+Two jobs of one run id, each with its own etcd, are two jobs as well. A term is claimed in etcd before it is in the
+store, so a claim above the newest term of this job's etcd was made through another one.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ import datetime
 import json
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from elastic_train.checkpoint.stores.store import KeyMissing, Store, read
 from elastic_train.errors import OtherJobError, StorageError
@@ -28,6 +33,7 @@ LOOK_S, PATIENCE_S = 3.0, 15.0
 """How long to look for a sign of life, and for how long there have to be some: what a job leaves when it is killed is
 gone by then, its members' leases included."""
 RECENT_S = 600.0
+_LOOPBACK = re.compile(r"(^|,)\W*(127\.|localhost|::1)")
 log = logging.getLogger(__name__)
 
 
@@ -43,12 +49,14 @@ class Claim:
     boot: str = ""
     born: int = 0
     at: float = 0.0
+    etcd: str = ""
+    """The endpoints of the etcd in which it was claimed first; empty if there was none."""
 
     @property
     def owner(self) -> str:
         """Name the job."""
-        by = f"process {self.pid} on {self.host}"
-        return f"the job of run id {self.run_id!r} (rank 0: {by})" if self.run_id else by
+        by, through = f"process {self.pid} on {self.host}", f" on etcd {self.etcd}" if self.etcd else ""
+        return f"the job of run id {self.run_id!r}{through} (rank 0: {by})" if self.run_id else by
 
     def is_of(self, run_id: str) -> bool:
         """Whether it is this job's, or nobody knows whose; without a run id a job is one process."""
@@ -58,14 +66,49 @@ class Claim:
         return bool(run_id) or (self.pid, self.boot, self.born) == (os.getpid(), mine["boot"], mine["born"])
 
 
+class HeadLike(Protocol):
+    """The newest claim, and the commit last published under it."""
+
+    @property
+    def term(self) -> int: ...
+
+    @property
+    def commit(self) -> str | None: ...
+
+
 def term_key(term: int) -> str:
     return f"{TERMS}{term:08d}.json"
 
 
-def new_claim(run_id: str) -> tuple[bytes, str]:
+class Own:
+    """Says which claims are this job's: those of its run id, unless they were made through another etcd.
+
+    `etcd` are the endpoints of this job's, and `head` asks it for the newest term; both only where there is one.
+    """
+
+    def __init__(self, run_id: str = "", etcd: str = "", head: Callable[[], HeadLike | None] | None = None) -> None:
+        self.run_id, self.etcd, self._head = run_id, etcd, head
+
+    def has(self, claim: Claim, *, otherwise: bool = True) -> bool:
+        """Say whether a claim is this job's; `otherwise` where its etcd, of another address, has no term yet."""
+        if not claim.is_of(self.run_id) or not claim.run_id or self._is_here(claim):
+            return claim.is_of(self.run_id)
+        try:
+            newest = None if self._head is None else self._head()
+        except StorageError:
+            return True
+        return otherwise if newest is None else newest.term >= claim.term
+
+    def _is_here(self, claim: Claim) -> bool:
+        """Say whether a claim was made without an etcd, or in the one of this job's address; loopback is of a host."""
+        is_same_host = claim.host == process_identity()["host"]
+        return not claim.etcd or (claim.etcd == self.etcd and (is_same_host or not _LOOPBACK.search(claim.etcd)))
+
+
+def new_claim(own: Own) -> tuple[bytes, str]:
     """Return a claim's content, and its nonce, by which a retried create and the other ranks recognise it."""
     nonce = uuid.uuid4().hex
-    who = {"pid": os.getpid(), **process_identity(), "run_id": run_id}
+    who = {"pid": os.getpid(), **process_identity(), "run_id": own.run_id, "etcd": own.etcd}
     return json.dumps({**who, "at": time.time(), "claim": nonce}).encode(), nonce
 
 
@@ -98,10 +141,8 @@ class Rivals:
     many members of a run id etcd knows.
     """
 
-    def __init__(
-        self, store: Store, run_dir: str, run_id: str, last_term: int, num_members: Callable[[str], int]
-    ) -> None:
-        self._store, self._run_dir, self._run_id = store, Path(run_dir), run_id
+    def __init__(self, store: Store, run_dir: str, own: Own, last_term: int, num_members: Callable[[str], int]) -> None:
+        self._store, self._run_dir, self._own = store, Path(run_dir), own
         self._last_term, self._num_members = last_term, num_members
 
     def check(self, newest: int) -> None:
@@ -109,7 +150,7 @@ class Rivals:
         if newest <= self._last_term:
             return
         claim = read_claim(self._store, newest)
-        if claim.is_of(self._run_id):
+        if self._own.has(claim, otherwise=bool(self._last_term)):
             return
         if self._last_term:
             raise taken_over(self._store, self._last_term, claim)
@@ -118,10 +159,10 @@ class Rivals:
         if self._is_at_work(claim):
             raise OtherJobError(
                 f"{self._store.url}: {claim.owner} has claimed term {newest} at {_moment(claim.at)} and is at work "
-                f"here, {_only_one}. Nothing was trained: wait for its end, or stop it, or give this job another "
-                "run.dir and checkpoint.url"
+                f"here, {_only_one}. Nothing was trained: wait for its end, or stop it, or give this job "
+                f"{self._way_to_join(claim)}another run.dir and checkpoint.url"
             )
-        if time.time() - claim.at < RECENT_S:
+        if time.time() - claim.at < RECENT_S and claim.run_id != self._own.run_id:
             log.warning(
                 "%s: %s has not been heard of since term %d (%s): this job continues in its place",
                 *(self._store.url, claim.owner, newest, _moment(claim.at)),
@@ -135,9 +176,16 @@ class Rivals:
         while time.monotonic() < deadline:
             time.sleep(LOOK_S)
             before, seen = seen, self._traces()
-            if before == seen and not (claim.run_id and self._num_members(claim.run_id)):
+            if before == seen and not self._has_members(claim):
                 return False
         return True
+
+    def _has_members(self, claim: Claim) -> bool:
+        """Say whether this job's etcd knows members of the other; those of this run id are its own."""
+        return claim.run_id not in (None, "", self._own.run_id) and self._num_members(claim.run_id or "") > 0
+
+    def _way_to_join(self, claim: Claim) -> str:
+        return f"its etcd (--endpoint {claim.etcd}) to be part of it, or " if claim.run_id == self._own.run_id else ""
 
     def _traces(self) -> set[tuple[str, int]]:
         """Return what changes while a job works here: claims, and lines of histories."""
@@ -166,7 +214,7 @@ def taken_over(store: Store, term: int, by: Claim) -> OtherJobError:
     return OtherJobError(
         f"{store.url}: {by.owner} has claimed term {by.term} at {_moment(by.at)}, above term {term} of this job, "
         f"{_only_one}: this one ends. What it has not committed is lost; the other continues from its newest commit. "
-        "Give each job a run.dir and checkpoint.url of its own"
+        "Give each job a run.dir and checkpoint.url of its own, and all nodes of a job one etcd"
     )
 
 

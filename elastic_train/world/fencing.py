@@ -22,23 +22,22 @@ from elastic_train.checkpoint.commits.writer import Unheard
 from elastic_train.checkpoint.stores.store import Store, create_once
 from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import FencedError, StorageError, translated
-from elastic_train.world.claims import TERMS, new_claim, nothing_to_check, read_claim, taken_over, term_key
+from elastic_train.world.claims import (
+    TERMS,
+    HeadLike,
+    Own,
+    new_claim,
+    nothing_to_check,
+    read_claim,
+    taken_over,
+    term_key,
+)
 
 CONFIGS = "configs/"
 KEPT_TERMS = 100
 """How far behind the newest term traces of a term are kept: claims, configurations, and the tombstones of sweeps."""
 _CLAIM_TRIES = 100
 _KEY = re.compile(r"(?:terms|configs)/(\d{8,})\.(?:json|yaml)")
-
-
-class HeadLike(Protocol):
-    """The newest claim, and the commit last published under it."""
-
-    @property
-    def term(self) -> int: ...
-
-    @property
-    def commit(self) -> str | None: ...
 
 
 class Fence(Protocol):
@@ -78,9 +77,9 @@ class StoreFence:
     or it does not, and in neither case will a later commit of the older term come before one of its own.
     """
 
-    def __init__(self, store: Store, run_id: str = "", check: Callable[[int], None] = nothing_to_check) -> None:
-        """Claim for a job; `check` is given the newest term that was claimed, before the next one is."""
-        self._store, self._run_id, self._check = store, run_id, check
+    def __init__(self, store: Store, own: Own | None = None, check: Callable[[int], None] = nothing_to_check) -> None:
+        """Claim for a job, which has its `own` claims; `check` is given the newest term before the next is claimed."""
+        self._store, self._own, self._check = store, own or Own(), check
         self.nonce, self.claimed = "", b""
         """The unique part of the last claim, by which other ranks recognise it, and all of its content."""
 
@@ -90,14 +89,14 @@ class StoreFence:
     def claim_from(self, propose: Callable[[int], int]) -> int:
         """Claim the first proposed term that nobody else holds; `propose` gets the lowest that is free."""
         self._check(max((term for term, _ in _of_terms(self._store, TERMS)), default=0))
-        term, self.nonce, self.claimed = _claim_in(self._store, propose, self._run_id)
+        term, self.nonce, self.claimed = _claim_in(self._store, propose, self._own)
         return term
 
     def publish(self, term: int, commit: str) -> None:
         newest = newest_term(self._store)
         if newest > term:
             claim = read_claim(self._store, newest)
-            if not claim.is_of(self._run_id):
+            if not self._own.has(claim):
                 raise taken_over(self._store, term, claim)
             raise FencedError(
                 f"{self._store.url}/{commit}: term {newest} was claimed, so term {term} may not extend the lineage"
@@ -121,9 +120,9 @@ class JoinedFence:
     """The fence of etcd (`control`) and the store together; errors of etcd become errors of this package."""
 
     def __init__(
-        self, store: Store, control: Fence, run_id: str = "", check: Callable[[int], None] = nothing_to_check
+        self, store: Store, control: Fence, own: Own | None = None, check: Callable[[int], None] = nothing_to_check
     ) -> None:
-        self._claims = StoreFence(store, run_id, check)
+        self._claims = StoreFence(store, own, check)
         self._control = control
 
     @property
@@ -162,7 +161,7 @@ class JoinedFence:
         self._control.close()
 
 
-def _claim_in(store: Store, propose: Callable[[int], int], run_id: str) -> tuple[int, str, bytes]:
+def _claim_in(store: Store, propose: Callable[[int], int], own: Own) -> tuple[int, str, bytes]:
     """Claim in the store the first proposed term that nobody else holds; return it, the claim's nonce and content.
 
     `propose` gets the lowest term that is free.
@@ -170,7 +169,7 @@ def _claim_in(store: Store, propose: Callable[[int], int], run_id: str) -> tuple
     lowest = 1 + newest_term(store)
     for _ in range(_CLAIM_TRIES):
         term = propose(lowest)
-        content, nonce = new_claim(run_id)
+        content, nonce = new_claim(own)
         is_first = create_once(store, term_key(term), content)
         newest = max(number for number, _ in [(term, ""), *_of_terms(store, TERMS)])
         # Frozen since it proposed the term, a process may create again what was claimed, and deleted, long ago.

@@ -36,7 +36,7 @@ from elastic_train.tracking.progress import Progress, ResumeBanner
 from elastic_train.tracking.run_folder import CONFIG
 from elastic_train.world import one_store
 from elastic_train.world.agreement import agree
-from elastic_train.world.claims import Rivals, term_key
+from elastic_train.world.claims import Own, Rivals, term_key
 from elastic_train.world.fencing import CONFIGS, Fence, JoinedFence, StoreFence, forget_old_terms
 from elastic_train.world.forming import Formed, own_run_id
 from rendezvous.context import RendezvousContext, open_fence
@@ -288,11 +288,11 @@ def _fence(
     store: Store, group: Group, launched: RendezvousContext | None, use: StoreUse, run_dir: str
 ) -> StoreFence | JoinedFence:
     """Return the fence of a job in its folder, which no other job may be at work in when a term is claimed."""
-    run_id = own_run_id()
-    rivals = Rivals(store, run_dir, run_id, use.last_term, lambda other: fence.num_members(other))
-    fence: StoreFence | JoinedFence = StoreFence(store, run_id, rivals.check)
+    own = Own(own_run_id(), ",".join(launched.endpoints) if launched else "", lambda: fence.head())
+    rivals = Rivals(store, run_dir, own, use.last_term, lambda other: fence.num_members(other))
+    fence: StoreFence | JoinedFence = StoreFence(store, own, rivals.check)
     if launched and group.rank == 0:
-        fence = JoinedFence(store, open_fence(launched, give_up_after_s=FENCE_TIMEOUT_S), run_id, rivals.check)
+        fence = JoinedFence(store, open_fence(launched, give_up_after_s=FENCE_TIMEOUT_S), own, rivals.check)
     return fence
 
 

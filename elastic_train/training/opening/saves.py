@@ -31,6 +31,7 @@ from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.training.session import Process
+from elastic_train.world.claims import Own
 from elastic_train.world.fencing import StoreFence
 from elastic_train.world.restore import parent_of
 from elastic_train.world.world import World
@@ -105,7 +106,7 @@ def _commit_alone(
         return  # a start goes back behind a commit that is missing only if that is accepted
     if head is not None and head.key == published and strays_from(state.reached.intervals, head):
         return
-    fence = StoreFence(store, run_id)
+    fence = StoreFence(store, Own(run_id))
     # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
     term, key = fence.claim(), parent_of(store, state, published, state.step - 1)
     writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)

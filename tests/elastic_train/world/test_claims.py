@@ -15,8 +15,8 @@ from elastic_train.checkpoint import open_store
 from elastic_train.errors import FencedError, OtherJobError
 from elastic_train.system.process_identity import process_identity
 from elastic_train.world import claims
-from elastic_train.world.claims import Rivals, read_claim, term_key
-from elastic_train.world.fencing import StoreFence
+from elastic_train.world.claims import Own, Rivals, read_claim, term_key
+from elastic_train.world.fencing import JoinedFence, StoreFence
 from rendezvous.process_table import stat_of
 from tests.conftest import PATIENCE_S
 
@@ -31,13 +31,27 @@ def fence_of(
     folder: Path, run_id: str, last_term: int = 0, num_members: Callable[[str], int] = lambda _: 0
 ) -> StoreFence:
     store = open_store(str(folder))
-    return StoreFence(store, run_id, Rivals(store, str(folder), run_id, last_term, num_members).check)
+    own = Own(run_id)
+    return StoreFence(store, own, Rivals(store, str(folder), own, last_term, num_members).check)
 
 
 def claim_as(folder: Path, term: int, **fields: object) -> None:
     """Claim a term as a process does that is not this one."""
     claim = {"run_id": "first", "pid": 1, **process_identity(), "born": 0, "at": time.time(), **fields}
     open_store(str(folder)).create(term_key(term), json.dumps(claim).encode())
+
+
+def train_meanwhile(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let a history of another job grow while a claim waits."""
+    history = folder / "history" / "00000001-00000-x.jsonl"
+    history.parent.mkdir()
+
+    def train(seconds: float) -> None:
+        time.sleep(seconds)
+        with history.open("a") as file:
+            file.write("{}\n")
+
+    patch.setattr(claims, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=train))
 
 
 def test_a_claim_says_whose_it_is(tmp_path: Path) -> None:
@@ -68,16 +82,8 @@ def test_members_in_etcd_are_signs_of_life(tmp_path: Path, monkeypatch: pytest.M
 def test_a_history_that_grows_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each job has an etcd of its own. It has a line more at every look, however busy the machine is."""
     fence_of(tmp_path, "first").claim()
-    history = tmp_path / "history" / "00000001-00000-x.jsonl"
-    history.parent.mkdir()
-
-    def train(seconds: float) -> None:
-        time.sleep(seconds)
-        with history.open("a") as file:
-            file.write("{}\n")
-
     with monkeypatch.context() as working, pytest.raises(OtherJobError, match="is at work here"):
-        working.setattr(claims, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=train))
+        train_meanwhile(tmp_path, working)
         fence_of(tmp_path, "second").claim()
     assert fence_of(tmp_path, "second").claim() == 2
 
@@ -108,6 +114,64 @@ def test_processes_without_a_launcher_are_told_apart(tmp_path: Path) -> None:
     claim_as(tmp_path, 5, run_id="", pid=os.getppid(), born=_born(os.getppid()))
     with pytest.raises(OtherJobError, match=f"process {os.getppid()} on .* is at work here"):
         fence_of(tmp_path, "").claim()
+
+
+class Etcd:
+    """An etcd, as a fence, that may lose its data."""
+
+    def __init__(self) -> None:
+        self.newest: int | None = None
+
+    def claim(self, at_least: int) -> int:
+        self.newest = max(at_least, (self.newest or 0) + 1)
+        return self.newest
+
+    def head(self) -> SimpleNamespace | None:
+        return None if self.newest is None else SimpleNamespace(term=self.newest, commit=None)
+
+    def publish(self, term: int, commit: str) -> None:
+        assert term == self.newest
+
+    def num_members(self, run_id: str) -> int:
+        return 1  # the one that asks
+
+
+def joined(folder: Path, etcd: Etcd, where: str, last_term: int = 0) -> JoinedFence:
+    """Return the fence of a job `one` with an etcd, of a process that has trained up to a term."""
+    store, own = open_store(str(folder)), Own("one", where, etcd.head)
+    return JoinedFence(store, etcd, own, Rivals(store, str(folder), own, last_term, etcd.num_members).check)  # type: ignore[arg-type]
+
+
+def test_jobs_of_one_run_id_on_two_etcds_are_two_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, each fenced the other off at every commit, both trained all steps, and neither said a word."""
+    here, there = Etcd(), Etcd()
+    first = joined(tmp_path, here, "a:1")
+    assert first.claim(1) == 1 and joined(tmp_path, here, "a:1").claim(2) == 2, "its next process, which looks for none"
+    with monkeypatch.context() as working, pytest.raises(OtherJobError) as refused:
+        train_meanwhile(tmp_path, working)
+        joined(tmp_path, there, "b:1").claim(1)
+    assert "'one' on etcd a:1" in str(refused.value) and "its etcd (--endpoint a:1) to be part of it" in str(
+        refused.value
+    )
+    assert joined(tmp_path, there, "b:1").claim(1) == 3, "the first was frozen meanwhile"
+    for act in (lambda: first.publish(2, "commits/2"), lambda: joined(tmp_path, here, "a:1", last_term=2).claim(3)):
+        with pytest.raises(OtherJobError, match=r"'one' on etcd b:1 .* has claimed term 3 .*this one ends"):
+            act()
+
+
+def test_a_job_whose_etcd_has_lost_its_data_is_the_same_job(tmp_path: Path) -> None:
+    """So is one that a leaving process has committed for, under a term that etcd has never heard of."""
+    etcd = Etcd()
+    frozen = joined(tmp_path, etcd, "a:1")
+    assert frozen.claim(1) == 1 and joined(tmp_path, etcd, "a:1", last_term=1).claim(2) == 2
+    etcd.newest = None
+    with pytest.raises(FencedError):
+        frozen.publish(1, "commits/1")
+    assert joined(tmp_path, etcd, "a:1", last_term=2).claim(1) == 3
+    assert StoreFence(open_store(str(tmp_path)), Own("one")).claim() == 4
+    with pytest.raises(FencedError):
+        frozen.publish(3, "commits/3")
+    assert joined(tmp_path, etcd, "a:1").claim(1) == 5
 
 
 def test_a_claim_of_an_older_version_is_anybodys(tmp_path: Path) -> None:

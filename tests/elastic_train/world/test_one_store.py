@@ -15,7 +15,7 @@ from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.world import one_store
-from elastic_train.world.claims import new_claim, term_key
+from elastic_train.world.claims import Own, new_claim, term_key
 from elastic_train.world.fencing import StoreFence
 from elastic_train.world.one_store import (
     Claimed,
@@ -84,7 +84,7 @@ def test_a_claim_that_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: py
     """While rank 0 is there; if it has left, because its own store was the wrong one, the world has ended."""
     monkeypatch.setattr(one_store, "LOOK_S", 0.0)
     store, asked = LocalStore(tmp_path), list[float]()
-    word, (content, nonce) = identify(store), new_claim("run")
+    word, (content, nonce) = identify(store), new_claim(Own("run"))
 
     def still(waited_s: float) -> None:
         asked.append(waited_s)
