@@ -25,7 +25,7 @@ from elastic_train.cli.output import (
 )
 from elastic_train.config import schema as configuration
 from elastic_train.config import sources
-from elastic_train.errors import ConfigError, ElasticTrainError, explain
+from elastic_train.errors import ConfigError, ElasticTrainError, StorageError, explain
 from elastic_train.launch.options import Flags
 
 app = App(
@@ -109,6 +109,8 @@ def validate(config: Path, *overrides: Overrides) -> int:
     from elastic_train.training.opening.inspection import inspect_alone
 
     resolved = sources.load(config, environ=os.environ, arguments=overrides)
+    for line in sources.given_twice(overrides):
+        sys.stderr.write(f"{line}\n")
     plan = make_plan(resolved)
     facts = {**plan.describe(), "rows": inspect_alone(plan)}
     print_text(resolved.to_yaml())
@@ -351,6 +353,11 @@ def main(arguments: list[str] | None = None) -> None:
     except ElasticTrainError as error:
         sys.stderr.write(explain(error) + "\n")
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None:
+            raise  # of no place that anybody named
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}; name another place, or repair this one\n")
+        sys.exit(StorageError.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 
 

@@ -99,6 +99,8 @@ def evaluate(
     is_json: bool,
 ) -> int:
     """Print the loss and the metrics of a run's model over a dataset."""
+    if max_samples is not None and max_samples < 1:
+        raise ConfigError(f"--max-samples must be at least 1, not {max_samples}")
     trained = open_trained(
         run, _chosen(run, commit).key, train=train, validation=data, max_samples=max_samples, weights=weights
     )

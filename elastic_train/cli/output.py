@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import CycloptsError, CycloptsPanel, Parameter, UnusedCliTokensError, default_name_transform
+from cyclopts import (
+    CycloptsError,
+    CycloptsPanel,
+    MissingArgumentError,
+    Parameter,
+    UnusedCliTokensError,
+    default_name_transform,
+)
 from rich.box import SIMPLE_HEAD
 from rich.panel import Panel
 from rich.table import Table
@@ -35,11 +43,26 @@ LaunchFlags = Annotated[Flags, Parameter(name="*", name_transform=_name_of)]
 
 def wrong_usage(program: str, error: CycloptsError) -> Panel:
     """Return what to print for arguments that a program cannot take; with its name, an app's `error_formatter`."""
+    command = " ".join([program, *(error.command_chain or ())])
+    if isinstance(error, MissingArgumentError) and error.keyword is None and error.target and error.argument:
+        needed = _needed(error.target)
+        missing = needed.get(error.argument.field_info.name, error.argument.name)
+        return CycloptsPanel(f"{missing} is missing: write {command} {' '.join(needed.values())}. See {command} --help")
     if not isinstance(error, UnusedCliTokensError):
         return CycloptsPanel(error)
-    words, command = " ".join(error.unused_tokens or ()), " ".join([program, *(error.command_chain or ())])
+    words = " ".join(error.unused_tokens or ())
     reason = "it is one too many, or the option before it has no value"
     return CycloptsPanel(f"unexpected argument '{words}': {reason}. See {command} --help")
+
+
+def _needed(command: Callable[..., object]) -> dict[str, str]:
+    """Return how to write each argument that a command needs, by its parameter's name, in their order."""
+    needed = {}
+    for each in inspect.signature(command).parameters.values():
+        if each.default is each.empty and each.kind != each.VAR_POSITIONAL:
+            option = f"--{default_name_transform(each.name)} " if each.kind == each.KEYWORD_ONLY else ""
+            needed[each.name] = option + each.name.upper()
+    return needed
 
 
 PIPE_CLOSED = 128 + 13

@@ -1,7 +1,8 @@
 """Where a configuration's values come from, and every mistake in them reported at once, with its place.
 
 Later over earlier: the YAML file, the environment (`ELASTIC_TRAIN__BATCH__MICRO_BATCH=8`), the command line
-(`--batch.micro-batch 8`), or a program's own values. An unknown key is an error that names the nearest known one.
+(`--batch.micro-batch 8`; the last of a key's values counts, and that is said), or a program's own values. An unknown
+key is an error that names the nearest known one.
 
 A file is YAML 1.2. In the environment and on the command line a key of type text takes its text to the letter, except
 that `null` clears a key that may be null. Other keys take YAML. Where the type is left open (`task.params`), a text
@@ -178,6 +179,20 @@ def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[t
                 continue
             text = rest.pop(0)
         yield from _read_value(f"command line {name}", _key_of(name[2:]), text, problems)
+
+
+def given_twice(arguments: Sequence[str]) -> list[str]:
+    """Say which values of a command line, as it was read, count no more because a later one sets the same key."""
+    given, said = dict[str, Value](), list[str]()
+    for _, key, value in _from_arguments(arguments, []):
+        for name in [name for name in given if f"{name}.".startswith(f"{key}.")]:
+            if given[name] != value:
+                said.append(
+                    f"command line: '{name}' is given as {given[name]!r}, and then '{key}' as {value!r}, which counts"
+                )
+            del given[name]
+        given[key] = value
+    return said
 
 
 def _key_of(option: str) -> str:

@@ -79,6 +79,9 @@ def run(path: Path, overrides: Sequence[str]) -> int:
     leave = _begin()
     try:
         config = sources.load(path, environ=os.environ, arguments=overrides)
+        if os.environ.get("RANK", "0") == "0":
+            for line in sources.given_twice(overrides):
+                _say(line)
         ended = _supervised(config, leave, started_at)
         code = ended.exit_code if isinstance(ended, ElasticTrainError) else 0
         if isinstance(ended, Preempted) and os.environ.get("LOCAL_RANK", "0") == "0":

@@ -121,7 +121,7 @@ def test_rows_are_imported_and_packed(tmp_path: Path, call: Call) -> None:
 BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
     "an unknown corpus": (["import", "wikipedia", "OUT"], 2, "wikipedia"),
     "an unknown command": (["mine", "OUT"], 2, "mine"),
-    "no files": (["import", "text", "OUT"], 2, "requires an argument"),
+    "no files": (["import", "text", "OUT"], 2, "FILES is missing: write elastic-train"),
     "a file of another kind": (["import", "text", "OUT", "a.pdf"], 2, "a.pdf: must be .jsonl, .csv or .txt"),
     "an empty text": (["import", "text", "OUT", "EMPTY"], 2, "empty.txt: holds no text"),
     "a missing file": (["import", "text", "OUT", "none.csv"], 2, "none.csv: cannot be read"),

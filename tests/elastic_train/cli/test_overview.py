@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cyclopts import App
@@ -52,6 +53,41 @@ def test_no_command_has_a_flag_that_only_repeats_its_default(capsys: pytest.Capt
         flags = [line for line in text.splitlines() if re.search(r"--empty-|--\S+ +--no-\S+ .*default: False", line)]
         found |= {path: flags} if flags or "//" in text.replace("://", "") else {}
     assert not found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["init"], "KIND is missing: write elastic-train init KIND FOLDER. See elastic-train init --help"),
+        (
+            ["evaluate", "RUN"],
+            "--data DATA is missing: write elastic-train evaluate RUN --data DATA. See elastic-train",
+        ),
+        (["ckpt", "export", "RUN"], "TARGET is missing: write elastic-train ckpt export RUN TARGET."),
+        (["init", "--kind"], "parameter --kind requires an argument"),
+    ],
+)
+def test_an_argument_that_is_missing_is_named_as_help_names_it(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(arguments)
+    assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("command", ["init text PLACE", "data synth PLACE --rows 4", "data import images OUT PLACE"])
+def test_a_place_that_cannot_be_used_is_named_in_a_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By any command: one that writes below a file, and one that reads a folder that is none."""
+    (tmp_path / "file").write_text("")
+    place = str(tmp_path / "file" / "folder")
+    words = [{"PLACE": place, "OUT": str(tmp_path / "out")}.get(word, word) for word in command.split()]
+    with pytest.raises(SystemExit) as ended:
+        main.main(words)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 1
+    assert re.match(rf"error: {tmp_path}/file[^:]*: (Not a directory|File exists); name another place", said), said
 
 
 @pytest.mark.parametrize("is_closed", [False, True], ids=["its reader has gone", "closed"])

@@ -27,6 +27,20 @@ def load(folder: Path, tree: object, *, environ: dict[str, str] | None = None, a
     return sources.load(write(folder, tree), environ=environ or {}, arguments=arguments)
 
 
+def test_a_value_that_a_later_one_replaces_on_a_command_line_is_said():
+    """In either spelling, and with its section; the same value twice is no matter."""
+    said = sources.given_twice
+    assert said(["--max_steps", "3", "--max-steps=4", "--max_steps", "4"]) == [
+        "command line: 'max_steps' is given as 3, and then 'max_steps' as 4, which counts"
+    ]
+    assert said(["--batch.micro_batch", "2", "--batch", "{micro_batch: 4}"]) == [
+        "command line: 'batch.micro_batch' is given as 2, and then 'batch' as {'micro_batch': 4}, which counts"
+    ]
+    assert (
+        said(["--batch", "{micro_batch: 4}", "--batch.micro_batch", "2", "--max_steps", "1", "--max_steps", "1"]) == []
+    )
+
+
 def test_later_sources_win(tmp_path):
     """YAML is overridden by the environment, and that by the command line."""
     tree = {**GOOD, "batch": {"global_batch": 8, "micro_batch": 1}, "epochs": 2}
