@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from elastic_train.config.schema import Config
+from elastic_train.core.lineage import place_of
 from elastic_train.errors import ConfigError, PeerLostError, Preempted, StorageError, translated
 from elastic_train.parallel.devices.device import device_of
 from elastic_train.parallel.group import Group, connect
@@ -152,7 +153,7 @@ class LiveWorlds:
             self._member = self._be_member()
             self._check_store(self._member)
         elif self._has_trained:
-            self._standstill.note("it ended before a step was applied")
+            self._standstill.note("it ended before a step was applied that stayed", self._committed())
         pause_s = FIRST_PAUSE_S
         while True:
             with translated():
@@ -194,7 +195,7 @@ class LiveWorlds:
                 "whether they can be reached; those that cannot are left out",
                 *(self.num_not_formed, world.context.term, world.size, world.context.num_nodes, error),
             )
-        self._standstill.note(f"it did not form: {error}")
+        self._standstill.note(f"it did not form: {error}", self._committed())
 
     def _check_what_is_done(self, done: Closed | None) -> None:
         """Say that the job is done; raise ConfigError if it was another one that was done under this run id.
@@ -249,6 +250,11 @@ class LiveWorlds:
 
     def published(self) -> str | None:
         return self._member.published if self._member is not None else None
+
+    def _committed(self) -> int:
+        """Return the step of the commit that etcd names as head, 0 without one."""
+        place = place_of(key) if (key := self.published()) else None
+        return place[1] if place else 0
 
     def drop(self, rank: int) -> str:
         assert self._member is not None, "who has ranks is a member"

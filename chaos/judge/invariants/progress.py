@@ -8,7 +8,7 @@ starts it again. A job that ends so without a reason is lost for nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from chaos.judge.evidence.applied import lineage_of, result_of
 from chaos.judge.evidence.run_files import Evidence, number, once, scenario_field, whole
@@ -87,7 +87,7 @@ def _has_reason(run: Evidence, limits: tuple[int, float] | None) -> bool:
     if run.has("no_progress") or run.has("nonfinite"):
         return True
     return limits is not None and any(
-        len(times) >= limits[0] - 1 and _ends_at(run) - times[0] >= limits[1] for _, times in _vain(run)
+        len(times) >= limits[0] - 1 and _ends_at(run) - times[0] >= limits[1] for _, times in _vain_at_last(run)
     )
 
 
@@ -102,25 +102,45 @@ def _most(run: Evidence) -> str:
 @once
 def _vain(run: Evidence) -> list[tuple[int, list[float]]]:
     """Return, for each process, when worlds in a row began in which it applied no step, each row by itself."""
+    return [(pid, row) for pid, events in _worlds_by_process(run).items() for row in _rows(events)]
+
+
+@once
+def _vain_at_last(run: Evidence) -> list[tuple[int, list[float]]]:
+    """Return the same of worlds in which it applied no step beyond those before: others may have taken them along."""
+    return [(pid, row) for pid, events in _worlds_by_process(run).items() for row in _rows(_further(events))]
+
+
+@once
+def _worlds_by_process(run: Evidence) -> dict[int, list[tuple[float, int]]]:
+    """Return when each process began its worlds, with a 0, and when it applied the first step of each, with that."""
     pids = {(line["term"], line["rank"]): whole(line, "pid") for line in run.of("form")}
-    events: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    events: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for op in ("form", "unformed"):
         for line in run.of(op):
-            events[whole(line, "pid")].append((number(line, "t"), False))
+            events[whole(line, "pid")].append((number(line, "t"), 0))
     seen = set[object]()
     for line in run.of("step"):
         place = (line["term"], line["rank"])
         if place not in seen and (pid := pids.get(place)) is not None:
             seen.add(place)
-            events[pid].append((number(line, "t"), True))
-    return [(pid, row) for pid in events for row in _rows(sorted(events[pid]))]
+            events[pid].append((number(line, "t"), whole(line, "step")))
+    return {pid: sorted(found) for pid, found in events.items()}
 
 
-def _rows(events: Sequence[tuple[float, bool]]) -> Iterator[list[float]]:
+def _further(events: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    furthest = 0
+    for at, step in events:
+        if step == 0 or step > furthest:
+            yield at, step
+        furthest = max(step, furthest)
+
+
+def _rows(events: Iterable[tuple[float, int]]) -> Iterator[list[float]]:
     """Yield the times of worlds that have no step between them and the next, in rows."""
     row = list[float]()
-    for at, is_step in events:
-        if is_step:
+    for at, step in events:
+        if step:
             yield row[:-1]  # the last one applied it
             row = []
         else:

@@ -112,6 +112,7 @@ def test_worlds_that_do_not_form_are_counted_logged_with_the_reason_and_given_up
         look_for_unreachable=lambda: looks.append(None),
         store=None,
         closed=None,
+        published=None,
     )
     monkeypatch.setattr(forming.one_store, "check_before_joining", lambda *_: None)
     tries: list[int] = []

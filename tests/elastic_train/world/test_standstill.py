@@ -46,6 +46,22 @@ def test_a_step_begins_the_count_again(clock: SimpleNamespace) -> None:
         counted.note("it ended")
 
 
+def test_steps_that_are_lost_again_are_no_progress_and_commits_are(clock: SimpleNamespace) -> None:
+    """Two nodes hold one state together, and one of them dies after a few steps each time: 5, 7, 6 … of a commit at 0.
+
+    Those at home in another folder have no history of its deaths, so the survivor would begin again for ever.
+    """
+    steps, committed = itertools.cycle((5, 7, 6)), 0
+    counted = Standstill(4, 60.0, lambda: next(steps))
+    for clock.now in range(0, 180, 20):
+        committed += 1
+        counted.note("it ended", committed)
+    with pytest.raises(NoProgressError, match="4 worlds in a row, for 60 s, did not get beyond step 7"):
+        for clock.now in range(180, 400, 20):
+            counted.note("it ended", committed)
+    assert clock.now == 240
+
+
 def test_null_never_gives_up(clock: SimpleNamespace) -> None:
     counted = Standstill(None, 1.0, lambda: 0)
     for clock.now in range(0, 10_000, 100):
