@@ -7,6 +7,7 @@ the target and renamed, so an interrupted import leaves nothing under the target
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,13 +17,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, StorageError
 from elastic_train.system.process_identity import pid_space, process_identity
 from rendezvous.process_table import is_alive
 
 NAME = "origin.json"
 LONG_S = 86_400.0
 """A draft of a process that cannot be asked for from here, into which nothing has come for so long, is abandoned."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 Origin = Mapping[str, object]
 
@@ -51,7 +53,10 @@ def read_origin(folder: Path) -> dict[str, object] | None:
 
 @contextmanager
 def filled(folder: Path, origin: Origin) -> Iterator[Path]:
-    """Give an empty folder to fill; when the block ends well it takes the place of `folder` by a rename."""
+    """Give an empty folder to fill; when the block ends well it takes the place of `folder` by a rename.
+
+    Raises StorageError if there is no room for it; libraries that write do not say where that was.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left_over in folder.parent.glob(f".{folder.name}.*.partial"):
         if _is_abandoned(left_over):
@@ -62,6 +67,11 @@ def filled(folder: Path, origin: Origin) -> Iterator[Path]:
         yield partial
         (partial / NAME).write_text(json.dumps(origin, indent=2, sort_keys=True) + "\n")
         _put(partial, folder)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        why = os.strerror(error.errno)
+        raise StorageError(f"{folder}: cannot write: {why}; make room there, or name another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

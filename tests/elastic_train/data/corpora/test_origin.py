@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from elastic_train.data.corpora.origin import (
     is_finished,
     read_origin,
 )
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, StorageError
 from elastic_train.system.process_identity import pid_space, process_identity
 from rendezvous.process_table import stat_of
 
@@ -45,6 +46,14 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
         raise RuntimeError("planted")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "x").read_text() == "old"
+
+
+def test_a_full_disk_is_named_by_the_folder(tmp_path: Path) -> None:
+    """As a library says it that writes Parquet: without the file's name."""
+    said = r"/out: cannot write: No space left .*another folder"
+    with pytest.raises(StorageError, match=said), filled(tmp_path / "out", ORIGIN):
+        raise OSError(errno.ENOSPC, "Error writing bytes to file")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_leftovers_of_dead_processes_are_removed(tmp_path: Path) -> None:
