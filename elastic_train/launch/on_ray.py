@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.config.schema import Config
-from elastic_train.config.sources import variable_of
+from elastic_train.config.sources import ENV_PREFIX, variable_of
 from elastic_train.errors import ConfigError, CorruptError, NoProgressError, Preempted, TooFewNodesError
 from elastic_train.launch.job_etcd import JobEtcd
 from elastic_train.launch.options import TIMEOUT_S, for_no_etcd, parse_nodes
@@ -126,7 +126,9 @@ class Node:
         path = Path(run_dir) / "ray.yaml"
         write_atomically(path, config)
         # A launcher can import what this process can: Ray adds the driver's folders, and those of its runtime_env.
-        environ = without_schedulers(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environ = _without_keys(without_schedulers(os.environ)) | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
+        }
         environ |= variables
         command = bound_command(sys.executable, "-m", "elastic_train.command", "launch", str(path), *arguments)
         self._launcher = subprocess.Popen(command, env=environ)
@@ -141,6 +143,17 @@ class Node:
         self._is_leaving = True
         if self._launcher is not None:
             self._launcher.send_signal(signal.SIGTERM)
+
+
+def _without_keys(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return a node's variables without keys of a configuration, which is read once, where the job is started.
+
+    They would change it on this node alone, or on all in silence. Its failure domain is what a node alone knows.
+    """
+    left_out = {name for name in environ if name.startswith(ENV_PREFIX) and name != variable_of("parallel.domain")}
+    if left_out:
+        _log.warning("%s of this node: without effect, set them where the job is started", ", ".join(sorted(left_out)))
+    return {name: value for name, value in environ.items() if name not in left_out}
 
 
 def run_on_ray(job: RayJob) -> tuple[int, Result | None]:

@@ -192,6 +192,28 @@ def test_the_node_runs_a_launcher_and_returns_its_code(tmp_path: Path, capfd: py
     assert (tmp_path / "run" / "ray.yaml").read_text() == CONFIG.to_yaml()
 
 
+def test_a_nodes_own_variables_change_no_key_but_its_failure_domain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Set where `ray start` ran on all nodes, one once changed what was trained, without a word."""
+    given: list[dict[str, str]] = []
+
+    def popen(command: object, env: dict[str, str]) -> SimpleNamespace:
+        given.append(env)
+        return SimpleNamespace(wait=lambda: 2)
+
+    monkeypatch.setattr(on_ray.subprocess, "Popen", popen)
+    for name in ("MAX_STEPS", "RUN__DIR", "PARALLEL__DOMAIN", "MONITORING__OTLP"):
+        monkeypatch.setenv(f"ELASTIC_TRAIN__{name}", "3")
+    on_ray.Node().run(str(tmp_path), "", [], {"ELASTIC_TRAIN__MONITORING__OTLP": "http://of-the-job"})
+    of_keys = {name: value for name, value in given[0].items() if name.startswith("ELASTIC_TRAIN__")}
+    assert of_keys == {
+        "ELASTIC_TRAIN__PARALLEL__DOMAIN": "3",
+        "ELASTIC_TRAIN__MONITORING__OTLP": "http://of-the-job",
+    }
+    assert "ELASTIC_TRAIN__MAX_STEPS, ELASTIC_TRAIN__MONITORING__OTLP, ELASTIC_TRAIN__RUN__DIR of" in caplog.text
+
+
 def test_an_address_with_a_password_reaches_the_launcher_and_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
