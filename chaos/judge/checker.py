@@ -32,11 +32,12 @@ from chaos.judge.invariants import (
 )
 from chaos.judge.invariants import script_run as scripts
 from chaos.judge.invariants.exactly_once import agreement, cells, compared, counts, same_job, samples
-from chaos.judge.invariants.written import complete, records
+from chaos.judge.invariants.written import complete, order, records
 from chaos.judge.job_shape import cell_size
 
 INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "complete": complete.complete,
+    "order": order.order,
     "finished": whole_run.finished,
     "faults": fault_claims.faults,
     "deaths": departures.deaths,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
+T = TypeVar("T")
 Truth = Literal["true", "false", "unknown"]
 
 
@@ -40,3 +41,11 @@ def find(invariant: str, check: Callable[[], str]) -> Finding:
         return Finding(invariant, "unknown", str(unknown))
     except Exception as error:  # noqa: BLE001 - whatever a check trips over, it has not checked
         return Finding(invariant, "unknown", f"the check could not be made: {type(error).__name__}: {error}")
+
+
+def unless_broken(compute: Callable[[], T], otherwise: T) -> T:
+    """Return what is shown with a verdict, or something else where the files do not say it: findings then say why."""
+    try:
+        return compute()
+    except Exception:  # noqa: BLE001 - a verdict is given on whatever files hold
+        return otherwise

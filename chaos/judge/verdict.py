@@ -29,7 +29,7 @@ from chaos.judge.evidence.run_files import (
 )
 from chaos.judge.evidence.script_samples import counts_of, is_script
 from chaos.judge.evidence.unfinished import so_far
-from chaos.judge.findings import Finding, Unknown, Violated
+from chaos.judge.findings import Finding, unless_broken
 
 MOST_COSTS = 30
 """Recoveries that are shown one by one."""
@@ -58,19 +58,12 @@ def examine(folder: Path) -> Verdict:
     """
     if not (folder / FAULTED / "history").is_dir():
         raise ChaosError(f"{folder}: no {FAULTED}/history there; give the folder of an `elastic-chaos run`")
-    run = _so_far(collect(folder / FAULTED))
+    read = collect(folder / FAULTED)
+    run = unless_broken(lambda: so_far(read), read)
     reference = collect(folder / REFERENCE) if (folder / REFERENCE / "history").is_dir() else None
     verdict = weigh(run, reference)
     (folder / VERDICT).write_text(json.dumps(verdict.fields, indent=2) + "\n")
     return verdict
-
-
-def _so_far(run: Evidence) -> Evidence:
-    """Return a run that has not ended as far as it has come; as it is, where its lines do not say how far."""
-    try:
-        return so_far(run)
-    except (KeyError, TypeError, ValueError):
-        return run
 
 
 def weigh(run: Evidence, reference: Evidence | None) -> Verdict:
@@ -138,11 +131,11 @@ def _replay(run: Evidence) -> str | None:
 
 
 def _coverage(run: Evidence, result: Line) -> dict[str, int | None]:
-    try:
+    def counted() -> dict[str, int | None]:
         least, most = _script_counts(run) if is_script(run) else coverage_counts(run)
         return {"min": least, "max": most, "samples": whole(result, "num_samples")}
-    except (KeyError, TypeError, ValueError, Violated, Unknown):
-        return {"min": None, "max": None, "samples": None}
+
+    return unless_broken(counted, {"min": None, "max": None, "samples": None})
 
 
 def _script_counts(run: Evidence) -> tuple[int, int]:
@@ -152,10 +145,7 @@ def _script_counts(run: Evidence) -> tuple[int, int]:
 
 def _costs(run: Evidence) -> list[Recovery]:
     """Return what the faults cost; nothing where the histories do not say, which `rpo` and `rto` then say."""
-    try:
-        return recoveries(run)
-    except (KeyError, TypeError, ValueError, Violated, Unknown):
-        return []
+    return unless_broken(lambda: recoveries(run), [])
 
 
 def _metrics(result: Line) -> Line:

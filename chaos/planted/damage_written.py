@@ -74,3 +74,32 @@ def other_digest(folder: Path) -> None:
         return {**line, "digest": "0" * 64}
 
     edit(folder, change)
+
+
+def headless(folder: Path) -> None:
+    """A history lacks its first lines: those of the world and of the state that it began with."""
+    path = min((folder / "history").glob("[0-9]*-00000-*.jsonl"))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line)["op"] not in ("form", "restore")))
+
+
+def other_hour(folder: Path) -> None:
+    """A rank stamps its history an hour later than the others of its world."""
+    path = max((folder / "history").glob("[0-9]*-00000-*.jsonl"))
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**line, "t": line["t"] + 3600}) + "\n" for line in lines))
+
+
+def quick_restore(folder: Path) -> None:
+    """A rank has read its state within less than no time."""
+    edit(folder, lambda line: {**line, "seconds": -1.0} if line["op"] == "restore" else line)
+
+
+def other_kind(folder: Path) -> None:
+    """A rank says its term in words."""
+    edit(folder, lambda line: {**line, "world": str(line["world"])} if line["op"] == "form" else line)
+
+
+def other_end(folder: Path) -> None:
+    """A rank says that it was preempted in the term in which the job was done."""
+    edit(folder, lambda line: {**line, "status": "preempted"} if line["op"] == "end" else line)

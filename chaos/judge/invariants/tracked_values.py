@@ -23,8 +23,11 @@ from chaos.judge.findings import Unknown, Violated
 _MEASURED = ("train/", "validation/")
 """Metrics of a step itself; of others, saves say, several may be logged at one step."""
 _LOSS = "train/loss"
+_BEST = "best/"
+"""Before the name of a metric: the best of its values so far."""
 
 Values = dict[tuple[str, int], float]
+Logged = defaultdict[tuple[str, int], set[float]]
 
 
 def tracking(run: Evidence) -> str:
@@ -101,7 +104,9 @@ def _check_tracked(run: Evidence, tracked: Line, kept: Values) -> str:
             num_values += 1
             if often[step] > 1:
                 raise Violated(f"the tracker holds {often[step]} values of {name} at step {step}")
-            if not name.startswith(_MEASURED) or (step in again and value in logged[name, step]):
+            if not any(_same(value, each) for each in _sources_of(name, step, logged)):
+                raise Violated(f"the tracker holds {value} as {name} of step {step}, which no term has logged")
+            if not name.startswith(_MEASURED) or step in again:
                 continue
             if (name, step) not in kept:
                 raise Violated(f"the tracker holds {name} of step {step}, which no term that was kept has logged")
@@ -116,13 +121,21 @@ def _check_tracked(run: Evidence, tracked: Line, kept: Values) -> str:
     return f"{num_values} values"
 
 
-def _logged(run: Evidence) -> dict[tuple[str, int], set[object]]:
+def _sources_of(name: str, step: int, logged: Logged) -> set[float]:
+    """Return what a tracked value may be: as it was logged, or the best of what was by then."""
+    if not name.startswith(_BEST):
+        return logged[name, step]
+    own = name.removeprefix(_BEST)
+    return {value for (other, at), values in logged.items() if other == own and at <= step for value in values}
+
+
+def _logged(run: Evidence) -> Logged:
     """Return all that any term has logged for each metric and step."""
-    logged = defaultdict[tuple[str, int], set[object]](set)
+    logged = Logged(set)
     for lines in (run.metrics or {}).values():
         for line in lines:
             for name, value in part(line, "values").items() if "values" in line else ():
-                logged[name, whole(line, "step")].add(value)
+                logged[name, whole(line, "step")].add(number({name: value}, name))
     return logged
 
 

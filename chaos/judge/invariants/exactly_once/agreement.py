@@ -9,7 +9,7 @@ from itertools import pairwise
 from chaos.judge.evidence.applied import Steps, restored_at, result_of, shape_of, steps_of
 from chaos.judge.evidence.copies import parallel_of
 from chaos.judge.evidence.holes import left_out_of
-from chaos.judge.evidence.run_files import Evidence, Line, lanes_of, number, whole
+from chaos.judge.evidence.run_files import Evidence, Line, lanes_of, number, part, whole
 from chaos.judge.findings import Violated
 from chaos.judge.job_shape import Crews, MixedShape, cell_size
 
@@ -42,11 +42,45 @@ def agreement(run: Evidence) -> str:
                 raise Violated(
                     f"rank {line['rank']} of term {line['term']} left out other samples of step {line['step']}"
                 )
-    result = result_of(run)
-    for line in run.of("end"):
-        if line["term"] == result["term"]:
-            _same(line, result, ("step", "weights_sha256", "coverage"), "ended")
+    _check_ends(run)
+    _check_validations(run)
     return f"{len(steps)} steps of {len(restored)} terms, all ranks agree on each"
+
+
+def _check_ends(run: Evidence) -> None:
+    """A rank ends with the result, in the last term, or with the commit of its step, where there is one."""
+    result = result_of(run)
+    records = {(fields.get("term"), fields.get("step")): fields for each in run.commits if (fields := each.fields)}
+    lines = {(line["term"], line["step"]): line for line in run.of("commit")}
+    first = dict[tuple[object, object], Line]()
+    for line in run.of("end"):
+        term, place = whole(line, "term"), (line["term"], line["step"])
+        if term == result["term"]:
+            _same(line, result, ("status", "step", "weights_sha256", "coverage"), "ended")
+        for other in (lines.get(place), records.get(place), first.setdefault(place, line)):
+            _same(line, {**line, **(other or {})}, ("weights_sha256", "coverage"), "ended")
+        steps = [whole(each, "step") for op in ("restore", "step") for each in run.in_term(op, term)]
+        if whole(line, "step") not in steps:
+            raise Violated(
+                f"rank {line['rank']} of term {term} ended at step {line['step']}, which nobody applied there"
+            )
+
+
+def _check_validations(run: Evidence) -> None:
+    """All ranks of a term that live on validate what one of them does, at steps at which a validation is due."""
+    every = (part(run.config, "validation") if "validation" in run.config else {}).get("every_steps")
+    validated: dict[int, set[int]] = {}
+    own: dict[tuple[int, object], set[int]] = {}
+    for line in run.of("validate"):
+        term, step = whole(line, "term"), whole(line, "step")
+        if isinstance(every, int) and step % every and step not in (shape_of(run).total_steps, result_of(run)["step"]):
+            raise Violated(f"term {term}: rank {line['rank']} validated step {step}, which is not due")
+        validated.setdefault(term, set()).add(step)
+        own.setdefault((term, line["rank"]), set()).add(step)
+    for line in run.of("step"):
+        term, before = whole(line, "term"), whole(line, "step") - 1
+        if before in validated.get(term, ()) and before not in own.get((term, line["rank"]), ()):
+            raise Violated(f"term {term}: rank {line['rank']} went on without the validation of step {before}")
 
 
 def _check_places(run: Evidence) -> None:

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 
 from chaos.judge.evidence.applied import lineage_of, restored_at, result_of, shape_of
+from chaos.judge.evidence.identities import AGAIN
 from chaos.judge.evidence.run_files import Evidence, Line, items, number, part, whole
 from chaos.judge.findings import Unknown, Violated
+from chaos.judge.invariants.exactly_once.agreement import differ
 from chaos.scenario.kinds import asks_all_to_leave
 
 _KEPT_TERMS = 100
 """Claims of terms that are older than the newest by more may have been deleted."""
+_PROCESS = ("host", "boot", "born")
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job", "start_twin")
 """What ends a node's agent; of a twin, that it is undone."""
 
 
 _FIELDS = {
-    "form": "term rank world pid cause",
-    "restore": "term rank step epoch offset commit seconds skipped",
+    "form": "term rank world pid cause joined_at sealed_at started_at",
+    "restore": "term rank step epoch offset commit seconds skipped resumed",
     "step": "term rank step epoch lo hi lanes num_samples world loss",
-    "commit": "term rank step key digest parent weights_sha256",
+    "commit": "term rank step key digest parent weights_sha256 seconds",
     "validate": "term rank step",
     "end": "term rank status step weights_sha256 coverage",
     "scenario": "name seed",
@@ -35,6 +39,23 @@ _FIELDS = {
     "clean": "orphans",
 }
 """What lines of each operation must say (docs/formats.md, History lines)."""
+_KINDS: dict[type | tuple[type, ...], str] = {
+    int: "term rank step epoch lo hi num_samples num_left_out world pid number fault offset steps_lost lost",
+    (int, float): "t joined_at sealed_at started_at created_at stall_s patience_s",
+    str: "op cause key digest weights_sha256 kind status proof why",
+    list: "lanes skipped pids nodes orphans drafts shared_memory",
+    dict: "coverage",
+    (int, type(None)): "given_by applied_by node at_step seen_step seen_commit code",
+    (int, float, type(None)): "for_s loss",
+    (str, type(None)): "commit parent signal point",
+    (dict, type(None)): "resumed",
+    (list, type(None)): "leases",
+    bool: "is_drawn unsettled again holds_nothing reference nonfinite",
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+"""What a value is, by its name, wherever it is; what is not named here is read by nobody, or by who looks himself."""
+_FREE = {"event", "phases", "memory", "read", "nonfinite"}
+"""Operations whose values are measurements, or are read by one invariant that looks itself."""
 _CONFIG = {
     "data": "train validation",
     "batch": "global_batch micro_batch",
@@ -57,6 +78,7 @@ def complete(run: Evidence) -> str:
                 raise Unknown(
                     f"a line of `{op}` lacks {absent[0]} (of term {line.get('term')}, rank {line.get('rank')})"
                 )
+    _check_kinds(run)
     if result_of(run)["status"] != "done":
         raise Unknown("the job has not come to its end: its files are not complete yet")
     if run.has("effect") and not all("number" in fault for fault in run.of("fault")):
@@ -69,6 +91,19 @@ def complete(run: Evidence) -> str:
     found += [f"{num_validations} validations that were due"] if num_validations else []
     found += [f"values logged in {num_logged} terms"] if num_logged else []
     return f"every file can be read; {', '.join(found)} are there"
+
+
+def _check_kinds(run: Evidence) -> None:
+    """Every value that is read is of its kind, and every operation is one that there is."""
+    for line in run.of("clean"):
+        if ("drafts" in line) != ("shared_memory" in line):
+            raise Unknown("a line of `clean` says nothing of drafts, or of shared memory")
+    for line in chain.from_iterable(run.processes):
+        for name, value in line.items() if line["op"] not in _FREE else ():
+            kind = _KIND_OF.get(name, object)
+            is_wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object))
+            if is_wrong and not (name == "term" and value is None and line["op"] == "fault"):
+                raise Violated(f"a line of `{line['op']}` says {name} {str(value)[:40]!r}, of another kind")
 
 
 def _check_config(run: Evidence) -> None:
@@ -123,9 +158,12 @@ def _check_terms(run: Evidence) -> int:
             raise Violated(f"term {term} formed a world, and terms/{term:08d}.json, its claim, is not there")
         if "run_id" not in claim:
             raise Violated(f"terms/{term:08d}.json does not say which job claimed the term (`run_id`)")
-        for key in ("host", "boot", "born"):
-            if key in line and key in claim and claim[key] != line[key]:
-                raise Violated(f"terms/{term:08d}.json: {key} is {claim.get(key)}, rank 0 of the term says {line[key]}")
+        if claim["run_id"] != (first := run.terms[min(run.terms)].get("run_id")):
+            raise Violated(f"terms/{term:08d}.json is of the job {claim['run_id']}, the first term's claim of {first}")
+        due = {"pid": whole(line, "pid") % AGAIN, **{key: line.get(key) for key in _PROCESS}}
+        for key, value in due.items() if claim.keys() & set(_PROCESS) else ():  # older claims do not say whose they are
+            if differ(claim.get(key), value):
+                raise Violated(f"terms/{term:08d}.json: {key} is {claim.get(key)}, rank 0 of the term says {value}")
     return len(formed)
 
 
