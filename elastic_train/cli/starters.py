@@ -6,12 +6,14 @@ class derives from a task of the package.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import fsspec
 
+from elastic_train.config.yaml12 import write_flow
 from elastic_train.data.dataset.manifest import NAME, load_manifest
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError
@@ -35,8 +37,8 @@ class Starter:
         folder = data or "data"
         has_validation = data is None or _has_manifest(f"{data}/validation")
         config = _CONFIG.format(
-            folder=folder,
-            validation=f"{folder}/validation" if has_validation else "null",
+            train=write_flow(f"{folder}/train"),
+            validation=write_flow(f"{folder}/validation" if has_validation else None),
             make="".join(f"#   {command}\n" for command in self.data) if data is None else "",
             params=self.params if data is None else self.own_params,
             more_data=self.more_data,
@@ -61,7 +63,11 @@ def write_starter(kind: str, folder: Path, data: str | None) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text)
-    return [f"cd {folder}", *(() if data else starter.data), f"PYTHONPATH=. elastic-train train {CONFIG}"]
+    return [
+        f"cd {shlex.quote(str(folder))}",
+        *(() if data else starter.data),
+        f"PYTHONPATH=. elastic-train train {CONFIG}",
+    ]
 
 
 def _has_manifest(url: str) -> bool:
@@ -81,7 +87,7 @@ task:
   path: task:Mine        # the class in task.py
   params:
 {params}data:
-  train: {folder}/train
+  train: {train}
   validation: {validation}
 {more_data}batch:
   global_batch: 64        # samples of a step, on however many ranks

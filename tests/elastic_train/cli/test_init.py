@@ -11,6 +11,7 @@ import yaml
 
 from elastic_train.cli.main import main
 from elastic_train.config.schema import Config
+from elastic_train.config.sources import load_config
 from elastic_train.data.tables.digits import import_digits
 from tests.conftest import ROOT, Finished, run_source, write_rows
 from tests.test_docs import code_of
@@ -77,6 +78,18 @@ def test_a_text_starter_trains_on_data_of_ones_own(tmp_path: Path, capsys: pytes
     assert tree["data"]["validation"] is None
     typed("elastic-train train config.yaml --task.params.vocabulary 64 --max_steps 2", tmp_path / "made")
     assert (tmp_path / "made" / "runs" / "first" / "result.json").exists()
+
+
+@pytest.mark.parametrize("name", ["trial #1", "a: b", "it's {here}", "null", "\u00e9 & co", "long " * 40])
+def test_a_dataset_and_a_folder_may_have_any_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Cut at ' #', the configuration would name another dataset; the first command is one that a shell can take."""
+    write_rows(tmp_path / name / "train", 60)
+    done = call(capsys, "text", tmp_path / "made" / name, "--data", tmp_path / name)
+    assert shlex.split(done.output.splitlines()[0]) == ["cd", str(tmp_path / "made" / name)]
+    found = load_config(tmp_path / "made" / name / "config.yaml")
+    assert (found.data.train, found.data.validation) == (str(tmp_path / name / "train"), None)
 
 
 def test_a_language_model_starts_from_documents_that_are_packed(tmp_path: Path) -> None:
