@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from elastic_train.checkpoint import CommitRecord
+from elastic_train.checkpoint.commits.improvement import is_exhausted
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import config_of, describe_changes
 from elastic_train.system.extras import version_of
@@ -56,6 +57,12 @@ def say_changes(process: Process, world: World, head: CommitRecord | None, versi
 def _of_length(process: Process, head: CommitRecord) -> Iterator[str]:
     """Say if the run is done already."""
     step, total = process.state.step, process.plan.total_steps
+    stopping, improvement = process.plan.config.validation.early_stopping, process.state.reached.improvement
+    if step < total and is_exhausted(stopping, improvement):
+        yield (
+            f"Early stopping has ended this run after step {step} of {total} ({head.key}): raise "
+            "validation.early_stopping.patience, or set early_stopping to null, to train more"
+        )
     if step == total:
         yield f"All {total} steps are applied already ({head.key}): raise epochs or max_steps to train more"
 

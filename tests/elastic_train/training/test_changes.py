@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from elastic_train.checkpoint.commits.improvement import Improvement
 from elastic_train.config.schema import Config
+from elastic_train.job.state import Reached
 from elastic_train.tasks.task_source import source_of
 from elastic_train.training.opening.changes import SOURCE, VALIDATION, say_changes, versions_of
 
@@ -29,6 +31,9 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
+IMPROVEMENT = Improvement("min loss", 0.5, 2, 4, num_since=2)
+
+
 def said(
     config: Config, task: Any, versions: dict[str, str], step: int = 5, total: int = 10, validation: str | None = None
 ) -> list[str]:
@@ -37,7 +42,9 @@ def said(
     feed = SimpleNamespace(validation_digest=validation)
     plan = SimpleNamespace(config=config, task=task, total_steps=total, feed=feed)
     head = SimpleNamespace(versions=versions, key="commits/a.json", step=step, term=1)
-    process = SimpleNamespace(plan=plan, state=SimpleNamespace(step=step), warned=set())
+    process = SimpleNamespace(
+        plan=plan, state=SimpleNamespace(step=step, reached=Reached(improvement=IMPROVEMENT)), warned=set()
+    )
     lines: list[str] = []
     world = SimpleNamespace(is_leader=True, announce=lines.append)
     for _ in range(2):
@@ -97,3 +104,15 @@ def test_a_validation_set_of_other_rows_is_named_whatever_its_path_is(tmp_path: 
 def test_a_run_that_is_done_already_says_so(tmp_path: Path, task: Any) -> None:
     (line,) = said(config_in(tmp_path / "run"), task, {}, 10, 10)
     assert line.startswith("All 10 steps are applied already (commits/a.json)")
+
+
+def test_a_run_that_early_stopping_has_ended_says_so(tmp_path: Path, task: Any) -> None:
+    """But not where more patience lets it go on."""
+    held: Any = {"train": "rows", "validation": "held"}
+    for patience, lines in (
+        (2, ["Early stopping has ended this run after step 5 of 10 (commits/a.json): raise "]),
+        (3, []),
+    ):
+        validation = {"every_steps": 1, "early_stopping": {"metric": "min loss", "patience": patience}}
+        config = config_in(tmp_path / "run", data=held, validation=validation)
+        assert [line.partition("valid")[0] for line in said(config, task, {})] == lines
