@@ -298,8 +298,9 @@ class Commits:
                 self._record_commit(ended, ended.error.commit)
             return num_left == 0, True
         if num_left == 0:
+            why = ended.error if ended is not None else "the last save has not ended"
             raise StorageError(
-                f"step {self.state.step} could not be committed in {LAST_COMMIT_TRIES} tries: make room in "
-                f"{self.world.store.url} and start again, to resume from step {self.head.step if self.head else 0}"
+                f"step {self.state.step} could not be committed in {LAST_COMMIT_TRIES} tries: {why}. Mend that, and "
+                f"start again to resume from step {self.head.step if self.head else 0}"
             )
         return False, False

@@ -59,10 +59,10 @@ class StoreKeeper:
             return
         if not missing and (lost is None or lost == self._known_lost):
             return
-        if missing and location_of(self._store.url) != self._location:
+        if missing and (here := location_of(self._store.url)) != self._location:
             raise StorageError(
-                f"{self._store.url} is on another file system than when this job began, without its "
-                f"{' and '.join(missing)}: no commit is written there. Mount the job's folder again"
+                f"{self._store.url} {_moved(self._location, here)}, without its {' and '.join(missing)}: no commit is "
+                "written there. Mount the job's folder again, or let its links lead there again"
             )
         for key in missing:
             create_once(self._store, key, self._keys[key])
@@ -103,6 +103,13 @@ class StoreKeeper:
         self._files.reopen_removed()
         for path, text in self._texts.items():
             self._files.attempt(path, lambda path=path, text=text: _write_again(path, text))  # type: ignore[misc]
+
+
+def _moved(began: Location | None, here: Location | None) -> str:
+    """Say what is another about a place by now: a folder that links lead to, or the file system."""
+    if began is not None and here is not None and began[2] != here[2]:
+        return f"leads to {here[2]}, and led to {began[2]} when this job began"
+    return "is on another file system than when this job began"
 
 
 class _OtherContentError(Exception):

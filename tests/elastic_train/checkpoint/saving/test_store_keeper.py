@@ -114,18 +114,28 @@ def _mount_a_copy(job: KeptJob, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store_keeper, "location_of", lambda url: (0, "/", url))
 
 
-@pytest.mark.parametrize("act", [_unmount, _mount_another, _mount_a_copy])
+def _link_elsewhere(job: KeptJob, patch: pytest.MonkeyPatch) -> None:
+    """Let the folder's name lead to an empty folder of the same disk."""
+    job.folder.rename(job.folder.with_name("away"))
+    job.folder.with_name("empty").mkdir()
+    job.folder.symlink_to("empty")
+
+
+@pytest.mark.parametrize("act", [_unmount, _mount_another, _mount_a_copy, _link_elsewhere])
 def test_nothing_is_written_where_another_folder_is_mounted(
     tmp_path: Path, act: Callable[[KeptJob, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save fails, and says so; once the job's folder is mounted again, commits continue there."""
     job = KeptJob(tmp_path / "run")
     act(job, monkeypatch)
-    with pytest.raises(StorageError, match=r"run is .*no commit is written there. Mount the job's folder again"):
+    with pytest.raises(
+        StorageError, match=r"run (is|leads to .*/empty, and led to) .*no commit is written there. Mount the"
+    ):
         job.save(2)
     assert not list(job.folder.glob("commits/*2.json"))
     monkeypatch.undo()
-    shutil.rmtree(job.folder, ignore_errors=True)
+    shutil.rmtree(job.folder.resolve(), ignore_errors=True)
+    job.folder.unlink(missing_ok=True)  # a link that leads nowhere by now
     job.folder.with_name("away").rename(job.folder)
     assert job.save(2) == [] and job.is_whole(2)
 
