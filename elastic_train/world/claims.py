@@ -10,6 +10,7 @@ store, so a claim above the newest term of this job's etcd was made through anot
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
@@ -23,9 +24,10 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic_train.checkpoint.stores.store import KeyMissing, Store, read
-from elastic_train.errors import OtherJobError, StorageError
+from elastic_train.errors import ConfigError, OtherJobError, StorageError
 from elastic_train.system.process_identity import process_identity
 from elastic_train.tracking.history_files import FOLDER
+from elastic_train.tracking.run_folder import RunFolder
 from rendezvous.process_table import is_alive
 
 TERMS = "terms/"
@@ -154,7 +156,7 @@ class Rivals:
             return
         if self._last_term:
             raise taken_over(self._store, self._last_term, claim)
-        if _has_ended_here(claim):
+        if _has_ended_here(claim) or self._has_said_its_end(newest):
             return
         if self._is_at_work(claim):
             raise OtherJobError(
@@ -167,6 +169,13 @@ class Rivals:
                 "%s: %s has not been heard of since term %d (%s): this job continues in its place",
                 *(self._store.url, claim.owner, newest, _moment(claim.at)),
             )
+
+    def _has_said_its_end(self, newest: int) -> bool:
+        """Say if the newest term has a result: all of its ranks have finished, or were asked to leave."""
+        with contextlib.suppress(ConfigError):
+            term = (RunFolder(self._run_dir).result() or {}).get("term")
+            return isinstance(term, int) and term >= newest
+        return False
 
     def _is_at_work(self, claim: Claim) -> bool:
         """Look for signs of life of a job, until there is none for a while, or have been for long."""

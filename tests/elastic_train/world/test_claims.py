@@ -68,6 +68,23 @@ def test_a_job_that_died_is_continued_under_another_run_id(tmp_path: Path, caplo
     assert "the job of run id 'first'" in caplog.text and "this job continues in its place" in caplog.text
 
 
+@pytest.mark.parametrize("content", ['{"term": 1, "status": "done"}', '{"term": 2, "status": "preempted"}', "{", None])
+def test_a_job_that_has_said_its_end_is_continued_without_a_look_or_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    """As each start of `launch` has another run id: no sign of life is missed of a job that has ended in order."""
+    looks = list[float]()
+    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=looks.append)
+    for term in (1, 2):
+        claim_as(tmp_path, term)
+    if content is not None:
+        (tmp_path / "result.json").write_text(content)
+    monkeypatch.setattr(claims, "time", clock)
+    has_ended = content is not None and '"term": 2' in content
+    assert fence_of(tmp_path, "second").claim() == 3
+    assert (not looks, "continues in its place" not in caplog.text) == (has_ended, has_ended)
+
+
 def test_members_in_etcd_are_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dead job's leases end while the second one looks; those of a job at work do not."""
     fence_of(tmp_path, "first").claim()
