@@ -65,13 +65,14 @@ Unfit = tuple[int, int, str]
 class Inspected(NamedTuple):
     """How many rows a process has had inspected, the first unfit one, the error that ended it, and other unfit rows.
 
-    Of the error it has the name and the text.
+    Of the error it has the name and the text. `num_cut` of the rows are longer than the task takes.
     """
 
     num_rows: int
     unfit: Unfit | None = None
     failure: tuple[str, str] | None = None
     others: tuple[Unfit, ...] = ()
+    num_cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,14 +70,17 @@ def _judged(plan: Plan, found: Sequence[Inspected]) -> str:
         raise getattr(errors, name, DataError)(text)
     total = sum(manifest.num_rows for manifest in plan.feed.manifests)
     inspected = min(total, sum(of_rank.num_rows for of_rank in found))  # ranks of an earlier world divided it otherwise
-    return f"{inspected:,} of {total:,} rows were inspected before the first step, and are fit for the task"
+    num_cut = min(inspected, sum(of_rank.num_cut for of_rank in found))
+    cut = f"; rows that are longer than it takes, and will be cut (data.too_long): {num_cut:,}" if num_cut else ""
+    return f"{inspected:,} of {total:,} rows were inspected before the first step, and are fit for the task{cut}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Fitness:
-    """What makes a row fit: a list column has at most so many values (None: any number), and none is missing."""
+    """What makes a row fit: none of a list column's values is missing, and unless `cuts` there are at most so many."""
 
-    longest: Mapping[str, int | None]
+    longest: Mapping[str, int]
+    cuts: bool
     task: Inspecting | None
 
     @property
@@ -90,12 +93,21 @@ class _Fitness:
         found = []
         for name, longest in self.longest.items():
             column = rows.column(name)
-            if longest is not None:
+            if not self.cuts:
                 lengths = lengths_of(column)
                 found += [(row, too_long(int(lengths[row]), name, longest)) for row in _above(lengths, longest)]
             if (row := first_incomplete(column)) is not None:
                 found.append((row, f"a value within the list of column '{name}' is missing (null): {_REWRITE}"))
         return sorted(found)
+
+    def count_cut(self, rows: pa.Table) -> int:
+        """Return how many rows will be cut."""
+        if not self.cuts:
+            return 0
+        is_cut = np.zeros(len(rows), dtype=bool)
+        for name, longest in self.longest.items():
+            is_cut |= lengths_of(rows.column(name)) > longest
+        return int(is_cut.sum())
 
 
 _REWRITE = "write the data again without it, or leave the row out, and build the manifest again"
@@ -103,11 +115,11 @@ _REWRITE = "write the data again without it, or leave the row out, and build the
 
 def _fitness_of(plan: Plan) -> _Fitness:
     """Return what is to be inspected for a plan's task."""
-    task, longest = plan.task, dict[str, int | None]()
-    if isinstance(task, Limited):
-        cuts = plan.config.data.too_long == "truncate"
-        longest = {name: None if cuts else most for name, most in task.longest().items()}
-    return _Fitness(longest, task if isinstance(task, Inspecting) else None)
+    task = plan.task
+    longest, cuts = (
+        (task.longest(), plan.config.data.too_long == "truncate") if isinstance(task, Limited) else ({}, False)
+    )
+    return _Fitness(longest, cuts, task if isinstance(task, Inspecting) else None)
 
 
 def _above(lengths: Int64s, longest: int) -> list[int]:
@@ -123,23 +135,23 @@ def _inspect(fitness: _Fitness, manifests: Sequence[Manifest], rank: int, num_ra
     if rank == 0:
         for number, manifest in enumerate(manifests):
             unfit += [(number, *each) for each in _known_to_be_longer(fitness, manifest)]
-    num_rows = 0
+    num_rows = num_cut = 0
     try:
-        for inspected, found in _unfit_rows(fitness, manifests, rank, num_ranks, limit_s):
-            num_rows = inspected
+        for inspected, cut, found in _unfit_rows(fitness, manifests, rank, num_ranks, limit_s):
+            num_rows, num_cut = inspected, num_cut + cut
             unfit += [each for each in found if each not in unfit]
             if len(unfit) > MOST_NAMED:
                 break
     except ElasticTrainError as error:
         if not unfit:
             return Inspected(0, None, (type(error).__name__, str(error)))
-    return Inspected(num_rows, unfit[0] if unfit else None, None, tuple(unfit[1 : MOST_NAMED + 1]))
+    return Inspected(num_rows, unfit[0] if unfit else None, None, tuple(unfit[1 : MOST_NAMED + 1]), num_cut)
 
 
 def _unfit_rows(
     fitness: _Fitness, manifests: Sequence[Manifest], rank: int, num_ranks: int, limit_s: float
-) -> Iterator[tuple[int, list[Unfit]]]:
-    """Yield how many rows were inspected so far, and those unfit among the last of them."""
+) -> Iterator[tuple[int, int, list[Unfit]]]:
+    """Yield how many rows were inspected so far, how many of the last ones will be cut, and those that are unfit."""
     readers = [RowGroups(manifest, fitness.columns) for manifest in manifests]
     until, num_rows, per_thread = time.monotonic() + limit_s, 0, _ROWS_PER_THREAD
     with ThreadPoolExecutor(num_decoders(), "inspect") as pool:
@@ -154,9 +166,9 @@ def _unfit_rows(
             lists = [(number, first_id + row, why) for row, why in fitness.unfit_lists(rows)]
             if fitness.task is None:
                 num_rows += len(rows)
-                yield num_rows, lists
+                yield num_rows, fitness.count_cut(rows), lists
                 continue
-            yield num_rows, lists
+            yield num_rows, fitness.count_cut(rows), lists
             lo = 0
             while lo < len(rows):
                 began = time.monotonic()
@@ -169,16 +181,14 @@ def _unfit_rows(
                 lo, num_rows = lo + num_inspected, num_rows + num_inspected
                 if time.monotonic() - began < _QUICK_S:
                     per_thread *= 2
-                yield (
-                    num_rows,
-                    [(number, first_id + at + int(row), str(why)) for at, part in found for row, why in part],
-                )
+                unfit = [(number, first_id + at + int(row), str(why)) for at, part in found for row, why in part]
+                yield num_rows, 0, unfit
 
 
 def _known_to_be_longer(fitness: _Fitness, manifest: Manifest) -> Iterator[tuple[int, str]]:
     """Yield the first samples that are too long by the manifest's lengths, if it has them."""
     known = find_lengths(manifest)
-    longest = None if known is None else fitness.longest.get(known.column)
+    longest = None if known is None or fitness.cuts else fitness.longest.get(known.column)
     if known is None or longest is None or (known.longest is not None and known.longest <= longest):
         return
     num_found = 0
