@@ -129,7 +129,9 @@ def test_all_rows_of_a_small_dataset_are_inspected(digits: Path, monkeypatch: py
     manifests = [load_manifest(str(digits / part)) for part in ("train", "validation")]
     feed = SimpleNamespace(manifests=manifests)
     limits = SimpleNamespace(peer_timeout_s=PATIENCE_S / inspection.LIMIT_SHARE)
-    plan = SimpleNamespace(task=ImageClassifier(**PARAMS), feed=feed, config=limits)  # type: ignore[arg-type]
+    task = ImageClassifier(**PARAMS)  # type: ignore[arg-type]
+    task.prepare(manifests[0])
+    plan = SimpleNamespace(task=task, feed=feed, config=limits)
     parts: list[Inspected] = []
     said: list[str] = []
 
