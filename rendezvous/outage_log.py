@@ -35,10 +35,10 @@ class OutageLog:
 
 
 class WaitingLog:
-    """Says what is waited for once that has taken some seconds, and then each minute."""
+    """Says what is waited for once that has taken some seconds, and then each minute, or never again."""
 
-    def __init__(self, log: logging.Logger, timeout_s: float = math.inf) -> None:
-        self._log = log
+    def __init__(self, log: logging.Logger, timeout_s: float = math.inf, every_s: float = EVERY_S) -> None:
+        self._log, self._every_s = log, every_s
         self._deadline = time.monotonic() + timeout_s
         self._due_at = time.monotonic() + FIRST_WORD_S
 
@@ -46,5 +46,5 @@ class WaitingLog:
         """Say it if it is time to; `what` is given the seconds that are left."""
         now = time.monotonic()
         if now >= self._due_at:
-            self._due_at = now + EVERY_S
+            self._due_at = now + self._every_s
             self._log.warning("%s", what(max(0.0, self._deadline - now)))

@@ -9,6 +9,7 @@ Invariant: a decision is made on a view that contains the node's own last write.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -153,7 +154,7 @@ class Participant:
         member for which there is no room waits without end.
         """
         deadline = time.monotonic() + timeout_s
-        waiting = WaitingLog(_log, timeout_s)
+        waiting, standing_by = WaitingLog(_log, timeout_s), WaitingLog(_log, every_s=math.inf)
         while True:
             decision, snapshot = self._decide()
             if isinstance(decision, Enter):
@@ -167,6 +168,8 @@ class Participant:
                 return None
             if isinstance(decision, Wait) and decision.why == "room":
                 deadline = time.monotonic() + timeout_s
+                if self._speaks_for_its_node():
+                    standing_by.waits(self._standing_by)
             left_s = deadline - time.monotonic()
             if is_stopped():
                 raise StoppedWaiting("asked to leave while waiting for a world")
@@ -438,6 +441,13 @@ class Participant:
         return (
             f"{ready} of at least {self.policy.min_nodes} nodes are there, under {self.keys.prefix}: waiting for "
             f"{missing}, giving up in {left_s:.0f} s"
+        )
+
+    def _standing_by(self, _: float) -> str:
+        num_nodes = admission.count_nodes(self.view.mates)
+        return (
+            f"this node stands by until one is lost: the job under {self.keys.prefix} has no room for it beside its "
+            f"{num_nodes} of at most {self.policy.max_nodes} nodes"
         )
 
     def _too_few(self, waited_s: float) -> str:

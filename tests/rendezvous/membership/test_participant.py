@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rendezvous import MemoryStore, TooFewNodesError
+from rendezvous import MemoryStore, TooFewNodesError, outage_log
 from rendezvous.agent.identity import Answer
-from rendezvous.errors import LimitsDifferError
+from rendezvous.errors import LimitsDifferError, StoppedWaiting
 from rendezvous.membership import known_agents, participant
 from rendezvous.membership.dead_agents import is_looking
 from rendezvous.membership.own_record import Place
@@ -323,3 +324,22 @@ def test_a_member_says_whom_it_waits_for(store: MemoryStore, num_workers: int, m
     eventually(lambda: bool(member.view.ready), "it is there")
     assert f"1 of at least 1 nodes are there, under /elastic/job/: waiting for {missing}" in member._waiting(9.0)
     member.leave()
+
+
+def test_a_node_that_there_is_no_room_for_says_once_that_it_stands_by(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second terminal with the same line sat in silence until the job of the first was done."""
+    monkeypatch.setattr(outage_log, "FIRST_WORD_S", 0.0)
+    monkeypatch.setattr(participant, "LOOK_S", 0.0)
+    first, spare = make_node(store, most=1, last_call_s=0.0), make_node(store, most=1, last_call_s=0.0)
+    first.join(PATIENCE_S)
+    assert first.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S) is not None
+    spare.join(PATIENCE_S)
+    eventually(lambda: spare.view.world is not None, "the world")
+    looks = itertools.count()
+    with pytest.raises(StoppedWaiting):
+        spare.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S, lambda: next(looks) == 5)
+    assert caplog.text.count("this node stands by until one is lost: the job under /elastic/job/ has no room") == 1
+    first.leave()
+    spare.leave()
