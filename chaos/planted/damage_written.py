@@ -103,3 +103,21 @@ def other_kind(folder: Path) -> None:
 def other_end(folder: Path) -> None:
     """A rank says that it was preempted in the term in which the job was done."""
     edit(folder, lambda line: {**line, "status": "preempted"} if line["op"] == "end" else line)
+
+
+def formed_twice(folder: Path) -> None:
+    """A history says a second later once more that its world has formed."""
+    path = min((folder / "history").glob("[0-9]*-00000-*.jsonl"))
+    first, *rest = path.read_text().splitlines(keepends=True)
+    again = {**json.loads(first), "t": json.loads(first)["t"] + 0.001}
+    path.write_text("".join([first, json.dumps(again) + "\n", *rest]))
+
+
+def unknown_operation(folder: Path) -> None:
+    """Lines of commits are of an operation that there is not."""
+    edit(folder, lambda line: {**line, "op": "comit"} if line["op"] == "commit" else line)
+
+
+def nobody_killed(folder: Path) -> None:
+    """Kills name no process."""
+    edit(folder, lambda line: {**line, "pids": []} if str(line.get("kind")).startswith("kill_") else line)

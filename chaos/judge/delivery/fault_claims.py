@@ -27,8 +27,12 @@ def check_kills(run: Evidence) -> None:
     node_of = {pid: line["node"] for line in run.of("node") for pid in items(line, "pids")}
     last, killed = _last_step_at(run), set[object]()
     for fault in run.of("fault"):
-        if fault["kind"] not in _ENDS_AT_ONCE or fault.get("node") is None:
+        if fault["kind"] not in _ENDS_AT_ONCE:
             continue
+        if fault.get("node") is None or not items(fault, "pids"):
+            raise Violated(f"{fault_name(fault)} names no {'node' if fault.get('node') is None else 'process'}")
+        if isinstance(target := fault.get("target"), int) and target != fault["node"]:
+            raise Violated(f"{fault_name(fault)} was to hit node {target}")
         for pid in items(fault, "pids"):
             if pid in node_of and node_of[pid] != fault["node"]:
                 raise Violated(f"{fault_name(fault)} names process {pid}, which ran on node {node_of[pid]}")

@@ -261,8 +261,8 @@ def _rows(files: _Files, manifest: Line) -> int | None:
 
 
 def _terms(files: _Files, config: Line) -> dict[int, Line] | None:
-    """Read who claimed each term; None where commits are stored elsewhere, and so these are."""
-    if (_mapping(config.get("checkpoint")) or {}).get("url"):
+    """Read who claimed each term; None where commits, and so these, are stored elsewhere and were not copied here."""
+    if (_mapping(config.get("checkpoint")) or {}).get("url") and not (files.folder / "terms").is_dir():
         return None
     paths = [path for path in sorted((files.folder / "terms").glob("*.json")) if path.stem.isdecimal()]
     return {int(path.stem): claim for path in paths if (claim := files.mapping(path)) is not None}

@@ -116,15 +116,13 @@ def variants(tree: Any) -> Iterator[tuple[str, Any]]:
 EXPLAINED = {
     "form": {"pid"},
     "restore": {"resumed"},
-    "end": {"step", "coverage"},
-    "validate": {"step"},
     "scenario": {"seed", "reference"},
     "node": {"node", "pids"},
-    "fault": {"number", "target", "node", "seen_step", "pids", "at_step", "is_drawn"},
-    "clean": {"leases", "drafts", "shared_memory"},
+    "fault": {"target", "node", "seen_step", "pids", "at_step", "is_drawn"},
+    "clean": {"leases"},
 }
-"""Fields whose loss or change may be believed: the executor's own words, which nothing else in the folder repeats, and
-what a term says at its end that another one continues (its commit says it, too)."""
+"""Fields whose loss or change may be believed: the executor's own words, which nothing else in the folder
+repeats."""
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ _THAWED_S = 2.0
 """What is due to be undone is undone at the executor's next look."""
 _CLOCK_S = 1.0
 """Seconds that a clock may go back between two steps of a process when no fault sets clocks."""
+_CLOSED = "closed"
 _SHARED = ("epoch", "lo", "hi", "num_samples", "world", "loss")
 
 
@@ -55,6 +56,8 @@ def _check_ends(run: Evidence) -> None:
     first = dict[tuple[object, object], Line]()
     for line in run.of("end"):
         term, place = whole(line, "term"), (line["term"], line["step"])
+        if line["status"] == _CLOSED:
+            continue  # it was not among those that finished, and may hold an older state, or a share of one
         if term == result["term"]:
             _same(line, result, ("status", "step", "weights_sha256", "coverage"), "ended")
         for other in (lines.get(place), records.get(place), first.setdefault(place, line)):
@@ -77,8 +80,8 @@ def _check_validations(run: Evidence) -> None:
             raise Violated(f"term {term}: rank {line['rank']} validated step {step}, which is not due")
         validated.setdefault(term, set()).add(step)
         own.setdefault((term, line["rank"]), set()).add(step)
-    for line in run.of("step"):
-        term, before = whole(line, "term"), whole(line, "step") - 1
+    for line in [*run.of("step"), *(end for end in run.of("end") if end["status"] == "done")]:
+        term, before = whole(line, "term"), whole(line, "step") - (line["op"] == "step")
         if before in validated.get(term, ()) and before not in own.get((term, line["rank"]), ()):
             raise Violated(f"term {term}: rank {line['rank']} went on without the validation of step {before}")
 

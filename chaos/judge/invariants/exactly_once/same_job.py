@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from chaos.judge.evidence.applied import lineage_of, result_of
 from chaos.judge.evidence.holes import holes_of
-from chaos.judge.evidence.run_files import Evidence, Line, manifests_of, whole
+from chaos.judge.evidence.run_files import Evidence, Line, manifests_of, part, whole
 from chaos.judge.findings import Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
 
 _OWN = {
-    *("run.dir", "run.name", "checkpoint.url", "tracking.mlflow_uri", "data.train", "data.unreadable", "max_steps"),
+    *("run.dir", "run.name", "checkpoint.url", "tracking.mlflow_uri", "data.unreadable", "max_steps"),
     *("parallel.shards", "parallel.offload", "task.params.lane_ms", "task.params.spoilt"),
 }
 """Keys of the configuration that may differ: places, a soak's end, the cut of the state, the pace, planted losses."""
@@ -42,7 +42,10 @@ def same_job(run: Evidence, reference: Evidence) -> str:
 
 def _check_config(run: Evidence, reference: Evidence) -> int:
     ours, theirs = (dict(_keys(each.config)) for each in (run, reference))
+    own = f"{part(run.config, 'run').get('dir') if 'run' in run.config else None}/"
     for key in sorted(ours.keys() | theirs.keys()):
+        if key == "data.train" and str(ours.get(key)).startswith(own):
+            continue  # a copy of the training set, which faults may damage
         if key not in ours or key not in theirs or differ(ours[key], theirs[key]):
             said = f"is {ours.get(key)!r}, without faults it is {theirs.get(key)!r}"
             raise Violated(f"config.yaml: {key} {said}")

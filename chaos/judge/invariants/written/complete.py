@@ -54,6 +54,11 @@ _KINDS: dict[type | tuple[type, ...], str] = {
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 """What a value is, by its name, wherever it is; what is not named here is read by nobody, or by who looks himself."""
+_OPS = {
+    *_FIELDS,
+    *("rollback", "leave", "read", "unformed", "phases", "memory", "event", "nonfinite", "unwritable", "no_progress"),
+    *("undo", "missed", "horizon", "healed", "stopped", "stuck", "unfit", "script", "unseen"),
+}
 _FREE = {"event", "phases", "memory", "read", "nonfinite"}
 """Operations whose values are measurements, or are read by one invariant that looks itself."""
 _CONFIG = {
@@ -99,6 +104,10 @@ def _check_kinds(run: Evidence) -> None:
         if ("drafts" in line) != ("shared_memory" in line):
             raise Unknown("a line of `clean` says nothing of drafts, or of shared memory")
     for line in chain.from_iterable(run.processes):
+        if line["op"] not in _OPS:
+            raise Violated(f"a line is of an operation `{line['op']}`, which there is not")
+        if line["op"] in ("node", "exit") and line.get("node") is None:
+            raise Violated(f"a line of `{line['op']}` names no node")
         for name, value in line.items() if line["op"] not in _FREE else ():
             kind = _KIND_OF.get(name, object)
             is_wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object))

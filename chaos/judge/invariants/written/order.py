@@ -27,6 +27,8 @@ _SEEN_S = 60.0
 """How old a step may be of which the executor has seen nothing."""
 _SETS_CLOCKS = ("jump_clock", "skew_clocks")
 _OPEN = {"unsettled", "pending"}
+_ONCE = {"form", "restore", "step", "commit", "validate", "end"}
+"""What a process does once in a world, or once at a step."""
 
 
 def order(run: Evidence) -> str:
@@ -50,8 +52,11 @@ def _check_sequence(process: list[Line]) -> None:
     """A rank's history begins with `form` and `restore`, and has no step behind its end."""
     if not process or "rank" not in process[0]:
         return
-    done = set[object]()
+    done, once = set[object](), set[object]()
     for line in process:
+        if (place := (line["op"], line.get("step"))) in once:
+            raise Violated(f"{_named(line)} is there twice")
+        once |= {place} if line["op"] in _ONCE else set()
         op, whose = line["op"], f"the history of rank {line.get('rank')} of term {line.get('term')}"
         if not done and op not in ("form", "unformed", "script"):
             raise Violated(f"{whose} begins with `{op}`, not with its world (`form`)")
@@ -111,8 +116,8 @@ def _check_metrics(run: Evidence, term: int, lines: list[Line]) -> None:
     restore = restored_at(run).get(term)
     for place, line in enumerate(lines):
         where = f"metrics/{term:08d}.jsonl, line {place + 1}"
-        if line.get("term", term) != term:
-            raise Violated(f"{where} is of term {line['term']}")
+        if line.get("term") != term:
+            raise Violated(f"{where} is of term {line.get('term')}")
         if place == 0 and "begins_at" not in line:
             raise Violated(f"{where} does not say where the term begins (`begins_at`)")
         if "begins_at" in line and restore is not None and line["begins_at"] != restore["step"]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 
 from chaos.judge.evidence.applied import branch_of, lineage_of, restored_at, shape_of
 from chaos.judge.evidence.recovery_cost import seats_of
@@ -23,8 +25,9 @@ _OF_THE_JOB = ("format", "config_digest", "manifest_digest", "rng", "order", "in
 """What every record of a job says alike."""
 _NOT_YET = {"skipped_steps", "fast_steps", "improvement"}
 """What a record says only once there is something to say."""
+_KEY = re.compile(r"commits/[0-9]{8,}-[0-9]{12,}\.json")
 _STAMPS_S = 1.0
-_METRICS = "validation/"
+_METRICS, _CUT = "validation/", "train/truncated"
 
 
 def records(run: Evidence) -> str:
@@ -33,6 +36,7 @@ def records(run: Evidence) -> str:
     if not found:
         raise Unknown("there is no commit record that can be read")
     lines = {str(line["key"]): line for line in run.of("commit")}
+    digests = {str(key): line["digest"] for key, line in lines.items()} | {x.key: x.digest for x in found}
     for commit in found:
         fields = commit.fields or {}
         _check_kin(commit, found[0], fields, found[0].fields or {})
@@ -40,7 +44,7 @@ def records(run: Evidence) -> str:
             _check_line(commit.key, fields, lines[commit.key])
         elif not may_lack_a_line(run, whole(fields, "term"), number(fields, "created_at")):
             raise Violated(f"{commit.key} is there, its publisher lived on, and no line says that it was published")
-        _check_parent(commit, fields, found)
+        _check_parent(commit, fields, digests)
         _check_job(run, commit.key, fields)
         _check_terms(run, commit.key, fields)
     num_validated = _check_metrics(run, found)
@@ -63,21 +67,28 @@ def _check_line(key: str, fields: Line, line: Line) -> None:
     for name in _OF_THE_LINE:
         if name in fields and name in line and differ(fields[name], line[name]):
             raise Violated(f"{key} says {name} {fields[name]}, the line of its publication says {line[name]}")
-    if "created_at" in line and abs(number(fields, "created_at") - number(line, "created_at")) > _STAMPS_S:
-        stamps = f"created at {fields['created_at']}, by the line of its publication at {line['created_at']}"
-        raise Violated(f"{key} was {stamps}")
+    at = number(line, "t")
+    least, most = at - number({"seconds": math.inf, **line}, "seconds") - _STAMPS_S, at + _STAMPS_S
+    if "created_at" in line:
+        least, most = (number(line, "created_at") + sign * _STAMPS_S for sign in (-1, 1))
+    if not least <= number(fields, "created_at") <= most:
+        raise Violated(f"{key} says created_at {fields['created_at']}, by its line it is {least:.1f} to {most:.1f}")
 
 
-def _check_parent(commit: Commit, fields: Line, found: list[Commit]) -> None:
-    """The key of the parent is that of the record with the parent's digest, and none has only one of the two."""
+def _check_parent(commit: Commit, fields: Line, digests: dict[str, object]) -> None:
+    """The key of the parent is that of the commit with the parent's digest, and none has only one of the two."""
     if "parent_key" not in fields:
         return
     parent, key = fields["parent"], fields["parent_key"]
-    digests = {other.digest: other.key for other in found}
-    if (parent is None) != (key is None) or digests.get(str(parent), key) != key:
+    known = next((other for other, digest in digests.items() if digest == parent), key)
+    is_odd = (parent is None) != (key is None) or known != key or digests.get(str(key), parent) != parent
+    if is_odd or (key is not None and not _is_before(str(key), commit.key)):
         raise Violated(f"{commit.key} names the parent {str(parent)[:12]} as {key}")
-    if (named := {other.key: other.digest for other in found}.get(str(key))) is not None and named != parent:
-        raise Violated(f"{commit.key} names the parent {str(parent)[:12]} as {key}, which has digest {named[:12]}")
+
+
+def _is_before(key: str, other: str) -> bool:
+    """Say whether a key is one of a commit, and comes before another."""
+    return _KEY.fullmatch(key) is not None and (len(key), key) <= (len(other), other)
 
 
 def _check_job(run: Evidence, key: str, fields: Line) -> None:
@@ -137,6 +148,7 @@ def _check_metrics(run: Evidence, found: list[Commit]) -> int:
     for commit in found:
         fields = commit.fields or {}
         term, step = whole(fields, "term"), whole(fields, "step")
+        _check_cut(run, commit.key, fields)
         if not fields.get("metrics") or not any(at < step for at in logged.get(term, ())):
             continue
         num_known += 1
@@ -145,3 +157,13 @@ def _check_metrics(run: Evidence, found: list[Commit]) -> int:
         if not any(all(name in each and not differ(each[name], claimed[name]) for name in claimed) for each in known):
             raise Violated(f"{commit.key} says metrics {claimed}, which no validation up to its step has logged")
     return num_known
+
+
+def _check_cut(run: Evidence, key: str, fields: Line) -> None:
+    """As many rows were cut by a record's step as its term has logged there."""
+    if "account" not in fields:
+        return
+    for line in (run.metrics or {}).get(whole(fields, "term"), ()):
+        values = part(line, "values") if "values" in line else {}
+        if line.get("step") == fields["step"] and values.get(_CUT, cut := part(fields, "account")["truncated"]) != cut:
+            raise Violated(f"{key} says that {cut} rows were cut, {values[_CUT]} were logged")
