@@ -194,7 +194,7 @@ def test_a_replay_keeps_the_holes_of_the_first_run(tmp_path: Path) -> None:
     succeed(start([config(reference, data, CLASSIFIER, **QUARANTINE)]))
     since = result(reference)["holes"][0]["since"]  # type: ignore[index]
 
-    params = {**PARAMS, "marker": str(tmp_path / "failed"), "after": 4 * (since + 2)}
+    params = {**PARAMS, "marker": str(tmp_path / "failed"), "after": 4 * (since + 4)}
     task = {"task": {"path": "tests.tasks:FailsOnce", "params": params}, "checkpoint": {"every_steps": 1000}}
     path = config(tmp_path / "crashed", data, {**CLASSIFIER, **task}, **QUARANTINE)
     first: Finished = start([path], num_ranks=1)
