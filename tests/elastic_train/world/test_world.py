@@ -222,8 +222,8 @@ def test_a_commit_that_is_damaged_between_check_and_load_is_left_to_a_new_proces
 
     monkeypatch.setattr(restoring, "load", refuse)
     with pytest.raises(CommitError):
-        restoring._load(job.store, head, state)
+        restoring._load(job.store, job.plan, head, state)
     (tmp_path / f"{head.attempt}/.metadata").write_bytes(b"damaged")
     with pytest.raises(ElasticTrainError, match="was damaged after it was checked") as caught:
-        restoring._load(job.store, head, state)
+        restoring._load(job.store, job.plan, head, state)
     assert caught.value.exit_code == 1
