@@ -19,8 +19,8 @@ import torch
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.job.state import build_state
 from elastic_train.parallel.gradient_sum import bind_gradients
-from elastic_train.shards.digest import grain_digests
-from elastic_train.shards.grains import GRAIN, Listed, lay_out
+from elastic_train.shards.digest import digests_of
+from elastic_train.shards.grains import GRAIN, Listed, bounds_of, lay_out
 from elastic_train.shards.holdings import all_held, circle_of
 from elastic_train.shards.norm import grain_squares, split_grains, total_norm
 from elastic_train.shards.recut import Holder, plan_recut
@@ -45,10 +45,10 @@ def measure_sums(num_elements: int) -> dict[str, float]:
     optimizer = torch.optim.AdamW([parameter], foreach=True)
     grad, content = parameter.grad, memoryview(parameter.detach().numpy().tobytes())
     return {
-        "norm_by_grains_ms": least_ms(lambda: total_norm(grain_squares(split_grains([grad])).numpy())),
+        "norm_by_grains_ms": least_ms(lambda: total_norm(grain_squares(split_grains([(grad, None)])).numpy())),
         "norm_by_torch_ms": least_ms(lambda: torch.nn.utils.get_total_norm([grad])),
         "adamw_ms": least_ms(optimizer.step),
-        "digest_by_grains_ms": least_ms(lambda: grain_digests(content, 4)),
+        "digest_by_grains_ms": least_ms(lambda: digests_of(content, 4, bounds_of((num_elements,), None))),
         "digest_whole_ms": least_ms(lambda: hashlib.sha256(content).digest()),
     }
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-DIGESTS = {1: ("sha256", hashlib.sha256), 2: ("blake3", blake3), 3: ("blake3", blake3)}  # by the record's format
+DIGESTS = {1: ("sha256", hashlib.sha256), **dict.fromkeys((2, 3, 4), ("blake3", blake3))}  # by the record's format
 
 
 def newest_record(run: Path) -> dict:

@@ -71,8 +71,8 @@ def nan_weights(folder: Path) -> None:
     run = collect(folder)
     assert run.load is not None, "it was collected from files"
     weights = {name: torch.full_like(tensor, float("nan")) for name, tensor in run.load(_last(folder)).items()}
-    digest = digest_of(weights)
-    _change_last(folder, {"format": 3, **_saved(folder, {"model": weights}), "weights_sha256": digest})
+    digest = digest_of(weights, {"format": 4})
+    _change_last(folder, {"format": 4, **_saved(folder, {"model": weights}), "weights_sha256": digest})
     edit_result(folder, weights_sha256=digest)
     edit(folder, lambda line: {**line, "weights_sha256": digest} if line["op"] == "end" else line)
 

@@ -28,6 +28,7 @@ def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitF
         skipped_steps=state.reached.skipped_steps or None,
         improvement=state.reached.improvement,
         sources=source_facts(plan, state.reached) or None,
+        cut_dims=state.layout.dims or None,
     )
 
 

@@ -26,7 +26,7 @@ from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
 from elastic_train.data.dataset.run_order import count_steps, fingerprint_of, order_of
 from elastic_train.data.dataset.training_sources import Source, join, load_sources
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells
+from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, cut_dims_of
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.recipe_changes import Recipe
 from elastic_train.job.optimizers.schedule import check_schedule
@@ -110,10 +110,8 @@ class Plan:
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
         config = self.config
         compiled = CompiledBlocks(model) if config.compile else None  # before recomputation, which runs it twice
-        plan = cell_plan_of(self.task, model, config.parallel)
-        state = build_state(
-            model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, config.parallel, plan
-        )
+        how = config.parallel, cell_plan_of(self.task, model, config.parallel), cut_dims_of(self.task, model)
+        state = build_state(model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, *how)
         state.compiled = compiled
         state.keep_recipe(Recipe(config.optimizer, self.total_steps, config.compile))
         if sketch is not None and isinstance(state.shards, GatheredState):

@@ -31,7 +31,7 @@ from elastic_train.job.cells.context import ContextState
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.cells.gathered_cell import GatheredCellState
 from elastic_train.job.cells.seated_cell import SeatedCellState, columns_of, holding
-from elastic_train.job.model_layout import describe_layout, layout_of
+from elastic_train.job.model_layout import describe_layout, layout_of, store_in_memory_order
 from elastic_train.job.optimizers.averaging import keep_average
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names_of
@@ -50,7 +50,7 @@ from elastic_train.job.units.compiled import CompiledBlocks
 from elastic_train.job.units.recompute import recompute_blocks
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.devices.host_memory import host_memory_of
-from elastic_train.shards.grains import Layout
+from elastic_train.shards.grains import CutDims, Layout
 from elastic_train.tasks.task import ParameterGroup
 
 SHARDED: Mapping[str, type[HeldState]] = {"optimizer": HeldState, "gradients": DealtState, "parameters": GatheredState}
@@ -294,13 +294,16 @@ def build_state(
     groups: Sequence[ParameterGroup] = (),
     parallel: ParallelConfig | None = None,
     cell_plan: CellPlan | None = None,
+    dims: CutDims | None = None,
 ) -> AppliedState:
     """Build optimizer, schedule and scaler around a model that is on its device; freezes what `groups` say.
 
-    With a `cell_plan` cells of several ranks hold the model.
+    With a `cell_plan` cells of several ranks hold the model; `dims` says which parameters cells of some degree cut.
 
     Raises ConfigError if the groups do not fit the model, or the model cannot be sharded as `parallel` says.
     """
+    dims = dims or {}
+    store_in_memory_order(model, dims)
     recompute_blocks(model, "none" if parallel is None else parallel.recompute)
     choice = choose(config, device, is_fp16=is_fp16)
     built = build_groups(model, groups, config, choice.settings_of(model))
@@ -314,7 +317,7 @@ def build_state(
     scaler = SharedScaler(device, enabled=is_fp16)
     kind = None if parallel is None or not parallel.has_shares else SHARDED.get(parallel.shards, HeldState)
     units = unit_names(model) if kind is not None else []
-    layout = layout_of(model, optimizer, lambda name: unit_of(name, units))
+    layout = layout_of(model, optimizer, dims, lambda name: unit_of(name, units))
     outline = {
         "the parameters": describe_layout(layout),
         "the list of parameter groups": describe_groups(model, optimizer),
@@ -327,9 +330,9 @@ def build_state(
     made = (model, optimizer, scheduler, scaler)
     whole = (*made, memory, FirstStates(optimizer, choice.make, keeps_average=config.ema is not None))
     if parallel is None or (kind is None and cell_plan is None):
-        shards = _make_whole(whole, parallel)
+        shards = _make_whole(whole, parallel, dims)
     elif cell_plan is not None:
-        shards = _make_cell(whole, parallel, cell_plan, kind, slots)
+        shards = _make_cell(whole, parallel, cell_plan, kind, slots, dims)
     else:
         assert kind is not None, "no cells, and not whole"
         shards = _make_shards(made, parallel, kind, layout, slots())
@@ -339,11 +342,10 @@ def build_state(
     return state
 
 
-def _make_whole(made: MadeWhole, parallel: ParallelConfig | None) -> StateShards:
+def _make_whole(made: MadeWhole, parallel: ParallelConfig | None, dims: CutDims) -> StateShards:
     """Return state of which every rank holds all."""
-    if parallel is not None and parallel.context > 1:
-        return ContextState(*made, _bucket_bytes(parallel))
-    return ReplicatedState(*made, _bucket_bytes(parallel))
+    kind = ContextState if parallel is not None and parallel.context > 1 else ReplicatedState
+    return kind(*made, _bucket_bytes(parallel), dims)
 
 
 def _make_cell(
@@ -352,18 +354,19 @@ def _make_cell(
     cell_plan: CellPlan,
     kind: type[HeldState] | None,
     slots: Callable[[], Slots],
+    dims: CutDims,
 ) -> StateShards:
     """Return state of which each rank of a cell holds a part, or with a kind of shards a share of that part's state."""
     model, optimizer, *_ = made
     cut, bucket_bytes = CutModel(model, cell_plan, parallel.cell, CellLinks()), _bucket_bytes(parallel)
     if kind is None:
-        return CellState(*made, bucket_bytes, cut=cut)
+        return CellState(*made, bucket_bytes, dims, cut=cut)
     if kind is GatheredState:
         _check_state_is_whole(model)
     columns = columns_of(model, optimizer, cut, parallel.cell)
     hold = holding(kind, *made[:4], slots(), _copies(parallel), bucket_bytes, parallel.wire, _offload(model, parallel))
     return (GatheredCellState if kind is GatheredState else SeatedCellState)(
-        *made, bucket_bytes, cut=cut, columns=columns, hold=hold
+        *made, bucket_bytes, dims, cut=cut, columns=columns, hold=hold
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ from elastic_train.job.optimizers.parameter_groups import FirstStates, regroup, 
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction, make_gradient_sum
 from elastic_train.parallel.group import Group
+from elastic_train.shards.grains import CutDims, cut_along
 from elastic_train.shards.norm import clip_factor, total_norm
 
 T = TypeVar("T")
@@ -172,6 +173,8 @@ class ReplicatedState:
     memory: OptimizerMemory
     first: FirstStates
     bucket_bytes: float | None = None
+    dims: CutDims = field(default_factory=dict)
+    """Which parameters ranks can have a part of each; here they have all of each."""
     _sum: GradientSum | None = None
     _named: tuple[tuple[object, ...], Mapping[str, object], Names] | None = None
 
@@ -214,10 +217,10 @@ class ReplicatedState:
                 parameter.data = weights
 
     def digest(self, group: Group) -> str:
-        return weights_digest(self.model)
+        return weights_digest(self.model, self.dims)
 
     def digest_alone(self) -> str:
-        return weights_digest(self.model)
+        return weights_digest(self.model, self.dims)
 
     def check_copies(self, group: Group, step: int) -> None:
         """All weights are whole on every rank."""
@@ -226,7 +229,9 @@ class ReplicatedState:
         """They are."""
 
     def measure(self) -> Tensor:
-        squares = squares_of_tensors(self._gradients())
+        named = self.model.named_parameters()
+        graded = [(name, gradient) for name, one in named if (gradient := one.grad) is not None]
+        squares = squares_of_tensors((one, cut_along(one.shape, self.dims.get(name))) for name, one in graded)
         return torch.tensor(total_norm(squares.numpy()), dtype=torch.float64)
 
     def norm_of(self, gathered: Tensor) -> Tensor:

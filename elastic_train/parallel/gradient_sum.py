@@ -100,11 +100,18 @@ def place_gradients(parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], l
         flat = torch.zeros(sum(member.numel() for member in members), dtype=dtype, device=device)
         place = 0
         for member in members:
-            member.grad = flat[place : place + member.numel()].view_as(member)
+            member.grad = _placed_as(flat[place : place + member.numel()], member)
             placed[id(member)] = Placed(member, len(flats), place)
             place += member.numel()
         flats.append(flat)
     return flats, [placed[id(parameter)] for parameter in parameters if id(parameter) in placed]
+
+
+def _placed_as(memory: Tensor, parameter: Tensor) -> Tensor:
+    """Return memory in a parameter's shape, and with its strides if its elements fill the memory that they are in."""
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    is_dense = last + 1 == parameter.numel()
+    return memory.as_strided(parameter.shape, parameter.stride()) if is_dense else memory.view_as(parameter)
 
 
 class LaneTree:

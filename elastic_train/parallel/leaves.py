@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from elastic_train.system.huge_pages import on_huge_pages
 
-Shape = tuple[int, tuple[tuple[int, torch.Size], ...]]
-"""The elements of a flat vector, and where its parameters begin, with their shapes: elements between them are zero."""
+Shape = tuple[int, tuple[tuple[int, torch.Size, tuple[int, ...]], ...]]
+"""The elements of a flat vector, and where its parameters begin, with their shapes and strides: elements between them
+are zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class FlatGradient:
     shape: Shape = field(init=False)
 
     def __post_init__(self) -> None:
-        places = tuple((start, parameter.shape) for parameter, start in self.parameters)
+        places = tuple((start, parameter.shape, parameter.stride()) for parameter, start in self.parameters)
         object.__setattr__(self, "shape", (self.numel, places))
 
 
@@ -70,7 +71,7 @@ class Leaves:
 
     def _made(self, flat: FlatGradient) -> Leaf:
         memory, (_, places) = self._zeros(flat.numel, flat.parameters[0][0]), flat.shape
-        return Leaf(memory, [memory[start : start + shape.numel()].view(shape) for start, shape in places])
+        return Leaf(memory, [memory[start:].as_strided(shape, strides) for start, shape, strides in places])
 
     def _zeros(self, numel: int, like: Tensor) -> Tensor:
         return on_huge_pages(torch.empty(numel, dtype=self.dtype_of(like.dtype), device=like.device)).zero_()

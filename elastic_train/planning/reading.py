@@ -150,7 +150,7 @@ def _facts(plan: Plan, model: nn.Module, trace: Trace, batch: dict[str, Tensor])
     groups = plan.task.parameter_groups(model) if isinstance(plan.task, Grouping) else ()
     choice = choose(config.optimizer, "cpu", is_fp16=config.precision == "fp16")
     optimizer = choice.make(build_groups(model, groups, config.optimizer, choice.settings_of(model)))
-    cut = layout_of(model, optimizer, lambda name: unit_of(name, names))
+    cut = layout_of(model, optimizer, {}, lambda name: unit_of(name, names))
     elements, trained, experts = Counter[str](), Counter[str](), Counter[str]()
     for flat in cut.flats:
         elements[flat.unit] += flat.numel

@@ -40,8 +40,8 @@ DEFAULT_MLFLOW_URI = "sqlite:///mlflow.db"
 PREFIX = "mlflow:"
 LETTERS = string.ascii_lowercase
 _ABSENT = "-"
-_BY_GRAINS = 3
-"""The first format of commits with the weights' hash of today; results did not always name theirs."""
+_OLDEST = 2
+"""The last format of commits before results named theirs; it has the weights' hash of format 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ class Comparison:
     def same_weights(self) -> bool | None:
         """Return whether all weights are equal bit for bit; None if a run's are not known, or hashed otherwise."""
         hashes = {run.weights_sha256 for run in self.runs}
-        if None in hashes or self._rules_differ():
+        if None in hashes or (len(hashes) > 1 and self._rules_differ()):
             return None
         return len(hashes) == 1
 
     def _rules_differ(self) -> bool:
-        """Say whether the hashes were made by the rules of different versions: until format 2, or since."""
-        return len({run.format >= _BY_GRAINS for run in self.runs if run.format is not None}) > 1
+        """Say whether the hashes were made by the rules of different versions."""
+        return len({max(run.format, _OLDEST) for run in self.runs if run.format is not None}) > 1
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison by letter; a value that is not finite becomes text, because JSON has none."""
@@ -168,7 +168,7 @@ def _from_folder(folder: Path) -> Finding:
         f"validation/{name}": value for name, value in (measured if isinstance(measured, dict) else {}).items()
     }
     metrics = {**final_metrics(folder), **validation}
-    rule = result.get("format", _BY_GRAINS - 1)
+    rule = result.get("format", _OLDEST)
     known = rule if isinstance(rule, int) else None
     digest = None if weights is None else str(weights)
     return Finding(str(folder), flatten(config), metrics, digest, known, _figures(folder))

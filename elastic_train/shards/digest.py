@@ -1,28 +1,31 @@
 """Digests of tensors from digests of their grains, so that ranks that hold grains need not gather tensors.
 
-A tensor's digest is the SHA-256 over its dtype, its shape and its grains' SHA-256s. It depends on the tensor alone: not
-on flat vectors, units, parameter groups, or on who holds what.
+A tensor's digest is the SHA-256 over its dtype, its shape, the dimension along which it may be cut, if any, and its
+grains' SHA-256s. It depends on the tensor alone: not on flat vectors, units, parameter groups, degrees, or on who holds
+what.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
-from elastic_train.shards.grains import GRAIN, Layout
+from elastic_train.shards.grains import GRAIN, Cut, Layout
 
 
-def grain_digests(content: memoryview, itemsize: int) -> list[bytes]:
-    """Return the SHA-256 of every grain of a tensor, in order, from its bytes; an empty tensor has none."""
-    size = GRAIN * itemsize
+def digests_of(content: memoryview, itemsize: int, bounds: Sequence[int]) -> list[bytes]:
+    """Return the SHA-256 of every grain, in order, of bytes in memory order whose grains have these bounds."""
     flat = content.cast("B")
-    return [hashlib.sha256(flat[lo : lo + size]).digest() for lo in range(0, len(flat), size)]
+    return [hashlib.sha256(flat[lo * itemsize : hi * itemsize]).digest() for lo, hi in pairwise(bounds)]
 
 
-def join_grains(dtype: str, shape: Sequence[int], grains: Sequence[bytes]) -> str:
+def join_grains(dtype: str, shape: Sequence[int], cut: Cut | None, grains: Iterable[bytes]) -> str:
     """Return a tensor's digest from those of all of its grains, in order."""
-    head = f"{dtype} {tuple(shape)} in {len(grains)} grains of {GRAIN}\n"
-    return hashlib.sha256(head.encode() + b"".join(grains)).hexdigest()
+    found = list(grains)
+    how = "" if cut is None else f" cut along {cut.dim}"
+    head = f"{dtype} {tuple(shape)}{how} in {len(found)} grains of {GRAIN}\n"
+    return hashlib.sha256(head.encode() + b"".join(found)).hexdigest()
 
 
 def tensor_digests(layout: Layout, grains: Mapping[int, bytes]) -> dict[str, str]:
@@ -33,6 +36,6 @@ def tensor_digests(layout: Layout, grains: Mapping[int, bytes]) -> dict[str, str
     digests: dict[str, str] = {}
     for tensor in layout.tensors:
         dtype = layout.flats[tensor.flat].dtype
-        joined = join_grains(dtype, tensor.shape, [grains[number] for number in tensor.grains])
+        joined = join_grains(dtype, tensor.shape, tensor.cut, (grains[number] for number in tensor.grains))
         digests |= dict.fromkeys(tensor.names, joined)
     return digests

@@ -1,10 +1,14 @@
-"""The cut of a model into grains: fixed by its tensors alone, so that no world, rank or mode shows in it.
+"""The cut of a model into grains: fixed by its tensors alone, so that no world, rank, degree or mode shows in it.
 
-A grain is a run of at most GRAIN elements of one tensor; only a tensor's last grain is shorter. Grains are numbered in
-the model's order, tensor by tensor. Tensors that are gathered together, and that one optimizer setting updates, stand
-in one *flat* vector, each at a multiple of ALIGN elements: fused kernels then give equal bits wherever a run of grains
-is cut out. The elements between a tensor's end and the next multiple belong to its last grain's span; they are zero,
-are never updated, and count in no norm and no digest.
+A grain is a run of at most GRAIN elements of one tensor. Where ranks can have a part of a tensor each, the dimension
+that is cut comes first in its *memory order*, so a part is a run of elements, and no grain crosses the edge of a part
+at any degree up to MOST_DEGREE that divides the dimension. A part is then some whole grains at every degree, and what
+is measured by grains (`norm`, `digest`) is the same number whatever the degree.
+
+Grains are numbered in the model's order, tensor by tensor. Tensors that are gathered together, and that one optimizer
+setting updates, stand in one *flat* vector, each at a multiple of ALIGN elements. The elements between a tensor's end
+and the next multiple belong to its last grain's span; they are zero, are never updated, and count in no norm and no
+digest.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,9 +28,59 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
 
 GRAIN = 1 << 16
-"""Elements of a whole grain."""
+"""Elements of the longest grain."""
 ALIGN = 64
 """Elements: every tensor begins at a multiple of this in its flat vector."""
+MOST_DEGREE = 64
+"""Ranks among which a dimension may be cut, at most."""
+
+CutDims = Mapping[str, int]
+"""By a parameter's name, the dimension along which ranks can have a part of it each; others stay whole."""
+
+
+class Cut(NamedTuple):
+    """The dimension along which ranks can have a part of a tensor each, and the indices that no grain crosses.
+
+    `edges` ascend from 0 to the dimension's size.
+    """
+
+    dim: int
+    edges: tuple[int, ...]
+
+    def part(self, lo: int, hi: int) -> Cut:
+        """Return the cut of the part [lo, hi) of the dimension, whose ends must be edges."""
+        return Cut(self.dim, tuple(edge - lo for edge in self.edges if lo <= edge <= hi))
+
+
+@cache
+def edges_of(size: int) -> tuple[int, ...]:
+    """Return where a dimension is cut at any degree that divides it, its ends among them, ascending."""
+    degrees = [degree for degree in range(1, MOST_DEGREE + 1) if size % degree == 0]
+    return tuple(sorted({part * size // degree for degree in degrees for part in range(degree + 1)}))
+
+
+def cut_along(shape: Sequence[int], dim: int | None) -> Cut | None:
+    """Return the cut of a tensor along a dimension; None for one that every rank has as a whole."""
+    return None if dim is None else Cut(dim, edges_of(shape[dim]))
+
+
+@cache
+def bounds_of(shape: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
+    """Return where a tensor's grains begin in its memory order, and where the last one ends, in elements."""
+    numel = math.prod(shape)
+    if not numel:
+        return (0,)
+    row = 1 if cut is None else numel // shape[cut.dim]
+    edges = (0, numel) if cut is None else [edge * row for edge in cut.edges]
+    return (0, *(at for lo, hi in pairwise(edges) for at in (*range(lo + GRAIN, hi, GRAIN), hi)))
+
+
+def strides_of(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
+    """Return the strides of a tensor that stands in its memory order, in elements."""
+    first = 0 if cut is None else cut.dim
+    rest = [size for dim, size in enumerate(shape) if dim != first]
+    strides = [math.prod(rest[at + 1 :]) for at in range(len(rest))]
+    return (*strides[:first], math.prod(rest), *strides[first:]) if shape else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +88,7 @@ class Listed:
     """One name of a tensor, as a model lists it; names that share a `memory` are tied: one tensor.
 
     `unit` is what is gathered together (a block). `group` is the number of the optimizer's parameter group, None for a
-    tensor that is frozen.
+    tensor that is frozen. `cut` says along which dimension ranks can have parts of it, None for one that stays whole.
     """
 
     name: str
@@ -41,6 +97,7 @@ class Listed:
     unit: str = ""
     group: int | None = 0
     memory: Hashable = None
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +115,7 @@ class Tensor:
     """A tensor's place: at element `start` of a flat vector, its grains from number `first_grain` on.
 
     `names` are all of its names, the first one first. `units` are those that use it: more than one where a tie crosses
-    them, and then it stands with what is in no unit, "".
+    them, and then it stands with what is in no unit, "". Its elements are in memory order, `cut.dim` first.
     """
 
     names: tuple[str, ...]
@@ -67,15 +124,21 @@ class Tensor:
     flat: int
     start: int
     first_grain: int
+    cut: Cut | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where its grains begin, and the last one ends, in elements."""
+        return bounds_of(self.shape, self.cut)
+
+    @property
     def grains(self) -> range:
         """The numbers of its grains, in order of its elements; none if it is empty."""
-        return range(self.first_grain, self.first_grain + -(-self.numel // GRAIN))
+        return range(self.first_grain, self.first_grain + len(self.bounds) - 1)
 
 
 @dataclass(frozen=True)
@@ -102,22 +165,23 @@ class Layout:
     @cached_property
     def lo(self) -> Int64s:
         """The element of its tensor that every grain begins with; shape (grains,)."""
-        return GRAIN * (np.arange(self.num_grains) - self._of_tensors([t.first_grain for t in self.tensors]))
+        return np.array([at for tensor in self.tensors for at in tensor.bounds[:-1]], dtype=np.int64)
 
     @cached_property
     def hi(self) -> Int64s:
         """The element of its tensor that every grain ends before; shape (grains,)."""
-        return np.minimum(self.lo + GRAIN, self._of_tensors([tensor.numel for tensor in self.tensors]))
+        return np.array([at for tensor in self.tensors for at in tensor.bounds[1:]], dtype=np.int64)
 
     @cached_property
     def start(self) -> Int64s:
-        """The element of its flat vector that every grain begins with, a multiple of ALIGN; shape (grains,)."""
+        """The element of its flat vector that every grain begins with; shape (grains,)."""
         return self._of_tensors([tensor.start for tensor in self.tensors]) + self.lo
 
     @cached_property
     def span(self) -> Int64s:
         """The elements that every grain takes of its flat vector, padding included; shape (grains,)."""
-        return -(-(self.hi - self.lo) // ALIGN) * ALIGN
+        is_last = self.hi == self._of_tensors([tensor.numel for tensor in self.tensors])
+        return self.hi - self.lo + np.where(is_last, -self.hi % ALIGN, 0)
 
     @cached_property
     def trained(self) -> Int64s:
@@ -126,9 +190,14 @@ class Layout:
         return np.flatnonzero(is_trained[self.flat_of])
 
     @cached_property
+    def dims(self) -> CutDims:
+        """Which tensors may be cut, by all of their names, and along which dimension."""
+        return {name: tensor.cut.dim for tensor in self.tensors if tensor.cut is not None for name in tensor.names}
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 over everything that decides where a grain is; ranks that exchange grains must have the same."""
-        tensors = [(t.names, t.shape, t.units, t.flat, t.start, t.first_grain) for t in self.tensors]
+        tensors = [(t.names, t.shape, t.units, t.flat, t.start, t.first_grain, t.cut) for t in self.tensors]
         flats = [(flat.unit, flat.dtype, flat.group, flat.numel) for flat in self.flats]
         return hashlib.sha256(json.dumps([GRAIN, ALIGN, tensors, flats]).encode()).hexdigest()
 
@@ -151,7 +220,8 @@ def lay_out(listed: Iterable[Listed]) -> Layout:
         # What several units use is gathered with what all of them stand in.
         flat = flats.setdefault((first.unit if len(units) == 1 else "", first.dtype, first.group), len(flats))
         ends += [0] * (len(flats) - len(ends))
-        tensor = Tensor(tuple(one.name for one in names), first.shape, units, flat, ends[flat], next_grain)
+        tied = tuple(one.name for one in names)
+        tensor = Tensor(tied, first.shape, units, flat, ends[flat], next_grain, first.cut)
         ends[flat] += -(-tensor.numel // ALIGN) * ALIGN
         next_grain = tensor.grains.stop
         tensors.append(tensor)
@@ -169,7 +239,7 @@ def _tied(listed: Iterable[Listed]) -> list[list[Listed]]:
         tensors.setdefault(("", one.name) if one.memory is None else ("tied", one.memory), []).append(one)
     for first, *others in tensors.values():
         for other in others:
-            if (first.shape, first.dtype, first.group) != (other.shape, other.dtype, other.group):
+            if (first.shape, first.dtype, first.group, first.cut) != (other.shape, other.dtype, other.group, other.cut):
                 raise ConfigError(
                     f"'{first.name}' ({first.dtype} {first.shape}, parameter group {first.group}) and '{other.name}' "
                     f"({other.dtype} {other.shape}, parameter group {other.group}) share memory, but not shape, dtype "

@@ -1,9 +1,9 @@
 """The gradient's norm by grains: one number for one gradient, however it is cut, and on whatever device it is.
 
 Every element is squared in float64, which is exact for all narrower floats. A grain's squares are added along a fixed
-binary tree, and so are the grains' sums, in the layout's order. There is no addition but of whole vectors, element by
-element, so the sum depends on no kernel's order, no vector width and no number of threads. It costs more passes over
-memory than a kernel that adds as it likes.
+binary tree, in which there is no addition but of whole vectors, element by element: so it depends on no kernel's order,
+no vector width and no number of threads. It costs more passes over memory than a kernel that adds as it likes. The
+grains' sums are added exactly and rounded once, so their order does not matter.
 
 Copies of a grain have equal sums: a difference between them is a rank that computes otherwise, seen before the step is
 applied.
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import WeightsDifferError
-from elastic_train.shards.grains import GRAIN, Layout
+from elastic_train.shards.grains import GRAIN, Cut, Layout, bounds_of
 
 Float64s = npt.NDArray[np.float64]
 
@@ -32,10 +34,25 @@ _NARROW = 256
 """Elements of a row from which on the grains of all lengths are added up together: few operations for many of them."""
 
 
-def split_grains(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return views of whole tensors' grains, in the layout's order: tensor by tensor."""
-    flats = (tensor.reshape(-1) for tensor in tensors if tensor.numel())
-    return [grain for flat in flats for grain in (torch.split(flat, GRAIN) if flat.numel() > GRAIN else (flat,))]
+def in_memory_order(tensor: Tensor, cut: Cut | None) -> Tensor:
+    """Return a tensor's elements in their memory order, 1-D; a copy unless they are stored in it."""
+    return (tensor if cut is None else tensor.movedim(cut.dim, 0)).reshape(-1)
+
+
+def split_grains(tensors: Iterable[tuple[Tensor, Cut | None]]) -> list[Tensor]:
+    """Return the grains of tensors, each with its cut, in the layout's order: tensor by tensor."""
+    return [
+        grain
+        for tensor, cut in tensors
+        if tensor.numel()
+        for grain in torch.split(in_memory_order(tensor, cut), lengths_of(tuple(tensor.shape), cut))
+    ]
+
+
+@cache
+def lengths_of(shape: tuple[int, ...], cut: Cut | None) -> list[int]:
+    """Return how many elements each grain of a tensor has."""
+    return [hi - lo for lo, hi in pairwise(bounds_of(shape, cut))]
 
 
 def grain_squares(grains: Sequence[Tensor]) -> Tensor:
@@ -101,18 +118,14 @@ def _add_up(narrow: Mapping[int, Sequence[Float64s]]) -> Float64s:
 
 
 def total_norm(squares: Float64s) -> float:
-    """Return the norm from all trained grains' sums, in the layout's order, shape (grains,): a tree of neighbours.
+    """Return the norm from all trained grains' sums, in any order, shape (grains,).
 
     Infinite or not a number where a gradient is.
     """
-    if not squares.size:
-        return 0.0
-    sums = np.zeros(1 << (squares.size - 1).bit_length())
-    sums[: squares.size] = squares
-    with np.errstate(over="ignore", invalid="ignore"):
-        while sums.size > 1:
-            sums = sums[0::2] + sums[1::2]
-    return math.sqrt(sums[0])
+    try:
+        return math.sqrt(math.fsum(squares))
+    except OverflowError:
+        return math.inf
 
 
 def norm_of_grains(layout: Layout, gathered: Tensor, holders: Iterable[tuple[int, Int64s]]) -> Tensor:

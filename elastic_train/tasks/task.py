@@ -260,7 +260,9 @@ class Splitting(Protocol):
     def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
         """Say how the model that `build_model` built is cut for so many ranks.
 
-        Must depend on nothing but the task's parameters and the model. Raises ConfigError if it cannot be cut so often.
+        Must depend on nothing but the task's parameters and the model, and name the same modules for any degree, also
+        for 1: gradients and weights are measured by parts that all degrees have in common. Raises ConfigError if it
+        cannot be cut so often.
         """
 
 

@@ -167,6 +167,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
         **found,
         "world": session.world.group.size,
         "format": FORMAT,
+        **({"cut_dims": dims} if (dims := session.state.layout.dims) else {}),
         "num_failed_saves": session.commits.num_failed,
         "num_skipped_saves": session.commits.num_skipped,
         **_phases_of(session),

@@ -174,7 +174,7 @@ class Recorder:
         }
         account = {"holes": [], "left_out": 0, "truncated": 0}
         return {
-            "format": 3,
+            "format": 4,
             "account": account,
             "metrics": metrics_at(step),
             "rng": {"policy": "seed, step, lane", "seed": 7},
@@ -202,7 +202,7 @@ class Recorder:
             (self.folder / "history" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         result = {
             "status": "done",
-            "format": 3,
+            "format": 4,
             "step": STEPS,
             "term": term,
             "weights_sha256": digest_at(STEPS),

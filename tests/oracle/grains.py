@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -26,18 +27,31 @@ def halves(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def clip(gradients: list[torch.Tensor], limit: float) -> None:
-    grains = [halves(x.double() ** 2) for g in gradients for x in g.reshape(-1).split(GRAIN) if len(x)]
-    factor = limit / (math.sqrt(tree(grains, lambda a, b: a + b)) + 1e-6)
+def runs(x: torch.Tensor, dim: int | None) -> list[torch.Tensor]:
+    """The elements in memory order, from each edge of a part to the next."""
+    first = x.reshape(1, -1) if dim is None else x.movedim(dim, 0)
+    edges = {k * len(first) // t for t in range(1, 65) if len(first) % t == 0 for k in range(t + 1)}
+    return [first[lo:hi].reshape(-1) for lo, hi in pairwise(sorted(edges)) if x.numel()]
+
+
+def clip(gradients: list[torch.Tensor], dims: list[int | None], limit: float) -> None:
+    grains = [
+        halves(grain.double() ** 2)
+        for gradient, dim in zip(gradients, dims, strict=True)
+        for run in runs(gradient, dim)
+        for grain in run.split(GRAIN)
+    ]
+    factor = limit / (math.sqrt(math.fsum(grains)) + 1e-6)
     for gradient in gradients:
         gradient *= min(1.0, factor)
 
 
-def digest(model: torch.nn.Module) -> str:
+def digest(model: torch.nn.Module, dims: dict[str, int]) -> str:
     lines = ""
     for name, x in sorted(model.state_dict().items()):
-        content, size = x.numpy().tobytes(), GRAIN * x.element_size()
-        grains = [hashlib.sha256(content[at : at + size]).digest() for at in range(0, len(content), size)]
-        head = f"{x.dtype} {tuple(x.shape)} in {len(grains)} grains of {GRAIN}\n".encode()
-        lines += f"{name} {hashlib.sha256(head + b''.join(grains)).hexdigest()}\n"
+        found = [grain.numpy().tobytes() for run in runs(x, dims.get(name)) for grain in run.split(GRAIN)]
+        how = f" cut along {dims[name]}" if name in dims else ""
+        head = f"{x.dtype} {tuple(x.shape)}{how} in {len(found)} grains of {GRAIN}\n".encode()
+        grains = b"".join(hashlib.sha256(grain).digest() for grain in found)
+        lines += f"{name} {hashlib.sha256(head + grains).hexdigest()}\n"
     return hashlib.sha256(lines.encode()).hexdigest()

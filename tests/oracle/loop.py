@@ -30,7 +30,7 @@ def rate_factor(t: int, steps: int, optimizer: dict[str, Any]) -> float:
     return cosine if optimizer["schedule"] == "cosine" else 1.0
 
 
-def train(config: dict[str, Any]) -> torch.nn.Module:
+def train(config: dict[str, Any], dims: dict[str, int]) -> torch.nn.Module:
     data, batch, settings, seed = (
         Path(config["data"]["train"]),
         config["batch"],
@@ -47,9 +47,12 @@ def train(config: dict[str, Any]) -> torch.nn.Module:
     torch.use_deterministic_algorithms(True)
     module, _, name = config["task"]["path"].partition(":")
     task = getattr(importlib.import_module(module), name)(**config["task"]["params"])
-    task.prepare(types.SimpleNamespace(url=str(data), **manifest))
+    files = [types.SimpleNamespace(**file) for file in manifest["files"]]
+    task.prepare(types.SimpleNamespace(url=str(data), **{**manifest, "files": files}))
     torch.manual_seed(derive(seed, 4) >> 1)
     model = task.build_model().train()
+    for name, p in model.named_parameters(remove_duplicate=False):
+        p.data = p.data.movedim(dims.get(name, 0), 0).contiguous().movedim(0, dims.get(name, 0))
     decays = {name: p.ndim > 1 and not name.endswith("bias") for name, p in model.named_parameters()}
     groups = [{"params": [p for name, p in model.named_parameters() if decays[name] is kind]} for kind in (True, False)]
     groups[1]["weight_decay"] = 0.0
@@ -72,7 +75,8 @@ def train(config: dict[str, Any]) -> torch.nn.Module:
         total = tree(gradients, lambda one, other: [a + b for a, b in zip(one, other, strict=True)])
         for parameter, gradient in zip(model.parameters(), total, strict=True):
             parameter.grad = gradient / divisor
-        clip([parameter.grad for parameter in model.parameters()], settings["clip_norm"] or math.inf)
+        of = [dims.get(name) for name, _ in model.named_parameters()]
+        clip([p.grad for p in model.parameters()], of, settings["clip_norm"] or math.inf)
         for group in adamw.param_groups:
             group["lr"] = settings["lr"] * rate_factor(t, steps, settings)
         adamw.step()
@@ -80,4 +84,6 @@ def train(config: dict[str, Any]) -> torch.nn.Module:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(digest(train(yaml.safe_load(Path(sys.argv[1]).read_text()))) + "\n")
+    path = Path(sys.argv[1])
+    dims = json.loads((path.parent / "result.json").read_text()).get("cut_dims", {})
+    sys.stdout.write(digest(train(yaml.safe_load(path.read_text()), dims), dims) + "\n")

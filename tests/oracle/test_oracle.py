@@ -22,6 +22,7 @@ from tests.conftest import run_ranks, start, write_rows
 
 FOLDER = Path(__file__).parent
 TASK = "elastic_train.tasks.text_classifier:TextClassifier"
+LANGUAGE_MODEL = "elastic_train.tasks.causal_lm:CausalLM"
 CLIP = ReplicatedState.clip
 Clip = Callable[[ReplicatedState, float, torch.Tensor], None]
 PARAMS = {"max_tokens": 24, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 4200}
@@ -71,6 +72,18 @@ def test_a_run_ends_with_the_weights_of_a_plain_loop(tmp_path: Path, job: dict[s
     """AdamW, warm-up, cosine, clipping, dropout, accumulation, several epochs with a short last step."""
     ended = start([write_job(tmp_path, job, TASK)])
     assert ended.code == 0, ended.output
+    assert result_of(tmp_path) == oracle(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [["--parallel.shards", "parameters"], ["--parallel.tensor", "1"]])
+def test_so_does_a_language_model_whose_layers_could_be_cut(tmp_path: Path, how: list[str]) -> None:
+    """Its gradients are measured, and its weights hashed, by parts that ranks of cells would have."""
+    path = write_job(tmp_path, JOBS["five lanes, a lane without samples in the last step"], LANGUAGE_MODEL)
+    sizes = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "hidden": 24, "dropout": 0.1}
+    ended = start([path, "--task.params", json.dumps({"model": sizes, "max_tokens": 24}), *how], num_ranks=2)
+    assert ended.code == 0, ended.output
+    assert len(json.loads((tmp_path / "run" / "result.json").read_text())["cut_dims"]) == 2 * 7
     assert result_of(tmp_path) == oracle(tmp_path)
 
 

@@ -10,6 +10,7 @@ import io
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, "Tensor"]
 _BLOCK = 1 << 20
 """Bytes of a file that a checksum in its record is of."""
-_FILE_DIGESTS = {1: "sha256", 2: "blake3", 3: "blake3"}
+_FILE_DIGESTS = {1: "sha256", 2: "blake3", 3: "blake3", 4: "blake3"}
 _OF_THE_RUN = {"scheduler.recipe"}
 """Values that depend on the length of a run: a soak ends when its faults do."""
 _GRAIN = 1 << 16
-"""Elements of a tensor that are hashed at once, since format 3."""
+"""Elements of a tensor that are hashed at once, at most, since format 3."""
+_MOST_DEGREE = 64
+"""Parts of a dimension whose edges no such run crosses, since format 4."""
 
 
 def load_weights(folder: Path, record: Mapping[str, object]) -> Tensors:
@@ -139,19 +142,37 @@ def _measure(file: BinaryIO, kind: str) -> tuple[int, str, list[int]]:
     return size, digest.hexdigest(), blocks
 
 
-def digest_of(tensors: Tensors, commit_format: int = 3) -> str:
-    """Return the SHA-256 over all tensors, as commits of a format have it (docs/formats.md, Commits)."""
-    digest = _digest_by_grains if commit_format >= 3 else _digest_at_once
-    lines = "".join(f"{name} {digest(tensor)}\n" for name, tensor in sorted(tensors.items()))
+def digest_of(tensors: Tensors, fields: Mapping[str, object]) -> str:
+    """Return the SHA-256 over all tensors, by the rule of a record or result (docs/formats.md, Commits)."""
+    dims, is_by_grains = cast(Mapping[str, int], fields.get("cut_dims") or {}), cast(int, fields.get("format", 2)) >= 3
+
+    def digest(name: str, tensor: Tensor) -> str:
+        return _digest_by_grains(tensor, dims.get(name)) if is_by_grains else _digest_at_once(tensor)
+
+    lines = "".join(f"{name} {digest(name, tensor)}\n" for name, tensor in sorted(tensors.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _digest_by_grains(tensor: Tensor) -> str:
-    """Return the SHA-256 over dtype, shape, and the SHA-256s of runs of elements."""
-    content, size = _bytes_of(tensor), _GRAIN * tensor.element_size()
-    grains = [hashlib.sha256(content[lo : lo + size]).digest() for lo in range(0, len(content), size)]
-    head = f"{tensor.dtype} {tuple(tensor.shape)} in {len(grains)} grains of {_GRAIN}\n"
+def _digest_by_grains(tensor: Tensor, dim: int | None) -> str:
+    """Return the SHA-256 over dtype, shape, and the SHA-256s of runs of elements.
+
+    Of a tensor that may be cut along a dimension, these are within the parts of it that equal ranks can have.
+    """
+    import torch
+
+    how, runs = ("", [tensor.reshape(-1)]) if dim is None else _parts(tensor, dim)
+    filled = [run for run in runs if run.numel()]
+    grains = [hashlib.sha256(_bytes_of(grain)).digest() for run in filled for grain in torch.split(run, _GRAIN)]
+    head = f"{tensor.dtype} {tuple(tensor.shape)}{how} in {len(grains)} grains of {_GRAIN}\n"
     return hashlib.sha256(head.encode() + b"".join(grains)).hexdigest()
+
+
+def _parts(tensor: Tensor, dim: int) -> tuple[str, list[Tensor]]:
+    size = tensor.shape[dim]
+    degrees = [degree for degree in range(1, _MOST_DEGREE + 1) if size % degree == 0]
+    edges = sorted({part * size // degree for degree in degrees for part in range(degree + 1)})
+    first = tensor.movedim(dim, 0)
+    return f" cut along {dim}", [first[lo:hi].reshape(-1) for lo, hi in pairwise(edges)]
 
 
 def _digest_at_once(tensor: Tensor) -> str:

@@ -69,10 +69,10 @@ def _check_reference(reference: Evidence | None) -> str:
 def _check_weights(key: str, tensors: Tensors, claims: Mapping[str, Line]) -> str:
     """Return the weights' hash; raise Violated if one that is claimed is another by the rule of its own version."""
     for whose, fields in claims.items():
-        found = digest_of(tensors, whole({"format": 2, **fields}, "format"))
+        found = digest_of(tensors, fields)
         if (claimed := fields.get("weights_sha256")) != found:
             raise Violated(f"the files of {key} hold weights of sha256 {found[:16]}, {whose} says {str(claimed)[:16]}")
-    return digest_of(tensors)
+    return digest_of(tensors, claims[key])
 
 
 def _load(run: Evidence, commit: Commit) -> Tensors:

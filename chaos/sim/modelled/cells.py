@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chaos.sim.machine.rank_group import SimGroup
-from chaos.sim.modelled.training import WORDS, ModelledState, Weights
+from chaos.sim.modelled.training import CUT_DIMS, WORDS, ModelledState, Weights
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.keyed_random import derive
@@ -22,6 +22,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cell_state import CellState, Measured
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.state import Pending, Reached, StepFacts
+from elastic_train.shards.grains import cut_along
 
 _EXACT = (1 << 52) - 1
 """Integers up to here are floats of their own."""
@@ -36,7 +37,9 @@ class CutWeights:
     def __init__(self, weights: Weights) -> None:
         self._weights, size = weights, len(weights.parts)
         spans = tuple((WORDS * place, WORDS * (place + 1)) for place in range(size))
-        self.cuts: Mapping[str, Cut] = {"digest": Cut(0, torch.Size([WORDS * size]), spans)}
+        shape = torch.Size([WORDS * size])
+        self.cuts: Mapping[str, Cut] = {"digest": Cut(0, shape, spans, cut_along(shape, 0))}
+        self.plan = SimpleNamespace(dims=CUT_DIMS)
         self.outline = {name: torch.empty_like(one, device="meta") for name, one in weights.state_dict().items()}
         self.place: int | None = None
         self.cell: SimGroup | None = None

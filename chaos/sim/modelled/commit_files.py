@@ -29,6 +29,7 @@ from elastic_train.checkpoint.stores.checked_file import open_checked
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.hashing_sink import HashingSink
 from elastic_train.checkpoint.stores.store import Store, no_listener
+from elastic_train.shards.grains import CutDims
 
 
 class SlowSnapshot(Snapshot):
@@ -43,17 +44,18 @@ class SlowSnapshot(Snapshot):
         super().copy(buffer, check, advance)
 
 
-_plans: dict[tuple[int, int, int, int], AttemptPlan] = {}
+_plans: dict[tuple[object, ...], AttemptPlan] = {}
 _plan_attempt = layout.plan_attempt
 
 
-def plan_attempt(state: State, num_writers: int = 1) -> AttemptPlan:
+def plan_attempt(state: State, num_writers: int = 1, dims: CutDims | None = None) -> AttemptPlan:
     """Plan as the product does, once for every shape: torch's planner is slow, and states of one size are alike."""
     model = state["model"]
     assert isinstance(model, dict), "as `ModelledState.tensors` makes it"
-    shape = model["counts"].numel(), model["digest"].numel(), num_writers, layout.LEAST_PART_BYTES
+    sizes, cut = (model["counts"].numel(), model["digest"].numel()), tuple(sorted((dims or {}).items()))
+    shape = *sizes, num_writers, layout.LEAST_PART_BYTES, cut
     if shape not in _plans:
-        _plans[shape] = _plan_attempt(state, num_writers)
+        _plans[shape] = _plan_attempt(state, num_writers, dims or {})
     return _plans[shape]
 
 
@@ -83,7 +85,7 @@ def _encode(part: Part, contents: Iterable[memoryview], plain: Mapping[str, byte
     assert not plain, "the modelled state holds tensors"
     held = [(str(slot.path[-1]), slot, content) for slot, content in zip(part.slots, contents, strict=True)]
     numbers = {name: np.frombuffer(content, np.int64).tolist() for name, _, content in held}
-    digests = {name: tensor_digest(slot.dtype, slot.shape, content) for name, slot, content in held}
+    digests = {name: tensor_digest(slot.dtype, slot.whole, content, slot.cut) for name, slot, content in held}
     return piece_files.Encoded(json.dumps(numbers).encode(), digests)
 
 

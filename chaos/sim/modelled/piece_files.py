@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
-from elastic_train.checkpoint.format.layout import AttemptPlan, Leaves, Part, PlainSlot, Planner, Slot, State
-from elastic_train.checkpoint.format.pieces import Pieces, Span
+from elastic_train.checkpoint.format.layout import AttemptPlan, Leaves, Part, PlainSlot, Planner, Slot, State, _cut_at
+from elastic_train.checkpoint.format.pieces import Pieces, Span, moved
 from elastic_train.checkpoint.format.state_tree import StatePath, survey
 from elastic_train.checkpoint.format.torch_frame import frame_of
 from elastic_train.checkpoint.format.weights_digest import GrainRun, GrainRunHash, tensor_digest
+from elastic_train.shards.grains import Cut, CutDims, bounds_of, cut_along, strides_of
+from elastic_train.shards.norm import in_memory_order
 
 
 class _Item(NamedTuple):
@@ -31,21 +33,20 @@ class _Item(NamedTuple):
     path: StatePath
     dtype: torch.dtype
     shape: torch.Size
-    span: Span | None = None
+    span: Span | None
+    cut: Cut | None
 
 
 @dataclass(frozen=True, slots=True)
 class PiecePart(Part):
-    """A part of such a file, with the whole tensors' shapes."""
-
-    shapes: Mapping[StatePath, torch.Size] = field(default_factory=dict)
+    """A part of such a file."""
 
 
 class PiecePlanner(Planner):
     """Plans such files; every kind of state once, whichever process asks."""
 
-    def plan(self, state: State, leaves: Leaves, num_writers: int) -> AttemptPlan:
-        made_for = tuple((path, _kind_of(leaf)) for path, leaf in leaves.items()), num_writers
+    def plan(self, state: State, leaves: Leaves, num_writers: int, dims: CutDims | None = None) -> AttemptPlan:
+        made_for = tuple((path, _kind_of(path, leaf, dims or {})) for path, leaf in leaves.items()), num_writers
         if made_for not in _plans:
             _plans[made_for] = _plan(*made_for, survey(state))
         return _plans[made_for]
@@ -55,14 +56,16 @@ class PiecePlanner(Planner):
 
 
 _Written = tuple[tuple[Span, ...], ...]
-_Kind = tuple[torch.dtype, torch.Size, _Written | None] | None
+_Kind = tuple[torch.dtype, torch.Size, _Written | None, Cut | None] | None
 
 
-def _kind_of(leaf: object) -> _Kind:
+def _kind_of(path: StatePath, leaf: object, dims: CutDims) -> _Kind:
     """Return what a plan has to know of a leaf; None for a plain value."""
     if isinstance(leaf, Pieces):
-        return leaf.dtype, leaf.shape, tuple(tuple(spans) for spans in leaf.written)
-    return (leaf.dtype, leaf.shape, None) if isinstance(leaf, Tensor) else None
+        return leaf.dtype, leaf.shape, tuple(tuple(spans) for spans in leaf.written), leaf.cut
+    if not isinstance(leaf, Tensor):
+        return None
+    return leaf.dtype, leaf.shape, None, _cut_at(path, leaf.shape, dims)
 
 
 _Kinds = tuple[tuple[StatePath, _Kind], ...]
@@ -82,26 +85,26 @@ def _plan(
         if kind is None:
             plain[name] = PlainSlot(path, MetadataIndex(name))
             continue
-        dtype, shape, written = kind
+        dtype, shape, written, along = kind
         if written is None:
-            items[turn % num_writers].append(_Item(path, dtype, shape))
+            items[turn % num_writers].append(_Item(path, dtype, shape, None, along))
             continue
         assert len(written) == num_writers, f"{len(written)} writers of {path}, the save has {num_writers}"
         cut[name] = TensorStorageMetadata(TensorProperties(dtype), shape, [])
         for place, spans in enumerate(written):
-            items[place] += [_Item(path, dtype, shape, span) for span in spans]
+            items[place] += [_Item(path, dtype, shape, span, along) for span in spans]
     parts = [_lay_out(number, mine) for number, mine in enumerate(items)]
     return AttemptPlan(tuple(parts), plain, Metadata({**cut}), *surveyed)
 
 
 def _lay_out(number: int, items: Sequence[_Item]) -> PiecePart:
     slots, end = list[Slot](), 0
-    for path, dtype, whole, span in items:
-        shape = whole if span is None else torch.Size((span[1] - span[0],))
+    for path, dtype, whole, span, cut in items:
+        shape = torch.Size(moved(whole, cut)) if span is None else torch.Size((span[1] - span[0],))
         frame = frame_of(dtype, shape)
-        slots.append(Slot(path, dtype, shape, frame, end, MetadataIndex(json.dumps(path)), span))
+        slots.append(Slot(path, dtype, shape, frame, end, MetadataIndex(json.dumps(path)), span, whole, cut))
         end += frame.num_bytes
-    return PiecePart(f"__{number}_0.distcp", tuple(slots), end, {item.path: item.shape for item in items})
+    return PiecePart(f"__{number}_0.distcp", tuple(slots), end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +120,12 @@ def encode_part(part: PiecePart, contents: Iterable[memoryview], plain: Mapping[
     tensors, digests, grains = list[object](), dict[str, str](), dict[str, tuple[GrainRun, ...]]()
     for slot, content in zip(part.slots, contents, strict=True):
         numbers = np.frombuffer(content, _numpy_of(slot.dtype)).tolist()
-        kind, shape = str(slot.dtype).removeprefix("torch."), part.shapes[slot.path]
-        tensors.append([slot.path, kind, shape, slot.span, numbers])
+        kind, dim = str(slot.dtype).removeprefix("torch."), None if slot.cut is None else slot.cut.dim
+        tensors.append([slot.path, kind, slot.whole, slot.span, dim, numbers])
         if slot.weight is not None and slot.span is None:
-            digests[slot.weight] = tensor_digest(slot.dtype, slot.shape, content)
+            digests[slot.weight] = tensor_digest(slot.dtype, slot.whole, content, slot.cut)
         elif slot.weight is not None and slot.span is not None:
-            run = GrainRunHash(slot.span[0], slot.dtype.itemsize)
+            run = GrainRunHash(bounds_of(tuple(slot.whole), slot.cut), slot.span[0], slot.dtype.itemsize)
             run.update(content)
             grains[slot.weight] = (*grains.get(slot.weight, ()), run.digests())
     values = {name: json.loads(encoded) for name, encoded in plain.items()}
@@ -138,21 +141,26 @@ def tensors_of(contents: tuple[bytes, ...]) -> dict[StatePath, Tensor]:
     """Return the tensors that the files of a commit hold, put together from their spans."""
     found: dict[StatePath, Tensor] = {}
     spans: dict[StatePath, list[tuple[Span, Tensor]]] = {}
-    shapes: dict[StatePath, Sequence[int]] = {}
+    kinds: dict[StatePath, tuple[list[int], int | None]] = {}
     for content in contents:
-        for place, kind, shape, span, numbers in json.loads(content)["tensors"]:
+        for place, kind, shape, span, dim, numbers in json.loads(content)["tensors"]:
             path: StatePath = tuple(place)
-            tensor, shapes[path] = torch.tensor(numbers, dtype=getattr(torch, kind)), shape
+            tensor, kinds[path] = torch.tensor(numbers, dtype=getattr(torch, kind)), (shape, dim)
             if span is None:
-                found[path] = tensor.view(shape)
+                found[path] = _shaped(tensor, shape, dim)
             else:
                 spans.setdefault(path, []).append(((span[0], span[1]), tensor))
     for path, parts in spans.items():
         parts.sort(key=lambda part: part[0])
         ends = [0, *(hi for (_, hi), _ in parts)]
         assert [lo for (lo, _), _ in parts] == ends[:-1], f"the spans of {path} are not the whole of it, once"
-        found[path] = torch.cat([tensor for _, tensor in parts]).view(shapes[path])
+        found[path] = _shaped(torch.cat([tensor for _, tensor in parts]), *kinds[path])
     return found
+
+
+def _shaped(elements: Tensor, shape: Sequence[int], dim: int | None) -> Tensor:
+    """Return a tensor from its elements in memory order."""
+    return elements.as_strided(tuple(shape), strides_of(shape, cut_along(shape, dim)))
 
 
 def read_leaves(contents: tuple[bytes, ...], wanted: Mapping[StatePath, object]) -> dict[StatePath, object]:
@@ -165,7 +173,7 @@ def read_leaves(contents: tuple[bytes, ...], wanted: Mapping[StatePath, object])
         if isinstance(target, Pieces):
             fill_pieces(target, stored)
         elif isinstance(target, Tensor):
-            target.detach().copy_(stored.view(target.shape))
+            target.detach().copy_(stored.reshape(target.shape))
         leaves[path] = stored.clone() if target is None else target
     return leaves
 
@@ -173,7 +181,7 @@ def read_leaves(contents: tuple[bytes, ...], wanted: Mapping[StatePath, object])
 def fill_pieces(pieces: Pieces, stored: Tensor) -> None:
     """Copy what is held of a tensor out of the whole of it."""
     for (lo, hi), held in pieces.held.items():
-        held.copy_(stored.view(-1)[lo:hi])
+        held.copy_(in_memory_order(stored.view(pieces.shape), pieces.cut)[lo:hi])
 
 
 def _numpy_of(dtype: torch.dtype) -> str:

@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.modelled.memory import Known
-from chaos.sim.modelled.tiny_model import SHAPES, TinyModel, leaf_of
+from chaos.sim.modelled.tiny_model import CUT_DIMS, SHAPES, TinyModel, leaf_of
 from elastic_train.core.mesh import Cell
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cut_model import Cut, CutModel
 from elastic_train.job.cells.seated_cell import columns_of
 from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.shards.grains import cut_along
 from elastic_train.shards.holdings import Column
 
 UNCUT = 3
@@ -31,19 +32,16 @@ UNCUT = 3
 
 @lru_cache(64)
 def tiny_cuts(cell: Cell) -> Mapping[str, Cut]:
-    """Return how the model is cut: its parameters go to stages in turn, and most are cut for the ranks of theirs.
-
-    Vectors and some matrices are cut along their first dimension, other matrices along their second.
-    """
+    """Return how the model is cut: its parameters go to stages in turn, and most are cut for the ranks of theirs."""
     cuts = dict[str, Cut]()
     for number, (name, shape) in enumerate(SHAPES.items()):
         stage, turn = number % cell.stage, number // cell.stage
         degree = 1 if turn % UNCUT == 0 else cell.stage_size
-        dim = (len(shape) - 1) * (turn % 2) if degree > 1 else 0
+        dim = CUT_DIMS[name]
         if cell.stage > 1 or degree > 1:
             at = [divmod(place, cell.stage_size) for place in range(cell.size)]
             spans = tuple(_span(rank, degree, shape[dim]) if of == stage else (0, 0) for of, rank in at)
-            cuts[name] = Cut(dim, torch.Size(shape), spans)
+            cuts[name] = Cut(dim, torch.Size(shape), spans, cut_along(shape, dim))
     return cuts
 
 

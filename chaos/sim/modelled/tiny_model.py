@@ -15,12 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from chaos.sim.modelled.piece_files import PiecePlanner
 from chaos.sim.modelled.training import Gradient, hash_of
 from elastic_train.config.schema import Config
 from elastic_train.core.keyed_random import derive, mix64_array
 from elastic_train.job.cells.cell_plan import CellPlan
-from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.tasks.task import ParameterGroup
 
@@ -38,6 +36,8 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     "p10": (6,),
     "p11": (5, 1),
 }
+CUT_DIMS = {name: (len(shape) - 1) * (number % 2) for number, (name, shape) in enumerate(SHAPES.items())}
+"""The dimension along which cells cut each: vectors and some matrices by the first, other matrices by the second."""
 _GROUPS = (
     ParameterGroup(("blocks.0.p3", "blocks.1.p8"), lr_factor=0.5),
     ParameterGroup(("blocks.1.p6",), is_frozen=True),
@@ -105,7 +105,7 @@ class TinyModel(_Part):
 
 def build_tiny_state(config: Config, num_rows: int, total_steps: int) -> AppliedState:
     """Build the product's state around such a model."""
-    state = build_state(
+    return build_state(
         TinyModel(num_rows),
         config.optimizer,
         total_steps,
@@ -113,11 +113,9 @@ def build_tiny_state(config: Config, num_rows: int, total_steps: int) -> Applied
         is_fp16=False,
         groups=_GROUPS,
         parallel=config.parallel,
-        cell_plan=CellPlan() if config.parallel.cell.size > 1 else None,
+        cell_plan=CellPlan(dims=CUT_DIMS) if config.parallel.cell.size > 1 else None,
+        dims=CUT_DIMS,
     )
-    if isinstance(state.shards, CellState):  # whoever writes what in the simulator's files puts it together
-        state.shards._planner = PiecePlanner()
-    return state
 
 
 @cache

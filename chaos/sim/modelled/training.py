@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -32,6 +33,8 @@ from elastic_train.parallel.gradient_sum import CanonicalSum
 
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
+CUT_DIMS = {"digest": 0}
+"""What cells hold a part of each."""
 _NO_NORM = torch.tensor(0.0)
 WORDS = 2
 """How many words a digest has: an int64 holds no 64 bits without a sign."""
@@ -102,6 +105,7 @@ class ModelledState:
     recipe: None = None
     changes: None = None
     compiled: None = None
+    layout: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(dims=CUT_DIMS))
 
     @property
     def step(self) -> int:
@@ -168,7 +172,7 @@ class ModelledState:
         return self.digest_alone()
 
     def digest_alone(self) -> str:
-        return weights_digest(self.model)  # type: ignore[arg-type]  # it has the one method that counts
+        return weights_digest(self.model, CUT_DIMS)  # type: ignore[arg-type]  # it has the one method that counts
 
     def check_copies(self, group: SimGroup, step: int) -> None:
         """All weights are whole on every rank."""

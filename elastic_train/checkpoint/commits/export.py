@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -40,5 +41,5 @@ def export(store: Store, record: CommitRecord, target: Path, kind: Format, weigh
 
 def _origin(record: CommitRecord, weights: Weights) -> dict[str, str]:
     """Return what a file of safetensors says of itself."""
-    found = {"commit": record.key, "digest": record.digest}
+    found = {"commit": record.key, "digest": record.digest, "cut_dims": json.dumps(record.cut_dims or {})}
     return found | ({"weights": "ema"} if weights == "ema" else {"weights_sha256": record.weights_sha256})

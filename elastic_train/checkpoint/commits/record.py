@@ -29,9 +29,10 @@ from elastic_train.core.order import Cursor
 from elastic_train.errors import CommitError
 from elastic_train.system.extras import version_of
 
-FORMAT = 3
-_FORMATS = (1, 2, FORMAT)
-"""In formats 1 and 2 the weights' hash is not by grains, in format 1 files have SHA-256 in place of BLAKE3."""
+FORMAT = 4
+_FORMATS = (1, 2, 3, FORMAT)
+"""Before format 4 no tensor has cuts in the weights' hash. In formats 1 and 2 the hash is not by grains, in format 1
+files have SHA-256 in place of BLAKE3."""
 
 VOID = b'{"void":true}\n'
 """Tombstone: blocks the creation of a record under its key; recognised by its size in a listing, below any record's."""
@@ -55,7 +56,8 @@ class CommitFacts:
     `fast_steps` and `skipped_steps` are half-open ranges of the steps before this one, counted from 0: those whose
     rounding depended on the world, and those whose update was left out because loss or gradient was not finite.
     `improvement` is what early stopping goes by, if training may end early. `sources` are those of a mixture, with the
-    sums of what was applied of each, and None of one training set.
+    sums of what was applied of each, and None of one training set. `cut_dims` are the dimensions along which ranks can
+    have parts of tensors, by name: they decide the grains of the weights' hash.
     """
 
     step: int
@@ -72,6 +74,7 @@ class CommitFacts:
     skipped_steps: Ranges | None = None
     sources: tuple[SourceFacts, ...] | None = None
     improvement: Improvement | None = None
+    cut_dims: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         finite = {
@@ -85,7 +88,7 @@ class CommitRecord(CommitFacts):
     """A published checkpoint: where its files are, what state they hold, and which commit it continues.
 
     * `weights_sha256`: one hash over all weights and buffers, equal if and only if they are equal bit for bit, among
-      commits of format 3, and among those of older ones;
+      commits of one format;
     * `term`: the number of the world that published it; commits are ordered by (term, step);
     * `parent`, `parent_key`: digest and key of the commit that this one continues, None for the first;
     * `intervals`: tile the steps [0, step) by the terms that applied them; they outlive the ancestors that retention
@@ -117,8 +120,8 @@ class CommitRecord(CommitFacts):
 
     @property
     def is_by_grains(self) -> bool:
-        """Whether it was written since the gradients' norm and the weights' hash are those by grains."""
-        return self.format >= 3
+        """Whether it was written since the gradients' norm and the weights' hash are what they are now."""
+        return self.format >= 4
 
     @cached_property
     def digest(self) -> str:
@@ -146,7 +149,7 @@ class CommitRecord(CommitFacts):
 
 
 _ADAPTER = TypeAdapter(CommitRecord)
-_SINCE_THEN = ("account", "order", "fast_steps", "skipped_steps", "sources", "improvement")
+_SINCE_THEN = ("account", "order", "fast_steps", "skipped_steps", "sources", "improvement", "cut_dims")
 """Fields that records did not always have; their absence is None."""
 
 

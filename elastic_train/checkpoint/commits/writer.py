@@ -123,7 +123,7 @@ class CommitWriter:
         Of tensors in pieces, this rank must hold, and is to write, all.
         """
         planner, leaves = Planner(), leaves_by_path(state)
-        plan = planner.plan(state, leaves, num_writers=1)
+        plan = planner.plan(state, leaves, 1, facts.cut_dims)
         attempt = attempt_folder(facts.step, self._term, uuid.uuid4().hex[:12])
         draft = Draft(attempt, plan, planner.encode(plan, leaves), facts, intervals)
         part = plan.parts[0]

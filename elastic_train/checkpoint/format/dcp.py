@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from elastic_train.checkpoint.format.layout import AttemptPlan, Leaves, Part, Slot
 from elastic_train.checkpoint.format.torch_frame import bytes_of
@@ -31,6 +31,7 @@ from elastic_train.checkpoint.format.weights_digest import (
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.hashing_sink import HashingSink, HashingThread
 from elastic_train.checkpoint.stores.store import Store, no_listener
+from elastic_train.shards.grains import bounds_of
 from rendezvous.waiting import Call
 
 _MOST_BEHIND = 64
@@ -106,12 +107,13 @@ class _WeightDigests:
         if name is None:
             return
         if slot.span is None:
-            self._whole[name] = self._digesting.do(partial(tensor_digest, slot.dtype, slot.shape, content))
+            self._whole[name] = self._digesting.do(partial(tensor_digest, slot.dtype, slot.whole, content, slot.cut))
             return
         lo, hi = slot.span
         runs = self._runs.setdefault(name, [])
         if self._end != (name, lo):
-            runs.append(GrainRunHash(lo, slot.dtype.itemsize))
+            bounds = bounds_of(tuple(slot.whole), slot.cut)
+            runs.append(GrainRunHash(bounds, lo, slot.dtype.itemsize))
         self._updates.append(self._digesting.do(partial(runs[-1].update, content)))
         self._end = name, hi
 
@@ -162,7 +164,5 @@ def weights_sha256(plan: AttemptPlan, written: Sequence[WrittenPart]) -> str:
     for slot in (slot for part in plan.parts for slot in part.slots if slot.span is not None):
         weight = slot.weight
         if weight is not None and weight not in digests:
-            stored = plan.metadata.state_dict_metadata[slot.index.fqn]
-            assert isinstance(stored, TensorStorageMetadata), "a slot has a tensor"
-            digests[weight] = join_runs(slot.dtype, stored.size, runs.get(weight, ()))
+            digests[weight] = join_runs(slot.dtype, slot.whole, slot.cut, runs.get(weight, ()))
     return join_digests(digests)

@@ -23,17 +23,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from elastic_train.checkpoint.format.pieces import Box, Pieces, Span, boxes, hollowed
+from elastic_train.checkpoint.format.pieces import Box, Pieces, Span, boxes, hollowed, moved, moved_back
 from elastic_train.checkpoint.format.state_tree import StatePath, leaves_of, survey
 from elastic_train.checkpoint.format.torch_frame import Frame, frame_of
 from elastic_train.errors import ConfigError
-from elastic_train.shards.grains import GRAIN
+from elastic_train.shards.grains import Cut, CutDims, bounds_of, cut_along
 
 State = dict[str, object]
 Leaves = dict[StatePath, object]
 MODEL = "model"
 AVERAGE = "ema"
 """What the average of a parameter's weights is called among its moments in the optimizer's state."""
+NO_CUTS: CutDims = {}
 LEAST_PART_BYTES = 4 << 20
 """A state is not cut into parts smaller than this: each costs requests, and another rank that must not fail."""
 
@@ -42,7 +43,8 @@ LEAST_PART_BYTES = 4 << 20
 class Slot:
     """The place of a tensor, or of a box of one in pieces: its path in the state, its frame at `offset` of its file.
 
-    `span` is the run of the tensor's elements that the box is; None for a whole tensor.
+    `span` is the run of the tensor's elements that the box is, whose `shape` is in memory order; None for a whole
+    tensor. Its bytes are in memory order: `cut` says which. `whole` is the whole tensor's shape.
     """
 
     path: StatePath
@@ -51,12 +53,14 @@ class Slot:
     frame: Frame
     offset: int
     index: MetadataIndex
-    span: Span | None = None
+    span: Span | None
+    whole: torch.Size
+    cut: Cut | None
 
     @property
     def weight(self) -> str | None:
         """The name of the weight or buffer that it is of, None if it is of something else."""
-        return ".".join(map(str, self.path[1:])) if self.path[0] == MODEL else None
+        return _weight_at(self.path)
 
     def memory(self, leaves: Leaves) -> Tensor:
         """Return the live memory of a state's leaf that is written here, of this shape."""
@@ -65,7 +69,7 @@ class Slot:
             empty = torch.empty(0, dtype=self.dtype)
             return (empty if self.span is None else leaf.memory(self.span)).view(self.shape)
         assert isinstance(leaf, Tensor) and self.span is None, "the plan is of this state"
-        return leaf
+        return leaf if self.cut is None else leaf.movedim(self.cut.dim, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +109,17 @@ class _Item:
     dtype: torch.dtype
     shape: torch.Size
     index: MetadataIndex
-    span: Span | None = None
+    span: Span | None
+    whole: torch.Size
+    cut: Cut | None
 
     @property
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
 
-def plan_attempt(state: State, num_writers: int = 1) -> AttemptPlan:
-    """Plan the files of a state, written by at most `num_writers`.
+def plan_attempt(state: State, num_writers: int = 1, dims: CutDims = NO_CUTS) -> AttemptPlan:
+    """Plan the files of a state, written by at most `num_writers`; `dims` says which weights may be cut, by name.
 
     Whoever has spans of tensors in pieces to write writes these; whole tensors are spread by size, so that all have
     about as much to write. Raises ConfigError for a state that cannot be saved.
@@ -135,7 +141,10 @@ def plan_attempt(state: State, num_writers: int = 1) -> AttemptPlan:
         if isinstance(leaf := leaves[path], Pieces) and leaf.shape.numel():
             metadata.state_dict_metadata[item.index.fqn] = _cut(fixed, order, path, leaf, item.index.fqn, metadata)
         elif isinstance(value, Tensor):
-            whole.append(_Item(order, path, value.dtype, _strided(value, item.index).shape, item.index))
+            shape = _strided(value, item.index).shape
+            cut = _cut_at(path, shape, dims)
+            in_order = torch.Size(moved(shape, cut))
+            whole.append(_Item(order, path, value.dtype, in_order, item.index, None, shape, cut))
         else:
             plain[item.index.fqn] = PlainSlot(path, item.index)
     shares = _spread([item.num_bytes for item in whole], [sum(item.num_bytes for item in part) for part in fixed])
@@ -166,9 +175,10 @@ def _cut(
     found = sorted(_written_boxes(name, leaf, is_weight=path[0] == MODEL), key=lambda placed: placed[1].span)
     chunks: list[ChunkStorageMetadata] = []
     for place, (offsets, sizes, span) in found:
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        where, shape = torch.Size(moved_back(offsets, leaf.cut)), torch.Size(moved_back(sizes, leaf.cut))
+        chunk = ChunkStorageMetadata(where, shape)
         index = MetadataIndex(name, chunk.offsets, len(chunks))
-        fixed[place].append(_Item(order, path, leaf.dtype, chunk.sizes, index, span))
+        fixed[place].append(_Item(order, path, leaf.dtype, torch.Size(sizes), index, span, leaf.shape, leaf.cut))
         chunks.append(chunk)
     stored = metadata.state_dict_metadata[name]
     assert isinstance(stored, TensorStorageMetadata), "a hollow tensor stands for the pieces"
@@ -181,9 +191,9 @@ def _written_boxes(name: str, leaf: Pieces, *, is_weight: bool) -> Iterator[tupl
     ends = [0, *(hi for (_, hi), _ in spans)]
     size = leaf.shape.numel()
     assert [lo for (lo, _), _ in spans] == ends[:-1] and ends[-1] == size, f"writers do not cover '{name}' once"
-    assert not is_weight or all(end % GRAIN == 0 for end in ends[:-1]), f"'{name}' is not cut at grains"
+    assert not is_weight or set(ends) <= set(bounds_of(tuple(leaf.shape), leaf.cut)), f"'{name}' is not cut at grains"
     for span, place in spans:
-        for box in boxes(leaf.shape, span):
+        for box in boxes(moved(leaf.shape, leaf.cut), span):
             yield place, box
 
 
@@ -195,11 +205,12 @@ class Planner:
         self._plan: AttemptPlan | None = None
         self._encoded: dict[str, tuple[bytes, bytes]] = {}
 
-    def plan(self, state: State, leaves: Leaves, num_writers: int) -> AttemptPlan:
+    def plan(self, state: State, leaves: Leaves, num_writers: int, dims: CutDims | None = None) -> AttemptPlan:
         """Plan a state whose leaves are given too; raise ConfigError for one that could not be read back."""
-        made_for = ([_kind_of(path, leaf) for path, leaf in leaves.items()], survey(state), num_writers)
+        dims = dims or NO_CUTS
+        made_for = ([_kind_of(path, leaf) for path, leaf in leaves.items()], survey(state), num_writers, dims)
         if self._plan is None or made_for != self._made_for:
-            self._plan, self._made_for = plan_attempt(state, num_writers), made_for
+            self._plan, self._made_for = plan_attempt(state, num_writers, dims), made_for
         return self._plan
 
     def encode(self, plan: AttemptPlan, leaves: Leaves) -> dict[str, bytes]:
@@ -228,7 +239,7 @@ def _kind_of(path: StatePath, leaf: object) -> object:
     if isinstance(leaf, Tensor):
         return path, leaf.dtype, leaf.shape
     if isinstance(leaf, Pieces):
-        return path, leaf.dtype, leaf.shape, tuple(map(tuple, leaf.written))
+        return path, leaf.dtype, leaf.shape, leaf.cut, tuple(map(tuple, leaf.written))
     return path
 
 
@@ -253,10 +264,23 @@ def _lay_out(number: int, items: Sequence[_Item]) -> Part:
     slots: list[Slot] = []
     end = 0
     for item in items:
-        frame = frame_of(item.dtype, item.shape)
-        slots.append(Slot(item.path, item.dtype, item.shape, frame, end, item.index, item.span))
+        shape = torch.Size(moved_back(item.shape, item.cut))
+        frame = frame_of(item.dtype, shape, 0 if item.cut is None else item.cut.dim)
+        slot = Slot(item.path, item.dtype, item.shape, frame, end, item.index, item.span, item.whole, item.cut)
+        slots.append(slot)
         end += frame.num_bytes
     return Part(f"__{number}_0.distcp", tuple(slots), end)
+
+
+def _cut_at(path: StatePath, shape: torch.Size, dims: CutDims) -> Cut | None:
+    """Return how a weight may be cut, or what an optimizer keeps of each of its elements."""
+    at = {MODEL: 1, "optimizer": 2}.get(str(path[0]))
+    dim = dims.get(str(path[at])) if at is not None and at < len(path) else None
+    return cut_along(shape, dim) if dim is not None and dim < len(shape) and shape.numel() else None
+
+
+def _weight_at(path: StatePath) -> str | None:
+    return ".".join(map(str, path[1:])) if path[0] == MODEL else None
 
 
 def leaves_by_path(state: State) -> Leaves:

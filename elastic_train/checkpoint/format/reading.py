@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from elastic_train.checkpoint.format.dcp import METADATA
-from elastic_train.checkpoint.format.pieces import Pieces, Span, span_of
+from elastic_train.checkpoint.format.pieces import Pieces, Span, boxes, moved, moved_back, span_of
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.torch_frame import bytes_of, frame_of
 from elastic_train.checkpoint.stores.checked_file import CheckedFile, open_checked
@@ -177,15 +177,17 @@ def _wanted_wholes(metadata: Metadata, planner: DefaultLoadPlanner) -> Iterator[
 
 
 def _land_whole(info: _StorageInfo, item: ReadItem, planner: DefaultLoadPlanner) -> Landing:
-    """Land an item as a whole: a tensor in its own memory if it is complete, contiguous, and on the CPU."""
+    """Land an item as a whole: a tensor in its own memory if it is complete, in memory order, and on the CPU."""
     if item.type == LoadItemType.BYTE_IO:
         return _land_all(info, lambda content: planner.load_bytes(item, io.BytesIO(content)))
     target = planner.resolve_tensor(item).detach()
-    frame = frame_of(target.dtype, item.lengths)
+    first = next((dim for dim in range(target.ndim) if target.movedim(dim, 0).is_contiguous()), None)
+    frame = frame_of(target.dtype, item.lengths, first or 0)
     if frame.num_bytes != info.length:
         return _land_all(info, lambda content: _unpickle(content, item, target))
-    is_direct = target.is_cpu and target.is_contiguous()
-    landing = target if is_direct else torch.empty(target.shape, dtype=target.dtype)
+    is_direct = target.is_cpu and (first is not None or target.is_contiguous())
+    in_order = target.movedim(first, 0) if first else target
+    landing = in_order if is_direct else torch.empty(in_order.shape, dtype=target.dtype)
     head, tail = memoryview(bytearray(frame.head)), memoryview(bytearray(frame.tail))
     content = bytes_of(landing)
 
@@ -193,7 +195,7 @@ def _land_whole(info: _StorageInfo, item: ReadItem, planner: DefaultLoadPlanner)
         if head != frame.head:
             _unpickle(b"".join([head, content, tail]), item, target)
         elif not is_direct:
-            target.copy_(landing)
+            in_order.copy_(landing)
 
     body = info.offset + len(head)
     return Landing([(info.offset, head), (body, content), (body + len(content), tail)], finish)
@@ -214,11 +216,12 @@ def _unpickle(content: bytes, item: ReadItem, target: Tensor) -> None:
 
 
 class _Box(NamedTuple):
-    """A stored box: where it is, its shape, and the run of the tensor's elements that it is."""
+    """A stored box, its dimensions in memory order, and where it is; the run of elements that it is, if it is one."""
 
     info: _StorageInfo
-    sizes: torch.Size
-    span: Span
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    span: Span | None
 
 
 def _wanted_pieces(metadata: Metadata, pieces: Mapping[str, Pieces]) -> Iterator[Wanted]:
@@ -227,29 +230,46 @@ def _wanted_pieces(metadata: Metadata, pieces: Mapping[str, Pieces]) -> Iterator
         stored = metadata.state_dict_metadata[name]
         assert isinstance(stored, TensorStorageMetadata), "it is of the wanted kind"
         for number, chunk in enumerate(stored.chunks):
-            span = span_of(stored.size, chunk.offsets, chunk.sizes)
-            if needed := list(leaf.overlapping(span)):
-                info = metadata.storage_data[MetadataIndex(name, chunk.offsets, number)]
-                num_bytes = sum(hi - lo for lo, hi in needed) * leaf.dtype.itemsize
-                land = partial(_land_pieces, leaf, _Box(info, chunk.sizes, span), needed)
-                yield Wanted(info.relative_path, info.offset, num_bytes, land)
+            info = metadata.storage_data[MetadataIndex(name, chunk.offsets, number)]
+            offsets, sizes = moved(chunk.offsets, leaf.cut), moved(chunk.sizes, leaf.cut)
+            box = _Box(info, offsets, sizes, span_of(moved(leaf.shape, leaf.cut), offsets, sizes))
+            if num_bytes := sum(target.nbytes for target, _ in _common(leaf, box)):
+                yield Wanted(info.relative_path, info.offset, num_bytes, partial(_land_pieces, leaf, box))
 
 
-def _land_pieces(leaf: Pieces, box: _Box, needed: Sequence[Span]) -> Landing:
+def _common(leaf: Pieces, stored: _Box) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """Yield what is held of a stored box: memory, shaped as a box, and where in the stored one it comes from."""
+    shape = moved(leaf.shape, leaf.cut)
+    for span in leaf.held:
+        for box in boxes(shape, span):
+            lo = [max(ends) for ends in zip(box.offsets, stored.offsets, strict=True)]
+            both = zip(box.offsets, box.sizes, stored.offsets, stored.sizes, strict=True)
+            hi = [min(mine + size, other + length) for mine, size, other, length in both]
+            if all(first < last for first, last in zip(lo, hi, strict=True)):
+                mine = tuple(slice(a - at, b - at) for a, b, at in zip(lo, hi, box.offsets, strict=True))
+                theirs = tuple(slice(a - at, b - at) for a, b, at in zip(lo, hi, stored.offsets, strict=True))
+                yield leaf.memory(box.span).detach().view(box.sizes)[mine], theirs
+
+
+def _land_pieces(leaf: Pieces, box: _Box) -> Landing:
     """Land spans of a stored box in their own memory, by way of other memory of their size if that is on a device.
 
-    The box's head comes with them, to see that its elements are where they are expected: if not, all of it is read.
+    The box's head comes with them, to see that its elements are where they are expected: if not, all of it is read. So
+    it is if it is no run of the tensor's elements.
     """
-    frame, start = frame_of(leaf.dtype, box.sizes), box.span[0]
-    targets = [leaf.memory(span).detach() for span in needed]
+    dim = 0 if leaf.cut is None else leaf.cut.dim
 
     def use(content: bytes) -> None:
-        stored = torch.load(io.BytesIO(content), weights_only=True).reshape(-1)
-        for (lo, hi), target in zip(needed, targets, strict=True):
-            target.copy_(stored[lo - start : hi - start])
+        stored = torch.load(io.BytesIO(content), weights_only=True)
+        stored = stored.movedim(dim, 0) if dim else stored
+        for target, place in _common(leaf, box):
+            target.copy_(stored[place])
 
-    if frame.num_bytes != box.info.length:
+    frame = frame_of(leaf.dtype, torch.Size(moved_back(box.sizes, leaf.cut)), dim)
+    if box.span is None or frame.num_bytes != box.info.length:
         return _land_all(box.info, use)
+    needed, start = list(leaf.overlapping(box.span)), box.span[0]
+    targets = [leaf.memory(span).detach() for span in needed]
     head = memoryview(bytearray(frame.head))
     landings = [target if target.is_cpu else torch.empty_like(target, device="cpu") for target in targets]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What comes before and after the `size` bytes of a contiguous tensor."""
+    """What comes before and after the `size` bytes of a tensor that fills its memory."""
 
     head: bytes
     size: int
@@ -30,11 +30,15 @@ class Frame:
 
 
 @functools.lru_cache(maxsize=65536)
-def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
-    """Return the frame of a contiguous tensor; no memory of its size is touched."""
+def frame_of(dtype: torch.dtype, shape: torch.Size, first: int = 0) -> Frame:
+    """Return the frame of a tensor; no memory of its size is touched.
+
+    It is stored contiguously, but that its dimension `first` comes before the others.
+    """
     hollow = _Hollow()
+    stored = torch.empty([*shape[first : first + 1], *shape[:first], *shape[first + 1 :]], dtype=dtype)
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), hollow)  # type: ignore[arg-type]  # torch asks for no more
+        torch.save(stored.movedim(0, first) if first else stored, hollow)  # type: ignore[arg-type]  # torch asks for no more
     size = dtype.itemsize * shape.numel()
     assert hollow.size == size, f"torch left out {hollow.size} bytes of {size}"
     return Frame(bytes(hollow.head), size, bytes(hollow.tail))

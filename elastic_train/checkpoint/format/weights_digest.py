@@ -7,28 +7,31 @@ theirs apart. Commits of formats 1 and 2 have a tensor's bytes hashed at once, a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from isal.isal_zlib import crc32
 from torch import Tensor, nn
 
 from elastic_train.checkpoint.format.torch_frame import bytes_of
-from elastic_train.shards.digest import grain_digests, join_grains
-from elastic_train.shards.grains import GRAIN
+from elastic_train.shards.digest import digests_of, join_grains
+from elastic_train.shards.grains import Cut, CutDims, bounds_of, cut_along
 
 GrainRun = tuple[int, str]
 """Neighbouring grains of a tensor: the number of the first, and the SHA-256s of all, in hex, one after the other."""
 
 
-def weights_digest(model: nn.Module) -> str:
+def weights_digest(model: nn.Module, dims: CutDims) -> str:
     """Return the SHA-256 over all weights and buffers: names in order, dtypes, shapes, bytes."""
-    return join_digests({name: digest_of(tensor) for name, tensor in model.state_dict().items()})
+    named = model.state_dict().items()
+    return join_digests({name: digest_of(tensor, dims.get(name)) for name, tensor in named})
 
 
-def tensor_digest(dtype: torch.dtype, shape: torch.Size, content: memoryview) -> str:
-    """Return the SHA-256 over dtype, shape and the SHA-256s of one tensor's grains, from its bytes."""
-    return join_grains(str(dtype), shape, grain_digests(content, dtype.itemsize))
+def tensor_digest(dtype: torch.dtype, shape: torch.Size, content: memoryview, cut: Cut | None = None) -> str:
+    """Return the SHA-256 over dtype, shape and the SHA-256s of one tensor's grains, from its bytes in memory order."""
+    grains = digests_of(content, dtype.itemsize, bounds_of(tuple(shape), cut))
+    return join_grains(str(dtype), shape, cut, grains)
 
 
 def checksum(tensor: Tensor) -> int:
@@ -36,9 +39,10 @@ def checksum(tensor: Tensor) -> int:
     return crc32(bytes_of(tensor.detach().cpu().contiguous()))
 
 
-def digest_of(tensor: Tensor) -> str:
-    """Return the digest of one tensor."""
-    return tensor_digest(tensor.dtype, tensor.shape, bytes_of(tensor.detach().cpu().contiguous()))
+def digest_of(tensor: Tensor, dim: int | None = None) -> str:
+    """Return the digest of one tensor, which may be cut along a dimension."""
+    in_order = (tensor.movedim(dim, 0) if dim else tensor).detach().cpu().contiguous()
+    return tensor_digest(tensor.dtype, tensor.shape, bytes_of(in_order), cut_along(tensor.shape, dim))
 
 
 def join_digests(digests: Mapping[str, str]) -> str:
@@ -48,11 +52,15 @@ def join_digests(digests: Mapping[str, str]) -> str:
 
 
 class GrainRunHash:
-    """Hashes neighbouring grains of a tensor from their bytes as they come; `lo` is the first grain's first element."""
+    """Hashes neighbouring grains of a tensor from their bytes as they come, from that on which begins at element `lo`.
 
-    def __init__(self, lo: int, itemsize: int) -> None:
-        assert lo % GRAIN == 0, f"element {lo} begins no grain"
-        self._first, self._grain_bytes = lo // GRAIN, GRAIN * itemsize
+    `bounds` are those of all of the tensor's grains.
+    """
+
+    def __init__(self, bounds: Sequence[int], lo: int, itemsize: int) -> None:
+        self._first = bisect_left(bounds, lo)
+        assert bounds[self._first] == lo, f"element {lo} begins no grain"
+        self._bounds, self._itemsize = bounds, itemsize
         self._done: list[str] = []
         self._grain, self._num_hashed = hashlib.sha256(), 0
 
@@ -60,32 +68,31 @@ class GrainRunHash:
         """Hash the bytes that follow; they may end anywhere in a grain."""
         rest = content.cast("B")
         while len(rest):
-            piece, rest = rest[: self._grain_bytes - self._num_hashed], rest[self._grain_bytes - self._num_hashed :]
+            number = self._first + len(self._done)
+            missing = (self._bounds[number + 1] - self._bounds[number]) * self._itemsize - self._num_hashed
+            piece, rest = rest[:missing], rest[missing:]
             self._grain.update(piece)
             self._num_hashed += len(piece)
-            if self._num_hashed == self._grain_bytes:
-                self._end_grain()
+            if len(piece) == missing:
+                self._done.append(self._grain.hexdigest())
+                self._grain, self._num_hashed = hashlib.sha256(), 0
 
     def digests(self) -> GrainRun:
-        """Return the digests, once all bytes have come; only a tensor's last grain is shorter than the others."""
-        if self._num_hashed:
-            self._end_grain()
+        """Return the digests, once all bytes have come."""
+        assert not self._num_hashed, "a grain has ended nowhere"
         return self._first, "".join(self._done)
 
-    def _end_grain(self) -> None:
-        self._done.append(self._grain.hexdigest())
-        self._grain, self._num_hashed = hashlib.sha256(), 0
 
-
-def join_runs(dtype: torch.dtype, shape: torch.Size, runs: Iterable[GrainRun]) -> str:
+def join_runs(dtype: torch.dtype, shape: torch.Size, cut: Cut | None, runs: Iterable[GrainRun]) -> str:
     """Return a tensor's digest from those of all of its grains, whoever has hashed which."""
     grains: list[bytes] = []
     for first, digests in sorted(runs):
         assert first == len(grains), f"grain {first} follows {len(grains)} grains"
         joined = bytes.fromhex(digests)
         grains += [joined[at : at + _SHA256_BYTES] for at in range(0, len(joined), _SHA256_BYTES)]
-    assert len(grains) == -(-shape.numel() // GRAIN), f"{len(grains)} grains of a tensor of shape {tuple(shape)}"
-    return join_grains(str(dtype), shape, grains)
+    expected = len(bounds_of(tuple(shape), cut)) - 1
+    assert len(grains) == expected, f"{len(grains)} of {expected} grains of a tensor of shape {tuple(shape)}"
+    return join_grains(str(dtype), shape, cut, grains)
 
 
 _SHA256_BYTES = hashlib.sha256().digest_size

@@ -28,6 +28,7 @@ from elastic_train.checkpoint.saving.staging import Snapshot, Staging, staged_by
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import StorageError
+from elastic_train.shards.grains import CutDims
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +92,10 @@ class Saves:
         """Whether the last save was abandoned, and none has begun since."""
         return self._memory.is_owed
 
-    def prepare(self, state: State) -> None:
+    def prepare(self, state: State, dims: CutDims) -> None:
         """Have staging memory made for such a state, if it is a device's: a second for each 12 GB, beside training."""
         leaves = leaves_by_path(state)
-        parts = self._memory.planner.plan(state, leaves, self._role.num_writers).parts
+        parts = self._memory.planner.plan(state, leaves, self._role.num_writers, dims).parts
         if self._role.place is None or self._role.place >= len(parts):
             return
         part = parts[self._role.place]
@@ -122,7 +123,7 @@ class Saves:
         self._num_begun += 1
         self._memory.is_owed = False
         role, planner, leaves = self._role, self._memory.planner, leaves_by_path(state)
-        plan = planner.plan(state, leaves, role.num_writers)
+        plan = planner.plan(state, leaves, role.num_writers, facts.cut_dims)
         attempt = attempt_folder(facts.step, self._term, f"{role.unique}-{self._num_begun:04d}")
         if role.place is None or role.place >= len(plan.parts):
             return

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.units.blocks import unit_names, unit_of
+from elastic_train.shards.grains import CutDims
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 from elastic_train.tasks.task import (
     SequencePlan,
@@ -27,6 +28,7 @@ from elastic_train.tasks.task import (
     Staging,
     Task,
     TensorPlan,
+    TensorUse,
 )
 
 Use = TypeVar("Use")
@@ -37,7 +39,8 @@ DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
 @dataclass(frozen=True, slots=True)
 class CellPlan:
     """What becomes of modules that are cut, and of those that run on some tokens each, by full names; the modules of
-    each piece of a pipeline, and those whose experts are spread over ranks; empty if there are none.
+    each piece of a pipeline, and those whose experts are spread over ranks; empty if there are none. `dims` says along
+    which dimension cells of any degree cut a parameter.
 
     Of pieces, in the order in which they run, each stage has `num_chunks`: of N stages every N-th.
     """
@@ -49,6 +52,7 @@ class CellPlan:
     experts: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
     """Of the modules with experts those in blocks that a backward pass computes again."""
+    dims: CutDims = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:
@@ -128,7 +132,36 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
         )
     units = unit_names(model) if parallel.recompute != "none" else []
     again = tuple(name for name in experts if name in units or unit_of(name, units))
-    return CellPlan(tensor, sequence, pieces, parallel.num_chunks, experts, again)
+    return CellPlan(tensor, sequence, pieces, parallel.num_chunks, experts, again, cut_dims_of(task, model))
+
+
+def cut_dims_of(task: Task, model: nn.Module) -> CutDims:
+    """Return along which dimension cells of any degree cut each parameter, by all of its names; others stay whole.
+
+    It follows from the model alone, so what is measured by grains is the same at every degree.
+    """
+    try:
+        plan = _named(task.tensor_plan(model, 1), model) if isinstance(task, Splitting) else {}
+    except ConfigError:  # no degree can cut it
+        plan = {}
+    return dims_of(plan, model)
+
+
+def dims_of(plan: TensorPlan, model: nn.Module) -> CutDims:
+    """Return the same by a plan with full names; experts are dealt out whatever it says."""
+    dims = {id(one): 0 for experts in model.modules() if isinstance(experts, Experts) for one in experts.parameters()}
+    for name, use in plan.items():
+        dims |= {id(one): dim for one, dim in cut_parameters(model.get_submodule(name), use)}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: dims[id(one)] for name, one in named if id(one) in dims}
+
+
+def cut_parameters(layer: nn.Module, use: TensorUse) -> Iterator[tuple[Tensor, int]]:
+    """Yield the parameters of a layer that tensor ranks have a part of each, and the dimension that is cut."""
+    if use in DIMENSIONS and isinstance(layer, nn.Linear):
+        yield layer.weight, DIMENSIONS[use]
+        if layer.bias is not None and use == "column":  # that of a row is added once, to the sum
+            yield layer.bias, 0
 
 
 def _experts_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> tuple[str, ...]:

@@ -1,15 +1,15 @@
 """The applied state of a rank that has a place in a cell: its part of each cut tensor, and all that is not cut.
 
 Peers of equal place in other cells hold the same, and so do places that differ in their tokens alone. Where ranks give
-one another the state, they give what they hold; a commit has whole tensors, as that of any other job: a rank that holds
-all of one writes it, and others are put together by the rank that writes them, so no rank needs memory for more than it
-writes. What is read from one is cut again, so commits continue at any degree.
+one another the state, they give what they hold; a commit has whole tensors, as that of any other job, of which each
+part is written by a rank that holds it. What is read from one are parts again, so commits continue at any degree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
+from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
@@ -25,25 +25,18 @@ from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.cells.cut_model import Cut, CutModel
-from elastic_train.job.cells.state_parts import (
-    cut_at,
-    part_read,
-    put_together_at,
-    to_read,
-    to_write,
-    with_tensors,
-)
+from elastic_train.job.cells.state_parts import cut_at, filled_parts, in_whole, with_tensors, written_by_turns
 from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.chunk_sum import ChunkSum, chunk_sum, fast_sum
 from elastic_train.parallel.cells.context_sum import context_sum
-from elastic_train.parallel.cells.expert_grains import begun_grains, num_begun
 from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
-from elastic_train.shards.norm import total_norm
+from elastic_train.shards import grains as shards
+from elastic_train.shards.norm import lengths_of, total_norm
 
 Float64s = npt.NDArray[np.float64]
 T = TypeVar("T")
@@ -69,7 +62,6 @@ class CellState(ReplicatedState):
     _holders: Group | None = None
     """The ranks that hold the same part."""
     _writers: Sequence[int] = ()
-    _planner: Planner = field(default_factory=Planner)
     _measured: dict[str, Sequence[Measured]] = field(default_factory=dict)
 
     def holds_part_of(self, mesh: Mesh) -> bool:
@@ -141,26 +133,17 @@ class CellState(ReplicatedState):
         return self.cut.experts[0].turns(items) if is_alone else items
 
     def measure(self) -> Tensor:
-        """Return the sums of squares of the grains of what this rank holds of the gradient, and zeros after them.
-
-        Of experts that are spread these are the grains that begin here; all ranks that have others call it.
-        """
+        """Return the sums of squares of the grains of what this rank holds of the gradient, and zeros after them."""
         measured = torch.zeros(self.num_grains, dtype=torch.float64)
         squares = squares_of_tensors(self._measurable())
         measured[: len(squares)] = squares
         return measured
 
-    def _measurable(self) -> Iterator[Tensor]:
-        """Yield this rank's gradients, grain by grain where experts are spread."""
-        if not self.cut.experts:
-            yield from self._gradients()
-            return
-        spread = self.cut.spread_weights()
-        runs = [one.grad for one in self.model.parameters() if one.grad is not None and id(one) in spread]
-        found = begun_grains(runs, self.cut.experts[0].group)
-        for one in self.model.parameters():
+    def _measurable(self) -> Iterator[tuple[Tensor, shards.Cut | None]]:
+        """Yield this rank's gradients, and where grains may not cross in them."""
+        for name, one in self.model.named_parameters():
             if one.grad is not None:
-                yield from next(found) if id(one) in spread else [one.grad]
+                yield one.grad, self.cut.laid(name, one, self._mesh.place).cut
 
     def norm_of(self, gathered: Tensor) -> Tensor:
         rows = gathered.numpy().reshape(-1, self._mesh.cell.size, gathered.shape[1])
@@ -197,18 +180,16 @@ class CellState(ReplicatedState):
         """Return for each parameter that is trained which of a place's measured grains are its, by place."""
         if not self._measured:
             ends = [0] * self.cell.size
-            spread = self.cut.spread_weights() if self.cut.experts else set()
             for name, one in self.model.named_parameters():
                 if one.requires_grad:
-                    is_spread, places = id(one) in spread, range(self.cell.size)
-                    self._measured[name] = [self._grains_at(place, name, one, ends, is_spread) for place in places]
+                    places = range(self.cell.size)
+                    self._measured[name] = [self._grains_at(place, name, one, ends) for place in places]
         return self._measured
 
-    def _grains_at(self, place: int, name: str, one: Tensor, ends: list[int], is_spread: bool) -> Measured:
-        cut, (number, _) = self.cut.cuts.get(name), self.cell.number_along(place, "expert")
-        numel = one.numel() if cut is None else cut.part_shape(place).numel()
-        start, ends[place] = ends[place], ends[place] + num_begun(numel, number if is_spread else 0)
-        return Measured(slice(start, ends[place]), 0 if cut is None else cut.first_with(place))
+    def _grains_at(self, place: int, name: str, one: Tensor, ends: list[int]) -> Measured:
+        (shape, cut), whole = self.cut.laid(name, one, place), self.cut.cuts.get(name)
+        start, ends[place] = ends[place], ends[place] + len(lengths_of(tuple(shape), cut))
+        return Measured(slice(start, ends[place]), 0 if whole is None else whole.first_with(place))
 
     @property
     def num_grains(self) -> int:
@@ -218,7 +199,8 @@ class CellState(ReplicatedState):
 
     def digest(self, group: Group) -> str:
         named = self.model.state_dict().items()
-        return join_digests({name: digest_of(self._whole(name, tensor)) for name, tensor in named})
+        dims = self.cut.plan.dims
+        return join_digests({name: digest_of(self._whole(name, tensor), dims.get(name)) for name, tensor in named})
 
     def digest_alone(self) -> str:
         return ""
@@ -248,8 +230,10 @@ class CellState(ReplicatedState):
         self.cut.become_whole()
 
     def assign(self, writers: Sequence[int]) -> Sequence[int]:
-        self._writers = tuple(writers)
-        return writers
+        """Let ranks write commits; all do where these do not have every part."""
+        parts = {self.cell.part_of(rank % self.cell.size) for rank in writers}
+        self._writers = tuple(writers if len(parts) == self.cell.num_parts else range(self._mesh.size))
+        return self._writers
 
     def stand_alone(self) -> bool:
         """It holds a part of most tensors."""
@@ -260,53 +244,23 @@ class CellState(ReplicatedState):
         return any(all(leaving[rank] for rank in ranks) for ranks in self._mesh.by_part)
 
     def to_save(self) -> State:
-        """Return the whole state, in which tensors that this rank does not write have no memory; all ranks call it.
+        """Return the whole state, cut tensors in pieces: what this rank holds of them, and who writes what."""
+        held, turns = self.held(), count()
 
-        What a place holds as a whole is written by one that does. All else its places send to the one of them, if any,
-        which writes the tensor.
-        """
-        cuts, mine, size = self.cut.cuts, self._mesh.place, self._mesh.cell.size
-        held = self.held()
-        leaves = {path: leaf for path, leaf in leaves_by_path(held).items() if isinstance(leaf, Tensor | Pieces)}
-        cut = {path: one for path, leaf in leaves.items() if (one := cut_at(path, leaf, cuts, mine))}
-        written = self._written(leaves, cut)
+        def whole(path: StatePath, leaf: Tensor | Pieces) -> Tensor | Pieces:
+            cut = cut_at(path, leaf, self.cut.cuts, self._mesh.place)
+            return self._to_write(path, leaf, cut, turns)
 
-        def without_memory(path: StatePath, leaf: Tensor | Pieces) -> Tensor | Pieces:
-            if path in written or path not in cut:
-                return written.get(path, leaf)
-            return torch.empty(cut[path].shape, dtype=leaf.dtype, device="meta")
+        return with_tensors(held, whole)
 
-        outline = with_tensors(held, without_memory)
-        plan = self._planner.plan(outline, leaves_by_path(outline), len(self._writers))
-        apart = [
-            (rank, slot.path)
-            for part, rank in zip(plan.parts, self._writers, strict=False)
-            for slot in part.slots
-            if slot.path in cut and slot.path not in written
-        ]
-        parts, wholes = self._parts_of(leaves, apart), dict[StatePath, Tensor]()
-        for rank, path in apart:
-            replica, place = divmod(rank, size)
-            if replica == self._mesh.replica:
-                whole = put_together_at(place, parts[path], cut[path], self.cut.known_cell)
-                wholes |= {} if whole is None else {path: whole}
-        return with_tensors(outline, lambda path, leaf: wholes.get(path, leaf))
-
-    def _written(
-        self, leaves: Mapping[StatePath, Tensor | Pieces], cut: Mapping[StatePath, Cut]
-    ) -> dict[StatePath, Pieces]:
-        """Return the cut leaves that are written where they are held."""
-        size = self._mesh.cell.size
-        places = [rank % size for rank in self._writers]
-        tensors = [(path, leaf, one) for path, one in cut.items() if isinstance(leaf := leaves[path], Tensor)]
-        found = ((path, to_write(leaf, one, places, turn)) for turn, (path, leaf, one) in enumerate(tensors))
-        return {path: pieces for path, pieces in found if pieces is not None}
-
-    def _parts_of(
-        self, leaves: Mapping[StatePath, Tensor | Pieces], apart: Sequence[tuple[int, StatePath]]
-    ) -> Mapping[StatePath, Tensor]:
-        """Return this place's parts of leaves that ranks write, each of this one's replica if its writer is."""
-        return {path: leaf for _, path in apart if isinstance(leaf := leaves[path], Tensor)}
+    def _to_write(
+        self, path: StatePath, leaf: Tensor | Pieces, cut: Cut | None, turns: Iterator[int]
+    ) -> Tensor | Pieces:
+        """Return a leaf as a commit has it; what places hold as a whole they write by turns."""
+        if cut is None or not cut.shape.numel():
+            return leaf
+        places = [rank % self.cell.size for rank in self._writers]
+        return in_whole(leaf, cut, self._mesh.place, written_by_turns(cut, places, next(turns)))
 
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
         ReplicatedState.take(self, lambda tree: self._fill_parts(tree, fill), keeps_rates=keeps_rates)
@@ -315,30 +269,27 @@ class CellState(ReplicatedState):
         """Fill a tree with what this rank holds, from a commit's whole tensors or a peer's parts."""
         place, cuts = self._mesh.place, self.cut.cuts
 
-        def wanted(path: StatePath, leaf: Tensor) -> Tensor | Pieces:
-            cut = cut_at(path, leaf, cuts, place)
-            return leaf if cut is None else to_read(leaf, cut, place)
+        def emptied(path: StatePath, leaf: Tensor) -> Tensor:
+            return leaf if cut_at(path, leaf, cuts, place) is None else torch.empty_like(leaf)
 
-        weights = with_tensors({"model": tree["model"]}, wanted)
-        found = {
-            **tree,
-            **weights,
-            "optimizer": with_tensors({"optimizer": {"state": self._first_moments()}}, wanted)["optimizer"],
-        }
+        weights = with_tensors({"model": tree["model"]}, emptied)
+        moments = with_tensors({"optimizer": {"state": self._first_moments()}}, emptied)
         try:
-            fill(found)
+            found = filled_parts({**tree, **weights, **moments}, fill, cuts, place)
         except ConfigError:  # nothing has changed yet; other moments were saved than this optimizer has
-            found = {**tree, **weights, "optimizer": {}}
-            fill(found)
+            found = filled_parts({**tree, **weights, "optimizer": {}}, fill, cuts, place)
 
         def part_of(path: StatePath, leaf: Tensor | Pieces) -> Tensor:
-            cut = cut_at(path, leaf, cuts)
-            if cut is None:
-                assert isinstance(leaf, Tensor), "what is in pieces is cut"
+            if isinstance(leaf, Tensor):
                 return leaf
-            return part_read(leaf, cut, place)
+            [memory] = [*leaf.held.values()] or [torch.empty(0, dtype=leaf.dtype)]
+            return self._cut_of(path).shaped(memory, place)
 
         tree.update(with_tensors(found, part_of))
+
+    def _cut_of(self, path: StatePath) -> Cut:
+        """Return how a tensor is cut, weights or moments, at whose path in the state a part of it was read."""
+        return self.cut.cuts[str(path[1 if path[0] == "model" else 2])]
 
     def _first_moments(self) -> State:
         """Return what a commit has at least of the parameters that this rank holds a part of."""

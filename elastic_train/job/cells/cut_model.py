@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.core.mesh import Axis, Cell, Mesh
-from elastic_train.job.cells.cell_plan import DIMENSIONS, CellPlan
+from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cell_plan import CellPlan, cut_parameters
 from elastic_train.job.cells.layer_hooks import Hook, hooks_of
+from elastic_train.job.model_layout import Laid
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
+from elastic_train.shards import grains as shards
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 
 Span = tuple[int, int]
@@ -27,26 +30,48 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter is cut: along `dim`, of a tensor of `shape`; each place has a span [lo, hi), or none of it."""
+    """How a parameter is cut: along `dim`, of a tensor of `shape`; each place has a span [lo, hi), or none of it.
+
+    `whole` says where grains of the whole tensor may not cross; None for one that stays whole wherever it is held. A
+    place stores its part with `dim` first, so it is a run of the tensor's elements in memory order.
+    """
 
     dim: int
     shape: torch.Size
     spans: tuple[Span, ...]
+    whole: shards.Cut | None = None
 
     def part_shape(self, place: int) -> torch.Size:
         """The shape of the part of a place."""
         lo, hi = self.spans[place]
         return torch.Size(hi - lo if dim == self.dim else size for dim, size in enumerate(self.shape))
 
+    def part(self, place: int) -> Laid:
+        """Return the shape of a place's part, and where its grains may not cross."""
+        lo, hi = self.spans[place]
+        return Laid(self.part_shape(place), None if self.whole is None or lo == hi else self.whole.part(lo, hi))
+
+    def run(self, place: int) -> Span:
+        """Return which elements of the whole tensor a place has, in memory order."""
+        row = self.shape.numel() // max(1, self.shape[self.dim])
+        lo, hi = self.spans[place]
+        return lo * row, hi * row
+
     def part_of(self, whole: Tensor, place: int) -> Tensor:
         """Return the part of a whole tensor that a place has, in memory of its own."""
         lo, hi = self.spans[place]
-        return whole.narrow(self.dim, lo, hi - lo).clone(memory_format=torch.contiguous_format)
+        part = whole.movedim(self.dim, 0)[lo:hi].clone(memory_format=torch.contiguous_format)
+        return part.movedim(0, self.dim)
 
-    @property
-    def row(self) -> int:
-        """How many elements one of the first dimension's numbers stands for."""
-        return self.shape[1:].numel()
+    def in_memory(self, part: Tensor) -> Tensor:
+        """Return the elements of a place's part in memory order, 1-D: a view if that is how it is stored."""
+        return part.detach().movedim(self.dim, 0).reshape(-1)
+
+    def shaped(self, memory: Tensor, place: int) -> Tensor:
+        """Return a place's part from its elements in memory order."""
+        shape = self.part_shape(place)
+        first = [shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :]]
+        return memory.view(first).movedim(0, self.dim)
 
     def first_with(self, place: int) -> int | None:
         """Return the first place that holds the same part as one; None if that holds nothing."""
@@ -60,23 +85,29 @@ class Cut:
 
 
 def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
-    """Return how parameters are cut, by each name of every one that is; in a pipeline all are."""
+    """Return how parameters are cut, by each name of every one that is; in a pipeline all are.
+
+    Raises ConfigError if one is cut along another dimension than the plan says of all degrees.
+    """
     along: dict[int, tuple[int, Sequence[Axis]]] = {}
     for name in plan.experts:
         along |= {id(one): (0, ("tensor", "expert")) for one in model.get_submodule(name).parameters()}
     for name, use in plan.tensor.items():
-        if use in DIMENSIONS:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, nn.Linear), "the plan was checked"
-            along[id(layer.weight)] = DIMENSIONS[use], ("tensor",)
-            if layer.bias is not None and use == "column":  # that of a row is added once, to the sum
-                along[id(layer.bias)] = 0, ("tensor",)
+        for one, dim in cut_parameters(model.get_submodule(name), use):
+            along[id(one)] = dim, ("tensor",)
     stages = {id(one): piece % plan.num_stages for one, piece in pieces_of(model, plan)}
-    return {
-        name: _cut(one, along.get(id(one)), stages.get(id(one)), cell)
-        for name, one in model.named_parameters(remove_duplicate=False)
-        if id(one) in along or id(one) in stages
-    }
+    cuts = dict[str, Cut]()
+    for name, one in model.named_parameters(remove_duplicate=False):
+        if id(one) in along or id(one) in stages:
+            dim, axes = along.get(id(one), (plan.dims.get(name, 0), ()))
+            if axes and plan.dims.get(name) != dim:
+                raise ConfigError(
+                    f"the task's tensor_plan cuts '{name}' along dimension {dim} for this degree, and does not for a "
+                    "degree of 1: name the same modules whatever the degree is"
+                )
+            whole = shards.cut_along(one.shape, plan.dims.get(name))
+            cuts[name] = Cut(dim, one.shape, _spans(one.shape, dim, axes, stages.get(id(one)), cell), whole)
+    return cuts
 
 
 def pieces_of(model: nn.Module, plan: CellPlan) -> Iterator[tuple[nn.Parameter, int]]:
@@ -92,19 +123,18 @@ def chunks_of(model: nn.Module, plan: CellPlan) -> Mapping[int, int]:
     return {id(one): piece // plan.num_stages for one, piece in pieces_of(model, plan)}
 
 
-def _cut(one: Tensor, along: tuple[int, Sequence[Axis]] | None, stage: int | None, cell: Cell) -> Cut:
-    """Cut a parameter for a cell: a dimension along axes of its places, if any, and what is of a stage alone."""
-    dim, axes = along if along is not None else (0, ())
+def _spans(shape: Sequence[int], dim: int, axes: Sequence[Axis], stage: int | None, cell: Cell) -> tuple[Span, ...]:
+    """Return which indices of a dimension each place of a cell has: cut along some axes, or all of one stage's."""
     spans = list[Span]()
     for place in range(cell.size):
         number, degree = 0, 1
         for axis in axes:
             at, count = cell.number_along(place, axis)
             number, degree = number * count + at, degree * count
-        length = one.shape[dim] // degree
+        length = (shape[dim] if shape else 1) // degree
         is_here = stage in (None, cell.number_along(place, "stage")[0])
         spans.append((number * length, (number + 1) * length) if is_here else (0, 0))
-    return Cut(dim, one.shape, tuple(spans))
+    return tuple(spans)
 
 
 class CutModel:
@@ -192,10 +222,17 @@ class CutModel:
         """Return the whole of a cut parameter, or of another tensor of its shape; all places of the cell call it."""
         cut, group, parts = self.cuts[name], self.known_cell, list[Tensor]()
         for place in cut.givers:
-            mine = tensor.detach().contiguous() if place == group.rank else None
-            parts.append(tensor.new_empty(cut.part_shape(place)) if mine is None else mine)
+            mine = cut.in_memory(tensor) if place == group.rank else None
+            parts.append(tensor.new_empty(cut.part_shape(place).numel()) if mine is None else mine)
             group.broadcast(parts[-1], place)
-        return torch.cat(parts, cut.dim)
+        rest = [size for dim, size in enumerate(cut.shape) if dim != cut.dim]
+        return torch.cat(parts).view(cut.shape[cut.dim], *rest).movedim(0, cut.dim)
+
+    def laid(self, name: str, one: Tensor, place: int) -> Laid:
+        """Return what a place has of a parameter, by its shape and by where its grains may not cross."""
+        if (cut := self.cuts.get(name)) is not None:
+            return cut.part(place)
+        return Laid(one.shape, shards.cut_along(one.shape, self.plan.dims.get(name)))
 
     def by_chunk(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each chunk of a stage; those of other stages, without elements, are among them."""

@@ -7,14 +7,14 @@ and the gradient's sum, the update and the exchange of weights are within the co
 ranks of one compute the lanes that are dealt to it, or those of its ranks with the same tokens. The norm needs all
 columns; of what several places hold alike, it counts the first one's, as where every cell has all of it.
 
-A commit has whole tensors and moments, of which a rank writes what it holds wherever that is a run of the whole.
+A commit has whole tensors and moments, of which a rank writes what it holds.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.cut_model import Cut, CutModel
-from elastic_train.job.cells.spread_moments import filled_shares, in_whole, is_run, put_spans_together, written_in_whole
-from elastic_train.job.model_layout import layout_of
+from elastic_train.job.cells.state_parts import filled_parts, in_whole, written_spans
+from elastic_train.job.model_layout import Laid, layout_of
 from elastic_train.job.sharded.elementwise import Slots
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.held_tree import Cuts, Held, Spare, cuts_of
@@ -219,54 +219,21 @@ class SeatedCellState(CellState):
         """Return this rank's part of the weights, and its share of that part's moments, in pieces of the part."""
         return self.share.held()
 
-    def _written(
-        self, leaves: Mapping[StatePath, Tensor | Pieces], cut: Mapping[StatePath, Cut]
-    ) -> dict[StatePath, Pieces]:
-        written = CellState._written(self, leaves, cut)
-        for path, leaf in leaves.items():
-            if isinstance(leaf, Pieces) and _is_written_in_pieces(path, one := cut.get(path)):
-                number = self._number_at(path)
-                if number not in self._spans:
-                    spans = [cuts[number] for cuts in self._cuts]
-                    self._spans[number] = written_in_whole(spans, one, self.cell, self._writers)
-                written[path] = in_whole(leaf, one, self._mesh.place, self._spans[number])
-        return written
-
-    def _number_at(self, path: StatePath) -> int:
-        """Return the number of the tensor that weights or moments are of."""
-        return self._numbers[str(path[1 if path[0] == "model" else 2])]
-
-    def _parts_of(
-        self, leaves: Mapping[StatePath, Tensor | Pieces], apart: Sequence[tuple[int, StatePath]]
-    ) -> Mapping[StatePath, Tensor]:
-        """Put moments together within the column, at the first of its ranks in the replica whose rank writes them.
-
-        Others have nothing of them.
-        """
-        size, context = self.cell.size, self.cell.context
-        wanted = [
-            (rank // size * context, path, leaf, self._cuts[self.part][self._number_at(path)])
-            for rank, path in apart
-            if isinstance(leaf := leaves[path], Pieces)
-        ]
-        found = put_spans_together(self.column, [(taker, leaf, spans) for taker, _, leaf, spans in wanted])
-        moments = {
-            path: torch.empty(0, dtype=leaf.dtype) if part is None else part
-            for (_, path, leaf, _), part in zip(wanted, found, strict=True)
-        }
-        return {**CellState._parts_of(self, leaves, apart), **moments}
+    def _to_write(
+        self, path: StatePath, leaf: Tensor | Pieces, cut: Cut | None, turns: Iterator[int]
+    ) -> Tensor | Pieces:
+        if isinstance(leaf, Tensor):
+            return CellState._to_write(self, path, leaf, cut, turns)
+        number = self._numbers[str(path[1 if path[0] == "model" else 2])]
+        if number not in self._spans:
+            spans = [cuts[number] for cuts in self._cuts]
+            self._spans[number] = written_spans(spans, cut, self.cell, self._writers)
+        written = self._spans[number]
+        return replace(leaf, written=written) if cut is None else in_whole(leaf, cut, self._mesh.place, written)
 
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
         place, cuts = self._mesh.place, self.cut.cuts
-        self.share.take(lambda tree: filled_shares(tree, fill, cuts, place), keeps_rates=keeps_rates)
-
-
-def _is_written_in_pieces(path: StatePath, cut: Cut | None) -> bool:
-    """Say whether those who hold pieces of a tensor write them, and not one rank that puts the whole together.
-
-    Weights are hashed by grains of the whole tensor, at which no place need be cut.
-    """
-    return cut is None or (is_run(cut) and path[0] != "model")
+        self.share.take(lambda tree: tree.update(filled_parts(tree, fill, cuts, place)), keeps_rates=keeps_rates)
 
 
 def holding(
@@ -307,12 +274,10 @@ def columns_of(model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell
     def unit(name: str) -> str:
         return ids[id(parameters[name])] if chunks else unit_of(name, units)
 
-    def shape_at(place: int) -> Callable[[str, Tensor], torch.Size]:
-        def shape(name: str, parameter: Tensor) -> torch.Size:
-            return cut.cuts[name].part_shape(place) if name in cut.cuts else parameter.shape
-
-        return shape
+    def part_at(place: int) -> Callable[[str, Laid], Laid]:
+        return lambda name, whole: cut.cuts[name].part(place) if name in cut.cuts else whole
 
     return [
-        column_of(layout_of(model, optimizer, unit, shape_at(place))) for place in range(0, cell.size, cell.context)
+        column_of(layout_of(model, optimizer, cut.plan.dims, unit, part_at(place)))
+        for place in range(0, cell.size, cell.context)
     ]

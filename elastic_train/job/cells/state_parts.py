@@ -1,39 +1,34 @@
-"""The leaves of a state that a place of a cell holds a part of: which they are, put together, and cut.
+"""The leaves of a state of which a place of a cell holds a part, in terms of the whole tensor, as a commit has them.
 
-A part that is one run of a tensor's elements, as all of a stage's are, is read and written where it is held. Columns
-and rows that a commit has as a whole are read and put together as a whole.
+A part is one run of the whole's elements in memory order, so it is read and written where it is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from elastic_train.checkpoint.format.pieces import Pieces
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.core.mesh import Cell
 from elastic_train.job.cells.cut_model import Cut
-from elastic_train.parallel.group import Group
 
 T = TypeVar("T")
 Cuts = Mapping[str, Cut]
 """How parameters are cut, by all of their names."""
 
 
-def cut_at(path: StatePath, leaf: Tensor | Pieces, cuts: Cuts, place: int | None = None) -> Cut | None:
-    """Return how a leaf of a place's state is cut, or of one that is whole; None if it is not.
+def cut_at(path: StatePath, leaf: Tensor | Pieces, cuts: Cuts, place: int) -> Cut | None:
+    """Return how a leaf of a place's state is cut; None if it is not.
 
     Moments are as weights are; a count of updates is neither.
     """
     at = {"model": 1, "optimizer": 2}.get(str(path[0]))
     cut = cuts.get(str(path[at])) if at is not None and at < len(path) else None
-    return cut if cut is not None and leaf.shape == _shape_of(cut, place) else None
-
-
-def _shape_of(cut: Cut, place: int | None) -> torch.Size:
-    return cut.shape if place is None else cut.part_shape(place)
+    return cut if cut is not None and leaf.shape == cut.part_shape(place) else None
 
 
 def with_tensors(tree: T, change: Callable[[StatePath, Any], object], at: StatePath = ()) -> T:
@@ -47,44 +42,52 @@ def with_tensors(tree: T, change: Callable[[StatePath, Any], object], at: StateP
     return tree
 
 
-def to_read(leaf: Tensor, cut: Cut, place: int) -> Pieces | Tensor:
-    """Return what is to be read of a tensor of which a place may have a part: that, or all where it is in many runs."""
-    if cut.dim != 0 and cut.first_with(place) is not None:
-        return leaf.new_empty(cut.shape)
-    lo, hi = (end * cut.row for end in cut.spans[place])
-    return Pieces(leaf.dtype, cut.shape, {(lo, hi): leaf.new_empty(hi - lo)} if lo < hi else {}, ())
+def in_whole(part: Tensor | Pieces, cut: Cut, place: int, written: Sequence[Sequence[Span]] = ()) -> Pieces:
+    """Return a place's part, as a whole or in pieces, as pieces of the whole tensor."""
+    start, end = cut.run(place)
+    if isinstance(part, Pieces):
+        held = {(lo + start, hi + start): memory for (lo, hi), memory in part.held.items()}
+    else:
+        held = {(start, end): cut.in_memory(part)} if start < end else {}
+    return Pieces(part.dtype, cut.shape, held, written, cut.whole)
 
 
-def part_read(leaf: Pieces | Tensor, cut: Cut, place: int) -> Tensor:
-    """Return a place's part of what `to_read` has said, once it is read."""
-    if isinstance(leaf, Tensor):
-        return cut.part_of(leaf, place)
-    [*memory] = leaf.held.values()
-    return (memory[0] if memory else torch.empty(0, dtype=leaf.dtype)).view(cut.part_shape(place))
+def written_by_turns(cut: Cut, places: Sequence[int], turn: int) -> list[list[Span]]:
+    """Return which run of a tensor each writer writes, if places hold their parts of it as a whole.
 
-
-def to_write(leaf: Tensor, cut: Cut, places: Sequence[int], turn: int) -> Pieces | None:
-    """Return how a tensor is written by a place that holds all of it; None if no writer does.
-
-    `places` are those of the writers. The `turn`-th of such tensors goes to a writer by turns.
+    `places` are those of the writers, of which some hold each part; the `turn`-th tensor's are written by turns.
     """
-    whole = (0, cut.shape[cut.dim])
-    able = [number for number, place in enumerate(places) if cut.spans[place] == whole] if whole in cut.spans else []
-    if not able or not cut.shape.numel():
-        return None
-    span = (0, cut.shape.numel())
-    held = {span: leaf.detach().view(-1)} if leaf.shape == cut.shape else {}
-    chosen = able[turn % len(able)]
-    return Pieces(leaf.dtype, cut.shape, held, [[span] if one == chosen else [] for one in range(len(places))])
+    written: list[list[Span]] = [[] for _ in places]
+    for giver in cut.givers:
+        able = [number for number, place in enumerate(places) if cut.first_with(place) == giver]
+        written[able[turn % len(able)]].append(cut.run(giver))
+    return written
 
 
-def put_together_at(place: int, part: Tensor, cut: Cut, group: Group) -> Tensor | None:
-    """Return the whole of a tensor at one place of a cell, None at the others; all of them call it with their parts."""
-    mine = part.detach().contiguous()
-    if group.rank != place:
-        group.exchange([(place, mine)] if group.rank in cut.givers else [], [])
-        return None
-    parts = [mine if other == place else mine.new_empty(cut.part_shape(other)) for other in cut.givers]
-    pairs = zip(cut.givers, parts, strict=True)
-    group.exchange([], [(other, memory) for other, memory in pairs if other != place])
-    return torch.cat(parts, cut.dim)
+def written_spans(
+    spans: Sequence[Sequence[Sequence[Span]]], cut: Cut | None, cell: Cell, writers: Sequence[int]
+) -> list[list[Span]]:
+    """Return which spans of a whole tensor each writer writes, by what each rank of every column speaks for.
+
+    `spans` has those of each part, by part and by the ranks of its column; `writers` are ranks of a world of such
+    cells. Of a tensor's part that several columns hold alike the first one's ranks write it.
+    """
+    starts = {0: 0} if cut is None else {cell.part_of(place): cut.run(place)[0] for place in cut.givers}
+
+    def of_writer(part: int, number: int) -> Iterator[Span]:
+        if part in starts:
+            yield from ((lo + starts[part], hi + starts[part]) for lo, hi in spans[part][number])
+
+    return [list(of_writer(*cell.holder_of(rank))) for rank in writers]
+
+
+def filled_parts(tree: State, fill: Callable[[State], None], cuts: Cuts, place: int) -> State:
+    """Fill a tree of a place's state, as wholes of its parts or in pieces of them, from a commit; return it filled."""
+
+    def wanted(path: StatePath, leaf: Tensor | Pieces) -> Tensor | Pieces:
+        cut = cut_at(path, leaf, cuts, place)
+        return leaf if cut is None else in_whole(leaf, cut, place)
+
+    found = with_tensors(tree, wanted)
+    fill(found)
+    return found

@@ -305,9 +305,14 @@ def _is_setting(value: object) -> bool:
 
 
 def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """Return a saved value on the device where torch keeps it: counts of updates on the CPU unless kernels count."""
+    """Return a saved value on the device where torch keeps it: counts of updates on the CPU unless kernels count.
+
+    What has an element for each of the parameter's has its strides: kernels for many tensors ask for that.
+    """
     if not isinstance(value, Tensor):
         return value
     if key == "step" and not (group.get("capturable") or group.get("fused")):
         return value
-    return value.to(parameter.device)
+    if value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from elastic_train.errors import ConfigError
 from elastic_train.job.sharded.held_tree import HeldRun
 from elastic_train.shards.grains import Layout
+from elastic_train.shards.norm import in_memory_order
 
 
 def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
@@ -44,7 +45,7 @@ def fill(layout: Layout, runs: Sequence[HeldRun], weights: Iterable[tuple[str, T
         for one in runs:
             lo, hi = max(one.run.lo, place.start), min(one.run.hi, end)
             if one.run.flat == place.flat and lo < hi:
-                part = tensor.reshape(-1)[lo - place.start : hi - place.start]
+                part = in_memory_order(tensor, place.cut)[lo - place.start : hi - place.start]
                 one.weights[lo - one.run.lo : hi - one.run.lo].copy_(part)
     if missing:
         raise ConfigError(f"task.path: initial_weights gives no '{next(iter(missing))}', which sketch_model has")

@@ -1,7 +1,7 @@
 """A model's parameters as views of the layout's flat vectors, and their gradients alike.
 
 Runs of grains can then be updated, sent and received where they lie, and the model sees it. Elements between tensors
-are zero, and stay so.
+are zero, and stay so. A tensor stands there in its memory order, so its parameter has strides of that order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.parallel.buckets import Placed
 from elastic_train.parallel.leaves import FlatGradient
 from elastic_train.parallel.unit_weights import UnitFlats
-from elastic_train.shards.grains import Layout
+from elastic_train.shards.grains import Layout, strides_of
 from elastic_train.shards.holdings import Run
 
 
@@ -32,6 +32,7 @@ class FlatModel:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._device = next(iter(parameters.values())).device
         self._places = [(parameters[tensor.names[0]], tensor.flat, tensor.start) for tensor in layout.tensors]
+        self._strides = {id(parameters[one.names[0]]): strides_of(one.shape, one.cut) for one in layout.tensors}
         for tensor, (parameter, _, _) in zip(layout.tensors, self._places, strict=True):
             if parameter.device != self._device:
                 raise ConfigError(
@@ -48,7 +49,7 @@ class FlatModel:
         for number, flat in enumerate(layout.flats):  # one after the other, so that one alone is there twice
             self.weights.append(vector := self.zeros(number, flat.numel))
             for parameter, start in self._parameters_of(number):
-                part = vector[start : start + parameter.numel()].view(parameter.shape)
+                part = self._at(vector, parameter, start)
                 with torch.no_grad():
                     part.copy_(parameter)
                 parameter.data = part
@@ -62,7 +63,7 @@ class FlatModel:
         """Make every trained parameter's gradient the view of its flat one; return the flat ones."""
         for parameter, flat, start in self._places:
             if parameter.requires_grad:
-                parameter.grad = self.gradients[flat][start : start + parameter.numel()].view(parameter.shape)
+                parameter.grad = self._at(self.gradients[flat], parameter, start)
         return self.gradients
 
     def placed(self) -> list[Placed]:
@@ -106,7 +107,7 @@ class FlatModel:
             numel = self._layout.flats[number].numel
             self.weights[number] = vector = torch.empty(numel, dtype=old.dtype, device=old.device)
             for parameter, start in self._parameters_of(number):
-                parameter.data = vector[start : start + parameter.numel()].view(parameter.shape)
+                parameter.data = self._at(vector, parameter, start)
             vector.untyped_storage().resize_(0)
 
     @contextlib.contextmanager
@@ -115,7 +116,7 @@ class FlatModel:
         changed = [(one, start, flat) for one, flat, start in self._places if flat in vectors]
         before = [one.data for one, _, _ in changed]
         for one, start, flat in changed:
-            one.data = vectors[flat][start : start + one.numel()].view(one.shape)
+            one.data = self._at(vectors[flat], one, start)
         try:
             yield
         finally:
@@ -135,6 +136,10 @@ class FlatModel:
     def weights_at(self, run: Run) -> Tensor:
         """Return a run of the weights, which must be whole."""
         return self.weights[run.flat][run.lo : run.hi]
+
+    def _at(self, vector: Tensor, parameter: nn.Parameter, start: int) -> Tensor:
+        """Return the view of a flat vector that is a parameter's place in it."""
+        return vector[start : start + parameter.numel()].as_strided(parameter.shape, self._strides[id(parameter)])
 
     def _flats_of(self, unit: str) -> list[int]:
         return [number for number, flat in enumerate(self._layout.flats) if flat.unit == unit]

@@ -312,7 +312,7 @@ class HeldState:
         return self.digest_alone()
 
     def digest_alone(self) -> str:
-        return weights_digest(self.model)
+        return weights_digest(self.model, self.layout.dims)
 
     def check_copies(self, group: Group, step: int) -> None:
         """All weights are whole on every rank."""

@@ -105,7 +105,8 @@ def pieces_of(
     parts = {span: _held_at(runs, place, span) for span in spans}
 
     def pieces(memory: Callable[[HeldRun], Tensor]) -> Pieces:
-        return Pieces(dtype, torch.Size(place.shape), {span: memory(part) for span, part in parts.items()}, written)
+        held = {span: memory(part) for span, part in parts.items()}
+        return Pieces(dtype, torch.Size(place.shape), held, written, place.cut)
 
     return TensorPieces(pieces(lambda part: part.weights), {name: pieces(partial(_moment, name)) for name in names})
 

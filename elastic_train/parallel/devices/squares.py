@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.shards.grains import GRAIN
-from elastic_train.shards.norm import grain_squares, split_grains
+from elastic_train.shards.grains import Cut
+from elastic_train.shards.norm import grain_squares, in_memory_order, lengths_of, split_grains
 
 log = logging.getLogger(__name__)
 _WIDTH = 256
@@ -29,22 +29,23 @@ _FOLDED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The types that the kernel reads."""
 
 
-def squares_of_tensors(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the squares of each grain of whole tensors, float64, shape (grains,), on the CPU.
+def squares_of_tensors(tensors: Iterable[tuple[Tensor, Cut | None]]) -> Tensor:
+    """Return the sum of the squares of each grain of tensors, float64, shape (grains,), on the CPU.
 
-    In the layout's order: tensor by tensor. All are on one device.
+    In the layout's order: tensor by tensor, each with its cut. All are on one device.
     """
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    fold = _fold_of(filled)
+    filled = [(tensor, cut) for tensor, cut in tensors if tensor.numel()]
+    fold = _fold_of([tensor for tensor, _ in filled])
     if fold is None:
         return grain_squares(split_grains(filled))
-    return _squares(fold, [tensor.reshape(-1) for tensor in filled])
+    lengths = [lengths_of(tuple(tensor.shape), cut) for tensor, cut in filled]
+    return _squares(fold, [in_memory_order(tensor, cut) for tensor, cut in filled], lengths)
 
 
 def squares_of_grains(grains: Sequence[Tensor]) -> Tensor:
     """Return the same of grains: vectors of at most GRAIN elements, all on one device."""
     fold = _fold_of(grains)
-    return grain_squares(grains) if fold is None else _squares(fold, grains)
+    return grain_squares(grains) if fold is None else _squares(fold, grains, [[grain.numel()] for grain in grains])
 
 
 def _fold_of(tensors: Sequence[Tensor]) -> Fold | None:
@@ -53,15 +54,14 @@ def _fold_of(tensors: Sequence[Tensor]) -> Fold | None:
     return cuda_fold() if is_known and tensors and tensors[0].is_cuda else None
 
 
-def _squares(fold: Fold, flats: Sequence[Tensor]) -> Tensor:
-    """Return the squares of the grains of vectors, in order; vectors of one type are folded together."""
-    lengths = np.array([flat.numel() for flat in flats], dtype=np.int64)
-    ends = np.cumsum(-(-lengths // GRAIN))
+def _squares(fold: Fold, flats: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
+    """Return the squares of the grains of vectors, in order, by their lengths; vectors of one type go together."""
+    ends = np.cumsum([len(of_flat) for of_flat in lengths])
     folded, numbers = list[Tensor](), list[Int64s]()
     for dtype in dict.fromkeys(flat.dtype for flat in flats):
         some = [number for number, flat in enumerate(flats) if flat.dtype == dtype]
         whole = [flats[number].contiguous() for number in some]
-        places = torch.from_numpy(_places(whole)).to(whole[0].device)
+        places = torch.from_numpy(_places(whole, [lengths[number] for number in some])).to(whole[0].device)
         folded += [_fold_block(fold, block, dtype) for block in torch.split(places, _BLOCK)]
         numbers += [np.arange(ends[number - 1] if number else 0, ends[number]) for number in some]
     sums = np.empty(int(ends[-1]))
@@ -79,14 +79,14 @@ def _fold_block(fold: Fold, places: Tensor, dtype: torch.dtype) -> Tensor:
     return rows[:, 0].clone()
 
 
-def _places(flats: Sequence[Tensor]) -> Int64s:
+def _places(flats: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Int64s:
     """Return the address and the length of each grain of vectors of one type, in order, shape (grains, 2)."""
-    lengths = np.array([flat.numel() for flat in flats], dtype=np.int64)
-    counts = -(-lengths // GRAIN)
-    before = np.concatenate([np.arange(count) for count in counts]) * GRAIN
-    starts = np.repeat(np.array([flat.data_ptr() for flat in flats], dtype=np.int64), counts)
-    left = np.repeat(lengths, counts) - before
-    return np.stack([starts + before * flats[0].element_size(), np.minimum(left, GRAIN)], axis=1)
+    size = flats[0].element_size()
+    rows = [
+        np.stack([flat.data_ptr() + size * (np.cumsum(of_flat) - of_flat), of_flat], axis=1)
+        for flat, of_flat in zip(flats, map(np.asarray, lengths), strict=True)
+    ]
+    return np.concatenate(rows).astype(np.int64)
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def cuda_fold() -> Fold | None:
     """Return the kernel, tried once; None where Triton is not installed, or cannot compile (it needs a C compiler)."""
     try:
         fold = triton_fold()
-        _squares(fold, [torch.ones(3, device="cuda")])
+        _squares(fold, [torch.ones(3, device="cuda")], [[3]])
     except ImportError:
         return None
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises

@@ -15,7 +15,8 @@ from elastic_train.checkpoint.format.dcp import WrittenPart, live_contents, writ
 from elastic_train.checkpoint.format.layout import Planner, leaves_by_path
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import leaves_of
-from elastic_train.shards.grains import GRAIN
+from elastic_train.shards.grains import GRAIN, CutDims, cut_along
+from elastic_train.shards.norm import in_memory_order
 from tests.elastic_train.checkpoint.commit_samples import State, facts
 
 shapes = st.lists(st.integers(0, 5) | st.just(1), max_size=4).map(torch.Size)
@@ -30,11 +31,10 @@ def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int
 
 
 @st.composite
-def cuts(draw: st.DrawFn, size: int, num_writers: int, *, unit: int = 1) -> list[list[Span]]:
-    """Draw, for every writer, which spans it writes: together all elements once, ends at multiples of `unit`."""
-    num_units = -(-size // unit)
-    ends = draw(st.sets(st.integers(1, max(1, num_units - 1)), max_size=6))
-    edges = [0, *sorted(unit * end for end in ends if 0 < end < num_units), size]
+def cuts(draw: st.DrawFn, size: int, num_writers: int, *, ends: Sequence[int] = ()) -> list[list[Span]]:
+    """Draw, for every writer, which spans it writes: together all elements once; `ends` are the only places to cut."""
+    places = st.sampled_from(ends) if ends else st.integers(1, max(1, size - 1))
+    edges = [0, *sorted(end for end in draw(st.sets(places, max_size=6)) if 0 < end < size), size]
     spans: list[list[Span]] = [[] for _ in range(num_writers)]
     for lo, hi in pairwise(edges):
         if lo < hi:
@@ -42,14 +42,17 @@ def cuts(draw: st.DrawFn, size: int, num_writers: int, *, unit: int = 1) -> list
     return spans
 
 
-def cut(whole: Tensor, written: Sequence[Sequence[Span]], held: Sequence[Span]) -> Pieces:
-    """Return the leaf of a rank that holds copies of some spans of a tensor, as views of memory that is larger."""
-    memory = {}
+def cut(whole: Tensor, written: Sequence[Sequence[Span]], held: Sequence[Span], along: int | None = None) -> Pieces:
+    """Return the leaf of a rank that holds copies of some spans of a tensor, as views of memory that is larger.
+
+    Spans are of the elements in memory order, in which the dimension `along` comes first.
+    """
+    memory, how = {}, cut_along(whole.shape, along)
     for lo, hi in held:
         around = torch.zeros(hi - lo + 3, dtype=whole.dtype)
-        around[1 : hi - lo + 1] = whole.reshape(-1)[lo:hi]
+        around[1 : hi - lo + 1] = in_memory_order(whole, how)[lo:hi]
         memory[lo, hi] = around[1 : hi - lo + 1]
-    return Pieces(whole.dtype, whole.shape, memory, written)
+    return Pieces(whole.dtype, whole.shape, memory, written, how)
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
@@ -62,12 +65,14 @@ def joined(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def save_by(store: Store, commits: CommitWriter, states: Sequence[State], step: int = 1) -> CommitRecord:
+def save_by(
+    store: Store, commits: CommitWriter, states: Sequence[State], step: int = 1, dims: CutDims | None = None
+) -> CommitRecord:
     """Publish the states of all ranks of a world, one after the other, each planning for itself."""
     planners = [Planner() for _ in states]
     all_leaves = [leaves_by_path(state) for state in states]
     plans = [
-        planner.plan(state, leaves, len(states))
+        planner.plan(state, leaves, len(states), dims)
         for planner, state, leaves in zip(planners, states, all_leaves, strict=True)
     ]
     assert all(plan == plans[0] for plan in plans), "a plan depends on what its rank holds"

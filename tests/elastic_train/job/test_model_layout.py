@@ -7,7 +7,7 @@ from torch import nn
 
 from elastic_train.checkpoint.format.weights_digest import join_digests, weights_digest
 from elastic_train.job.model_layout import describe_layout, layout_of
-from elastic_train.shards.digest import grain_digests, tensor_digests
+from elastic_train.shards.digest import digests_of, tensor_digests
 from elastic_train.shards.grains import GRAIN
 
 
@@ -24,7 +24,7 @@ class Tied(nn.Module):
 
 
 def described(model: nn.Module) -> list[str]:
-    return list(describe_layout(layout_of(model, torch.optim.SGD(model.parameters(), lr=0.1))))
+    return list(describe_layout(layout_of(model, torch.optim.SGD(model.parameters(), lr=0.1), {})))
 
 
 def test_a_line_says_what_each_parameter_is() -> None:
@@ -46,10 +46,10 @@ def test_a_tie_or_a_frozen_tensor_tells_models_of_equal_shapes_apart() -> None:
 def test_the_weights_digest_is_that_of_all_grains_whoever_holds_them() -> None:
     """Holders of grains would send their digests; nobody needs the tensors."""
     model = Tied()
-    layout = layout_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    layout = layout_of(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
     known = dict(model.named_parameters(remove_duplicate=False))
     grains: dict[int, bytes] = {}
     for tensor in layout.tensors:
         content = memoryview(known[tensor.names[0]].detach().numpy().tobytes())
-        grains |= dict(zip(tensor.grains, grain_digests(content, 4), strict=True))
-    assert join_digests(tensor_digests(layout, grains)) == weights_digest(model)
+        grains |= dict(zip(tensor.grains, digests_of(content, 4, tensor.bounds), strict=True))
+    assert join_digests(tensor_digests(layout, grains)) == weights_digest(model, {})

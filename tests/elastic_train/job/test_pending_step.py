@@ -60,7 +60,8 @@ def make_state(mesh: Mesh, step: int) -> AppliedState:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
     recipe = OptimizerConfig(lr=0.1, warmup_steps=0, clip_norm=0.5)
-    state = build_state(model, recipe, 9, "cpu", False, (), ParallelConfig(tensor=2), CellPlan({"0": "column"}))
+    plan = CellPlan({"0": "column"}, dims={"0.weight": 0, "0.bias": 0})
+    state = build_state(model, recipe, 9, "cpu", False, (), ParallelConfig(tensor=2), plan, plan.dims)
     assert isinstance(state.shards, CellState)
     state.shards.enter(mesh, Group(0, 1, None, 1.0), Group(0, 1, None, 1.0), None)
     state.shards.trained_in = TERM
@@ -165,9 +166,9 @@ def test_copies_of_a_part_have_one_gradient() -> None:
     shards = make_state(Mesh(0, 4, Cell(tensor=2)), 0).shards
     assert isinstance(shards, CellState)
     shards.mesh = replace(shards._mesh, size=4)
-    rows = torch.tensor([[1.0, 2.0, 3.0], [4.0, 2.0, 3.0]] * 2, dtype=torch.float64)
-    assert float(shards.norm_of(rows)) == pytest.approx((1 + 4 + 2 + 3) ** 0.5)
-    for rank, grain, who in [(2, 0, "cell 1 of 2"), (1, 2, "place 1 of 2")]:
+    rows = torch.tensor([[1.0, 5.0, 2.0, 3.0], [4.0, 6.0, 2.0, 3.0]] * 2, dtype=torch.float64)
+    assert float(shards.norm_of(rows)) == pytest.approx((1 + 5 + 4 + 6 + 2 + 3) ** 0.5)
+    for rank, grain, who in [(2, 1, "cell 1 of 2"), (1, 2, "place 1 of 2")]:
         wrong = rows.clone()
         wrong[rank, grain] += 1
         if rank == 1:

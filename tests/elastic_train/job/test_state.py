@@ -67,7 +67,7 @@ def test_the_same_configuration_resumes_with_the_same_bits(name: str, num_steps:
         step(through)
         step(again)
         assert again.optimizer.param_groups[0]["lr"] == through.optimizer.param_groups[0]["lr"]
-    assert weights_digest(again.model) == weights_digest(through.model)
+    assert weights_digest(again.model, again.layout.dims) == weights_digest(through.model, {})
 
 
 def test_a_changed_rate_applies_from_the_next_step() -> None:
@@ -106,7 +106,7 @@ def test_a_state_that_begins_again_updates_as_one_that_was_just_built(is_fp16: b
         assert state.scaler.state_dict() == expected.scaler.state_dict()
         step(state)
         step(expected)
-    assert weights_digest(state.model) == weights_digest(expected.model)
+    assert weights_digest(state.model, state.layout.dims) == weights_digest(expected.model, {})
 
 
 def test_a_schedule_of_its_own_length_does_not_depend_on_where_the_job_ends() -> None:
@@ -126,6 +126,36 @@ def test_gradients_stay_bound_when_a_state_is_taken_over() -> None:
     other.model(torch.ones(1, 4)).sum().backward()
     assert [parameter.grad.abs().sum() for parameter in other.model.parameters()] == [4 * 2, 2]  # type: ignore[union-attr]
     assert sum(float(flat.abs().sum()) for flat in flats) == 4 * 2 + 2
+
+
+def test_what_may_be_cut_is_stored_in_the_order_of_its_parts_after_a_restoration_too() -> None:
+    """Weights, gradients and moments have the same strides, which kernels for many tensors ask for."""
+    dims = {"0.weight": 1, "1.weight": 0}
+    models = [nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)) for _ in range(2)]
+    one, other = (build_state(each, OptimizerConfig(), 20, "cpu", is_fp16=False, dims=dims) for each in models)
+    bind_gradients(list(one.model.parameters()))
+    for parameter in one.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.copy_(torch.randn(parameter.shape))
+    one.apply(StepFacts(Cursor(0, 1), CoverageSums(), 1, SampleAccount()), one.measure())
+    saved = {path: leaf.contiguous() for path, leaf in leaves_of(one.shards.held()) if isinstance(leaf, Tensor)}
+
+    def fill(tree: State) -> None:
+        tree.update(copy.deepcopy(one.shards.held()))
+        for path, leaf in saved.items():
+            place = tree
+            for key in path[:-1]:
+                place = place[key]  # type: ignore[assignment]
+            place[str(path[-1])] = leaf
+
+    other.restore(fill, one.reached, keeps_rates=True)
+    assert weights_digest(other.model, dims) == weights_digest(one.model, dims)
+    for state in (one, other):
+        weight = state.model[0].weight  # type: ignore[index]
+        assert isinstance(weight, nn.Parameter) and weight.stride() == (1, 6)
+        kept = [value for value in state.optimizer.state[weight].values() if value.shape == weight.shape]
+        assert len(kept) == 2 and all(value.stride() == (1, 6) for value in kept)
+    assert one.model[0].weight.grad.stride() == (1, 6)  # type: ignore[index,union-attr]
 
 
 def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_counts() -> None:
@@ -201,7 +231,7 @@ def test_clipping_is_by_the_norm_of_the_trained_grains_and_leaves_the_rest_alone
         parameter.grad = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
     before = [parameter.grad.clone() for parameter in trained if parameter.grad is not None]
     state = build_state(model, OptimizerConfig(clip_norm=limit), 20, "cpu", is_fp16=False)
-    grains = [grain for gradient in before for grain in split_grains([gradient])]
+    grains = [grain for gradient in before for grain in split_grains([(gradient, None)])]
     assert len(grains) == state.layout.trained.size
     state.shards.clip(limit, norm := state.measure())
     assert norm == total_norm(grain_squares(grains).numpy())

@@ -108,7 +108,7 @@ def alone(num_lanes: int = 4, make: Callable[[], nn.Module] = Net, steps: int = 
 def ranks(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
-    digests = {str(num_lanes): weights_digest(train(group, num_lanes)) for num_lanes in LANES}
+    digests = {str(num_lanes): weights_digest(train(group, num_lanes), {}) for num_lanes in LANES}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(digests))
     group.barrier()
     os._exit(0)
@@ -119,7 +119,7 @@ def ranks(rank: int, size: int, folder: str) -> None:
 def test_buffers_do_not_depend_on_the_world_size(tmp_path: Path, size: int) -> None:
     """For every number of lanes, W ranks end with the weights and buffers of one, empty lanes included."""
     torch.set_num_threads(1)
-    expected = {str(num_lanes): weights_digest(alone(num_lanes)) for num_lanes in LANES}
+    expected = {str(num_lanes): weights_digest(alone(num_lanes), {}) for num_lanes in LANES}
     run_ranks(ranks, size, str(tmp_path))
     for rank in range(size):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
@@ -175,11 +175,14 @@ def test_validation_leaves_the_buffers_unchanged() -> None:
     net = alone(steps=2)
     group = Group(0, 1, None, 60)
     buffers = BufferMean(net, [], group, lambda flats: make_sum("canonical", flats, group, contiguous(group.size, 4)))
-    before, tensors = weights_digest(net), {name: id(tensor) for name, tensor in net.named_buffers() if name != "cache"}
+    before, tensors = (
+        weights_digest(net, {}),
+        {name: id(tensor) for name, tensor in net.named_buffers() if name != "cache"},
+    )
     with buffers.untouched():
         net(batch(9, 0))
-        assert weights_digest(net) != before
-    assert weights_digest(net) == before
+        assert weights_digest(net, {}) != before
+    assert weights_digest(net, {}) == before
     assert {name: id(tensor) for name, tensor in net.named_buffers() if name != "cache"} == tensors
 
 

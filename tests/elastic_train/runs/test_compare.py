@@ -75,15 +75,17 @@ def test_equal_runs_say_so(tmp_path: Path) -> None:
 
 
 def test_hashes_of_different_versions_say_nothing_about_the_weights(tmp_path: Path) -> None:
-    """Equal weights have another hash since format 3; results before it name no format."""
-    for name, fields in (("a", {}), ("b", {"format": 3}), ("c", {"format": 3})):
-        write_run(tmp_path / name, lr=0.1, accuracy=0.5, weights="aa")
+    """Equal weights may have another hash since format 3, and since 4; results before it name no format."""
+    for name, fields in (("a", {}), ("b", {"format": 3}), ("c", {"format": 3}), ("d", {"format": 4})):
+        write_run(tmp_path / name, lr=0.1, accuracy=0.5, weights="aa" if name == "a" else "bb")
         result = json.loads((tmp_path / name / "result.json").read_text())
         (tmp_path / name / "result.json").write_text(json.dumps({**result, **fields}))
     comparison = compare(tmp_path / "a", tmp_path / "b")
     assert comparison.same_weights() is None
     assert "unknown (versions with different hashes" in shown(comparison)
     assert compare(tmp_path / "b", tmp_path / "c").same_weights() is True
+    assert compare(tmp_path / "c", tmp_path / "d").same_weights() is True, "where no tensor is cut"
+    assert compare(tmp_path / "a", tmp_path / "d").same_weights() is None
 
 
 def test_a_run_without_a_result_has_unknown_weights(tmp_path: Path) -> None:

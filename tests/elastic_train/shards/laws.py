@@ -17,7 +17,7 @@ from elastic_train.core.lanes import Part, merge_plan, root_of
 from elastic_train.shards.deal import Chunk, deal_lanes, group_lanes, group_sums, sum_chunks
 from elastic_train.shards.deal import Counter as LaneCounter
 from elastic_train.shards.domains import Path
-from elastic_train.shards.grains import ALIGN, GRAIN, Layout, Listed, lay_out
+from elastic_train.shards.grains import ALIGN, GRAIN, Layout, Listed, cut_along, lay_out
 from elastic_train.shards.holdings import Circle, Run
 from elastic_train.shards.recut import Holder, Recut
 from elastic_train.shards.seats import Seat
@@ -42,10 +42,11 @@ def models(draw: st.DrawFn, most: int = 12) -> list[Listed]:
         unit = f"block{draw(BLOCKS)}"
         if listed and draw(IS_SO) and draw(IS_SO):
             tied = draw(st.sampled_from([one for one in listed if one.memory is not None]))
-            listed.append(Listed(f"t{number}", tied.shape, tied.dtype, unit, tied.group, tied.memory))
+            listed.append(Listed(f"t{number}", tied.shape, tied.dtype, unit, tied.group, tied.memory, tied.cut))
             continue
-        dtype, group = draw(DTYPES), draw(GROUPS)
-        listed.append(Listed(f"t{number}", draw(SHAPES), dtype, unit, group, number))
+        dtype, group, shape = draw(DTYPES), draw(GROUPS), draw(SHAPES)
+        cut = cut_along(shape, draw(st.sampled_from([None, *range(len(shape))])))
+        listed.append(Listed(f"t{number}", shape, dtype, unit, group, number, cut))
     return listed
 
 
@@ -55,7 +56,7 @@ def blocks(num_blocks: int, grains: int) -> Layout:
 
 
 def check_cut(layout: Layout) -> None:
-    """Grains tile every tensor, whole but for the last; their spans tile every flat vector, at aligned starts."""
+    """Grains tile every tensor, and every part of it at any degree; their spans tile every flat vector."""
     pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
     places: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for number in range(layout.num_grains):
@@ -65,13 +66,18 @@ def check_cut(layout: Layout) -> None:
     for number, tensor in enumerate(layout.tensors):
         ends = [0, *(hi for _, hi in pieces[number])]
         assert [lo for lo, _ in pieces[number]] == ends[:-1] and ends[-1] == tensor.numel, "tensor tiling"
-        assert all(hi - lo == GRAIN for lo, hi in pieces[number][:-1]), "whole grains"
+        assert all(hi - lo <= GRAIN for lo, hi in pieces[number]), "short grains"
         assert len(pieces[number]) == len(tensor.grains), "a tensor's grains"
+        if tensor.cut is None:
+            assert all(hi - lo == GRAIN for lo, hi in pieces[number][:-1]), "whole grains"
+        else:
+            size = tensor.shape[tensor.cut.dim]
+            degrees = [degree for degree in range(1, 65) if size % degree == 0]
+            assert {part * tensor.numel // degree for degree in degrees for part in range(degree)} <= set(ends), "parts"
         assert tensor.start % ALIGN == 0, "alignment"
     for number, flat in enumerate(layout.flats):
         ends = [0, *(hi for _, hi in sorted(places[number]))]
         assert [lo for lo, _ in sorted(places[number])] == ends[:-1] and ends[-1] == flat.numel, "flat tiling"
-        assert all(lo % ALIGN == 0 for lo, _ in places[number]), "alignment"
 
 
 def check_partition(seats: Sequence[Seat], holdings: Sequence[Int64s], num_grains: int, copies: int) -> None:
@@ -255,11 +261,14 @@ def check_runs(layout: Layout, grains: Int64s, runs: Sequence[Run]) -> None:
         Run(int(layout.flat_of[grain]), int(layout.start[grain]), int(layout.start[grain] + layout.span[grain]))
         for grain in grains.tolist()
     ]
-    assert np.array_equal(_places(runs), _places(expected)), "runs"
+    assert _joined(runs) == _joined(expected), "runs"
     assert all((a.flat, a.hi) != (b.flat, b.lo) for a, b in itertools.pairwise(runs)), "joined"
 
 
-def _places(runs: Sequence[Run]) -> Int64s:
-    """Every aligned place that runs cover, as often as they do, in order."""
-    places = [(run.flat << 40) + np.arange(run.lo, run.hi, ALIGN) for run in runs]
-    return np.sort(np.concatenate([np.empty(0, np.int64), *places]))
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    """Return runs in order, neighbours as one."""
+    found: list[Run] = []
+    for flat, lo, hi in sorted(runs):
+        is_next = bool(found) and (found[-1].flat, found[-1].hi) == (flat, lo)
+        found.append(Run(flat, found.pop().lo if is_next else lo, hi))
+    return found

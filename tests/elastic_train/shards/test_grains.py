@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from elastic_train.errors import ConfigError
-from elastic_train.shards.grains import GRAIN, Listed, lay_out
+from elastic_train.shards.grains import GRAIN, Listed, cut_along, edges_of, lay_out
 from tests.elastic_train.shards.laws import check_cut, models
 
 F32 = "torch.float32"
@@ -43,7 +43,7 @@ def test_a_flat_vector_has_one_unit_dtype_and_parameter_group(listed: list[Liste
 @given(models())
 def test_grains_are_numbered_in_the_models_order_whatever_the_units_and_groups(listed: list[Listed]) -> None:
     """What is added in the grains' order does not change with the units, the groups, or what is frozen."""
-    plain = lay_out([Listed(one.name, one.shape, one.dtype, "", 0, one.memory) for one in listed])
+    plain = lay_out([Listed(one.name, one.shape, one.dtype, "", 0, one.memory, one.cut) for one in listed])
     layout = lay_out(listed)
     for name in ("tensor_of", "lo", "hi"):
         assert np.array_equal(getattr(layout, name), getattr(plain, name))
@@ -67,13 +67,26 @@ def test_a_small_layout_by_hand() -> None:
     assert [flat.numel for flat in layout.flats] == [2 * GRAIN + 192]
 
 
+def test_no_grain_crosses_the_edge_of_a_part() -> None:
+    """A dimension of 12 is cut at halves, thirds, quarters, sixths and twelfths; long parts are cut again."""
+    assert edges_of(12) == tuple(range(13)) and edges_of(127) == (0, 127)
+    assert edges_of(128) == tuple(range(0, 129, 2)), "64 parts at most"
+    rows = Listed("rows", (12, GRAIN // 2), F32, cut=cut_along((12, GRAIN // 2), 0))
+    columns = Listed("columns", (GRAIN + 5, 3), F32, cut=cut_along((GRAIN + 5, 3), 1))
+    layout = lay_out([rows, columns])
+    assert [len(tensor.grains) for tensor in layout.tensors] == [12, 6]
+    assert layout.span.tolist() == [GRAIN // 2] * 12 + [GRAIN, 5, GRAIN, 5, GRAIN, 5 + 49]
+    part = lay_out([Listed("rows", (4, GRAIN // 2), F32, cut=rows.cut and rows.cut.part(4, 8))])
+    assert part.span.tolist() == [GRAIN // 2] * 4
+
+
 def test_the_digest_tells_layouts_apart() -> None:
     """A shape, a name, a group or the order: each changes it; building it again does not."""
     a, b = Listed("a", (3, 4), F32), Listed("b", (4,), F32)
     layouts = [[a, b], [b, a], [a], [Listed("a", (4, 3), F32), b], [a, Listed("b", (4,), F32, group=1)]]
     assert len({lay_out(listed).digest for listed in layouts}) == len(layouts)
     assert lay_out([a, b]).digest == lay_out([a, b]).digest
-    assert lay_out([a, b]).digest == "be531e3fce8b9817bfb77a36a33a23aa520cf635a77712a724a4c4a8c21fcafc"
+    assert lay_out([a, b]).digest == "4b364db768bf3d36ce24b4e813efffc29878e3fa1552da16183832e44cfde809"
 
 
 def test_a_model_without_tensors_has_no_grains() -> None:

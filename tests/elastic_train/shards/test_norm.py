@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from elastic_train.shards.grains import GRAIN, Layout, Listed, lay_out
+from elastic_train.shards.grains import GRAIN, Cut, Layout, Listed, cut_along, lay_out
 from elastic_train.shards.holdings import all_held, circle_of, runs_of
-from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
+from elastic_train.shards.norm import clip_factor, grain_squares, in_memory_order, split_grains, total_norm
 from elastic_train.shards.seats import seats_of
 from tests.elastic_train.shards.laws import check_norms
 
@@ -27,6 +27,8 @@ LISTED = [
     Listed("weight", (5, 30001), "torch.float32", "block"),
     Listed("head", (3, GRAIN), "torch.float32", memory=0),
     Listed("again", (70,), "torch.float32", "block", 1),
+    Listed("columns", (96, 500), "torch.float32", "block", cut=cut_along((96, 500), 0)),
+    Listed("rows", (96, 500), "torch.float32", "block", cut=cut_along((96, 500), 1)),
 ]
 LAYOUT = lay_out(LISTED)
 
@@ -39,17 +41,21 @@ def gradients() -> list[Tensor]:
     ]
 
 
+def cut_gradients() -> list[tuple[Tensor, Cut | None]]:
+    return [(gradient, tensor.cut) for gradient, tensor in zip(gradients(), LAYOUT.tensors, strict=True)]
+
+
 def flat_vectors(layout: Layout, tensors: list[Tensor]) -> list[Tensor]:
     """The layout's flat vectors, filled."""
     flats = [torch.zeros(flat.numel) for flat in layout.flats]
     for tensor, values in zip(layout.tensors, tensors, strict=True):
-        flats[tensor.flat][tensor.start : tensor.start + tensor.numel] = values.reshape(-1)
+        flats[tensor.flat][tensor.start : tensor.start + tensor.numel] = in_memory_order(values, tensor.cut)
     return flats
 
 
 def uncut() -> dict[int, float]:
     """What the replicated path computes: from whole tensors in the model's order."""
-    return dict(enumerate(grain_squares(split_grains(gradients())).tolist()))
+    return dict(enumerate(grain_squares(split_grains(cut_gradients())).tolist()))
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.randoms(use_true_random=False))
@@ -91,20 +97,34 @@ def test_torchs_norm_is_the_same_to_its_own_precision() -> None:
 
 
 def test_the_norm_is_frozen() -> None:
-    """Any other tree, precision or order would change the bits of every run that clips."""
+    """Another tree within a grain, or another precision, would change the bits of every run that clips."""
     values = (torch.arange(3 * GRAIN + 77) * 7919 % 10007 - 5000).float() / 4096
-    norm = total_norm(grain_squares(split_grains([values[:70], values])).numpy())
+    norm = total_norm(grain_squares(split_grains([(values[:70], None), (values, None)])).numpy())
     assert norm.hex() == "0x1.38d66052e9e6dp+8"
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_do_not_show(threads: int) -> None:
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    uncut_by_one_thread = uncut()
     torch.set_num_threads(threads)
     try:
-        check_norms(dict(enumerate(grain_squares(split_grains(gradients())).tolist())), uncut())
+        check_norms(uncut(), uncut_by_one_thread)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((96, 500), 0), ((96, 500), 1), ((4, 10, 300_000), 0), ((6,), 0)])
+def test_parts_have_the_norm_of_the_whole(shape: tuple[int, ...], dim: int) -> None:
+    """At every degree, from the parts as each rank has them."""
+    whole, cut = torch.randn(shape, generator=torch.Generator().manual_seed(2)), cut_along(shape, dim)
+    expected = total_norm(grain_squares(split_grains([(whole, cut)])).numpy())
+    assert cut is not None and expected == pytest.approx(float(whole.double().norm()), rel=1e-12)
+    for degree in (degree for degree in (1, 2, 3, 4, 5, 12) if shape[dim] % degree == 0):
+        size = shape[dim] // degree
+        parts = [(part.clone(), cut.part(n * size, n * size + size)) for n, part in enumerate(whole.split(size, dim))]
+        assert total_norm(grain_squares(split_grains(parts[::-1])).numpy()) == expected
 
 
 def test_where_a_gradient_is_in_memory_does_not_show() -> None:
@@ -115,7 +135,7 @@ def test_where_a_gradient_is_in_memory_does_not_show() -> None:
         moved = torch.zeros(GRAIN + 9)
         moved[shift : shift + GRAIN] = values
         assert torch.equal(grain_squares([moved[shift : shift + GRAIN]]), expected)
-    assert torch.equal(grain_squares(split_grains([values.view(256, 256).t().contiguous().t()])), expected)
+    assert torch.equal(grain_squares(split_grains([(values.view(256, 256).t().contiguous().t(), None)])), expected)
 
 
 @given(st.integers(1, 300))
@@ -140,7 +160,7 @@ def test_squares_neither_overflow_nor_vanish(dtype: torch.dtype) -> None:
 def test_a_gradient_that_is_not_finite_has_no_finite_norm(bad: float) -> None:
     values = torch.ones(3 * GRAIN)
     values[GRAIN + 7] = bad
-    assert not math.isfinite(total_norm(grain_squares(split_grains([values])).numpy()))
+    assert not math.isfinite(total_norm(grain_squares(split_grains([(values, None)])).numpy()))
 
 
 def test_nothing_has_norm_zero() -> None:

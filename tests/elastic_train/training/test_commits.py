@@ -154,7 +154,7 @@ def test_memory_for_saves_is_made_for_a_state_as_it_is_after_a_step(
     """Once a world, and for a GPU's state; an optimizer that has not made a step yet may hold nothing."""
     commits, _ = opened_on(LocalStore(tmp_path))
     prepared: list[int] = []
-    monkeypatch.setattr(commits.saves, "prepare", lambda state: prepared.append(len(leaves_by_path(state))))
+    monkeypatch.setattr(commits.saves, "prepare", lambda state, dims: prepared.append(len(leaves_by_path(state))))
     take_step(commits)
     commits.prepare()
     assert not prepared

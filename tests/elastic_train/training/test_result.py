@@ -56,6 +56,7 @@ class Ended:
         self.state = SimpleNamespace(
             model=nn.Linear(2, 1),
             shards=shards,
+            layout=SimpleNamespace(dims={}),
             compiled=None,
             step=14,
             coverage=CoverageSums(),

@@ -68,7 +68,7 @@ def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
         "given_by": given_by,
         "step": state.step,
         "term": state.reached.term,
-        "digest": weights_digest(state.model),
+        "digest": weights_digest(state.model, state.layout.dims),
     }
     buffers = {name: value.tolist() for name, value in state.model.state_dict().items() if "running" in name}
     rate = state.scheduler.get_last_lr()
@@ -90,7 +90,7 @@ def damaging(rank: int, size: int, folder: str) -> None:
     """Rank 1's hand-over arrives with a flipped bit; each rank writes down what it holds afterwards."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained(2 * rank)
-    before = weights_digest(state.model)
+    before = weights_digest(state.model, state.layout.dims)
     if rank == 0:
         transfer = group.transfer
 
@@ -105,7 +105,7 @@ def damaging(rank: int, size: int, folder: str) -> None:
         hand_over(group, state, gather_places(group, state))
     except PeerLostError as error:
         message = str(error)
-    kept = weights_digest(state.model) == before and state.step == 2 * rank
+    kept = weights_digest(state.model, state.layout.dims) == before and state.step == 2 * rank
     (Path(folder) / f"{rank}.json").write_text(json.dumps([message, kept]))
     group.close()
 
@@ -122,7 +122,7 @@ def drifting(rank: int, size: int, folder: str) -> None:
     """Two of four ranks hold the same step with other last bits; all write down what they hold afterwards."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained(3)
-    before = weights_digest(state.model)
+    before = weights_digest(state.model, state.layout.dims)
     if rank in (1, 3):
         moments = next(iter(state.optimizer.state.values()))
         with torch.no_grad():
@@ -130,7 +130,7 @@ def drifting(rank: int, size: int, folder: str) -> None:
             moments["exp_avg"].view(-1)[0] += 1e-9 * rank
     others = level(group, state)
     moments = next(iter(state.optimizer.state.values()))
-    same = weights_digest(state.model) == before and state.step == 3
+    same = weights_digest(state.model, state.layout.dims) == before and state.step == 3
     again = level(group, state)
     (Path(folder) / f"{rank}.json").write_text(json.dumps([others, same, moments["exp_avg"].sum().item().hex(), again]))
     group.close()

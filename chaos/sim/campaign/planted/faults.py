@@ -160,7 +160,7 @@ def breaks_while_seated(draws: random.Random) -> tuple[SimFault, ...]:
     away = [
         SimFault("stop_node", at_s=draws.uniform(7.0, 7.3), node=node, for_s=3.0) for node in range(4) if node != left
     ]
-    return (*away, SimFault("kill", point="hand-over", nth=draws.randint(6, 14)))
+    return (*away, SimFault("kill", point="hand-over", nth=draws.randint(10, 24)))
 
 
 def aliens(draws: random.Random) -> tuple[SimFault, ...]:

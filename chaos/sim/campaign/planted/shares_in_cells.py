@@ -12,7 +12,7 @@ from chaos.sim.campaign.planted.cells import IN_CELLS
 from chaos.sim.campaign.planted.hunt import SimBug
 from chaos.sim.job.fault import SimFault
 from elastic_train.checkpoint.format.layout import State
-from elastic_train.job.cells import spread_moments
+from elastic_train.job.cells import state_parts
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.reseating import brought as bringing
 from elastic_train.job.reseating import taking
@@ -21,16 +21,16 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 
-_FILLED, _ROLL_FORWARD, _NUM_MISSING = spread_moments.filled_shares, taking.roll_forward, bringing._num_missing
+_FILLED, _ROLL_FORWARD, _NUM_MISSING = state_parts.filled_parts, taking.roll_forward, bringing._num_missing
 IN_SHARES = replace(IN_CELLS, nodes=3, ranks=2, copies=2)
 """Three cells, over which each place's moments are held twice."""
 
 
-def filled_from_the_neighbour(tree: State, fill: Callable[[State], None], cuts: Mapping[str, Cut], place: int) -> None:
+def filled_from_the_neighbour(tree: State, fill: Callable[[State], None], cuts: Mapping[str, Cut], place: int) -> State:
     """Read what the next place has of every tensor of which it has as much."""
     crossed = {name: replace(one, spans=(*one.spans[1:], one.spans[0])) for name, one in cuts.items()}
     alike = {name for name, one in crossed.items() if one.part_shape(place) == cuts[name].part_shape(place)}
-    _FILLED(tree, fill, {name: (crossed if name in alike else cuts)[name] for name in cuts}, place)
+    return _FILLED(tree, fill, {name: (crossed if name in alike else cuts)[name] for name in cuts}, place)
 
 
 def rolled_forward_by_column(
@@ -81,7 +81,7 @@ SHARES_IN_CELLS = (
     SimBug(
         "neighbours-share",
         "a column reads its share of a commit from the part of the neighbour place",
-        lambda: {"elastic_train.job.cells.seated_cell:filled_shares": filled_from_the_neighbour},
+        lambda: {"elastic_train.job.cells.seated_cell:filled_parts": filled_from_the_neighbour},
         ("hash", "weights"),
         kills_of_everybody,
         IN_SHARES,

@@ -98,6 +98,9 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
     yield from within("elastic_train.checkpoint.saving.background_saves", Snapshot=snapshot)
     yield from within("elastic_train.checkpoint.saving.save_thread", write_part=commit_files.write_part)
     yield from _of_cells()
+    if host.plan.is_tiny or host.shape.cell > 1:  # ranks write pieces of tensors
+        for module in ("saving.background_saves", "commits.writer"):
+            yield from within(f"elastic_train.checkpoint.{module}", Planner=piece_files.PiecePlanner)
     if host.plan.is_tiny:
         yield from _of_real_models(SameShares(is_planted=is_planted))
     yield from within(
@@ -137,9 +140,6 @@ def _of_real_models(same: SameShares) -> Iterable[Replacement]:
     columns_of = SameColumns().of
     yield from within("elastic_train.job.state", slots_of=same.slots_of, CutModel=TinyCut, columns_of=columns_of)
     yield from within("elastic_train.parallel.dealt_sum", runs_of=same.runs_of)
-    planner = {"Planner": piece_files.PiecePlanner}
-    yield from within("elastic_train.checkpoint.saving.background_saves", **planner)
-    yield from within("elastic_train.checkpoint.commits.writer", **planner)
     yield from within(
         "elastic_train.training.open_session", open_buffers=lambda plan, world, state, *_: CountedBuffers(state)
     )

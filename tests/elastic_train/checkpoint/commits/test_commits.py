@@ -303,7 +303,7 @@ def test_a_state_on_a_device_is_copied_a_few_tensors_at_a_time(
 
     copied_at_first: list[int] = []
 
-    def digest(dtype: torch.dtype, shape: torch.Size, content: memoryview) -> str:
+    def digest(dtype: torch.dtype, shape: torch.Size, content: memoryview, *_: object) -> str:
         if not copied_at_first:
             all_copied.wait(0.5)
             copied_at_first.append(num_copied)

@@ -1,6 +1,7 @@
 """Commits of older formats are as good as new ones, and the lineage continues.
 
-In format 1 files have SHA-256 digests; in formats 1 and 2 the weights' hash is not by grains.
+In format 1 files have SHA-256 digests; in formats 1 and 2 the weights' hash is not by grains; in format 3 it is, and no
+tensor is cut.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def test_a_record_of_the_previous_version_reads_and_writes_the_same_bytes() -> N
 
 def test_a_record_of_a_newer_format_is_refused() -> None:
     """Its meaning is not guessed."""
-    with pytest.raises(CommitError, match="has format 4"):
-        decode(RECORD.replace(b'"format":1', b'"format":4'), KEY)
+    with pytest.raises(CommitError, match="has format 5"):
+        decode(RECORD.replace(b'"format":1', b'"format":5'), KEY)
 
 
 @pytest.mark.parametrize("digests", [{}, {"blake3": "a", "sha256": "b"}], ids=["none", "two"])
@@ -61,7 +62,7 @@ def test_the_lineage_continues_from_a_commit_of_an_older_format(local_store: Sto
     assert read_state(local_store, old)["scheduler"] == {"last_epoch": 1}
     (new,) = commit_steps(local_store, 2, parent=old)
     assert discover(local_store).head == new
-    assert (new.parent, new.format, old.format) == (old.digest, 3, 1)
+    assert (new.parent, new.format, old.format) == (old.digest, 4, 1)
     verify(local_store, old)
 
 
@@ -95,10 +96,20 @@ def test_the_lineage_continues_from_a_stored_commit_of_format_2(stored: Store) -
     commits = writer(stored, old)
     new = commits.save(read_state(stored, old), facts(4))
     found = discover(stored)
-    assert (found.head, new.parent, new.format) == (new, old.digest, 3)
+    assert (found.head, new.parent, new.format) == (new, old.digest, 4)
     assert new.weights_sha256 != old.weights_sha256
     verify(stored, old)
     verify(stored, new)
+
+
+def test_a_commit_of_format_3_is_read(local_store: Store) -> None:
+    """It differs from one of today by its number alone, where no tensor is cut."""
+    (record,) = commit_steps(local_store, 1)
+    old = dataclasses.replace(record, format=3)
+    (Path(local_store.url) / record.key).write_bytes(old.encode())
+    assert discover(local_store).head == old and not old.is_by_grains
+    verify(local_store, old)
+    assert read_state(local_store, old)["scheduler"] == {"last_epoch": 1}
 
 
 def test_a_node_copy_of_an_older_format_is_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import math
@@ -17,10 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic_train.checkpoint import CommitRecord, Store, load, open_store, read_state, verify
+from elastic_train.checkpoint.commits.export import export
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.layout import Planner, leaves_by_path, plan_attempt
 from elastic_train.checkpoint.format.pieces import Pieces, Span, boxes, span_of
-from elastic_train.shards.grains import GRAIN
+from elastic_train.shards.grains import GRAIN, CutDims, bounds_of, cut_along
+from elastic_train.shards.norm import in_memory_order
 from tests.conftest import ROOT
 from tests.elastic_train.checkpoint.commit_samples import State, facts, writer
 from tests.elastic_train.checkpoint.commits.test_commits import assert_equal_leaves, assert_equal_trees
@@ -66,22 +69,25 @@ def test_one_element_is_contiguous_whatever_its_strides(local_store: Store) -> N
 
 
 def test_a_box_that_is_no_run_of_elements_is_not_taken_for_one() -> None:
-    """Two columns of a matrix are many runs."""
-    with pytest.raises(AssertionError, match="no run"):
-        span_of((3, 4), (0, 1), (3, 2))
+    """Two columns of a matrix are many runs, unless columns come first in memory."""
+    assert span_of((3, 4), (0, 1), (3, 2)) is None
+    assert span_of((4, 3), (1, 0), (2, 3)) == (3, 9)
 
 
-def world_of(data: st.DataObject, state: State, size: int) -> list[State]:
+def world_of(data: st.DataObject, state: State, size: int, dims: CutDims | None = None) -> list[State]:
     """Cut some tensors of a state over the ranks of a world, each of which holds what it writes and some more."""
     states: list[dict] = [{key: dict(value) for key, value in state.items()} for _ in range(size)]
     for path, whole in tensors_of(state).items():
         if not data.draw(st.booleans()):
             continue
-        numel, unit = whole.numel(), GRAIN if path[0] == "model" else 1
-        written = data.draw(cuts(numel, size, unit=unit))
+        numel, along, ends = whole.numel(), data.draw(st.sampled_from([None, *range(whole.ndim)])), tuple[int, ...]()
+        if path[0] == "model":
+            along = (dims or {}).get(str(path[1]))
+            ends = bounds_of(tuple(whole.shape), cut_along(whole.shape, along))
+        written = data.draw(cuts(numel, size, ends=ends))
         more = data.draw(cuts(numel, size))
         for rank, tree in enumerate(states):
-            tree[path[0]][path[1]] = cut(whole, written, joined_overlapping([*written[rank], *more[rank]]))
+            tree[path[0]][path[1]] = cut(whole, written, joined_overlapping([*written[rank], *more[rank]]), along)
     return states
 
 
@@ -109,10 +115,12 @@ def test_a_commit_does_not_show_how_its_state_was_cut(
         "optimizer": {str(number): numbered(shape, dtype, number) for number, shape in enumerate(small)},
         "scheduler": {"last_epoch": 3},
     }
+    along = data.draw(st.sampled_from([None, *range(len(large))]))
+    dims = {} if along is None else {"a": along, "b": along}
     with tempfile.TemporaryDirectory() as alone_at, tempfile.TemporaryDirectory() as world_at:
         alone, world = open_store(alone_at), open_store(world_at)
-        expected = writer(alone).save(whole, facts(1))
-        record = save_by(world, writer(world), world_of(data, whole, size))
+        expected = writer(alone).save(whole, dataclasses.replace(facts(1), cut_dims=dims))
+        record = save_by(world, writer(world), world_of(data, whole, size, dims), dims=dims)
         verify(world, record)
         assert record.weights_sha256 == expected.weights_sha256
         assert_equal_trees(read_state(world, record), whole)
@@ -134,7 +142,8 @@ def assert_read_into_any_cut(data: st.DataObject, store: Store, record: CommitRe
             if isinstance(leaf, Pieces):  # of what a rank of this world of one holds, take a part
                 (spans,) = data.draw(cuts(leaf.shape.numel(), 1))
                 kept = data.draw(st.lists(st.sampled_from(spans), unique=True)) if spans else []
-                leaves[name] = cut(torch.ones(leaf.shape, dtype=leaf.dtype), leaf.written, joined(kept))
+                along = None if leaf.cut is None else leaf.cut.dim
+                leaves[name] = cut(torch.ones(leaf.shape, dtype=leaf.dtype), leaf.written, joined(kept), along)
     before = leaves_by_path(state)
     load(store, record, state)
     after, expected = leaves_by_path(state), leaves_by_path(whole)
@@ -143,7 +152,7 @@ def assert_read_into_any_cut(data: st.DataObject, store: Store, record: CommitRe
         if isinstance(leaf, Pieces):
             assert after[path] is leaf and isinstance(wanted, Tensor)
             for (lo, hi), memory in leaf.held.items():
-                assert torch.equal(memory, wanted.reshape(-1)[lo:hi]), path
+                assert torch.equal(memory, in_memory_order(wanted, leaf.cut)[lo:hi]), path
                 around = memory.as_strided((hi - lo + 3,), (1,), memory.storage_offset() - 1)
                 assert around[[0, -2, -1]].tolist() == [0, 0, 0], "written beyond what is held"
         elif isinstance(leaf, Tensor):
@@ -178,6 +187,21 @@ def test_a_fifty_line_reader_reads_pieces(local_store: Store, monkeypatch: pytes
     assert_equal_leaves(
         read_commit(Path(local_store.url)), {("optimizer", "m"): whole, ("optimizer", "none"): torch.zeros(0, 4)}
     )
+
+
+def test_a_thirty_line_script_computes_the_hash_of_exported_weights(
+    tmp_path: Path, local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what may be cut along either dimension, of what is not, of nothing and of a number."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    hash_of = importlib.import_module("hash_of_weights").hash_of
+    weights = {"a": numbered((12, 700)), "b": numbered((300, 500)), "c": numbered((3, GRAIN)), "d": numbered(())}
+    weights |= {"e": numbered((0, 3)), "f": numbered((130,), torch.bfloat16)}
+    dims = {"a": 0, "b": 1, "f": 0}
+    record = writer(local_store).save({"model": weights}, dataclasses.replace(facts(1), cut_dims=dims))
+    export(local_store, record, tmp_path / "weights.safetensors", "safetensors")
+    assert hash_of(tmp_path / "weights.safetensors") == record.weights_sha256
+    assert record.weights_sha256 != writer(local_store).save({"model": weights}, facts(2)).weights_sha256
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_a_box_in_a_foreign_frame_is_read_as_a_whole(
     states: list[State] = [{"optimizer": {"m": cut(whole, written, spans)}} for spans in written]
     record = save_by(local_store, writer(local_store), states)
     monkeypatch.setattr(
-        reading, "frame_of", lambda dtype, shape: foreign(dtype, shape, has_other_length=has_other_length)
+        reading, "frame_of", lambda dtype, shape, *_: foreign(dtype, shape, has_other_length=has_other_length)
     )
     leaf = cut(torch.zeros_like(whole), [], [(2, 5), (10, 30)])
     load(local_store, record, {"optimizer": {"m": leaf}})

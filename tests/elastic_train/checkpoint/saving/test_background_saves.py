@@ -40,7 +40,7 @@ def test_changes_during_a_save_are_not_in_the_commit(tmp_path: Path) -> None:
     model, optimizer = trained(3)
     state: State = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     before = {path: leaf.clone() for path, leaf in leaves_by_path(state).items() if isinstance(leaf, torch.Tensor)}
-    digest = weights_digest(model)
+    digest = weights_digest(model, {})
     background.begin(
         state, facts(3), is_still=lambda path: "running" not in str(path) and "num_batches" not in str(path)
     )

@@ -16,7 +16,7 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.job import state as state_module
-from elastic_train.job.cells.cell_plan import CellPlan
+from elastic_train.job.cells.cell_plan import CellPlan, dims_of
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.reseating import bring, leave_out_unfinished, reseat_columns, roll_forward
@@ -25,6 +25,7 @@ from elastic_train.job.reseating.placing import take_place
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
+from elastic_train.tasks.task import TensorPlan
 from tests.elastic_train.job.sharded.shard_jobs import (
     CLIPPING,
     GROUPS,
@@ -41,7 +42,7 @@ SIZE = 2
 """Ranks of a cell, unless a test says otherwise."""
 CELL = Cell(tensor=SIZE)
 Shards = Literal["none", "optimizer", "gradients", "parameters"]
-PLAN = CellPlan({"blocks.0.0": "column", "blocks.0.3": "row", "blocks.1.0": "column", "blocks.1.3": "row"})
+TENSOR_PLAN: TensorPlan = {"blocks.0.0": "column", "blocks.0.3": "row", "blocks.1.0": "column", "blocks.1.3": "row"}
 WIDTHS = 602, 90
 """Of matrices that are cut by columns and by rows, with several grains in some."""
 
@@ -73,9 +74,13 @@ def build(
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
     degrees = {"tensor": cell.tensor, "context": cell.context}
     parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire, offload=offload, **degrees)
-    plan, model = PLAN if cell.tensor > 1 else CellPlan(), Net(WIDTHS).train()
+    model = Net(WIDTHS).train()
+    dims = dims_of(TENSOR_PLAN, model)
+    plan = CellPlan(TENSOR_PLAN if cell.tensor > 1 else {}, dims=dims)
     with mock.patch.object(state_module, "host_memory_of", lambda device: FakeMemory(1)):
-        return build_state(model, config, 50, "cpu", is_fp16=is_fp16, groups=GROUPS, parallel=parallel, cell_plan=plan)
+        return build_state(
+            model, config, 50, "cpu", is_fp16=is_fp16, groups=GROUPS, parallel=parallel, cell_plan=plan, dims=dims
+        )
 
 
 def shards_of(state: AppliedState) -> SeatedCellState:

@@ -14,6 +14,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
@@ -58,11 +59,12 @@ def compare(make_model: Callable[[], nn.Module], group: Group, share: float, tol
     """
     rank, size = group.rank, group.size
     whole, model = make_model(), make_model()
-    expected = run_once(whole)
     links = CellLinks()
     parallel = ParallelConfig(tensor=size)
     plan = cell_plan_of(TASK, model, parallel)
     assert plan is not None
+    store_in_memory_order(whole, plan.dims)
+    expected = run_once(whole)
     cut = CutModel(model, plan, parallel.cell, links)
     cut.bind(Mesh(rank, size, parallel.cell), group)
     cut.take_place(rank)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ConfigError
-from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cell_plan import cell_plan_of, cut_dims_of
 from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.job.units.recompute import recompute_blocks
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
@@ -120,6 +121,7 @@ def compare_tokens(
     backward pass they keep at most that share."""
     rank, size = group.rank, group.size
     whole, plain, model = make_model(), make_model(), make_model()
+    store_in_memory_order(whole, cut_dims_of(task, whole))
     expected = run_once(whole)
     cut_of(plain, group, task, sequence=False)
     cut = cut_of(model, group, task, sequence=True)
@@ -151,7 +153,9 @@ def compare_tokens(
         assert torch.equal(one.grad, gradients[name])  # type: ignore[arg-type]
     cut.become_whole()
     model.zero_grad()
-    assert torch.equal(run_once(model, 7), run_once(make_model(), 7)), "whole again, it computes by itself"
+    again = make_model()
+    store_in_memory_order(again, cut.plan.dims)
+    assert torch.equal(run_once(model, 7), run_once(again, 7)), "whole again, it computes by itself"
     uneven = make_model()
     cut_of(uneven, group, task, sequence=True)
     with pytest.raises(ConfigError, match=r"rows of 7 tokens cannot be shared out evenly between . ranks: pad them"):

@@ -1,52 +1,110 @@
-"""Parts of tensors in commits: who writes them, and what of them is read."""
+"""Parts of tensors in commits: where they are in the whole, who writes them, and what of them is read."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.pieces import Pieces
+from elastic_train.core.mesh import Cell
 from elastic_train.job.cells.cut_model import Cut
-from elastic_train.job.cells.state_parts import part_read, to_read, to_write
+from elastic_train.job.cells.state_parts import filled_parts, in_whole, written_by_turns, written_spans
+from elastic_train.shards.grains import cut_along
+from elastic_train.shards.norm import in_memory_order
 
 WHOLE = torch.arange(12.0).view(4, 3)
-COLUMNS = Cut(0, WHOLE.shape, ((0, 2), (2, 4)))
-ROWS = Cut(1, WHOLE.shape, ((0, 1), (1, 3)))
+COLUMNS = Cut(0, WHOLE.shape, ((0, 2), (2, 4)), cut_along(WHOLE.shape, 0))
+ROWS = Cut(1, WHOLE.shape, ((0, 1), (1, 3)), cut_along(WHOLE.shape, 1))
 STAGED = Cut(0, WHOLE.shape, ((0, 0), (0, 4)))
+TWICE = Cut(0, WHOLE.shape, ((0, 0), (0, 4), (0, 4)))
+"""Held alike by two places, and not at all by the first."""
 
 
-def test_no_more_is_read_than_a_place_holds_where_that_is_one_run() -> None:
-    for cut, sizes in ((COLUMNS, [6, 6]), (STAGED, [0, 12]), (ROWS, [12, 12])):
-        for place, num_elements in enumerate(sizes):
+def in_order(cut: Cut | None) -> Tensor:
+    """The whole tensor's elements in memory order."""
+    return in_memory_order(WHOLE, None if cut is None else cut.whole)
+
+
+def test_a_part_is_a_run_of_the_whole_in_memory_order() -> None:
+    for cut, runs in ((COLUMNS, [(0, 6), (6, 12)]), (ROWS, [(0, 4), (4, 12)]), (STAGED, [(0, 0), (0, 12)])):
+        for place, (lo, hi) in enumerate(runs):
             part = cut.part_of(WHOLE, place)
-            wanted = to_read(part, cut, place)
-            memories = [wanted] if isinstance(wanted, Tensor) else list(wanted.held.values())
-            assert sum(one.numel() for one in memories) == num_elements
-            if isinstance(wanted, Pieces):
-                for (lo, hi), memory in wanted.held.items():
-                    memory.copy_(WHOLE.view(-1)[lo:hi])
-            else:
-                wanted.copy_(WHOLE)
-            assert torch.equal(part_read(wanted, cut, place), part)
+            found = in_whole(part, cut, place)
+            assert cut.run(place) == (lo, hi) and found.shape == WHOLE.shape and found.cut == cut.whole
+            assert torch.equal(found.memory((lo, hi)), in_order(cut)[lo:hi]) if lo < hi else not found.held
+            assert torch.equal(cut.shaped(cut.in_memory(part), place), part)
+            if lo < hi:
+                found.memory((lo, hi)).zero_()
+                assert not part.any(), "it is the part's own memory"
 
 
-def test_whoever_holds_all_of_a_tensor_writes_it_by_turns() -> None:
-    """Of three cells' ranks all can write but one that holds it; the place without it writes nothing."""
+def test_spans_of_a_part_are_where_they_are_in_the_whole() -> None:
+    for cut, start in ((COLUMNS, 6), (ROWS, 4)):
+        memory = cut.in_memory(cut.part_of(WHOLE, 1))
+        held = Pieces(WHOLE.dtype, cut.part_shape(1), {(1, 4): memory[1:4]}, (), cut.part(1).cut)
+        found = in_whole(held, cut, 1, [[(start + 1, start + 4)]])
+        assert list(found.held) == [(start + 1, start + 4)] and found.written == [[(start + 1, start + 4)]]
+        assert torch.equal(found.memory((start + 1, start + 4)), in_order(cut)[start + 1 : start + 4])
+
+
+def test_ranks_that_hold_the_same_part_write_tensors_by_turns() -> None:
+    """Of three cells' ranks all can write but one; the place without it writes nothing."""
     places = [0, 1, 0, 1, 0]
     for turn, chosen in enumerate((1, 3, 1)):
-        found = to_write(STAGED.part_of(WHOLE, 1), STAGED, places, turn)
-        assert found is not None and [list(spans) for spans in found.written] == [
-            [(0, 12)] if number == chosen else [] for number in range(5)
-        ]
-        assert torch.equal(found.memory((0, 12)), WHOLE.view(-1))
-    other = to_write(STAGED.part_of(WHOLE, 0), STAGED, places, 0)
-    assert other is not None and not other.held and other.shape == WHOLE.shape
-    assert to_write(STAGED.part_of(WHOLE, 0), STAGED, [0, 0], 0) is None, "no writer holds it"
-    assert to_write(COLUMNS.part_of(WHOLE, 0), COLUMNS, places, 0) is None, "nobody holds all of it"
+        expected = [[(0, 12)] if number == chosen else [] for number in range(5)]
+        assert written_by_turns(STAGED, places, turn) == expected
+    assert written_by_turns(COLUMNS, places, 1) == [[], [], [(0, 6)], [(6, 12)], []]
+    assert written_by_turns(ROWS, places, 2) == [[], [(4, 12)], [], [], [(0, 4)]]
 
 
-def test_some_columns_of_a_matrix_are_not_taken_for_all_of_it() -> None:
-    """Of twice as many columns as rows the first of two places has as many as there are rows."""
-    wide = Cut(1, torch.Size((3, 6)), ((0, 3), (3, 6)))
-    part = wide.part_of(torch.arange(18.0).view(3, 6), 0)
-    assert to_write(part, wide, [0, 1], 0) is None, "nobody holds all of it"
+def test_each_element_is_written_once_by_a_rank_of_the_first_place_that_holds_it() -> None:
+    """Of two cells, whose ranks all write, or all but one, that speaks for nothing."""
+    spans = [[[(0, 4)], [(4, 6)]], [[(0, 1)], [(1, 6)]]]
+    assert written_spans(spans, COLUMNS, Cell(tensor=2), range(4)) == [[(0, 4)], [(6, 7)], [(4, 6)], [(7, 12)]]
+    of_rows = [[[(0, 4)], []], [[(0, 1)], [(1, 8)]]]
+    assert written_spans(of_rows, ROWS, Cell(tensor=2), range(4)) == [[(0, 4)], [(4, 5)], [], [(5, 12)]]
+    alike = [[[(0, 12)], []], [[], [(0, 12)]]]
+    assert written_spans(alike, None, Cell(tensor=2), [0, 1, 3]) == [[(0, 12)], [], []]
+    staged = [[[], []], [[(0, 7)], [(7, 12)]], [[], [(0, 12)]]]
+    assert written_spans(staged, TWICE, Cell(tensor=3), range(6)) == [[], [(0, 7)], [], [], [(7, 12)], []]
+    of_tokens = [[[(0, 3)], [(3, 6)], [], [(6, 12)]]]
+    assert written_spans(of_tokens, None, Cell(context=2), range(4)) == of_tokens[0]
+
+
+def test_no_more_is_read_of_whole_tensors_than_is_held() -> None:
+    """Of weights all of the part, of moments a span: of columns, of rows, and of what is not cut."""
+    tensors = {"columns": COLUMNS, "rows": ROWS, "other": None, "elsewhere": Cut(0, WHOLE.shape, ((0, 4), (0, 0)))}
+    parts = {name: WHOLE.clone() if cut is None else cut.part_of(WHOLE, 1) for name, cut in tensors.items()}
+    weights = {name: torch.zeros_like(part) for name, part in parts.items()}
+    spans = {name: (1, 4) if part.numel() else (0, 0) for name, part in parts.items()}
+    moments = {name: torch.zeros(hi - lo) for name, (lo, hi) in spans.items()}
+    pieces = {
+        name: Pieces(WHOLE.dtype, part.shape, {spans[name]: moments[name]} if part.numel() else {}, ())
+        for name, part in parts.items()
+    }
+    tree: State = {
+        "model": weights,
+        "optimizer": {"state": {name: {"step": torch.zeros(()), "exp_avg": one} for name, one in pieces.items()}},
+    }
+
+    def fill(wanted: State) -> None:
+        leaves = {**wanted["model"]}  # type: ignore[dict-item]
+        leaves |= {f"moments of {name}": one["exp_avg"] for name, one in wanted["optimizer"]["state"].items()}  # type: ignore[index]
+        for name, leaf in leaves.items():
+            assert leaf.shape == WHOLE.shape
+            if isinstance(leaf, Pieces):
+                for (lo, hi), memory in leaf.held.items():
+                    memory.copy_(in_order(tensors[name.rpartition(" ")[2]])[lo:hi])
+            else:
+                leaf.copy_(WHOLE)
+        for one in wanted["optimizer"]["state"].values():  # type: ignore[index]
+            one["step"] = torch.tensor(3.0)
+
+    found = filled_parts(tree, fill, {name: cut for name, cut in tensors.items() if cut is not None}, 1)
+    for name, part in parts.items():
+        cut = tensors[name]
+        memory = part.reshape(-1) if cut is None else cut.in_memory(part)
+        assert torch.equal(weights[name], part)
+        assert torch.equal(moments[name], memory[slice(*spans[name])])
+        assert found["optimizer"]["state"][name]["step"] == 3.0  # type: ignore[index]

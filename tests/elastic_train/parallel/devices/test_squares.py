@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from elastic_train.parallel.devices import squares
 from elastic_train.parallel.devices.squares import squares_of_grains, squares_of_tensors
-from elastic_train.shards.grains import GRAIN
-from elastic_train.shards.norm import grain_squares, split_grains
+from elastic_train.shards.grains import GRAIN, cut_along
+from elastic_train.shards.norm import grain_squares, lengths_of, split_grains
 
 TYPES = (torch.float32, torch.bfloat16, torch.float64)
 WIDTH = 256
@@ -48,18 +48,26 @@ def test_a_kernel_gets_each_grain_and_its_square_the_place_of_the_grain(
     filled = [tensor for tensor in drawn if tensor.numel()]
     if not filled:
         return
-    expected = torch.cat([grain_squares([grain]) for grain in split_grains(filled)])
-    assert torch.equal(squares._squares(fold, filled), expected)
-    assert torch.equal(squares_of_tensors(drawn), grain_squares(split_grains(drawn)))
+    uncut = [(tensor, None) for tensor in filled]
+    expected = torch.cat([grain_squares([grain]) for grain in split_grains(uncut)])
+    lengths = [lengths_of(tuple(tensor.shape), None) for tensor in filled]
+    assert torch.equal(squares._squares(fold, filled, lengths), expected)
+    assert torch.equal(squares_of_tensors((tensor, None) for tensor in drawn), grain_squares(split_grains(uncut)))
 
 
 def test_many_grains_are_folded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(squares, "_BLOCK", 2)
     grains = list(torch.randn(5, 1000, generator=torch.Generator().manual_seed(1)))
-    assert torch.equal(squares._squares(fold, grains), squares_of_grains(grains))
-    transposed = torch.randn(30, 40).t()
-    assert torch.equal(squares._squares(fold, [transposed.reshape(-1)]), squares_of_tensors([transposed]))
+    assert torch.equal(squares._squares(fold, grains, [[1000]] * 5), squares_of_grains(grains))
+
+
+def test_a_kernel_gets_the_grains_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a matrix whose columns are cut, from a copy in memory order."""
+    monkeypatch.setattr(squares, "_fold_of", lambda tensors: fold)
+    values, cut = torch.randn(30, 40, generator=torch.Generator().manual_seed(1)), cut_along((30, 40), 1)
+    found = squares_of_tensors([(values, cut)])
+    assert found.tolist() == [float(grain_squares([column])) for column in values.t()]
 
 
 def test_nothing_has_no_squares() -> None:
-    assert squares_of_tensors([torch.empty(0)]).tolist() == squares_of_grains([]).tolist() == []
+    assert squares_of_tensors([(torch.empty(0), None)]).tolist() == squares_of_grains([]).tolist() == []
