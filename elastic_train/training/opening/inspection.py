@@ -33,8 +33,8 @@ from elastic_train.world.world import World
 MOST_NAMED = 20
 LIMIT_S, LIMIT_SHARE = 10.0, 0.25
 """For how long a rank inspects rows, and for which part of the time that peers wait for a silent one."""
-_ROWS_PER_THREAD, _NUM_SLICES, _QUICK_S = 16, 8, 0.02
-"""Threads begin with slices of so many rows, and with twice as many each time that all slices took less than this."""
+_ROWS_PER_THREAD, _MOST_ROWS_PER_THREAD, _NUM_SLICES, _QUICK_S = 16, 1 << 20, 8, 0.02
+"""Threads begin with slices of so many rows; they have twice as many each time that all slices took less than this."""
 
 
 def inspect_rows(process: Process, world: World) -> None:
@@ -180,7 +180,7 @@ def _unfit_rows(
                 found = zip(begins, parts, strict=True)
                 lo, num_rows = lo + num_inspected, num_rows + num_inspected
                 if time.monotonic() - began < _QUICK_S:
-                    per_thread *= 2
+                    per_thread = min(2 * per_thread, _MOST_ROWS_PER_THREAD)
                 unfit = [(number, first_id + at + int(row), str(why)) for at, part in found for row, why in part]
                 yield num_rows, 0, unfit
 
