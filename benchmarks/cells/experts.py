@@ -27,7 +27,7 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
-from elastic_train.parallel.cells.expert_sum import ExpertSum
+from elastic_train.parallel.cells.expert_sum import expert_sum
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
@@ -87,7 +87,7 @@ def _our_step(group: Group, num_tokens: int) -> tuple[nn.Module, Step]:
     cut.take_place(group.rank)
     [links], [(whole, parts)] = cut.experts, cut.by_spread()
     lanes, alone = mesh.assigned(LANES), Group(0, 1, None, TIMEOUT_S)
-    gradients = ExpertSum(whole, parts, group, alone, lanes, links, BUCKET_BYTES)
+    gradients = expert_sum(whole, parts, group, alone, lanes, links, BUCKET_BYTES)
 
     def step() -> None:
         gradients.begin(lanes[mesh.owner])

@@ -43,8 +43,7 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(("expert",), _OFFLOAD, "updates in blocks would end within an expert that another rank holds"),
-    Rule(("pipeline", "interleaved", "context"), ("offload: all",), "that needs shards: parameters"),
+    Rule(("pipeline", "interleaved", "context", "expert"), ("offload: all",), "that needs shards: parameters"),
     Rule(
         ("tensor", "sequence", "expert", "context"),
         ("compile",),
@@ -61,7 +60,11 @@ RULES = (
         ("shards: gradients", "shards: parameters", *_WIRE),
         "lanes are dealt to the ranks that hold a share, and here several compute one lane",
     ),
-    Rule(("expert",), (*_SHARDS, *_WIRE), "shares would end within an expert that another rank holds"),
+    Rule(
+        ("expert",),
+        ("shards: gradients", "shards: parameters", *_WIRE),
+        "lanes are dealt to the ranks that hold a share, and experts get tokens of lanes of others",
+    ),
     Rule(("expert",), ("context",), "a router weighs whole rows"),
     Rule(("sequence",), ("context",), "both split a row's tokens"),
     Rule(

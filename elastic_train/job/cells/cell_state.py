@@ -31,7 +31,7 @@ from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.chunk_sum import ChunkSum, chunk_sum, fast_sum
 from elastic_train.parallel.cells.context_sum import context_sum
-from elastic_train.parallel.cells.expert_sum import ExpertSum
+from elastic_train.parallel.cells.expert_sum import expert_sum
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
@@ -115,7 +115,7 @@ class CellState(ReplicatedState):
         if experts:
             column, turns, is_staged = self._holders, Turns(replicas), self.cell.stage > 1
             sums = [
-                ExpertSum(*some, replicas, column, lanes, links, bucket_bytes, turns, kind=kind, is_staged=is_staged)
+                expert_sum(*some, replicas, column, lanes, links, bucket_bytes, turns, kind=kind, is_staged=is_staged)
                 for some, links in zip(self.cut.by_spread(), experts, strict=True)
             ]
             self._sum = ChunkSum(sums, turns)

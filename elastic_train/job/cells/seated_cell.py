@@ -41,6 +41,7 @@ from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.chunk_sum import ChunkSum
 from elastic_train.parallel.cells.context_sum import ContextSum, leaves_of
+from elastic_train.parallel.cells.expert_sum import ExpertSum, lanes_by_cell
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
@@ -121,15 +122,20 @@ class SeatedCellState(CellState):
         self._seatings = [Seating(*column, seats, 0) for column in self.columns]
 
     def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        if self.cut.experts:
+            return CellState.assigned(self, num_replicas, num_lanes)
         return self.share.assigned(num_replicas, num_lanes)
 
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         self._close_sums()
         degree = self.cell.context
-        if self.cut.plan.num_chunks == degree == 1:
+        if self.cut.plan.num_chunks == degree == 1 and not self.cut.experts:
             return self.share.sum_of(replicas, num_lanes, kind)
         assert kind == "canonical", "copies have to have the same bits"
         self.share.flat.bind()
+        if self.cut.experts:
+            self._sum = self._expert_sum(replicas, num_lanes)
+            return self._sum
         turns, placed = Turns(self.column), self.share.flat.placed()
         chunks = [{id(one) for one in parameters} for parameters in self.cut.by_chunk()]
         numbers = [{one.flat for one in placed if id(one.parameter) in chunk} for chunk in chunks]
@@ -137,6 +143,23 @@ class SeatedCellState(CellState):
         sums = [self.share.sum_of_flats(self.column, leaves, some, turns) for some in numbers]
         self._sum = ChunkSum([ContextSum(one, self.column.rank % degree, num_lanes) for one in sums], turns)
         return self._sum
+
+    def _expert_sum(self, replicas: Group, num_lanes: int) -> GradientSum:
+        """Return the sum of what all owners of lanes have over these, and of experts over the column."""
+        lanes, turns, placed = self._mesh.assigned(num_lanes), Turns(replicas), self.share.flat.placed()
+        by_cell, is_staged = lanes_by_cell(lanes, self.cell.expert), self.cell.stage > 1
+        seats = [seat for seat in self.share.seated.seats for _ in range(self.cell.expert)]
+        everybody = Seating(*self.columns[self.part], seats, replicas.rank)
+        sums: list[ExpertSum] = []
+        for (whole, experts), links in zip(self.cut.by_spread(), self.cut.experts, strict=True):
+            of_all, of_experts = (
+                {one.flat for one in placed if id(one.parameter) in {id(other) for other in some}}
+                for some in (whole, experts)
+            )
+            total = self.share.sum_of_flats(replicas, lanes, of_all, turns, everybody)
+            parts = self.share.sum_of_flats(self.column, by_cell, of_experts, is_beside=False)
+            sums.append(ExpertSum(total, parts, experts, by_cell[self.column.rank], links, is_staged=is_staged))
+        return ChunkSum(sums, turns)
 
     def _close_sums(self) -> None:
         """Leave the model's parameters alone from now on."""
@@ -266,13 +289,16 @@ def columns_of(model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell
     """Return what the ranks of each part hold together of a model that is whole, or without memory.
 
     What is exchanged together is a block's; of a stage with several chunks, a chunk's, since each is summed by itself.
+    Experts that are dealt to ranks are summed by others than all else.
     """
     units, chunks = unit_names(model), cut.by_chunk() if cut.plan.num_chunks > 1 else []
     ids = {id(one): str(number) for number, chunk in enumerate(chunks) for one in chunk}
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    spread = cut.spread_weights() if cut.experts else set()
 
     def unit(name: str) -> str:
-        return ids[id(parameters[name])] if chunks else unit_of(name, units)
+        found = ids[id(parameters[name])] if chunks else unit_of(name, units)
+        return f"{found} experts" if id(parameters[name]) in spread else found
 
     def part_at(place: int) -> Callable[[str, Laid], Laid]:
         return lambda name, whole: cut.cuts[name].part(place) if name in cut.cuts else whole

@@ -243,17 +243,27 @@ class HeldState:
         return self.sum_of_flats(replicas, lanes, range(len(self.layout.flats)))
 
     def sum_of_flats(
-        self, replicas: Group, lanes: Assignment, numbers: Container[int], turns: Turns | None = None
+        self,
+        replicas: Group,
+        lanes: Assignment,
+        numbers: Container[int],
+        turns: Turns | None = None,
+        seating: Seating | None = None,
+        *,
+        is_beside: bool = True,
     ) -> OwnedSum:
         """Return the sum of some flat vectors, by number, to which gradients are bound; see `TreeSum` for `turns`.
 
-        `lanes` are those of each rank of `replicas`.
+        `lanes` are those of each rank of `replicas`, and `seating` has what each of them holds, if they are not the
+        ranks of this seating. Unless `is_beside` nothing is exchanged before all lanes have been computed.
         """
-        shares = Shares(self.seated.owned_runs(), self.seated.given_runs(), self.seated.taken_runs())
+        seated = self.seated if seating is None else seating
+        shares = Shares(seated.owned_runs(), seated.given_runs(), seated.taken_runs())
         flats = [flat if number in numbers else flat[:0] for number, flat in enumerate(self.flat.gradients)]
         total = OwnedSum(flats, replicas, lanes, shares.within(numbers))
         placed = [one for one in self.flat.placed() if one.flat in numbers]
-        total.exchange_beside(placed, self._bucket_bytes, turns)
+        if is_beside:
+            total.exchange_beside(placed, self._bucket_bytes, turns)
         return total
 
     def refresh(self, group: Group, *, everything: bool = False) -> None:

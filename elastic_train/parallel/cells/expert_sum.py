@@ -17,6 +17,7 @@ from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.expert_links import ExpertLinks, Leaf
 from elastic_train.parallel.gradient_sum import (
     CanonicalSum,
+    GradientSum,
     OfPart,
     Reduction,
     bind_gradients,
@@ -31,31 +32,21 @@ class ExpertSum:
 
     def __init__(
         self,
-        whole: Sequence[nn.Parameter],
-        parts: Sequence[nn.Parameter],
-        ranks: Group,
-        column: Group,
-        lanes: Assignment,
+        whole: GradientSum,
+        parts: GradientSum,
+        experts: Sequence[nn.Parameter],
+        lanes: range,
         links: ExpertLinks,
-        bucket_bytes: float | None,
-        turns: Turns | None = None,
         *,
-        kind: Reduction = "canonical",
         is_staged: bool = False,
     ) -> None:
-        """`lanes` are those of every owner, of which `ranks` has one each; `column` has the ranks of this one's place
-        in all cells. Where the model is run in stages, forward passes are not between a lane's beginning and its end;
-        sums of several chunks share `turns`.
+        """`whole` sums over all owners of lanes, `parts` the experts of this place over the cells, each of which adds
+        all of its lanes; `lanes` are those of this rank's cell. Where the model is run in stages, forward passes are
+        not between a lane's beginning and its end.
         """
-        size = links.group.size
-        by_cell = tuple(_together(lanes[first : first + size]) for first in range(0, len(lanes), size))
-        flats, placed = place_gradients(whole)
-        self._whole = make_sum(kind, flats, ranks, lanes)
-        if isinstance(self._whole, CanonicalSum):
-            self._whole.exchange_beside(placed, bucket_bytes, turns)
-        self._experts = [one for one in parts if one.requires_grad]
-        self._parts = make_sum(kind, bind_gradients(parts), column, by_cell)
-        self._lanes, self._links, self._num_turns = by_cell[column.rank], links, 0
+        self._whole, self._parts = whole, parts
+        self._experts = [one for one in experts if one.requires_grad]
+        self._lanes, self._links, self._num_turns = lanes, links, 0
         self._is_staged = is_staged
         self.see: Callable[[int, Leaf], None] = lambda lane, leaf: None
         """Called with each lane of the cell, and what it gives to this rank's experts, before that is added."""
@@ -110,6 +101,38 @@ class ExpertSum:
                         parameter.grad.add_(gradient)
         self._links.leaves = ()
         self._num_turns += 1
+
+
+def expert_sum(
+    whole: Sequence[nn.Parameter],
+    parts: Sequence[nn.Parameter],
+    ranks: Group,
+    column: Group,
+    lanes: Assignment,
+    links: ExpertLinks,
+    bucket_bytes: float | None,
+    turns: Turns | None = None,
+    *,
+    kind: Reduction = "canonical",
+    is_staged: bool = False,
+) -> ExpertSum:
+    """Return the sum that is whole on every rank.
+
+    `lanes` are those of every owner, of which `ranks` has one each; `column` has the ranks of this one's place in all
+    cells. Sums of several chunks share `turns`.
+    """
+    by_cell = lanes_by_cell(lanes, links.group.size)
+    flats, placed = place_gradients(whole)
+    total = make_sum(kind, flats, ranks, lanes)
+    if isinstance(total, CanonicalSum):
+        total.exchange_beside(placed, bucket_bytes, turns)
+    of_experts = make_sum(kind, bind_gradients(parts), column, by_cell)
+    return ExpertSum(total, of_experts, parts, by_cell[column.rank], links, is_staged=is_staged)
+
+
+def lanes_by_cell(lanes: Assignment, size: int) -> Assignment:
+    """Return the lanes of every cell, from those of every owner, of which a cell has so many."""
+    return tuple(_together(lanes[first : first + size]) for first in range(0, len(lanes), size))
 
 
 def _together(dealt: Sequence[range]) -> range:

@@ -40,3 +40,14 @@ def test_ranks_of_stages_with_experts_that_die_cost_no_applied_step(
     """The other pipeline of a rank's cell waits for its experts, its own for activations and gradients."""
     parallel: dict[str, object] = {"expert": 2, "pipeline": 2, "recompute": "units"}
     assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={"expert": 1}, sizes=SIZES)
+
+
+@pytest.mark.parametrize(
+    "places", [["exchange"], pytest.param(["backward", "apply", "applied"], marks=pytest.mark.long)]
+)
+def test_ranks_with_experts_and_shares_that_die_cost_no_applied_step(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, places: Sequence[str]
+) -> None:
+    """What the other cell's rank of a place holds of its moments is all that is left of them."""
+    parallel: dict[str, object] = {"expert": 2, "shards": "optimizer"}
+    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={"expert": 1, "shards": "none"}, sizes=SIZES)
