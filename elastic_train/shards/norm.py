@@ -30,7 +30,7 @@ Float64s = npt.NDArray[np.float64]
 _BLOCK = {"cpu": 8 * GRAIN}
 """Elements that are squared at once: what stays in a CPU's cache; enough to keep a GPU busy with one operation."""
 _BLOCK_ELSEWHERE = 256 * GRAIN
-_NARROW = 256
+_NARROW = 64
 """Elements of a row from which on the grains of all lengths are added up together: few operations for many of them."""
 
 
@@ -62,36 +62,37 @@ def grain_squares(grains: Sequence[Tensor]) -> Tensor:
     """
     alike: dict[int, list[int]] = {}
     for number, grain in enumerate(grains):
-        alike.setdefault(1 << (grain.numel() - 1).bit_length(), []).append(number)
-    widths = sorted(alike, reverse=True)
+        length = grain.numel()
+        alike.setdefault(length if length > _NARROW else _width_of(length), []).append(number)
+    lengths = sorted(alike, reverse=True)
     narrow: dict[int, list[Float64s]] = {}
-    for width in widths:
-        some = [grains[number] for number in alike[width]]
-        rows = _narrowed(some, width) if width > _NARROW else [_short(some, width)]
-        narrow.setdefault(min(width, _NARROW), []).extend(rows)
+    for length in lengths:
+        some = [grains[number] for number in alike[length]]
+        rows = _narrowed(some, length) if length > _NARROW else [_short(some, length)]
+        narrow.setdefault(min(length, _NARROW), []).extend(rows)
     sums = np.empty(len(grains))
-    sums[[number for width in widths for number in alike[width]]] = _add_up(narrow)
+    sums[[number for length in lengths for number in alike[length]]] = _add_up(narrow)
     return torch.from_numpy(sums)
 
 
-def _narrowed(grains: Sequence[Tensor], width: int) -> Iterator[Float64s]:
-    """Yield tables of the grains' squares, a row each, folded to _NARROW on the device; rows are filled with zeros."""
+def _width_of(length: int) -> int:
+    """Return the smallest power of two that is no less than a length."""
+    return 1 << (length - 1).bit_length()
+
+
+def _narrowed(grains: Sequence[Tensor], length: int) -> Iterator[Float64s]:
+    """Yield tables of the squares of grains of one length, a row each, folded to _NARROW on the device."""
     device = grains[0].device
-    num_rows = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // width)
-    scratch = torch.empty(min(num_rows, len(grains)), width, dtype=torch.float64, device=device)
+    num_rows = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // length)
+    scratch = torch.empty(min(num_rows, len(grains)), length, dtype=torch.float64, device=device)
     for lo in range(0, len(grains), num_rows):
         some = list(grains[lo : lo + num_rows])
-        table, length = scratch[: len(some)], width
-        rows = list(table.unbind())
-        for number, grain in enumerate(some):
-            if grain.numel() < width:
-                rows[number][grain.numel() :].zero_()
-                rows[number] = rows[number][: grain.numel()]
-        torch._foreach_copy_(rows, some)
+        table, end, half = scratch[: len(some)], length, _width_of(length) // 2
+        torch._foreach_copy_(list(table.unbind()), some)
         table.mul_(table)
-        while length > _NARROW:
-            length //= 2
-            table[:, :length].add_(table[:, length : 2 * length])
+        while end > _NARROW:
+            table[:, : end - half].add_(table[:, half:end])
+            end, half = half, half // 2
         yield table[:, :_NARROW].clone().cpu().numpy()
 
 
