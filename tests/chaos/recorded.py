@@ -24,7 +24,9 @@ import yaml
 from blake3 import blake3
 
 from chaos.judge.evidence.run_files import seal_of
+from chaos.judge.invariants.written.records import identity_of
 from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Order
 
 ROWS, LANES, MICRO_BATCH, EPOCHS, EVERY, KEPT = 101, 6, 4, 6, 5, 3
 HELD_OUT = 16
@@ -80,11 +82,24 @@ def samples_until(step: int) -> int:
     return epochs * ROWS + sum(min(size, steps * MICRO_BATCH) for size in sizes)
 
 
-def coverage_at(step: int) -> dict[str, int]:
-    """Return the sums at an epoch's end; in between, only the count."""
+JOB, DATA = {"seed": 7}, {"block_row_groups": 8}
+BATCH = {"global_batch": LANES * MICRO_BATCH, "micro_batch": MICRO_BATCH}
+TASK = {"path": "elastic_train.tasks.witness:Witness"}
+ORDER = Order([60, ROWS - 60], num_lanes=LANES, seed=7, block_row_groups=8)
+
+
+@cache
+def sums_at(step: int) -> CoverageSums:
+    """Return the sums over the samples of the first steps, in the trainer's order."""
     epochs, steps = divmod(step, STEPS_PER_EPOCH)
-    sums = CoverageSums.of_all(ROWS) * epochs
-    return {"count": samples_until(step), "sum_a": sums.sum_a + steps, "sum_b": sums.sum_b + steps}
+    ids = [ORDER.epoch(epochs).ids(lane, 0, ROWS)[: steps * MICRO_BATCH] for lane in range(LANES)]
+    return CoverageSums.of_all(ROWS) * epochs + CoverageSums.of_ids(np.concatenate(ids))
+
+
+def coverage_at(step: int) -> dict[str, int]:
+    sums = sums_at(step)
+    assert sums.count == samples_until(step)
+    return {"count": sums.count, "sum_a": sums.sum_a, "sum_b": sums.sum_b}
 
 
 @dataclass
@@ -172,11 +187,14 @@ class Recorder:
             name: {"size": len(held), "blake3": blake3(held).hexdigest(), "blocks": [zlib.crc32(held)]}
             for name, held in contents.items()
         }
-        account = {"holes": [], "left_out": 0, "truncated": 0}
+        epochs, steps = divmod(step, STEPS_PER_EPOCH)
+        past = [coverage_at(each * STEPS_PER_EPOCH) for each in range(1, epochs + 1)]
         return {
             "format": 4,
-            "account": account,
-            "metrics": metrics_at(step),
+            "account": {"epochs": past, "holes": [], "left_out": 0, "truncated": 0},
+            "cursor": {"epoch": epochs, "offset": steps * MICRO_BATCH},
+            "config_digest": identity_of({"run": JOB, "task": TASK, "batch": BATCH, "data": DATA}),
+            "metrics": metrics_at(step) if step == STEPS else {},
             "rng": {"policy": "seed, step, lane", "seed": 7},
             "attempt": attempt,
             "files": files,
@@ -212,15 +230,14 @@ class Recorder:
         counts |= {"num_left_out": 0, "num_truncated": 0, "holes": [], "fast_steps": [], "skipped_steps": []}
         how = {"ended_by": "last step", "improvement": None, "metrics": metrics_at(STEPS)}
         (self.folder / "result.json").write_text(json.dumps({**result, **counts, **how}))
-        batch = {"global_batch": LANES * MICRO_BATCH, "micro_batch": MICRO_BATCH}
-        task = {"path": "elastic_train.tasks.witness:Witness"}
         config = {
             "epochs": EPOCHS,
             "max_steps": None,
-            "batch": batch,
+            "run": JOB,
+            "batch": BATCH,
             "checkpoint": {"url": None, "keep_last": KEPT},
-            "task": task,
-            "data": {"train": None, "validation": str(self.folder.parent / "held-out")},
+            "task": TASK,
+            "data": {**DATA, "train": None, "validation": str(self.folder.parent / "held-out")},
             "validation": {"every_steps": None, "max_samples": None, "weights": "trained", "early_stopping": None},
             "tracking": {"mlflow_uri": "sqlite:///mlflow.db"},
         }

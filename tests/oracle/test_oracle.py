@@ -141,8 +141,8 @@ def test_the_plain_loop_is_short_and_imports_nothing_of_the_product(name: str) -
 
 
 def test_the_orders_agree_for_shapes_that_no_run_here_has() -> None:
-    """One row group, more lanes than row groups, blocks longer than lanes, row groups of one row."""
-    ours = importlib.import_module("elastic_train.core.order")
+    """One row group, more lanes than row groups, blocks longer than lanes, row groups of one row; the judge's, too."""
+    ours, judges = (importlib.import_module(name) for name in ("elastic_train.core.order", "chaos.judge.dealt_order"))
     from tests.oracle.order import lane_of
 
     for rows, lanes, block in (
@@ -158,6 +158,10 @@ def test_the_orders_agree_for_shapes_that_no_run_here_has() -> None:
                 assert order.epoch(epoch).ids(lane, 0, sum(rows)).tolist() == lane_of(
                     lane, rows, lanes, block, 9, epoch
                 )
+            for most in (0, 3, sum(rows)):
+                due = [each for lane in range(lanes) for each in lane_of(lane, rows, lanes, block, 9, epoch)[:most]]
+                judged = judges.DealtOrder(tuple(rows), lanes, block, 9)
+                assert judged.ids_before(epoch, most).tolist() == due
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ one that was invented in both is found where it is computed again: sums, weights
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from chaos.judge.evidence.applied import lineage_of, result_of, shape_of
+from chaos.judge.evidence.applied import is_stopped_early, lineage_of, result_of, shape_of
 from chaos.judge.evidence.recovery_cost import seats_of
 from chaos.judge.evidence.run_files import Commit, Evidence, Line, items, part, whole
 from chaos.judge.evidence.skipped_steps import is_empty, is_finite, skipped_steps
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
+from chaos.judge.invariants.written.recomputed import check_improvement
 from chaos.judge.job_shape import MixedShape
 
 _FIELDS = ("step", "coverage", "weights_sha256", "format", "metrics", "improvement")
@@ -89,12 +89,10 @@ def _check_skipped(run: Evidence, result: Line) -> None:
 def _check_end(run: Evidence, result: Line) -> None:
     """The reason for the end, the epochs and the size of the last world are what configuration and histories say."""
     shape, term = shape_of(run), whole(result, "term")
-    validation = part(run.config, "validation") if "validation" in run.config else {}
-    stopping = validation.get("early_stopping")
-    improvement = result.get("improvement")
-    since = improvement.get("num_since") if isinstance(improvement, Mapping) else None
-    is_exhausted = isinstance(stopping, dict) and isinstance(since, int) and since >= whole(stopping, "patience")
-    due = "early stopping" if is_exhausted else "last step"
+    is_early = is_stopped_early(run)
+    if is_early and not check_improvement(run, "result.json", result):
+        raise Unknown("the job was ended by early stopping, and not all of the validations before were logged")
+    due = "early stopping" if is_early else "last step"
     if result.get("ended_by") != due:
         raise Violated(f"result.json says that the job was ended by {result.get('ended_by')!r}, it was by {due!r}")
     if not isinstance(shape, MixedShape) and whole(result, "epochs") != len(shape.finished_epochs):

@@ -75,12 +75,26 @@ def shape_of(run: Evidence) -> Shape:
 
 
 def _horizon(run: Evidence, shape: Shape) -> int:
-    """Return how many steps the job has to apply: as the executor has ended a soak, or as its configuration says."""
+    """Return how many steps the job has to apply: as the executor has ended a soak, or as its configuration says.
+
+    One that was ended by early stopping has to apply those that it did; `claims` works out that it had to end there.
+    """
     if ends := run.of("horizon"):
         return whole(ends[-1], "steps")
+    if is_stopped_early(run):
+        return whole(result_of(run), "step")
     if run.config.get("max_steps") is not None:
         return whole(run.config, "max_steps")
     return shape.steps_of(whole(run.config, "epochs"))
+
+
+def is_stopped_early(run: Evidence) -> bool:
+    """Say whether by the result so many validations in a row were no better that training had to end."""
+    stopping = part(run.config, "validation").get("early_stopping") if "validation" in run.config else None
+    improvement = result_of(run).get("improvement")
+    if not isinstance(stopping, dict) or not isinstance(improvement, dict):
+        return False
+    return whole(improvement, "num_since") >= whole(stopping, "patience")
 
 
 def shares_of(run: Evidence) -> tuple[int, ...]:

@@ -318,11 +318,14 @@ def _sources_of(config: Line) -> list[str]:
     return [str(line.get("source")) for line in mixture if isinstance(line, dict)] if isinstance(mixture, list) else []
 
 
+def row_groups_of(manifest: Line) -> list[int]:
+    """Return the rows of each row group that a manifest lists."""
+    return [rows for file in cast(list[Line], items(manifest, "files")) for rows in cast(list[int], file["row_groups"])]
+
+
 def rows_of(manifest: Line) -> int:
     """Count the rows of all row groups that a manifest lists."""
-    groups = [
-        rows for file in cast(list[Line], items(manifest, "files")) for rows in cast(list[int], file["row_groups"])
-    ]
+    groups = row_groups_of(manifest)
     if (least := min(groups, default=0)) < 0:
         raise ValueError(f"a row group of {least} rows")
     return sum(groups)

@@ -6,14 +6,16 @@ nothing but the result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
+from chaos.judge.dealt_order import DealtOrder, Ids, mix
 from chaos.judge.evidence.applied import Applied, counts_of, first_miscount, lineage_of, result_of, shape_of
 from chaos.judge.evidence.holes import Hole, coverage_counts, holes_of, left_out_of, num_missing, total_left_out
-from chaos.judge.evidence.run_files import Evidence, Line, part, whole
+from chaos.judge.evidence.run_files import Evidence, Line, manifests_of, part, row_groups_of, whole
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
 from chaos.judge.job_shape import MixedShape, Shape
@@ -21,6 +23,8 @@ from chaos.judge.mixed_sources import check_sources
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 20
+_MOST_ROWS = 1 << 22
+"""Of a larger training set sums are worked out at epochs' ends alone: an epoch's order is held in memory."""
 
 
 def coverage(run: Evidence) -> str:
@@ -56,23 +60,38 @@ def _check_left_out(shape: Shape, holes: list[Hole], lineage: list[Applied]) -> 
 
 
 def sums(run: Evidence, reference: Evidence | None) -> str:
-    """The sums over the samples actually read are the closed form's at every epoch's end, in commits and result."""
+    """The sums over the samples actually read are, in commits and result, what they have to be at their step.
+
+    They follow from the order of the samples; at an epoch's end from the closed form.
+    """
     shape, result = shape_of(run), result_of(run)
     left_out = whole(result, "num_left_out") if "num_left_out" in result else 0
     claimed = [Claim("the result", whole(result, "step"), part(result, "coverage"), holes_of(result), left_out)]
     claimed += [_claim(commit.key, commit.fields) for commit in run.commits if commit.fields is not None]
-    epoch = closed_form(shape.rows)
-    checked = sum(_check_sums(shape, epoch, claim) for claim in claimed)
+    order = _order_of(run, shape)
+    known = [claim for claim in claimed if _check_sums(shape, order, claim)]
     if isinstance(shape, MixedShape):
         check_sources(shape, result)
-    if shape.is_at_epoch_end:
-        return f"{shape.num_epochs} epochs of {shape.rows} samples; {checked} of {len(claimed)} sums at an epoch's end"
+    summary = f"{shape.num_epochs} epochs of {shape.rows} samples; {len(known)} of {len(claimed)} sums were worked out"
+    if claimed[0] in known:
+        return summary
     if reference is None:
         where = f"the job ended inside epoch {shape.num_epochs - 1}"
         raise Unknown(f"{where}, and there is no run without faults to compare with")
     if differ(part(result_of(reference), "coverage"), result["coverage"]):
         raise Violated("the coverage sums differ from those of the run without faults")
-    return "the job ended inside an epoch; its sums are those of the run without faults"
+    return f"{summary}; the job ended inside an epoch, and its sums are those of the run without faults"
+
+
+def _order_of(run: Evidence, shape: Shape) -> DealtOrder | None:
+    """Return the order of one dataset's samples; None where it is not worked out: of mixtures and bucketed rows."""
+    config, manifests = run.config, manifests_of(run.folder, run.config)
+    job, data = (part(config, name) if name in config else {} for name in ("run", "data"))
+    is_plain = not isinstance(shape, MixedShape) and not data.get("length_bucketing") and shape.rows <= _MOST_ROWS
+    if not is_plain or len(manifests) != 1 or "seed" not in job or "block_row_groups" not in data:
+        return None
+    rows = tuple(row_groups_of(manifests[0]))
+    return DealtOrder(rows, shape.num_lanes, whole(data, "block_row_groups"), whole(job, "seed"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +110,46 @@ def _claim(key: str, fields: Line) -> Claim:
     return Claim(key, whole(fields, "step"), part(fields, "coverage"), holes_of(account), whole(account, "left_out"))
 
 
-def _check_sums(shape: Shape, epoch: tuple[int, int], claim: Claim) -> bool:
-    """Check one claim's count, and its sums if it stands at an epoch's end; return whether it did."""
+def _check_sums(shape: Shape, order: DealtOrder | None, claim: Claim) -> bool:
+    """Check one claim's count, and its sums if they can be worked out; return whether they could."""
     expected, count = shape.samples_before(claim.step), whole(claim.sums, "count")
     if count + claim.left_out != expected:
         counted = f"{count} samples counted up to step {claim.step} and {claim.left_out} left out"
         raise Violated(f"{claim.whose}: {counted}, it should be {expected} in all")
-    if claim.step % shape.steps_per_epoch:
-        return False
-    times = claim.step // shape.steps_per_epoch
-    if claim.left_out != (listed := num_missing(claim.holes, range(times))):
+    times, steps = divmod(claim.step, shape.steps_per_epoch)
+    if not steps and claim.left_out != (listed := num_missing(claim.holes, range(times))):
         raise Violated(f"{claim.whose}: {claim.left_out} samples left out, but its holes list {listed}")
-    missing = [pair for hole in claim.holes for number in range(times) for pair in hole.missing(number)]
-    absent = [sum_over(lo, hi) for lo, hi in missing]
-    for place, name in enumerate(("sum_a", "sum_b")):
-        if whole(claim.sums, name) != epoch[place] * times - sum(sums[place] for sums in absent) & _MASK:
-            which = f"{times} epochs of {shape.rows} samples" + (" less the listed holes" if claim.holes else "")
-            raise Violated(f"{claim.whose}: {name} after {which} is not the closed form's")
+    if steps and order is None:
+        return False
+    due = sums_of_epochs(shape.rows, claim.holes, times)
+    if steps and order is not None:
+        ids = order.ids_before(times, steps * shape.micro_batch)
+        for lo, hi in (pair for hole in claim.holes for pair in hole.missing(times)):
+            ids = ids[(ids < lo) | (ids >= hi)]
+        listed = expected - times * shape.rows - len(ids) + num_missing(claim.holes, range(times))
+        if listed != claim.left_out:
+            raise Violated(f"{claim.whose}: {claim.left_out} samples left out, but its holes list {listed}")
+        sum_a, sum_b = _sums(ids)
+        due = due[0] + sum_a & _MASK, due[1] + sum_b & _MASK
+    for sum_due, name in zip(due, ("sum_a", "sum_b"), strict=True):
+        if whole(claim.sums, name) != sum_due:
+            which = f"{times} epochs of {shape.rows} samples" + (f" and {steps} steps" if steps else "")
+            which += " less the listed holes" if claim.holes else ""
+            rule = "what the order has" if steps else "the closed form's"
+            raise Violated(f"{claim.whose}: {name} after {which} is not {rule}")
     return True
 
 
+def sums_of_epochs(rows: int, holes: Sequence[Hole], times: int) -> tuple[int, int]:
+    """Return the two coverage sums after whole epochs, less what holes took from these."""
+    missing = [pair for hole in holes for number in range(times) for pair in hole.missing(number)]
+    absent = [sum_over(lo, hi) for lo, hi in missing]
+    sum_a, sum_b = closed_form(rows)
+    absent_a, absent_b = (sum(sums[place] for sums in absent) for place in (0, 1))
+    return sum_a * times - absent_a & _MASK, sum_b * times - absent_b & _MASK
+
+
+@lru_cache(8)
 def closed_form(rows: int) -> tuple[int, int]:
     """Return the two coverage sums of one whole epoch, computed here from their definition, not taken over."""
     return sum_over(0, rows)
@@ -119,16 +158,13 @@ def closed_form(rows: int) -> tuple[int, int]:
 def sum_over(lo: int, hi: int) -> tuple[int, int]:
     """Return the two sums over the ids [lo, hi)."""
     sum_a = sum_b = 0
-    salt_a, salt_b = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
     for first in range(lo, hi, _CHUNK):
-        ids = np.arange(first, min(first + _CHUNK, hi), dtype=np.uint64)
-        sum_a += int(_mix(ids + salt_a).sum(dtype=np.uint64))
-        sum_b += int(_mix(_mix(ids ^ salt_b) + salt_b).sum(dtype=np.uint64))
+        more = _sums(np.arange(first, min(first + _CHUNK, hi), dtype=np.uint64))
+        sum_a, sum_b = sum_a + more[0], sum_b + more[1]
     return sum_a & _MASK, sum_b & _MASK
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _sums(ids: Ids) -> tuple[int, int]:
+    salt_a, salt_b = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
+    sum_a, sum_b = mix(ids + salt_a).sum(dtype=np.uint64), mix(mix(ids ^ salt_b) + salt_b).sum(dtype=np.uint64)
+    return int(sum_a), int(sum_b)

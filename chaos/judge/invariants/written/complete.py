@@ -15,6 +15,7 @@ from chaos.judge.evidence.identities import AGAIN
 from chaos.judge.evidence.run_files import Evidence, Line, items, number, part, whole
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
+from chaos.judge.invariants.written.pointers import check_pointers
 from chaos.scenario.kinds import asks_all_to_leave
 
 _KEPT_TERMS = 100
@@ -62,7 +63,8 @@ _OPS = {
 _FREE = {"event", "phases", "memory", "read", "nonfinite"}
 """Operations whose values are measurements, or are read by one invariant that looks itself."""
 _CONFIG = {
-    "data": "train validation",
+    "run": "seed",
+    "data": "train validation block_row_groups",
     "batch": "global_batch micro_batch",
     "validation": "every_steps max_samples weights early_stopping",
     "checkpoint": "url keep_last",
@@ -84,6 +86,7 @@ def complete(run: Evidence) -> str:
                     f"a line of `{op}` lacks {absent[0]} (of term {line.get('term')}, rank {line.get('rank')})"
                 )
     _check_kinds(run)
+    check_pointers(run)
     if result_of(run)["status"] != "done":
         raise Unknown("the job has not come to its end: its files are not complete yet")
     if run.has("effect") and not all("number" in fault for fault in run.of("fault")):

@@ -17,6 +17,7 @@ from chaos.judge.evidence.recovery_cost import seats_of
 from chaos.judge.evidence.run_files import Commit, Evidence, Line, number, part, whole
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
+from chaos.judge.invariants.written.recomputed import check_improvement, check_metrics, check_place
 from chaos.judge.invariants.written.unrecorded import may_lack_a_line
 from chaos.judge.job_shape import MixedShape
 
@@ -27,7 +28,7 @@ _NOT_YET = {"skipped_steps", "fast_steps", "improvement"}
 """What a record says only once there is something to say."""
 _KEY = re.compile(r"commits/[0-9]{8,}-[0-9]{12,}\.json")
 _STAMPS_S = 1.0
-_METRICS, _CUT = "validation/", "train/truncated"
+_CUT = "train/truncated"
 
 
 def records(run: Evidence) -> str:
@@ -47,7 +48,10 @@ def records(run: Evidence) -> str:
         _check_parent(commit, fields, digests)
         _check_job(run, commit.key, fields)
         _check_terms(run, commit.key, fields)
-    num_validated = _check_metrics(run, found)
+        _check_cut(run, commit.key, fields)
+        check_place(run, commit.key, fields)
+        check_improvement(run, commit.key, fields)
+    num_validated = sum(check_metrics(run, commit.key, commit.fields or {}) for commit in found)
     validated = f", {num_validated} have the metrics of a logged validation" if num_validated else ""
     with_lines = sum(commit.key in lines for commit in found)
     return f"{len(found)} records are of one job and say what its histories say, {with_lines} with lines{validated}"
@@ -130,33 +134,6 @@ def _check_terms(run: Evidence, key: str, fields: Line) -> None:
     due = [{"term": by, "lo": lo, "hi": hi} for by, lo, hi in branch_of(run, term, step)]
     if differ(fields["intervals"], due):
         raise Violated(f"{key} credits its steps as {fields['intervals']}, by the histories it is {due}")
-
-
-def _check_metrics(run: Evidence, found: list[Commit]) -> int:
-    """A record has the metrics of a validation that was logged; return of how many records that is known.
-
-    Rank 0 may die with what it had not logged yet, so only terms are looked at that have logged one before.
-    """
-    logged = dict[int, dict[int, Line]]()
-    for term, lines in (run.metrics or {}).items():
-        for line in lines:
-            values = part(line, "values") if "values" in line else {}
-            own = {name.removeprefix(_METRICS): value for name, value in values.items() if name.startswith(_METRICS)}
-            if own:
-                logged.setdefault(term, {}).setdefault(whole(line, "step"), {}).update(own)
-    num_known = 0
-    for commit in found:
-        fields = commit.fields or {}
-        term, step = whole(fields, "term"), whole(fields, "step")
-        _check_cut(run, commit.key, fields)
-        if not fields.get("metrics") or not any(at < step for at in logged.get(term, ())):
-            continue
-        num_known += 1
-        claimed = {name: value for name, value in part(fields, "metrics").items() if value is not None}
-        known = [values for by in logged.values() for at, values in by.items() if at <= step]
-        if not any(all(name in each and not differ(each[name], claimed[name]) for name in claimed) for each in known):
-            raise Violated(f"{commit.key} says metrics {claimed}, which no validation up to its step has logged")
-    return num_known
 
 
 def _check_cut(run: Evidence, key: str, fields: Line) -> None:

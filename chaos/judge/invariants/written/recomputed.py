@@ -1,0 +1,119 @@
+"""What a commit record says that follows from its step and from logged validations, worked out here for every record.
+
+The oldest record that is left has no parent to compare with, so each is judged by itself: its place in the data, the
+sums of finished epochs, and what early stopping goes by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from chaos.judge.evidence.applied import shape_of
+from chaos.judge.evidence.holes import holes_of
+from chaos.judge.evidence.run_files import Evidence, Line, items, number, once, part, whole
+from chaos.judge.findings import Violated
+from chaos.judge.invariants.exactly_once.agreement import differ
+from chaos.judge.invariants.exactly_once.samples import sums_of_epochs
+from chaos.judge.job_shape import MixedShape
+
+METRICS = "validation/"
+
+
+def check_place(run: Evidence, key: str, fields: Line) -> None:
+    """Cursor and account of a record are those of its step."""
+    shape, step = shape_of(run), whole(fields, "step")
+    is_mixed = isinstance(shape, MixedShape)
+    epoch, steps = (0, step) if is_mixed else divmod(step, shape.steps_per_epoch)
+    due: object = {"epoch": epoch, "offset": steps * shape.micro_batch}
+    if "cursor" in fields and differ(fields["cursor"], due):
+        raise Violated(f"{key} says cursor {fields['cursor']}, after step {step} it is {due}")
+    account = part(fields, "account") if "account" in fields else {}
+    if "epochs" not in account:
+        return
+    holes, said = holes_of(account), items(account, "epochs")
+    if len(said) != epoch:
+        raise Violated(f"{key}: account.epochs has {len(said)} epochs, after step {step} {epoch} are finished")
+    for times, sums in enumerate(said, 1):
+        missing = sum(hi - lo for hole in holes for past in range(times) for lo, hi in hole.missing(past))
+        sum_a, sum_b = sums_of_epochs(shape.rows, holes, times)
+        expected = {"count": times * shape.rows - missing, "sum_a": sum_a, "sum_b": sum_b}
+        if differ(sums, expected):
+            raise Violated(f"{key}: account.epochs says {sums} after {times} epochs, it should be {expected}")
+
+
+def check_improvement(run: Evidence, whose: str, fields: Line) -> bool:
+    """What early stopping goes by is what logged validations give; return whether that could be worked out."""
+    validation = part(run.config, "validation") if "validation" in run.config else {}
+    stopping, said = validation.get("early_stopping"), fields.get("improvement")
+    if not isinstance(stopping, dict):
+        if said is not None:
+            raise Violated(f"{whose} says improvement {said}, and the job has no early stopping")
+        return False
+    step, every = whole(fields, "step"), validation.get("every_steps")
+    own = said if isinstance(said, dict) else {"metric": stopping["metric"], "validated_at": 0}
+    at = whole(own, "validated_at")
+    past, may = _due(run, step - 1, every), _due(run, step, every)
+    if at not in {past[-1] if past else 0, may[-1] if may else 0}:
+        raise Violated(f"{whose} says that validations up to that of step {at} counted, {may[-1:]} was due last")
+    logged = logged_validations(run)
+    counted = [each for each in may if each <= at]
+    mode, _, name = str(stopping["metric"]).partition(" ")
+    if any(name not in logged.get(each, {}) for each in counted):
+        return False  # its rank 0 died before it could log, or it was no number
+    least = number(stopping, "min_delta") if "min_delta" in stopping else 0.0
+    best = _best([(each, float(str(logged[each][name]))) for each in counted], mode == "max", least)
+    due = {"metric": stopping["metric"], "validated_at": at, **best}
+    if differ({**due, **own}, due) or (said is None and counted):
+        raise Violated(f"{whose} says improvement {said}, by the logged validations it is {due}")
+    return True
+
+
+def _best(values: Iterable[tuple[int, float]], is_higher_better: bool, min_delta: float) -> Line:
+    best: float | None = None
+    best_step = num_since = 0
+    for step, value in values:
+        gain = math.inf if best is None else value - best if is_higher_better else best - value
+        if math.isfinite(value) and gain > 0.0 and gain >= min_delta:
+            best, best_step, num_since = value, step, 0
+        else:
+            num_since += 1
+    return {"best": best, "best_step": best_step, "num_since": num_since}
+
+
+def _due(run: Evidence, until: int, every: object) -> list[int]:
+    """Return the steps up to one at which a validation was due: every so many, and the last of all."""
+    total = shape_of(run).total_steps
+    due = {*range(every, until + 1, every)} if isinstance(every, int) else set[int]()
+    return sorted(due | ({total} if total <= until else set()))
+
+
+@once
+def logged_validations(run: Evidence) -> dict[int, Line]:
+    """Return what was logged of the validation of each step; the newest term's where several did."""
+    logged = dict[int, Line]()
+    for _, lines in sorted((run.metrics or {}).items()):
+        for line in lines:
+            values = part(line, "values") if "values" in line else {}
+            own = {name.removeprefix(METRICS): value for name, value in values.items() if name.startswith(METRICS)}
+            if own:
+                logged[whole(line, "step")] = {**logged.get(whole(line, "step"), {}), **own}
+    return logged
+
+
+def check_metrics(run: Evidence, key: str, fields: Line) -> bool:
+    """A record has the metrics of a validation up to its step; return whether that could be looked up.
+
+    Rank 0 may die with what it had not logged yet: one that was due, and that nobody logged, may have given them.
+    """
+    claimed = {name: value for name, value in part(fields, "metrics").items() if value is not None}
+    if not claimed:
+        return False
+    step, logged = whole(fields, "step"), logged_validations(run)
+    every = (part(run.config, "validation") if "validation" in run.config else {}).get("every_steps")
+    known = [values for at, values in logged.items() if at <= step]
+    if any(all(name in each and not differ(each[name], claimed[name]) for name in claimed) for each in known):
+        return True
+    if any(at not in logged for at in _due(run, step, every)):
+        return False
+    raise Violated(f"{key} says metrics {claimed}, which no validation up to its step has logged")

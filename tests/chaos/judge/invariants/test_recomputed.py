@@ -1,0 +1,81 @@
+"""What a record says of early stopping and of metrics, against the validations that were logged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chaos.judge.evidence.run_files import Evidence, Line, collect
+from chaos.judge.findings import Violated
+from chaos.judge.invariants.written.recomputed import check_improvement, check_metrics
+from tests.chaos.recorded import record
+
+LOSSES = {5: 0.5, 10: 0.25, 15: 0.375, 20: 0.25}
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
+    """Return a run that validated every five steps, and would have stopped early."""
+    run = collect(record(tmp_path_factory.mktemp("recomputed") / "run") / "faulted")
+    stopping = {"metric": "min loss", "patience": 3, "min_delta": 0.0}
+    lines = [{"t": 0.0, "step": step, "values": {"validation/loss": loss}} for step, loss in LOSSES.items()]
+    return replace(
+        run, config={**run.config, "validation": {"every_steps": 5, "early_stopping": stopping}}, metrics={1: lines}
+    )
+
+
+def improvement(best: float, best_step: int, validated_at: int, num_since: int) -> Line:
+    said = {"best": best, "best_step": best_step, "validated_at": validated_at, "num_since": num_since}
+    return {"metric": "min loss", **said}
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (7, improvement(0.5, 5, 5, 0)),
+        (10, improvement(0.5, 5, 5, 0)),  # made before the validation of its step
+        (10, improvement(0.25, 10, 10, 0)),
+        (22, improvement(0.25, 10, 20, 2)),  # an equal one is not better
+    ],
+)
+def test_the_best_validation_is_worked_out_from_what_was_logged(validated: Evidence, step: int, said: Line) -> None:
+    assert check_improvement(validated, "a record", {"step": step, "improvement": said})
+    for name, value in said.items():
+        wrong = {**said, name: f"{value}x" if isinstance(value, str) else value + 5}  # type: ignore[operator]
+        with pytest.raises(Violated, match="a record says"):
+            check_improvement(validated, "a record", {"step": step, "improvement": wrong})
+    with pytest.raises(Violated, match="last"):
+        check_improvement(validated, "a record", {"step": 22})
+
+
+def test_what_was_not_logged_is_not_worked_out(validated: Evidence) -> None:
+    """A rank 0 may die before it could log; without early stopping nothing may be said of it."""
+    said = improvement(0.125, 25, 25, 0)
+    assert not check_improvement(validated, "a record", {"step": 26, "improvement": said})
+    plain = replace(validated, config={**validated.config, "validation": {"every_steps": 5, "early_stopping": None}})
+    with pytest.raises(Violated, match="no early stopping"):
+        check_improvement(plain, "a record", {"step": 26, "improvement": said})
+
+
+def test_metrics_are_those_of_a_logged_validation(validated: Evidence) -> None:
+    assert check_metrics(validated, "a record", {"step": 12, "metrics": {"loss": 0.25}})
+    with pytest.raises(Violated, match="no validation up to its step"):
+        check_metrics(validated, "a record", {"step": 12, "metrics": {"loss": 0.375}})
+    assert not check_metrics(validated, "a record", {"step": 27, "metrics": {"loss": 0.125}}), "of step 25, not logged"
+
+
+def test_files_of_a_run_are_where_it_says(tmp_path: Path) -> None:
+    """A head is one of the run's commits, at its step; what names nothing of the run is no evidence."""
+    from chaos.judge.invariants.written.pointers import check_pointers
+
+    folder = record(tmp_path / "run") / "faulted"
+    run = collect(folder)
+    for step, is_right in ((30, True), (25, False)):
+        (folder / "head.json").write_text(f'{{"commit": "commits/00000003-000000000030.json", "step": {step}}}')
+        if is_right:
+            check_pointers(run)
+        else:
+            with pytest.raises(Violated, match=r"head.json names .* of step 25, which is of step 30"):
+                check_pointers(run)
