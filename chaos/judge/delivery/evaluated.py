@@ -1,8 +1,9 @@
 """Invariant of validation: the last commit, evaluated here on the validation set, gives the result's metrics.
 
 The text classifier and the decoder are computed from their definitions (`text_classifier`, `language_model`), in
-float64; of the witness the loss is the sum of its weights. Where this judge has no definition (other tasks, averaged
-weights) the metrics have to be those that were logged when the weights were validated, and that is said.
+float64; of the witness the loss is the sum of its weights. Averaged weights are those of the optimizer's state. Where
+this judge has no definition (other tasks, models of transformers) the metrics have to be those that were logged when
+the weights were validated, and that is said.
 """
 
 from __future__ import annotations
@@ -80,8 +81,6 @@ def validation(run: Evidence) -> str:
 def _not_evaluated(run: Evidence, task: Line) -> str:
     """Say why the last commit cannot be evaluated here; nothing if it can."""
     path, params = task.get("path"), part(task, "params") if "params" in task else {}
-    if _section(run, "validation").get("weights", "trained") != "trained":
-        return "validation is of averaged weights (validation.weights)"
     if path == _WITNESS or is_classifier(path) or is_language_model(path, params):
         return ""
     return f"the judge does not know what the task {path} computes"
@@ -126,7 +125,7 @@ def _evaluated(run: Evidence, place: str, task: Line, allowed: Tolerance) -> tup
         raise Unknown("there is no commit of the last step that could be evaluated")
     data = _section(run, "data")
     manifest, most = manifest_at(place), _section(run, "validation").get("max_samples")
-    weights = run.load(record.fields)
+    weights = _validated_weights(run, record.fields)
     limit = most if isinstance(most, int) else None
     if task.get("path") == _WITNESS:
         return _of_witness(weights, len(rows_at(place, manifest, [next(iter(part(manifest, "columns")))], limit)))
@@ -140,6 +139,20 @@ def _evaluated(run: Evidence, place: str, task: Line, allowed: Tolerance) -> tup
     rows = rows_at(place, manifest, classifier.columns, limit)
     class_weights = _class_weights(params, trained_on, weights)
     return _of_classes(classifier.logits(rows), classifier.labels(rows), class_weights, allowed.close)
+
+
+def _validated_weights(run: Evidence, record: Line) -> Tensors:
+    """Return the weights that are validated: those that are trained, or their averages where one is kept."""
+    assert run.load is not None, "looked at before"
+    weights = run.load(record)
+    if _section(run, "validation").get("weights", "trained") != "ema":
+        return weights
+    averages = run.averages(record) if run.averages is not None else {}
+    if not averages or averages.keys() - weights.keys():
+        raise Unknown(
+            "validation is of averaged weights, and the last commit holds none that fit: it was not evaluated"
+        )
+    return {**weights, **averages}
 
 
 def _of_witness(weights: Tensors, num_rows: int) -> tuple[dict[str, float], Doubts]:

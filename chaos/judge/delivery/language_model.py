@@ -1,6 +1,7 @@
 """The package's own decoder from its definition, in float64: what its weights say of the next tokens (no code of it).
 
-Llama's blocks: RMSNorm, rotary positions by halves, queries in groups, SwiGLU, no biases. Rows are computed one by one,
+Llama's blocks: RMSNorm, rotary positions by halves, queries in groups, SwiGLU, no biases; experts in place of an MLP
+are weighted by a softmax over all of them. Rows are computed one by one,
 so there is no padding; a token sees those of its document before it that are not masked.
 """
 
@@ -21,16 +22,16 @@ from chaos.judge.findings import Unknown
 Ints = npt.NDArray[np.int64]
 _PATHS = ("elastic_train.tasks.causal_lm:CausalLM", "chaos.tasks.paced_language:PacedLanguage")
 _COLUMNS = ("labels", "attention_mask", "document_ids")
-_SIZES: dict[str, Any] = {"heads": 4, "rope_base": 10_000.0, "norm_eps": 1e-5}
+_SIZES: dict[str, Any] = {"heads": 4, "rope_base": 10_000.0, "norm_eps": 1e-5, "experts_per_token": 2}
+_PRODUCTS = ("gate", "up", "down")
 
 if TYPE_CHECKING:
     Tensor = Any
 
 
 def is_language_model(path: object, params: Line) -> bool:
-    """Say whether a task is the package's decoder, or its paced variant, without experts."""
-    sizes = params.get("model") or {}
-    return path in _PATHS and not params.get("hf") and isinstance(sizes, dict) and not sizes.get("experts")
+    """Say whether a task is the package's decoder, with or without experts, or its paced variant."""
+    return path in _PATHS and not params.get("hf") and isinstance(params.get("model") or {}, dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +126,22 @@ class LanguageModel:
         attended = (scores.softmax(-1) @ value).transpose(0, 1).reshape(x.shape)
         x = x + attended @ self._weight(f"{name}.attention.o.weight").T
         normed = self._norm(x, f"{name}.norm_mlp")
-        gate, up, down = (self._weight(f"{name}.mlp.{kind}.weight").T for kind in ("gate", "up", "down"))
-        gated = normed @ gate
-        return x + (gated * gated.sigmoid() * (normed @ up)) @ down
+        if f"{name}.mlp.router.weight" in self.weights:
+            return x + self._experts(normed, f"{name}.mlp")
+        return x + _gated(normed, *(self._weight(f"{name}.mlp.{kind}.weight") for kind in _PRODUCTS))
+
+    def _experts(self, x: Tensor, name: str) -> Tensor:
+        """Return what each token's likeliest experts make of it, by their probabilities, and what all tokens have."""
+        per_token = int(self.sizes["experts_per_token"])  # type: ignore[call-overload]
+        likely, chosen = (x @ self._weight(f"{name}.router.weight").T).softmax(-1).topk(per_token)
+        likely = likely / likely.sum(-1, keepdim=True) if per_token > 1 else likely
+        stacks = [self._weight(f"{name}.experts.{kind}") for kind in _PRODUCTS]
+        found = x.new_zeros(x.shape)
+        for expert, weights in enumerate(zip(*stacks, strict=True)):
+            found = found + _gated(x, *weights) * (likely * (chosen == expert)).sum(-1, keepdim=True)
+        if f"{name}.shared.gate.weight" in self.weights:
+            found = found + _gated(x, *(self._weight(f"{name}.shared.{kind}.weight") for kind in _PRODUCTS))
+        return found
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self.sizes["norm_eps"]).sqrt()
@@ -137,6 +151,12 @@ class LanguageModel:
         if name not in self.weights:
             raise Unknown(f"the commit holds no {name}: it is not a decoder that can be evaluated here")
         return self.weights[name].double()
+
+
+def _gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Return an MLP (SwiGLU) of tokens."""
+    gated = x @ gate.T
+    return (gated * gated.sigmoid() * (x @ up.T)) @ down.T
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import yaml
 
 from chaos.judge.evidence.clocks import leaders, moved, offsets_of, on_one_clock
 from chaos.judge.evidence.identities import identified
-from chaos.judge.evidence.stored_weights import Tensors, digests_of_state, load_weights
+from chaos.judge.evidence.stored_weights import Tensors, digests_of_state, load_averages, load_weights
 
 Line = dict[str, object]
 _OF_RANK = re.compile(r"(\d{8,})-(\d{5,})-")
@@ -83,6 +83,8 @@ class Evidence:
     """The files that are there and cannot be read, each with the reason."""
     load: Callable[[Line], Tensors] | None = field(default=None, repr=False)
     """Returns the weights that the files of a commit record hold; raises Violated where they are not what it says."""
+    averages: Callable[[Line], Tensors] | None = field(default=None, repr=False)
+    """Returns the averages of weights that they hold."""
     state: Callable[[Line], dict[str, str]] | None = field(default=None, repr=False)
     """Returns a digest of each other value that a commit holds: of optimizer, schedule and averages."""
     # What is worked out of the files once; `replace` begins with none of it.
@@ -246,6 +248,7 @@ def collect(folder: Path) -> Evidence:
         sizes=tuple(sizes) if _sources_of(config) else (),
         terms=_terms(files, config),
         load=functools.partial(load_weights, folder),
+        averages=functools.partial(load_averages, folder),
         state=functools.partial(digests_of_state, folder),
     )
     read = files.normal("clocks cannot be compared", read, lambda: with_one_clock(read))

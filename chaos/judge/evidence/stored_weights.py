@@ -44,6 +44,16 @@ def load_weights(folder: Path, record: Mapping[str, object]) -> Tensors:
     return cast(Tensors, _load(attempt, record, lambda section: section == "model"))
 
 
+def load_averages(folder: Path, record: Mapping[str, object]) -> Tensors:
+    """Return the averages of the model's weights, by parameter, from the optimizer's state in a commit's files."""
+    found = _load(_attempt_of(folder, record), record, lambda section: section == "optimizer")
+    return {
+        name.removeprefix("state.").removesuffix(".ema"): cast("Tensor", value)
+        for name, value in found.items()
+        if name.startswith("state.") and name.endswith(".ema")
+    }
+
+
 def digests_of_state(folder: Path, record: Mapping[str, object]) -> dict[str, str]:
     """Return a digest of each value that a commit holds with its weights: of optimizer, schedule and averages.
 

@@ -74,12 +74,23 @@ def claim(healthy: Evidence, claimed: Line, config: Line, **given: object) -> Ev
 
 
 @pytest.mark.parametrize("columns", [(), *((name,) for name in OTHERS), OTHERS])
-@pytest.mark.parametrize(("is_tied", "kv_heads", "z_loss"), [(True, 4, 0.0), (False, 2, 0.01)])
+@pytest.mark.parametrize(
+    ("shape", "z_loss"),
+    [
+        ({"tied": True, "kv_heads": 4}, 0.0),
+        ({"tied": False, "kv_heads": 2}, 0.01),
+        ({"experts": 4, "expert_hidden": 24, "shared_hidden": 16}, 0.0),
+        ({"experts": 3, "experts_per_token": 1}, 0.0),
+    ],
+)
 def test_a_language_model_is_evaluated_as_the_trainer_does(
-    healthy: Evidence, tmp_path: Path, columns: tuple[str, ...], is_tied: bool, kv_heads: int, z_loss: float
+    healthy: Evidence, tmp_path: Path, columns: tuple[str, ...], shape: Mapping[str, object], z_loss: float
 ) -> None:
-    """Grouped queries, weights that are tied or not, masks, labels and packed documents; inventions are found."""
-    rows, sizes = rows_of(columns), {**SIZES, "tied": is_tied, "kv_heads": kv_heads}
+    """Grouped queries, weights that are tied or not, experts, masks, labels, packed documents; inventions are found.
+
+    The same weights as averages are evaluated in place of those that are trained.
+    """
+    rows, sizes = rows_of(columns), {**SIZES, **shape}
     weights, metrics = evaluated_by_the_trainer(sizes, rows, z_loss)
     pq.write_table(rows, tmp_path / "part.parquet")
     manifest = {"files": [{"path": "part.parquet"}], "columns": dict.fromkeys(rows.column_names, "list")}
@@ -95,6 +106,15 @@ def test_a_language_model_is_evaluated_as_the_trainer_does(
         invented = {**metrics, name: value * 1.01 + (name == "token_accuracy")}
         with pytest.raises(Violated, match=f"says {name} "):
             validation(claim(healthy, invented, config, **given))
+    config = {**config, "validation": {"weights": "ema"}}
+    trained: Mapping[str, Mapping[str, Tensor]] = {"weights": {name: one + 1 for name, one in weights.items()}}
+    for averages, said in ((weights, "evaluated on 24 rows"), ({}, "was not evaluated")):
+        run = claim(healthy, metrics, config, load=lambda _: trained["weights"], averages=lambda _, of=averages: of)
+        if averages:
+            assert said in validation(run)
+        else:
+            with pytest.raises(Unknown, match=said):
+                validation(run)
 
 
 def test_an_area_may_be_off_by_a_thousandth_and_not_by_a_hundredth() -> None:
