@@ -22,6 +22,13 @@ def store_in_memory_order(model: nn.Module, dims: CutDims) -> None:
             parameter.data = parameter.data.movedim(dims[name], 0).contiguous().movedim(0, dims[name])
 
 
+def store_in_row_major_order(model: nn.Module, dims: CutDims) -> None:
+    """Let parameters stand in memory as other libraries expect it, once nothing is computed with them any more."""
+    for name in (name for name, dim in dims.items() if dim):
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.contiguous()
+
+
 class Laid(NamedTuple):
     """What is laid out of a parameter: all of it, or a part."""
 

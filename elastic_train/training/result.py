@@ -20,6 +20,7 @@ from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.mixture.dealing import Mixture
 from elastic_train.errors import ResultError
+from elastic_train.job.model_layout import store_in_row_major_order
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.system.atomic_files import write_atomically
@@ -155,6 +156,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
         return None
     folder, unwritten = Path(session.plan.config.run.dir), list[str]()
     if result.status == "done" and isinstance(session.plan.task, Finishing):
+        store_in_row_major_order(session.state.model, session.state.layout.dims)  # safetensors refuses other strides
         with _noting(unwritten, "what the task leaves"):
             session.plan.task.finish(session.state.model, folder)
     found = {**asdict(result), "holes": [hole.to_dict() for hole in result.holes]}

@@ -10,11 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from elastic_train.checkpoint.commits.improvement import Improvement
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import ElasticTrainError, FencedError, Preempted, ResultError
+from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.job.state import Reached
 from elastic_train.system import atomic_files
 from elastic_train.system.atomic_files import write_atomically
@@ -169,6 +172,19 @@ def test_a_process_that_was_fenced_off_before_its_result_writes_none(tmp_path: P
     with pytest.raises(FencedError):
         _finish(session, Outcome.PREEMPTED)  # type: ignore[arg-type]
     assert session.acts == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_task_gets_weights_that_other_libraries_can_save(tmp_path: Path) -> None:
+    """Also of layers of which ranks can have columns: they stand in memory column by column while training."""
+    session = Ended(tmp_path)
+    model = session.state.model = nn.Linear(2, 3)
+    values = model.weight.detach().clone()
+    session.state.layout.dims = {"weight": 1}
+    store_in_memory_order(model, session.state.layout.dims)
+    assert not model.weight.is_contiguous()
+    session.finish = lambda: save_file(dict(model.state_dict()), tmp_path / "mine.safetensors")
+    assert write_result(session, result_of(session.plan, session.state, "done", "5e1f")) is None  # type: ignore[arg-type]
+    assert torch.equal(load_file(tmp_path / "mine.safetensors")["weight"], values)
 
 
 def test_a_task_that_cannot_write_does_not_cost_the_result(tmp_path: Path) -> None:
