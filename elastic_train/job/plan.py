@@ -110,7 +110,10 @@ class Plan:
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
         config = self.config
         compiled = CompiledBlocks(model) if config.compile else None  # before recomputation, which runs it twice
-        how = config.parallel, cell_plan_of(self.task, model, config.parallel), cut_dims_of(self.task, model)
+        how = config.parallel, cell_plan_of(self.task, model, config.parallel), (dims := cut_dims_of(self.task, model))
+        if any(dims.values()):
+            choice = choose(config.optimizer, self.device.type, is_fp16=is_fp16)
+            choice.rehearse(config.optimizer.name, self.device, by_columns=True)
         state = build_state(model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, *how)
         state.compiled = compiled
         state.keep_recipe(Recipe(config.optimizer, self.total_steps, config.compile))

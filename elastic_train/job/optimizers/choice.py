@@ -41,16 +41,19 @@ class OptimizerChoice:
         """Return the optimizer of a small matrix."""
         return self.make([{"params": [nn.Parameter(torch.zeros(2, 2))], "use_muon": self.adamw_names is not None}])
 
-    def rehearse(self, name: str, device: torch.device | str) -> None:
-        """Raise ConfigError for an optimizer that cannot train or be resumed, tried on a few small parameters."""
+    def rehearse(self, name: str, device: torch.device | str, *, by_columns: bool = False) -> None:
+        """Raise ConfigError for an optimizer that cannot train or be resumed, tried on a few small parameters.
+
+        With `by_columns` matrices stand in memory column by column, as those do of which ranks can have columns.
+        """
         shapes: list[list[tuple[int, ...]]] = [[(6, 4), (4,)], [(5,)]]
         settings: list[dict[str, Any]] = [{}, {"weight_decay": 0.0}]
         if self.adamw_names is not None:
             shapes, settings = [[(6, 4)], [(4,), (5, 2)]], [{"use_muon": True}, {"use_muon": False}]
         try:
-            rehearse(name, self.make, settings, shapes, device)
+            rehearse(name, self.make, settings, shapes, device, by_columns=by_columns)
         except (ValueError, TypeError, RuntimeError, AssertionError):  # it takes matrices alone, or one group
-            rehearse(name, self.make, [{}], [[(6, 4)]], device)
+            rehearse(name, self.make, [{}], [[(6, 4)]], device, by_columns=by_columns)
 
     def settings_of(self, model: nn.Module) -> SettingsOf:
         """Return what a parameter's group must say of it beside rate and decay."""

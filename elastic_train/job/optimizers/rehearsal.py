@@ -93,19 +93,33 @@ class Cast:
 
 
 def rehearse(
-    name: str, make: MakeOptimizer, settings: Sequence[Mapping[str, Any]], shapes: Shapes, device: torch.device | str
+    name: str,
+    make: MakeOptimizer,
+    settings: Sequence[Mapping[str, Any]],
+    shapes: Shapes,
+    device: torch.device | str,
+    *,
+    by_columns: bool = False,
 ) -> None:
-    """Raise ConfigError unless an optimizer can step, and takes the same next step after it was saved and loaded."""
+    """Raise ConfigError unless an optimizer can step, and takes the same next step after it was saved and loaded.
+
+    With `by_columns` matrices stand in memory column by column, as those do of which ranks can have columns.
+    """
     if torch.device(device).type == "meta":
         device = "cpu"  # nothing is computed where a state is only described
     generator = torch.Generator().manual_seed(0)
     sizes = [shape for group in shapes for shape in group]
-    values = [[torch.randn(shape, generator=generator).to(device) for shape in group] for group in shapes]
+
+    def drawn(shape: tuple[int, ...]) -> Tensor:
+        value = torch.randn(shape, generator=generator).to(device)
+        return value.movedim(-1, 0).contiguous().movedim(0, -1) if by_columns else value
+
+    values = [[drawn(shape) for shape in group] for group in shapes]
     with undisturbed():
         first = Cast(name, make, settings, values)
         is_torchs = type(first.optimizer).__module__.startswith("torch.optim.")
         num_steps, saved_at = (_NUM_STEPS_OF_TORCHS, _TORCHS_SAVED_AT) if is_torchs else (NUM_STEPS, SAVED_AT)
-        steps = [[torch.randn(shape, generator=generator).to(device) for shape in sizes] for _ in range(num_steps)]
+        steps = [[drawn(shape) for shape in sizes] for _ in range(num_steps)]
         _check_modes(first)
         saved, is_repeatable = dict[int, Saved](), True
         for number, gradients in enumerate(steps):
@@ -176,6 +190,11 @@ def _why(name: str, optimizer: Optimizer, error: Exception) -> str:
         need = "sparse gradients"
     elif "train mode" in said or ".train()" in said:
         need = "its train() called before"
+    elif "view size is not compatible" in said:
+        return (
+            f"optimizer.name: '{name}' calls `view` of what is not contiguous, and the task's model has matrices that "
+            f"stand in memory column by column (`tensor_plan`): call `reshape` there, or {_WAY_OUT}"
+        )
     else:
         return (
             f"optimizer.name: '{name}' fails in a rehearsal of its step ({type(error).__name__}: {said}): set its "

@@ -88,6 +88,30 @@ def test_shards_keep_what_an_optimizer_counts_in_its_groups() -> None:
     assert slots_of(choice.tried(), choice.make).moments == ()
 
 
+class Viewing(odd_optimizers.Odd):
+    """Takes every parameter for a contiguous one."""
+
+    def scale(self, group: dict[str, object], parameter: torch.Tensor) -> float:
+        return float(parameter.view(-1).shape[0])
+
+
+def test_an_optimizer_that_takes_row_layers_for_contiguous_is_refused_before_training() -> None:
+    choice = choose(config_of(Viewing))
+    choice.rehearse("odd", "cpu")
+    with pytest.raises(ConfigError, match=r"'odd' calls `view` .* stand in memory column by column .* call `reshape`"):
+        choice.rehearse("odd", "cpu", by_columns=True)
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_an_optimizer_goes_on_from_a_commit_of_matrices_that_by_columns(kind: type[Optimizer]) -> None:
+    choose(config_of(kind)).rehearse("odd", "cpu", by_columns=True)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
+def test_the_named_optimizers_take_matrices_that_by_columns(name: str) -> None:
+    choose(OptimizerConfig(name=name)).rehearse(name, "cpu", by_columns=True)
+
+
 def test_a_rehearsal_leaves_the_generators_where_they_were() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
