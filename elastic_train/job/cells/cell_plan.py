@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from torch import Tensor, nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.units.blocks import unit_names, unit_of
-from elastic_train.shards.grains import CutDims
+from elastic_train.shards.grains import MOST_DEGREE, CutDims
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 from elastic_train.tasks.task import (
     SequencePlan,
@@ -62,6 +62,11 @@ class CellPlan:
 def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:
     """Raise ConfigError if ranks are to hold parts of a model, and its task does not say which."""
     kind, wrong = type(task).__name__, list[str]()
+    if (degree := parallel.tensor * parallel.expert) > MOST_DEGREE:
+        wrong.append(
+            f"parallel.tensor x parallel.expert: {degree} is more than the {MOST_DEGREE} parts that a dimension can be "
+            "cut into: set either to less"
+        )
     if parallel.tensor > 1 and not isinstance(task, Splitting):
         wrong.append(
             f"parallel.tensor: {parallel.tensor} needs a task that says how its model is cut, and {kind} does "
@@ -109,7 +114,7 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     pieces: StagePlan = ()
     if parallel.tensor > 1:
         assert isinstance(task, Splitting), "it was checked"
-        tensor = _named(task.tensor_plan(model, parallel.tensor), model)
+        tensor = _tensor_plan_of(task, model, parallel.tensor)
         for name, use in tensor.items():
             if use in DIMENSIONS:
                 _check_linear(name, model.get_submodule(name), use, parallel.tensor)
@@ -140,11 +145,30 @@ def cut_dims_of(task: Task, model: nn.Module) -> CutDims:
 
     It follows from the model alone, so what is measured by grains is the same at every degree.
     """
-    try:
-        plan = _named(task.tensor_plan(model, 1), model) if isinstance(task, Splitting) else {}
-    except ConfigError:  # no degree can cut it
-        plan = {}
+    plan = _tensor_plan_of(task, model, 1, may_refuse=True) if isinstance(task, Splitting) else {}
     return dims_of(plan, model)
+
+
+def _tensor_plan_of(task: Splitting, model: nn.Module, degree: int, *, may_refuse: bool = False) -> TensorPlan:
+    """Return a task's plan with full names; ConfigError if its code fails, or if it refuses and may not.
+
+    A task that refuses a degree of 1 has a model that no degree can cut.
+    """
+    call = f"tensor_plan(model, {degree}) of {type(task).__name__}"
+    must = "it has to name the same modules for any degree, also for 1, or raise ConfigError"
+    try:
+        plan = task.tensor_plan(model, degree)
+    except ConfigError:
+        if may_refuse:
+            return {}
+        raise
+    except Exception as error:  # a user's own code may raise anything, and is named with it
+        raise ConfigError(f"{call} raises {type(error).__name__}: {error}; {must}") from error
+    if not isinstance(plan, Mapping):
+        raise ConfigError(f"{call} returns {plan!r}, which is no mapping; {must}")
+    if unknown := [f"'{name}': {use!r}" for name, use in plan.items() if use not in get_args(TensorUse)]:
+        raise ConfigError(f"{call} has {unknown[0]}; it knows {', '.join(get_args(TensorUse))}")
+    return _named(plan, model)
 
 
 def dims_of(plan: TensorPlan, model: nn.Module) -> CutDims:

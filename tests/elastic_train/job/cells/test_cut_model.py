@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ConfigError
-from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, cut_dims_of
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.parallel.cells.links import CellLinks
@@ -167,6 +167,36 @@ class Block(nn.Module):
 def test_a_plan_that_does_not_fit_its_model_is_refused(plan: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         cell_plan_of(Cutting(**plan), Block(), ParallelConfig(tensor=2))
+
+
+class Failing(Witness):
+    """A task whose plan is of some degrees alone, or none."""
+
+    def __init__(self, plan: object) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
+        return self._plan if self._plan is None else self._plan[degree]  # type: ignore[index, return-value]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (None, r"tensor_plan\(model, 1\) of Failing returns None.* also for 1"),
+        ({2: {"up": "column"}}, r"tensor_plan\(model, 1\) of Failing raises KeyError: 1.* also for 1"),
+        ({1: {"up": "colwise"}}, r"tensor_plan\(model, 1\) of Failing has 'up': 'colwise'; it knows column, row"),
+    ],
+)
+def test_a_plan_that_cannot_be_asked_for_one_rank_is_refused_in_words(plan: object, message: str) -> None:
+    """Also where nothing is cut: gradients are measured by the parts that all degrees have in common."""
+    with pytest.raises(ConfigError, match=message):
+        cut_dims_of(Failing(plan), Block())
+
+
+def test_more_parts_than_grains_end_at_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.tensor x parallel.expert: 128 is more than the 64 parts"):
+        check_fits_cells(Cutting(), ParallelConfig(tensor=2, expert=64))
 
 
 def test_a_task_without_a_plan_hears_what_else_there_is() -> None:
