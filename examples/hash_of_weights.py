@@ -21,7 +21,8 @@ def digest_of(tensor: torch.Tensor, dim: int | None) -> str:
     size, how = first.shape[0], "" if dim is None else f" cut along {dim}"
     edges = sorted({k * size // degree for degree in range(1, 65) if size % degree == 0 for k in range(degree + 1)})
     parts = [first[lo:hi].reshape(-1) for lo, hi in pairwise(edges) if tensor.numel()]
-    grains = [grain.view(torch.uint8).numpy().tobytes() for part in parts for grain in part.split(65536)]
+    copies = [grain.clone(memory_format=torch.contiguous_format) for part in parts for grain in part.split(65536)]
+    grains = [grain.view(torch.uint8).numpy().tobytes() for grain in copies]
     head = f"{tensor.dtype} {tuple(tensor.shape)}{how} in {len(grains)} grains of 65536\n".encode()
     return hashlib.sha256(head + b"".join(hashlib.sha256(grain).digest() for grain in grains)).hexdigest()
 

@@ -195,7 +195,8 @@ def _digest_at_once(tensor: Tensor) -> str:
 def _bytes_of(tensor: Tensor) -> memoryview:
     import torch
 
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    dense = tensor.contiguous()  # a single element is, whatever its strides
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def first_nonfinite(tensors: Tensors) -> str | None:

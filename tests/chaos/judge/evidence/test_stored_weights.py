@@ -41,7 +41,8 @@ def test_the_judge_and_the_trainer_hash_alike() -> None:
         model.register_buffer(f"b{number}", torch.full(shape, number + 1, dtype=dtype))
     for name in ("columns", "rows"):
         model.register_buffer(name, torch.arange(96.0 * 900).view(96, 900))
-    for dims in ({}, {"columns": 0, "rows": 1, "b3": 0}):
+    model.register_buffer("parts of one element", torch.arange(7.0).view(1, 7))
+    for dims in ({}, {"columns": 0, "rows": 1, "b3": 0, "parts of one element": 1}):
         found = digest_of(model.state_dict(), {"format": 4, "cut_dims": dims})
         assert found == weights_digest(model, dims)
 

@@ -197,7 +197,8 @@ def test_a_thirty_line_script_computes_the_hash_of_exported_weights(
     hash_of = importlib.import_module("hash_of_weights").hash_of
     weights = {"a": numbered((12, 700)), "b": numbered((300, 500)), "c": numbered((3, GRAIN)), "d": numbered(())}
     weights |= {"e": numbered((0, 3)), "f": numbered((130,), torch.bfloat16)}
-    dims = {"a": 0, "b": 1, "f": 0}
+    weights |= {"parts of one index": numbered((5, 7)), "parts of one element": numbered((1, 7), torch.bfloat16)}
+    dims = {"a": 0, "b": 1, "f": 0, "parts of one index": 1, "parts of one element": 1}
     record = writer(local_store).save({"model": weights}, dataclasses.replace(facts(1), cut_dims=dims))
     export(local_store, record, tmp_path / "weights.safetensors", "safetensors")
     assert hash_of(tmp_path / "weights.safetensors") == record.weights_sha256
