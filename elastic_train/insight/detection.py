@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,9 @@ ETCD_REQUESTS, ETCD_S, ETCD_SHARE = 4, 0.5, 0.5
 share gets none, in `LOOKS` batches in a row."""
 DATA_SHARE, SAVE_SHARE, SAVE_WINDOW = 0.2, 0.1, 50
 SPIKE_HISTORY, SPIKE_LEAST, SPIKE_DEVIATIONS, NORM_RATIO = 64, 16, 10.0, 10.0
+SPIKE_FLOOR, SPIKE_MEMORY, MOST_SPIKES = 0.01, 1000, 3
+"""What is above the usual by less than this share of a world's first values is no spike: a loss near zero is all noise.
+Nor is one after so many in that many steps that were at least half as far above it: they are a heavy tail."""
 _MAD_TO_SIGMA = 1.4826
 _COMPUTE = (RankFacts._fields.index("forward_s"), RankFacts._fields.index("backward_s"))
 _DATA, _SAVE = RankFacts._fields.index("data_s"), RankFacts._fields.index("save_s")
@@ -63,6 +66,49 @@ class _Standing:
     is_said: bool = False
 
 
+class _Spikes:
+    """The values of one number, step by step: which of them are far above those before them."""
+
+    def __init__(self, is_far: Callable[[float, float, deque[float]], bool]) -> None:
+        self._is_far = is_far
+        """Of a value, the median before it, and the values before it."""
+        self._values: deque[float] = deque(maxlen=SPIKE_HISTORY)
+        self._floor: float | None = None
+        self._far: deque[tuple[int, float]] = deque(maxlen=SPIKE_HISTORY)
+
+    def usual_before(self, step: int, value: float) -> float | None:
+        """Take a step's value; return the median of those before it if it is a spike, None if it is not."""
+        before = self._values
+        usual = statistics.median(before) if len(before) >= SPIKE_LEAST else None
+        if usual is not None and self._floor is None:
+            self._floor = SPIKE_FLOOR * statistics.median(map(abs, before))
+        is_spike = (
+            usual is not None
+            and self._floor is not None
+            and value - usual > self._floor
+            and self._is_far(value, usual, before)
+            and not self._is_frequent(step, value - usual)
+        )
+        before.append(value)
+        return usual if is_spike else None
+
+    def _is_frequent(self, step: int, excess: float) -> bool:
+        """Note that a value was far above the usual; say whether so many were of late that this is the usual, too."""
+        num = sum(at > step - SPIKE_MEMORY and 2 * before >= excess for at, before in self._far)
+        self._far.append((step, excess))
+        return num >= MOST_SPIKES
+
+
+def _is_far_loss(value: float, usual: float, before: deque[float]) -> bool:
+    if value <= usual + 0.5 * abs(usual):  # what is not has no need of the deviation
+        return False
+    return value > usual + SPIKE_DEVIATIONS * _MAD_TO_SIGMA * statistics.median(abs(each - usual) for each in before)
+
+
+def _is_far_norm(value: float, usual: float, before: deque[float]) -> bool:
+    return value > NORM_RATIO * usual > 0
+
+
 class Detector:
     """The steps of one world, one after another; `num_lanes` says how many each rank has, all along.
 
@@ -79,8 +125,7 @@ class Detector:
         self._etcd: tuple[int, Answers] | None = None
         """When the present batch of requests began."""
         self._etcd_standing: tuple[Kind, _Standing] | None = None
-        self._losses: deque[float] = deque(maxlen=SPIKE_HISTORY)
-        self._norms: deque[float] = deque(maxlen=SPIKE_HISTORY)
+        self._losses, self._norms = _Spikes(_is_far_loss), _Spikes(_is_far_norm)
         self._saves: deque[tuple[float, float]] = deque(maxlen=SAVE_WINDOW)
         self._num_failed = 0
         self._num_steps = 0
@@ -196,19 +241,10 @@ class Detector:
             yield Event("nonfinite", step, step, None, wrong[0], 0.0, "")
         if wrong or loss is None:
             return
-        if len(self._losses) >= SPIKE_LEAST:
-            usual = statistics.median(self._losses)
-            if loss > usual + 0.5 * abs(usual):  # what is not has no need of the deviation
-                deviation = _MAD_TO_SIGMA * statistics.median(abs(value - usual) for value in self._losses)
-                if loss > usual + SPIKE_DEVIATIONS * deviation:
-                    yield Event("loss_spike", step, step, None, loss, usual, "")
-        if norm is not None and len(self._norms) >= SPIKE_LEAST:
-            usual = statistics.median(self._norms)
-            if norm > NORM_RATIO * usual > 0:
-                yield Event("gradient_spike", step, step, None, norm, usual, "")
-        self._losses.append(loss)
-        if norm is not None:
-            self._norms.append(norm)
+        if (usual := self._losses.usual_before(step, loss)) is not None:
+            yield Event("loss_spike", step, step, None, loss, usual, "")
+        if norm is not None and (usual := self._norms.usual_before(step, norm)) is not None:
+            yield Event("gradient_spike", step, step, None, norm, usual, "")
 
     def _failed(self, step: int, num_failed: int) -> Iterator[Event]:
         before, self._num_failed = self._num_failed, num_failed

@@ -186,6 +186,23 @@ def test_losses_and_norms_are_judged_by_the_steps_before() -> None:
     assert said == expected
 
 
+@pytest.mark.parametrize("begin", [4.0, 1e-6])
+def test_a_run_that_has_converged_to_nothing_has_no_endless_spikes(begin: float) -> None:
+    """Its losses and norms near zero vary by powers of ten; what is large beside its first losses is still a spike.
+
+    A world that begins when it has converged says a few, and no more of that size; a larger one is said.
+    """
+    draws = np.random.default_rng(7).standard_cauchy((6000, 2))
+    detector, said = Detector([1]), list[tuple[str, int]]()
+    for step in range(1, 6001):
+        level = 1e-6 + begin * 0.98**step
+        loss, norm = (level * (1 + min(100.0, abs(float(draw)) ** 1.5)) for draw in draws[step - 1])
+        loss, norm = (1.0, 10.0) if step == 5000 else (loss, norm)
+        said += [(event.kind, event.step) for event in detector.step(step, [QUIET], loss, norm)]
+    assert {("loss_spike", 5000), ("gradient_spike", 5000)} <= set(said)
+    assert len(said) - 2 <= (6 if begin == 4.0 else 2 * 6 * 6)
+
+
 def test_a_search_for_the_scale_of_fp16_is_no_event_and_no_history() -> None:
     """Its loss is one as any other; a norm that is no number comes neither before nor among those that are."""
     detector, events = Detector([1]), list[Event]()
