@@ -1,7 +1,8 @@
 """What a run's time went into, and what each change of its world cost. Pure: from a story to seconds.
 
 The kinds of time tile what has passed between the start of the first process and the last line: each second is in one
-of them. What counts is steps that the run still stands on, without what they waited for saves.
+of them, but for those in which the job was done, until somebody started it again. What counts is steps that the run
+still stands on, without what they waited for saves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MEANINGS = {
     "validation": "validating",
     "starting": "from a process's start to its first step, libraries and state included",
     "recovering": "from the last step of a world to the next one's first, without computing it",
-    "stopped": "nobody ran the job",
+    "stopped": "nobody ran the job, which was not done",
     "ending": "after the last step: last commit, last validation, result",
 }
 PLANNED = ("joined",)
@@ -59,7 +60,8 @@ def time_spent(story: Story) -> dict[str, float]:
     for place, world in enumerate(story.worlds):
         is_fresh = place == 0 or world.cause == "start"
         if is_fresh and place:
-            spent["stopped"] += max(0.0, world.started_at - clock)
+            if not _is_done(story.worlds[:place]):
+                spent["stopped"] += max(0.0, world.started_at - clock)
             clock = max(clock, world.started_at)
         getting_there = "starting" if is_fresh else "recovering"
         spent[getting_there] += max(0.0, world.restored_at - clock)

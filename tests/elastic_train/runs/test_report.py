@@ -117,6 +117,8 @@ def test_a_job_that_was_done_and_is_started_again_had_no_fault(tmp_path: Path) -
     found = changes(read_story(run.folder))
     assert [(change.is_fault, change.steps_lost) for change in found] == [(False, 0), (False, 0), (True, 1)]
     assert look(run.folder).step == 3
+    spent = time_spent(read_story(run.folder))
+    assert spent["stopped"] == 8.0, "until the job was started again as it was not done; not the seconds after it was"
     run.world(5, lo=3, cause="start", started=28.0, restored=29.0, steps={}, extra=[(30.0, done)])
     assert look(run.folder).step == 3, "where it begins, as long as it has no step"
 
