@@ -41,10 +41,12 @@ class WaitingLog:
         self._log, self._every_s = log, every_s
         self._deadline = time.monotonic() + timeout_s
         self._due_at = time.monotonic() + FIRST_WORD_S
+        self._is_urgent = False
 
-    def waits(self, what: Callable[[float], str]) -> None:
-        """Say it if it is time to; `what` is given the seconds that are left."""
+    def waits(self, what: Callable[[float], str], *, at_once: bool = False) -> None:
+        """Say it if it is time to, the first time `at_once` if asked to; `what` is given the seconds that are left."""
         now = time.monotonic()
-        if now >= self._due_at:
+        if now >= self._due_at or (at_once and not self._is_urgent):
+            self._is_urgent = at_once
             self._due_at = now + self._every_s
             self._log.warning("%s", what(max(0.0, self._deadline - now)))

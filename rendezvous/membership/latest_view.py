@@ -58,6 +58,8 @@ class LatestView(LatestSnapshot):
         self._same_since = time.monotonic()
         self.newest_term = self._view.term
         """The highest term of any world that was seen, in any life of etcd."""
+        self.finished: dict[str, str] = {}
+        """The hosts of the members of the present world that were seen to have finished, and may have left since."""
 
     @property
     def view(self) -> View:
@@ -75,6 +77,8 @@ class LatestView(LatestSnapshot):
             if snapshot.is_newer(self._snapshot):
                 if view.ready != self._view.ready:
                     self._same_since = time.monotonic()
+                before = self.finished if view.term == self._view.term else {}
+                self.finished = before | {one.id: one.host for one in view.members if view.is_finishing(one)}
                 self._view = view
                 self.newest_term = max(self.newest_term, view.term)
                 super().show(snapshot)

@@ -37,7 +37,7 @@ from rendezvous.membership.records import (
     World,
     read_view,
 )
-from rendezvous.membership.rules import admission, changes, decisions, standing
+from rendezvous.membership.rules import admission, changes, decisions, standing, words
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.rules.changes import Change
 from rendezvous.membership.rules.decisions import Decision, Enter, Expelled, Finished, Refused, Seal, Wait
@@ -169,15 +169,20 @@ class Participant:
             if isinstance(decision, Wait) and decision.why == "room":
                 deadline = time.monotonic() + timeout_s
                 if self._speaks_for_its_node():
-                    standing_by.waits(self._standing_by)
+                    standing_by.waits(lambda _: words.standing_by(self.view, self.policy, self.keys))
             left_s = deadline - time.monotonic()
             if is_stopped():
                 raise StoppedWaiting("asked to leave while waiting for a world")
             if left_s <= 0:
-                raise TooFewNodesError(self._too_few(timeout_s))
+                raise TooFewNodesError(
+                    words.too_few(self.view, self.policy, self.keys, timeout_s, self._latest.finished)
+                )
             if isinstance(decision, Wait) and decision.why == "nodes" and self._speaks_for_its_node():
-                waiting.waits(self._waiting)
+                waiting.waits(self._waiting, at_once=bool(self._latest.finished))
             self._act(decision, snapshot, host, left_s)
+
+    def _waiting(self, left_s: float) -> str:
+        return words.waiting(self.view, self.policy, self.keys, left_s, self._latest.finished)
 
     def _check_limits(self, is_stopped: Callable[[], bool]) -> None:
         """Refuse to register beside members of other limits or mode, unless they are dead, with leases about to end."""
@@ -432,33 +437,3 @@ class Participant:
         """Whether this is the first of the members of its node, one of which is enough to say what all wait for."""
         mates = [member.id for member in self.view.members if member.node_id == (self.place.node or self.id)]
         return self.id == min(mates, default=self.id)
-
-    def _waiting(self, left_s: float) -> str:
-        ready = admission.count_nodes(self.view.ready)
-        missing = "the others"
-        if ready >= self.policy.min_nodes and len(admission.of_whole_nodes(self.view.ready)) < len(self.view.ready):
-            missing = "the other workers of a node, which have not begun, or were asked to leave"
-        return (
-            f"{ready} of at least {self.policy.min_nodes} nodes are there, under {self.keys.prefix}: waiting for "
-            f"{missing}, giving up in {left_s:.0f} s"
-        )
-
-    def _standing_by(self, _: float) -> str:
-        num_nodes = admission.count_nodes(self.view.mates)
-        return (
-            f"this node stands by until one is lost: the job under {self.keys.prefix} has no room for it beside its "
-            f"{num_nodes} of at most {self.policy.max_nodes} nodes"
-        )
-
-    def _too_few(self, waited_s: float) -> str:
-        view = self.view
-        ready, alive = admission.count_nodes(view.ready), admission.count_nodes(view.members)
-        return (
-            f"{ready} of at least {self.policy.min_nodes} nodes were ready within {waited_s:.0f} s "
-            f"({alive} alive, run id in {self.keys.prefix}, last term {view.term}). {self._cells_too_few()}"
-            "Start the missing nodes with the same --rdzv_id, or lower the minimum of --nnodes."
-        )
-
-    def _cells_too_few(self) -> str:
-        cell = self.policy.cell
-        return f"A world is made of whole cells, of {cell}. " if cell.size > 1 else ""

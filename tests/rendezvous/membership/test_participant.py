@@ -326,6 +326,25 @@ def test_a_member_says_whom_it_waits_for(store: MemoryStore, num_workers: int, m
     member.leave()
 
 
+def test_who_waits_in_vain_says_at_once_who_has_finished(
+    store: MemoryStore, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its mate's workers ended with 0, and it leaves once this one's have failed; the rest waited 900 s for it."""
+    nodes = [make_node(store, least=2), make_node(store, least=2)]
+    assert all(pool.map(enter, nodes))
+    first, second = nodes
+    waiting = pool.submit(first.finish, PATIENCE_S)
+    eventually(lambda: any(member.done for member in second.view.members), "the first is done")
+    second.join(PATIENCE_S)
+    waiting.result(PATIENCE_S)
+    first.leave()
+    eventually(lambda: second.view.member(first.id) is None, "it has left")
+    with pytest.raises(TooFewNodesError, match=f"do not come back .*: host .member {first.id}"):
+        second.next_world(lambda seal: ("127.0.0.1", 1), 0.2)
+    assert f"host (member {first.id})" in caplog.text and caplog.text.count("1 of at least 2 nodes are there") == 1
+    second.leave()
+
+
 def test_a_node_that_there_is_no_room_for_says_once_that_it_stands_by(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,55 @@
+"""What a member says of its waiting: for whom, for how long, and what somebody can do about it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rendezvous.membership.records import Keys, View
+from rendezvous.membership.rules import admission
+from rendezvous.membership.rules.admission import Policy
+
+
+def waiting(view: View, policy: Policy, keys: Keys, left_s: float, finished: Mapping[str, str]) -> str:
+    """Say whom a member waits for; `finished` are the members, and their hosts, whose workers ended with 0."""
+    ready = admission.count_nodes(view.ready)
+    missing = "the others"
+    if ready >= policy.min_nodes and len(admission.of_whole_nodes(view.ready)) < len(view.ready):
+        missing = "the other workers of a node, which have not begun, or were asked to leave"
+    return (
+        f"{ready} of at least {policy.min_nodes} nodes are there, under {keys.prefix}: waiting for "
+        f"{missing}, giving up in {left_s:.0f} s{_finished(view, finished)}"
+    )
+
+
+def standing_by(view: View, policy: Policy, keys: Keys) -> str:
+    """Say that there is no room for a node."""
+    num_nodes = admission.count_nodes(view.mates)
+    return (
+        f"this node stands by until one is lost: the job under {keys.prefix} has no room for it beside its "
+        f"{num_nodes} of at most {policy.max_nodes} nodes"
+    )
+
+
+def too_few(view: View, policy: Policy, keys: Keys, waited_s: float, finished: Mapping[str, str]) -> str:
+    """Say that too few nodes came."""
+    ready, alive = admission.count_nodes(view.ready), admission.count_nodes(view.members)
+    size = policy.cell.size
+    cells = f" A world is made of whole cells, of {size}." if size > 1 else ""
+    return (
+        f"{ready} of at least {policy.min_nodes} nodes were ready within {waited_s:.0f} s "
+        f"({alive} alive, run id in {keys.prefix}, last term {view.term}){_finished(view, finished)}.{cells} "
+        "Start the missing nodes with the same --rdzv_id, or lower the minimum of --nnodes."
+    )
+
+
+def _finished(view: View, finished: Mapping[str, str]) -> str:
+    """Name the nodes that do not come back, because their workers have ended with 0."""
+    world = view.world
+    gone = {**dict.fromkeys(world.left if world is not None else (), "a node whose host is not known"), **finished}
+    if not gone:
+        return ""
+    nodes = ", ".join(f"{host} (member {member})" for member, host in sorted(gone.items()))
+    return (
+        f"; of the world of term {view.term} have finished, with workers that ended with 0, and do not come back "
+        f"unless somebody starts them: {nodes}"
+    )
