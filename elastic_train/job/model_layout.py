@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elastic_train.errors import ConfigError
 from elastic_train.shards.grains import Cut, CutDims, Layout, Listed, cut_along, lay_out
+
+
+def check_memory_is_apart(model: nn.Module) -> None:
+    """Raise ConfigError if a trained parameter shares memory with another parameter or buffer.
+
+    One parameter may have several names. Two that share memory are updated twice where they do, and are two as soon as
+    either is stored elsewhere.
+    """
+    named = {id(one): (name, one) for name, one in (*model.named_buffers(), *model.named_parameters())}
+    placed = sorted((one.data_ptr(), name, one) for name, one in named.values() if _fills_its_memory(one))
+    for (start, name, one), (following, other_name, other) in pairwise(placed):
+        if start + one.nbytes > following and (one.requires_grad or other.requires_grad):
+            raise ConfigError(
+                f"the task's model has '{name}' and '{other_name}' in the same memory, as two tensors: tie them by "
+                "assigning the parameter itself (one.weight = other.weight) and not its data, or clone one of them"
+            )
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Say whether a tensor has memory, all of which from its first element to its last is its elements'."""
+    if type(tensor.data) is not Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 0 < tensor.nbytes <= tensor.untyped_storage().nbytes() and last + 1 == tensor.numel()
 
 
 def store_in_memory_order(model: nn.Module, dims: CutDims) -> None:

@@ -27,6 +27,7 @@ from elastic_train.data.dataset.run_order import count_steps, fingerprint_of, or
 from elastic_train.data.dataset.training_sources import Source, join, load_sources
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, cut_dims_of
+from elastic_train.job.model_layout import check_memory_is_apart
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.recipe_changes import Recipe
 from elastic_train.job.optimizers.schedule import check_schedule
@@ -96,8 +97,9 @@ class Plan:
         """
         self._seed_weights()
         sketch = self._sketch() if may_defer else None
-        model = self.task.build_model().to(self.device) if sketch is None else sketch
+        model = self.task.build_model() if sketch is None else sketch
         check_model(model)
+        model = model.to(self.device) if sketch is None else model
         make_gradients_dense(model)
         if kept := begin_training(model):
             log.warning(
@@ -203,13 +205,17 @@ class Plan:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model whose forward pass talks to other ranks: what it computes would depend on the world."""
+    """Refuse a model whose forward pass talks to other ranks, or whose parameters share memory.
+
+    What it computes would depend on the world, or on how the state is held.
+    """
     found = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if found:
         raise ConfigError(
             f"the task's model has SyncBatchNorm ({', '.join(found)}), whose statistics depend on the number of ranks: "
             "use BatchNorm, whose running statistics become the mean over a step's lanes"
         )
+    check_memory_is_apart(model)
 
 
 def make_gradients_dense(model: nn.Module) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from elastic_train.checkpoint.format.weights_digest import join_digests, weights_digest
-from elastic_train.job.model_layout import describe_layout, layout_of
+from elastic_train.errors import ConfigError
+from elastic_train.job.model_layout import check_memory_is_apart, describe_layout, layout_of
 from elastic_train.shards.digest import digests_of, tensor_digests
 from elastic_train.shards.grains import GRAIN
 
@@ -25,6 +27,29 @@ class Tied(nn.Module):
 
 def described(model: nn.Module) -> list[str]:
     return list(describe_layout(layout_of(model, torch.optim.SGD(model.parameters(), lr=0.1), {})))
+
+
+@pytest.mark.parametrize("start", [0, GRAIN])
+def test_parameters_that_share_memory_without_being_one_are_refused(start: int) -> None:
+    """As a whole or in part: they are two as soon as either is stored elsewhere, as in shards."""
+    model = Tied()
+    check_memory_is_apart(model)
+    memory = torch.zeros(3 * GRAIN + start)
+    model.embed.weight = nn.Parameter(memory[: 3 * GRAIN].view(3, GRAIN))
+    check_memory_is_apart(model)
+    model.head.weight = nn.Parameter(memory[start:].view(3, GRAIN))
+    with pytest.raises(ConfigError, match=r"'embed.weight' and 'head.weight' in the same memory.*itself \(one.weight"):
+        check_memory_is_apart(model)
+    model.requires_grad_(False)
+    check_memory_is_apart(model)
+
+
+def test_parameters_that_are_parts_of_one_tensor_are_apart() -> None:
+    model, memory = nn.Linear(3, 2), torch.zeros(2, 4)
+    model.weight, model.bias = nn.Parameter(memory[:, 1:]), nn.Parameter(memory[:, 0])
+    check_memory_is_apart(model)
+    model.weight, model.bias = nn.Parameter(memory.view(-1)[:6].view(2, 3)), nn.Parameter(memory.view(-1)[6:])
+    check_memory_is_apart(model)
 
 
 def test_a_line_says_what_each_parameter_is() -> None:
