@@ -68,11 +68,6 @@ RULES = (
     Rule(("expert",), ("context",), "a router weighs whole rows"),
     Rule(("sequence",), ("context",), "both split a row's tokens"),
     Rule(
-        ("audit_lanes",),
-        ("shards: parameters", "offload: all"),
-        "all ranks would have to gather the weights for a lane that two compute",
-    ),
-    Rule(
         ("reduction: fast",),
         (*_SHARDS, *_OFFLOAD, *_WIRE, "audit_lanes"),
         "copies need the same bits, which it does not give",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -95,6 +95,12 @@ class StateShards(Protocol):
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
         """Yield what this rank runs forward passes with outside of a step; peers may take part in it."""
+
+    def computing(self, replicas: Collection[int]) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which some replicas compute a lane, forward and backward, outside of a step's sum.
+
+        All ranks of a world enter it, as what these need may be with others.
+        """
 
     def averaged(self, group: Group) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model has the averages of its weights; all ranks enter and leave it.
@@ -204,6 +210,9 @@ class ReplicatedState:
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
         return items
+
+    def computing(self, replicas: Collection[int]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def averaged(self, group: Group) -> Iterator[None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,9 +130,7 @@ class Auditor:
         sums = [self._seen.get(audit.lane) for audit in self._audits]
         seen = [_NOTHING if one is None else _joined(one) for one in sums]
         crews, size = mesh.cell.expert, mesh.cell.size
-        again = [
-            self._compute(one, holes) if one.auditor // crews == mesh.replica else _NOTHING for one in self._audits
-        ]
+        again = [self._compute(one, holes, [one.auditor // crews]) for one in self._audits]
         rows = self._group.all_gather(torch.tensor([*seen, *again])).tolist()
         found = list[WrongGradient]()
         for number, audit in enumerate(self._audits):
@@ -151,15 +149,24 @@ class Auditor:
         `rounds` have, by rank, what was computed before.
         """
         lane, size = audit.lane, self._mesh.cell.size
-        again = self._group.all_gather(torch.tensor(self._compute(audit, holes))).flatten().tolist()
+        all_replicas = range(self._mesh.num_replicas)
+        again = self._group.all_gather(torch.tensor(self._compute(audit, holes, all_replicas))).flatten().tolist()
         had = [(rank, value) for one in [*rounds, dict(enumerate(again))] for rank, value in one.items()]
         had = [one for one in had if one[1] != _NOTHING]
         wrong = [rank for place in range(size) for rank in others([one for one in had if one[0] % size == place])]
         samples = self._plan.order.samples(self._state.cursor, lane, self._plan.micro_batch).ids.tolist()
         return WrongGradient(lane, tuple(samples), tuple(sorted(set(wrong))), len(wrong), len(had))
 
-    def _compute(self, audit: Audit, holes: Sequence[Hole]) -> int:
-        """Return the checksum of what this rank has of a lane's gradient, computed here; all ranks of a cell call it.
+    def _compute(self, audit: Audit, holes: Sequence[Hole], replicas: Collection[int]) -> int:
+        """Return the checksum of what this rank has of a lane's gradient, if its replica is one of those that compute.
+
+        All ranks of the world call it.
+        """
+        with self._state.shards.computing(replicas):
+            return self._compute_here(audit, holes) if self._mesh.replica in replicas else _NOTHING
+
+    def _compute_here(self, audit: Audit, holes: Sequence[Hole]) -> int:
+        """Return the checksum of what this rank has of a lane's gradient; all ranks of a cell call it.
 
         Of a cell's crews that of the owner's place computes it, and the others take part with their experts. No state
         changes.

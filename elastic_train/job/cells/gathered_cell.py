@@ -8,7 +8,7 @@ for a while.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -54,6 +54,9 @@ class GatheredCellState(SeatedCellState):
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
         return self.share.turns(self.column, items)
+
+    def computing(self, replicas: Collection[int]) -> contextlib.AbstractContextManager[None]:
+        return self.share.computing(replicas)
 
     def check_copies(self, group: Group, step: int) -> None:
         """Raise WeightsDifferError, on every rank, if two holders of a grain have different weights."""

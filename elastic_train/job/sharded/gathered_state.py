@@ -7,7 +7,7 @@ blocks run. From then on each run that it holds has memory of its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
@@ -116,6 +116,14 @@ class GatheredState(DealtState):
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
         assert self._units is not None, "there is a world"
         return self._units.turns(items, group)
+
+    @contextlib.contextmanager
+    def computing(self, replicas: Collection[int]) -> Iterator[None]:
+        assert self._units is not None, "there is a world"
+        self._units.end_pass()
+        with self._units.turn(replicas, has_backward=True):
+            yield
+        self._units.end_pass()
 
     def weights(self) -> Mapping[str, Tensor]:
         shared = set[str]() if self._is_whole else {name for place in self.layout.tensors for name in place.names}

@@ -12,7 +12,7 @@ layout's alignment.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -338,6 +338,9 @@ class HeldState:
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
         return items
+
+    def computing(self, replicas: Collection[int]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def assign(self, writers: Sequence[int]) -> Sequence[int]:
         """Let ranks write commits; all do where these hold less than everything: then those that cannot say so."""

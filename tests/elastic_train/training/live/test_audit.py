@@ -74,16 +74,24 @@ def test_a_rank_that_computes_wrongly_is_named(
     assert weights(assert_named(tmp_path, etcd, config, num_ranks=3, num_right=4, lane_ms=100.0)) == undisturbed(STEPS)
 
 
-def test_a_rank_is_named_whose_gradients_are_rounded_and_in_shards(
-    tmp_path: Path, rows: Path, etcd: EtcdServer
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"shards": "gradients", "wire": "bf16"},
+        {"shards": "parameters", "offload": "all"},
+        pytest.param({"shards": "parameters"}, marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_is_named_whose_gradients_are_rounded_or_in_shards(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, parallel: dict[str, object]
 ) -> None:
-    """A lane's gradient is looked at before it is cut and sent."""
-    paths = [write_config(folder, rows, STEPS) for folder in (tmp_path / "audited", tmp_path / "alone")]
+    """A lane's gradient is looked at before it is cut and sent; weights are gathered for who computes it again."""
+    paths = [write_config(folder, rows, STEPS) for folder in (tmp_path, tmp_path / "alone")]
     for path in map(Path, paths):
         tree = yaml.safe_load(path.read_text())
-        tree["parallel"] = {"shards": "gradients", "wire": "bf16"}
+        tree["parallel"] = parallel
         path.write_text(yaml.safe_dump(tree))
-    run = assert_named(tmp_path / "audited", etcd, paths[0], num_ranks=3, num_right=4, lane_ms=100.0)
+    run = assert_named(tmp_path, etcd, paths[0], num_ranks=3, num_right=4, lane_ms=100.0)
     succeed(start([paths[1]]))
     assert weights(run) == result(tmp_path / "alone")["weights_sha256"]
 
