@@ -50,6 +50,6 @@ def _finished(view: View, finished: Mapping[str, str]) -> str:
         return ""
     nodes = ", ".join(f"{host} (member {member})" for member, host in sorted(gone.items()))
     return (
-        f"; of the world of term {view.term} have finished, with workers that ended with 0, and do not come back "
-        f"unless somebody starts them: {nodes}"
+        f"; nodes of term {view.term} whose workers ended with 0 have finished, and come back only if somebody starts "
+        f"them: {nodes}"
     )

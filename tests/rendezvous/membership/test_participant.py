@@ -339,7 +339,7 @@ def test_who_waits_in_vain_says_at_once_who_has_finished(
     waiting.result(PATIENCE_S)
     first.leave()
     eventually(lambda: second.view.member(first.id) is None, "it has left")
-    with pytest.raises(TooFewNodesError, match=f"do not come back .*: host .member {first.id}"):
+    with pytest.raises(TooFewNodesError, match=f"come back only if .*: host .member {first.id}"):
         second.next_world(lambda seal: ("127.0.0.1", 1), 0.2)
     assert f"host (member {first.id})" in caplog.text and caplog.text.count("1 of at least 2 nodes are there") == 1
     second.leave()
