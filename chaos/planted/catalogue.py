@@ -155,6 +155,7 @@ PLANTED = (
     Planted("other-account", "a record with an epoch too many", damage_places.other_account, "records"),
     Planted("other-best", "a best validation that there was not", damage_places.other_improvement, "records"),
     Planted("older-metrics", "an old record's metrics made up", damage_places.older_metrics, "records"),
+    Planted("other-skips", "an old record with an update left out", damage_places.other_skips, "records"),
     Planted("other-head", "a named head that no commit is", damage_places.other_head, "complete"),
     Planted("other-run", "another job's run in the tracker", damage_places.other_tracked_run, "complete"),
     Planted("other-store", "a store without its word", damage_places.other_store, "complete"),

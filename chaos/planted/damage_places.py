@@ -64,6 +64,11 @@ def older_metrics(folder: Path) -> None:
     _change_oldest(folder, lambda record: {**record, "metrics": {"loss": 0.125, "samples": 16.0}})
 
 
+def other_skips(folder: Path) -> None:
+    """The oldest record says that its first step had no update."""
+    _change_oldest(folder, lambda record: {**record, "skipped_steps": [[0, 1]]})
+
+
 def other_head(folder: Path) -> None:
     """The file that names the newest commit names one of another run."""
     (folder / "head.json").write_text(json.dumps({"commit": "commits/00000099-000000000099.json", "step": 99}))

@@ -92,28 +92,69 @@ def _due(run: Evidence, until: int, every: object) -> list[int]:
 def logged_validations(run: Evidence) -> dict[int, Line]:
     """Return what was logged of the validation of each step; the newest term's where several did."""
     logged = dict[int, Line]()
-    for _, lines in sorted((run.metrics or {}).items()):
+    for _, own in sorted(_logged_by(run).items()):
+        for step, values in own.items():
+            logged[step] = {**logged.get(step, {}), **values}
+    return logged
+
+
+@once
+def _logged_by(run: Evidence) -> dict[int, dict[int, Line]]:
+    """Return what each term logged of validations, by step."""
+    logged = dict[int, dict[int, Line]]()
+    for term, lines in (run.metrics or {}).items():
         for line in lines:
             values = part(line, "values") if "values" in line else {}
             own = {name.removeprefix(METRICS): value for name, value in values.items() if name.startswith(METRICS)}
             if own:
-                logged[whole(line, "step")] = {**logged.get(whole(line, "step"), {}), **own}
+                logged.setdefault(term, {}).setdefault(whole(line, "step"), {}).update(own)
     return logged
 
 
 def check_metrics(run: Evidence, key: str, fields: Line) -> bool:
-    """A record has the metrics of a validation up to its step; return whether that could be looked up.
+    """A record has the metrics of the newest validation that its state went through; return whether that was logged.
 
     Rank 0 may die with what it had not logged yet: one that was due, and that nobody logged, may have given them.
     """
     claimed = {name: value for name, value in part(fields, "metrics").items() if value is not None}
+    step, logged, carried = whole(fields, "step"), logged_validations(run), _carried(run, fields)
+    if carried and not fields["metrics"]:
+        raise Violated(f"{key} says no metrics, and its state went through the validation of step {carried}")
     if not claimed:
         return False
-    step, logged = whole(fields, "step"), logged_validations(run)
     every = (part(run.config, "validation") if "validation" in run.config else {}).get("every_steps")
-    known = [values for at, values in logged.items() if at <= step]
+    known = [values for at, values in logged.items() if carried <= at <= step]
     if any(all(name in each and not differ(each[name], claimed[name]) for name in claimed) for each in known):
         return True
-    if any(at not in logged for at in _due(run, step, every)):
+    if any(at not in logged for at in _due(run, step, every) if at > carried):
         return False
-    raise Violated(f"{key} says metrics {claimed}, which no validation up to its step has logged")
+    raise Violated(f"{key} says metrics {claimed}, which no validation up to its step has logged, from {carried} on")
+
+
+def _carried(run: Evidence, fields: Line) -> int:
+    """Return the last step whose validation was logged by a term that applied the next one on a record's branch."""
+    found = 0
+    for interval in items(fields, "intervals"):
+        assert isinstance(interval, dict), "an interval is a mapping"
+        lo, hi = whole(interval, "lo"), whole(interval, "hi")
+        found = max([found, *(at for at in _logged_by(run).get(whole(interval, "term"), ()) if lo <= at < hi)])
+    return found
+
+
+def check_ranges(run: Evidence, key: str, fields: Line) -> None:
+    """Steps without an update, or with fast kernels, of a record of the lineage are the result's up to its step."""
+    step, result = whole(fields, "step"), run.result or {}
+    for name in ("skipped_steps", "fast_steps"):
+        ours, theirs = (_steps_in(line.get(name), step) for line in (fields, result))
+        if name in result and ours != theirs:
+            raise Violated(f"{key} says {name} {fields.get(name)}, of which result.json says {result[name]}")
+
+
+def _steps_in(ranges: object, until: int) -> list[tuple[int, int]]:
+    """Return ranges of steps up to one, those that touch as one."""
+    found = list[tuple[int, int]]()
+    for lo, hi in sorted(ranges) if isinstance(ranges, list) else ():
+        if lo < until:
+            begin = found.pop()[0] if found and found[-1][1] >= lo else lo
+            found.append((begin, min(hi, until)))
+    return found

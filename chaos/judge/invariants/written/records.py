@@ -17,7 +17,7 @@ from chaos.judge.evidence.recovery_cost import seats_of
 from chaos.judge.evidence.run_files import Commit, Evidence, Line, number, part, whole
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
-from chaos.judge.invariants.written.recomputed import check_improvement, check_metrics, check_place
+from chaos.judge.invariants.written.recomputed import check_improvement, check_metrics, check_place, check_ranges
 from chaos.judge.invariants.written.unrecorded import may_lack_a_line
 from chaos.judge.job_shape import MixedShape
 
@@ -132,6 +132,7 @@ def _check_terms(run: Evidence, key: str, fields: Line) -> None:
     if not 0 < step <= len(lineage) or lineage[step - 1].term != term or term not in restored_at(run):
         return
     due = [{"term": by, "lo": lo, "hi": hi} for by, lo, hi in branch_of(run, term, step)]
+    check_ranges(run, key, fields)
     if differ(fields["intervals"], due):
         raise Violated(f"{key} credits its steps as {fields['intervals']}, by the histories it is {due}")
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from chaos.judge.delivery.claims import claims
+from chaos.judge.evidence.applied import shape_of
 from chaos.judge.evidence.run_files import Evidence, Line, collect
-from chaos.judge.findings import Violated
+from chaos.judge.findings import Unknown, Violated
+from chaos.judge.invariants.written.pointers import check_pointers
 from chaos.judge.invariants.written.recomputed import check_improvement, check_metrics
 from tests.chaos.recorded import record
 
@@ -59,17 +62,47 @@ def test_what_was_not_logged_is_not_worked_out(validated: Evidence) -> None:
         check_improvement(plain, "a record", {"step": 26, "improvement": said})
 
 
+def test_a_job_may_end_early_only_where_logged_validations_say_so(validated: Evidence) -> None:
+    """Of 600 epochs six were applied: right after the fourth validation in a row that was no better."""
+    stopping = {"metric": "min loss", "patience": 4, "min_delta": 0.0}
+    config = {**validated.config, "epochs": 600, "validation": {"every_steps": 5, "early_stopping": stopping}}
+    said = improvement(0.25, 10, 30, 4)
+    result = {**(validated.result or {}), "ended_by": "early stopping", "improvement": said}
+    last = max(validated.commits, key=lambda commit: commit.key)
+    others = [commit for commit in validated.commits if commit is not last]
+    commits = [*others, replace(last, fields={**(last.fields or {}), "improvement": said})]
+    for later, is_right in (({25: 0.25, 30: 0.5}, True), ({25: 0.25, 30: 0.125}, False), ({25: 0.25}, None)):
+        lines: list[Line] = [
+            {"t": 0.0, "step": step, "values": {"validation/loss": loss}} for step, loss in {**LOSSES, **later}.items()
+        ]
+        run = replace(validated, config=config, result=result, commits=commits, metrics={3: lines})
+        assert shape_of(run).total_steps == 30
+        if is_right:
+            assert "ended by early stopping" in claims(run, None)
+        else:
+            with pytest.raises(
+                Unknown if is_right is None else Violated,
+                match="early stopping, and not all" if is_right is None else "by the logged",
+            ):
+                claims(run, None)
+
+
 def test_metrics_are_those_of_a_logged_validation(validated: Evidence) -> None:
-    assert check_metrics(validated, "a record", {"step": 12, "metrics": {"loss": 0.25}})
-    with pytest.raises(Violated, match="no validation up to its step"):
-        check_metrics(validated, "a record", {"step": 12, "metrics": {"loss": 0.375}})
-    assert not check_metrics(validated, "a record", {"step": 27, "metrics": {"loss": 0.125}}), "of step 25, not logged"
+    """Of the newest that its state went through: where term 1 logged one, and applied the next step."""
+    record: Line = {"step": 12, "intervals": [{"term": 1, "lo": 0, "hi": 12}], "metrics": {"loss": 0.25}}
+    assert check_metrics(validated, "a record", record)
+    for metrics in ({"loss": 0.375}, {"loss": 0.5}, {}):
+        with pytest.raises(Violated, match=r"no validation up to its step|went through the validation of step 10"):
+            check_metrics(validated, "a record", {**record, "metrics": metrics})
+    later = {"step": 27, "intervals": [{"term": 2, "lo": 0, "hi": 27}]}
+    assert not check_metrics(validated, "a record", {**later, "metrics": {"loss": 0.125}}), "of step 25, not logged"
+    again = {"step": 12, "intervals": [{"term": 1, "lo": 0, "hi": 10}, {"term": 2, "lo": 10, "hi": 12}]}
+    for loss in (0.5, 0.25):
+        assert check_metrics(validated, "a record", {**again, "metrics": {"loss": loss}}), "of step 10, or not yet"
 
 
 def test_files_of_a_run_are_where_it_says(tmp_path: Path) -> None:
     """A head is one of the run's commits, at its step; what names nothing of the run is no evidence."""
-    from chaos.judge.invariants.written.pointers import check_pointers
-
     folder = record(tmp_path / "run") / "faulted"
     run = collect(folder)
     for step, is_right in ((30, True), (25, False)):
