@@ -52,7 +52,7 @@ class Cast:
         self.optimizer = make([{**own, "params": parameters} for own, parameters in pairs])
         self.memory = OptimizerMemory(self.optimizer, self.names)
 
-    def step(self, gradients: Sequence[Tensor]) -> None:
+    def step(self, gradients: Sequence[Tensor], *, may_draw: bool = False) -> None:
         """Take one step; ConfigError if it fails, draws random numbers, or changes its rate."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
@@ -62,7 +62,7 @@ class Cast:
             self.optimizer.step()
         except Exception as error:  # a user's own code may raise anything, and is named with it
             raise ConfigError(_why(self.name, self.optimizer, error)) from error
-        if not _same_generators(drawn, states_of_generators()):
+        if not may_draw and not _same_generators(drawn, states_of_generators()):
             raise ConfigError(
                 f"optimizer.name: '{self.name}' draws from the random numbers of the process, which differ from world "
                 "to world: let it draw from a torch.Generator that it makes, seeds and keeps in an attribute"
@@ -104,6 +104,7 @@ def rehearse(
     """Raise ConfigError unless an optimizer can step, and takes the same next step after it was saved and loaded.
 
     With `by_columns` matrices stand in memory column by column, as those do of which ranks can have columns.
+    Random numbers of the process are not watched then: threads of a job that has begun may draw some meanwhile.
     """
     if torch.device(device).type == "meta":
         device = "cpu"  # nothing is computed where a state is only described
@@ -125,14 +126,14 @@ def rehearse(
         for number, gradients in enumerate(steps):
             if number in saved_at:
                 saved[number] = first.save()
-            first.step(gradients)
+            first.step(gradients, may_draw=by_columns)
         through = first.save()
         for begin in (0, *saved_at):
             again = Cast(name, make, settings, values)
             if begin:
                 again.load(saved[begin])
             for gradients in steps[begin:]:
-                again.step(gradients)
+                again.step(gradients, may_draw=by_columns)
             ended = again.save()
             if begin == 0:  # what differs in itself, such as a time of day, says nothing of what a commit holds
                 is_repeatable = _same(through.optimizer, ended.optimizer)
