@@ -104,8 +104,8 @@ def complete(run: Evidence) -> str:
 def _check_kinds(run: Evidence) -> None:
     """Every value that is read is of its kind, and every operation is one that there is."""
     for line in run.of("clean"):
-        if ("drafts" in line) != ("shared_memory" in line):
-            raise Unknown("a line of `clean` says nothing of drafts, or of shared memory")
+        if "shared_memory" in line and "drafts" not in line:  # on a cluster's nodes only the drafts are looked for
+            raise Unknown("a line of `clean` says nothing of drafts")
     for line in chain.from_iterable(run.processes):
         if line["op"] not in _OPS:
             raise Violated(f"a line is of an operation `{line['op']}`, which there is not")
