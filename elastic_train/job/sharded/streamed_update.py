@@ -24,6 +24,8 @@ from elastic_train.shards.grains import ALIGN
 NUM_ROOMS = 2
 """One block comes in or goes out while the other is updated, and does the opposite after that."""
 _STEP, _WEIGHTS = "step", ""
+_UPDATE = "_update_of_whole"
+"""The attribute of a step that takes its place in which the optimizer's own is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,9 @@ class StreamedUpdate:
 
     def __init__(self, optimizer: Optimizer, offload: Offload) -> None:
         self._optimizer, self._memory, self._offload = optimizer, offload.memory, offload
-        self._update = optimizer.step
-        optimizer.step = functools.wraps(optimizer.step)(lambda: self.step())  # type: ignore[method-assign,assignment]
+        self._update = getattr(optimizer.step, _UPDATE, optimizer.step)  # not that of a part which it had before
+        optimizer.step = functools.wraps(self._update)(lambda: self.step())  # type: ignore[method-assign,assignment]
+        setattr(optimizer.step, _UPDATE, self._update)
         self._blocks: list[list[_Part]] = []
         self.rooms: list[Tensor] = []
         """The device's memory that is kept for blocks."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.checkpoint.format.pieces import Pieces
@@ -18,9 +18,12 @@ from elastic_train.checkpoint.format.state_tree import leaves_of
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.job.reseating import take_first_seats
+from elastic_train.job.sharded.held_tree import HeldRun
+from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.devices.device import Device
 from elastic_train.parallel.group import Group
+from elastic_train.shards.holdings import Run
 from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import (
     Offloads,
@@ -207,3 +210,22 @@ def test_an_update_that_needs_more_than_an_element_is_not_offloaded() -> None:
 def test_what_cannot_be_offloaded_is_refused_with_the_remedy(keys: dict[str, object], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         Config(data={"train": "rows"}, **keys)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_comes_to_another_part_updates_that_alone() -> None:
+    """A share of another part takes the place of the one before in the optimizer's step."""
+    weights = [torch.zeros(64) for _ in range(2)]
+    parameters = [nn.Parameter(one.clone()) for one in weights]
+    optimizer = torch.optim.AdamW(parameters[:1], lr=0.1)
+    offload = Offload(FakeMemory(1), with_weights=False)
+    for one in weights:
+        stream = StreamedUpdate(optimizer, offload)
+        parameter = nn.Parameter(one)
+        parameter.grad = torch.ones(64)
+        moments = {name: offload.memory.zeros(64, torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.param_groups[0]["params"] = [parameter]
+        optimizer.state.clear()
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        stream.take([Updated(0, parameter, HeldRun(Run(0, 0, 64), parameter.data, moments))])
+    optimizer.step()
+    assert not weights[0].any() and bool((weights[1] != 0).all())

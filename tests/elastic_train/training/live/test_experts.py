@@ -43,11 +43,16 @@ def test_ranks_of_stages_with_experts_that_die_cost_no_applied_step(
 
 
 @pytest.mark.parametrize(
-    "places", [["exchange"], pytest.param(["backward", "apply", "applied"], marks=pytest.mark.long)]
+    ("how", "places"),
+    [
+        ({"shards": "optimizer"}, ["exchange"]),
+        ({"offload": "optimizer"}, ["backward 7", "apply 3"]),
+        pytest.param({"shards": "optimizer"}, ["backward", "apply", "applied"], marks=pytest.mark.long),
+    ],
 )
 def test_ranks_with_experts_and_shares_that_die_cost_no_applied_step(
-    tmp_path: Path, rows: Path, etcd: EtcdServer, places: Sequence[str]
+    tmp_path: Path, rows: Path, etcd: EtcdServer, how: dict[str, object], places: Sequence[str]
 ) -> None:
-    """What the other cell's rank of a place holds of its moments is all that is left of them."""
-    parallel: dict[str, object] = {"expert": 2, "shards": "optimizer"}
-    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={"expert": 1, "shards": "none"}, sizes=SIZES)
+    """What the other cell's rank of a place holds of its moments is all that is left of them, or it has all of them."""
+    alone = {"expert": 1, **dict.fromkeys(how, "none")}
+    assert_nothing_is_lost(tmp_path, rows, etcd, {"expert": 2, **how}, places, alone=alone, sizes=SIZES)
