@@ -197,6 +197,7 @@ class SlurmJob:
             "nonfinite": scenario.nonfinite,
             "spare_nodes": nodes.count - nodes.min,
             "replay": self.replay,
+            "unseen": ["shared_memory"],  # of a cluster's nodes
         }
         kinds = scenario.slurm.kinds()
         self.record("scenario", **what, **limits, **how, kinds=kinds, points=[], point_kinds=[], missing={})
