@@ -154,7 +154,7 @@ def test_where_there_is_no_memory_for_a_snapshot_the_error_goes_on(
                 "batch": {"micro_batch": 1},
             },
             4,
-            ["parallel.recompute: units"],
+            ["parallel.recompute: units", "parallel.shards: parameters"],
         ),
         ({"parallel": {"tensor": 2, "recompute": "units"}}, 4, ["in a new run, batch.micro_batch below 8"]),
         (
@@ -177,7 +177,11 @@ def test_where_there_is_no_memory_for_a_snapshot_the_error_goes_on(
             6,
             [],
         ),
-        ({"parallel": {"expert": 2}}, 6, ["parallel.recompute: units", "in a new run, batch.micro_batch below 8"]),
+        (
+            {"parallel": {"expert": 2}},
+            6,
+            ["parallel.recompute: units", "parallel.shards: optimizer", "in a new run, batch.micro_batch below 8"],
+        ),
         ({"reduction": "fast", "parallel": {"recompute": "units"}, "batch": {"micro_batch": 1}}, 4, []),
     ],
 )
