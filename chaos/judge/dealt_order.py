@@ -1,7 +1,7 @@
-"""Which samples all lanes have had applied by a step of an epoch: the order, worked out from docs/arithmetic.md alone.
+"""The samples that all lanes have applied by a step of an epoch, by the order of docs/arithmetic.md alone.
 
-It is the rule for one dataset without length bucketing. What a commit says of its samples in the middle of an epoch is
-held against it.
+It holds for one dataset without length bucketing. The coverage sums of a commit in the middle of an epoch are compared
+with it.
 """
 
 from __future__ import annotations

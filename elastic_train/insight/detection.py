@@ -43,8 +43,8 @@ share gets none, in `LOOKS` batches in a row."""
 DATA_SHARE, SAVE_SHARE, SAVE_WINDOW = 0.2, 0.1, 50
 SPIKE_HISTORY, SPIKE_LEAST, SPIKE_DEVIATIONS, NORM_RATIO = 64, 16, 10.0, 10.0
 SPIKE_FLOOR, SPIKE_MEMORY, MOST_SPIKES = 0.01, 1000, 3
-"""What is above the usual by less than this share of a world's first values is no spike: a loss near zero is all noise.
-Nor is one after so many in that many steps that were at least half as far above it: they are a heavy tail."""
+"""A value is no spike if it exceeds the usual by less than this share of a world's first values, since a loss near zero
+is all noise. Nor is it one after so many others, in that many steps, that were at least half as large: a heavy tail."""
 _MAD_TO_SIGMA = 1.4826
 _COMPUTE = (RankFacts._fields.index("forward_s"), RankFacts._fields.index("backward_s"))
 _DATA, _SAVE = RankFacts._fields.index("data_s"), RankFacts._fields.index("save_s")

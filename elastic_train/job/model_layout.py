@@ -56,7 +56,7 @@ def store_in_row_major_order(model: nn.Module, dims: CutDims) -> None:
 
 
 class Laid(NamedTuple):
-    """What is laid out of a parameter: all of it, or a part."""
+    """The shape and cut of a parameter, or of the part of it that a place holds."""
 
     shape: torch.Size
     cut: Cut | None

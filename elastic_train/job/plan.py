@@ -112,7 +112,9 @@ class Plan:
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
         config = self.config
         compiled = CompiledBlocks(model) if config.compile else None  # before recomputation, which runs it twice
-        how = config.parallel, cell_plan_of(self.task, model, config.parallel), (dims := cut_dims_of(self.task, model))
+        cells = cell_plan_of(self.task, model, config.parallel)
+        dims = cut_dims_of(self.task, model) if cells is None else cells.dims
+        how = config.parallel, cells, dims
         if any(dims.values()):
             choice = choose(config.optimizer, self.device.type, is_fp16=is_fp16)
             choice.rehearse(config.optimizer.name, self.device, by_columns=True)

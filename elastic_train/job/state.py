@@ -298,11 +298,11 @@ def build_state(
 ) -> AppliedState:
     """Build optimizer, schedule and scaler around a model that is on its device; freezes what `groups` say.
 
-    With a `cell_plan` cells of several ranks hold the model; `dims` says which parameters cells of some degree cut.
+    With a `cell_plan` cells of several ranks hold the model; without one `dims` says what cells of some degree cut.
 
     Raises ConfigError if the groups do not fit the model, or the model cannot be sharded as `parallel` says.
     """
-    dims = dims or {}
+    dims = (dims or {}) if cell_plan is None else cell_plan.dims
     store_in_memory_order(model, dims)
     recompute_blocks(model, "none" if parallel is None else parallel.recompute)
     choice = choose(config, device, is_fp16=is_fp16)

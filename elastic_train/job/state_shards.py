@@ -180,7 +180,7 @@ class ReplicatedState:
     first: FirstStates
     bucket_bytes: float | None = None
     dims: CutDims = field(default_factory=dict)
-    """Which parameters ranks can have a part of each; here they have all of each."""
+    """The parameters that cells of some degree cut; here every rank has all of them."""
     _sum: GradientSum | None = None
     _named: tuple[tuple[object, ...], Mapping[str, object], Names] | None = None
 

@@ -132,7 +132,7 @@ class Tensor:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Where its grains begin, and the last one ends, in elements."""
+        """The first element of each grain, and the end of the last one."""
         return bounds_of(self.shape, self.cut)
 
     @property
@@ -191,7 +191,7 @@ class Layout:
 
     @cached_property
     def dims(self) -> CutDims:
-        """Which tensors may be cut, by all of their names, and along which dimension."""
+        """The dimension along which each tensor that may be cut is cut, by all of its names."""
         return {name: tensor.cut.dim for tensor in self.tensors if tensor.cut is not None for name in tensor.names}
 
     @cached_property

@@ -137,7 +137,7 @@ def _may_be_unrecorded(published: dict[str, Line], commit: Line, restore: Line |
 
 
 def _before(made_at: dict[str, float], place: tuple[int, int]) -> float:
-    """Return when the newest commit of a term before one of its own was made, or whichever came before the term's."""
+    """Return when the newest commit before a place, (term, step), was made; 0 if there is none."""
     return max((at for key, at in made_at.items() if _place(key) < place), default=0.0)
 
 

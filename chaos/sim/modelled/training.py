@@ -34,7 +34,7 @@ from elastic_train.parallel.gradient_sum import CanonicalSum
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
 CUT_DIMS = {"digest": 0}
-"""What cells hold a part of each."""
+"""The tensor that is cut in cells."""
 _NO_NORM = torch.tensor(0.0)
 WORDS = 2
 """How many words a digest has: an int64 holds no 64 bits without a sign."""

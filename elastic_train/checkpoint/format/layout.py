@@ -60,7 +60,7 @@ class Slot:
     @property
     def weight(self) -> str | None:
         """The name of the weight or buffer that it is of, None if it is of something else."""
-        return _weight_at(self.path)
+        return weight_of(self.path) if self.path[0] == MODEL else None
 
     def memory(self, leaves: Leaves) -> Tensor:
         """Return the live memory of a state's leaf that is written here, of this shape."""
@@ -274,13 +274,14 @@ def _lay_out(number: int, items: Sequence[_Item]) -> Part:
 
 def _cut_at(path: StatePath, shape: torch.Size, dims: CutDims) -> Cut | None:
     """Return how a weight may be cut, or what an optimizer keeps of each of its elements."""
-    at = {MODEL: 1, "optimizer": 2}.get(str(path[0]))
-    dim = dims.get(str(path[at])) if at is not None and at < len(path) else None
+    dim = dims.get(weight_of(path) or "")
     return cut_along(shape, dim) if dim is not None and dim < len(shape) and shape.numel() else None
 
 
-def _weight_at(path: StatePath) -> str | None:
-    return ".".join(map(str, path[1:])) if path[0] == MODEL else None
+def weight_of(path: StatePath) -> str | None:
+    """Return the name of the weight or buffer that stands at a path, or of which moments do; None for other values."""
+    at = {MODEL: 1, "optimizer": 2}.get(str(path[0]))
+    return str(path[at]) if at is not None and at < len(path) else None
 
 
 def leaves_by_path(state: State) -> Leaves:

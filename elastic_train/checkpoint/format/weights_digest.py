@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.shards.digest import digests_of, join_grains
 from elastic_train.shards.grains import Cut, CutDims, bounds_of, cut_along
+from elastic_train.shards.norm import in_memory_order
 
 GrainRun = tuple[int, str]
 """Neighbouring grains of a tensor: the number of the first, and the SHA-256s of all, in hex, one after the other."""
@@ -41,8 +42,9 @@ def checksum(tensor: Tensor) -> int:
 
 def digest_of(tensor: Tensor, dim: int | None = None) -> str:
     """Return the digest of one tensor, which may be cut along a dimension."""
-    in_order = (tensor.movedim(dim, 0) if dim else tensor).detach().cpu().contiguous()
-    return tensor_digest(tensor.dtype, tensor.shape, bytes_of(in_order), cut_along(tensor.shape, dim))
+    cut = cut_along(tensor.shape, dim)
+    content = bytes_of(in_memory_order(tensor.detach(), cut).cpu())
+    return tensor_digest(tensor.dtype, tensor.shape, content, cut)
 
 
 def join_digests(digests: Mapping[str, str]) -> str:

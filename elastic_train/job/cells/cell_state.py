@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.layout import State, weight_of
 from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
@@ -283,13 +283,9 @@ class CellState(ReplicatedState):
             if isinstance(leaf, Tensor):
                 return leaf
             [memory] = [*leaf.held.values()] or [torch.empty(0, dtype=leaf.dtype)]
-            return self._cut_of(path).shaped(memory, place)
+            return cuts[weight_of(path) or ""].shaped(memory, place)
 
         tree.update(with_tensors(found, part_of))
-
-    def _cut_of(self, path: StatePath) -> Cut:
-        """Return how a tensor is cut, weights or moments, at whose path in the state a part of it was read."""
-        return self.cut.cuts[str(path[1 if path[0] == "model" else 2])]
 
     def _first_moments(self) -> State:
         """Return what a commit has at least of the parameters that this rank holds a part of."""

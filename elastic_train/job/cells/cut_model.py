@@ -23,6 +23,7 @@ from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.shards import grains as shards
+from elastic_train.shards.norm import in_memory_order
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 
 Span = tuple[int, int]
@@ -65,13 +66,18 @@ class Cut:
 
     def in_memory(self, part: Tensor) -> Tensor:
         """Return the elements of a place's part in memory order, 1-D: a view if that is how it is stored."""
-        return part.detach().movedim(self.dim, 0).reshape(-1)
+        return in_memory_order(part.detach(), self.whole)
 
     def shaped(self, memory: Tensor, place: int) -> Tensor:
         """Return a place's part from its elements in memory order."""
-        shape = self.part_shape(place)
-        first = [shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :]]
-        return memory.view(first).movedim(0, self.dim)
+        return self._shaped(memory, self.part_shape(place))
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole tensor from the givers' parts, in memory order."""
+        return self._shaped(torch.cat(list(parts)), self.shape)
+
+    def _shaped(self, memory: Tensor, shape: torch.Size) -> Tensor:
+        return memory.as_strided(shape, shards.strides_of(shape, self.whole))
 
     def first_with(self, place: int) -> int | None:
         """Return the first place that holds the same part as one; None if that holds nothing."""
@@ -225,8 +231,7 @@ class CutModel:
             mine = cut.in_memory(tensor) if place == group.rank else None
             parts.append(tensor.new_empty(cut.part_shape(place).numel()) if mine is None else mine)
             group.broadcast(parts[-1], place)
-        rest = [size for dim, size in enumerate(cut.shape) if dim != cut.dim]
-        return torch.cat(parts).view(cut.shape[cut.dim], *rest).movedim(0, cut.dim)
+        return cut.joined(parts)
 
     def laid(self, name: str, one: Tensor, place: int) -> Laid:
         """Return what a place has of a parameter, by its shape and by where its grains may not cross."""

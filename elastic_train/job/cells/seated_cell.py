@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.layout import State, weight_of
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.arrays import Int64s
@@ -247,7 +247,7 @@ class SeatedCellState(CellState):
     ) -> Tensor | Pieces:
         if isinstance(leaf, Tensor):
             return CellState._to_write(self, path, leaf, cut, turns)
-        number = self._numbers[str(path[1 if path[0] == "model" else 2])]
+        number = self._numbers[weight_of(path) or ""]
         if number not in self._spans:
             spans = [cuts[number] for cuts in self._cuts]
             self._spans[number] = written_spans(spans, cut, self.cell, self._writers)

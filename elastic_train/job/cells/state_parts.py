@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.layout import State, weight_of
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.mesh import Cell
@@ -26,8 +26,7 @@ def cut_at(path: StatePath, leaf: Tensor | Pieces, cuts: Cuts, place: int) -> Cu
 
     Moments are as weights are; a count of updates is neither.
     """
-    at = {"model": 1, "optimizer": 2}.get(str(path[0]))
-    cut = cuts.get(str(path[at])) if at is not None and at < len(path) else None
+    cut = cuts.get(weight_of(path) or "")
     return cut if cut is not None and leaf.shape == cut.part_shape(place) else None
 
 

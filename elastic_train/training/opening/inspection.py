@@ -34,7 +34,7 @@ MOST_NAMED = 20
 LIMIT_S, LIMIT_SHARE = 10.0, 0.25
 """For how long a rank inspects rows, and for which part of the time that peers wait for a silent one."""
 _ROWS_PER_THREAD, _MOST_ROWS_PER_THREAD, _NUM_SLICES, _QUICK_S = 16, 1 << 20, 8, 0.02
-"""Threads begin with slices of so many rows; they have twice as many each time that all slices took less than this."""
+"""Threads begin with small slices, and double them while all of them are quick; lengths in rows, time in seconds."""
 
 
 def inspect_rows(process: Process, world: World) -> None:

@@ -36,6 +36,22 @@ class Inspects:
         return [] if self.unfit is None else [(self.unfit, "is not what it should be")]
 
 
+CLASSIFIER = "elastic_train.tasks.text_classifier:TextClassifier"
+
+
+def job_on(folder: Path, task: str, params: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """An empty configuration file, and the keys of a job on the datasets below a folder."""
+    (folder / "config.yaml").write_text("{}")
+    places = {"data.train": "train", "data.validation": "validation", "run.dir": "run"}
+    tree = {
+        "task.path": task,
+        "task.params": params,
+        **{key: str(folder / name) for key, name in places.items()},
+        "batch": {"global_batch": 4, "micro_batch": 2},
+    }
+    return folder / "config.yaml", tree
+
+
 def inspected(task: Inspects, rows: Path, other: object, process: Any = None) -> tuple[list[str], Any]:
     """Have rank 0 of two inspect its rows, when the other one's say `other`."""
     manifest = load_manifest(str(rows / "train"))
@@ -134,16 +150,8 @@ def test_one_unfit_list_among_many_is_named_before_training(
         manifest = build_manifest(str(tmp_path / part), label_column="label")
         if has_lengths:
             make_lengths(manifest, "input_ids")
-    tree = {
-        "task.path": "elastic_train.tasks.text_classifier:TextClassifier",
-        "task.params": {"max_tokens": 8, "vocabulary": 9, "dim": 8, "heads": 1, "depth": 0},
-        "data.train": str(tmp_path / "train"),
-        "data.validation": str(tmp_path / "validation"),
-        "run.dir": str(tmp_path / "run"),
-        "batch": {"global_batch": 4, "micro_batch": 2},
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text("{}")
+    sizes = {"max_tokens": 8, "vocabulary": 9, "dim": 8, "heads": 1, "depth": 0}
+    path, tree = job_on(tmp_path, CLASSIFIER, sizes)
     with pytest.raises(DataError, match=rf"{place}: sample 333 \(rows.parquet, row group 6, row 33\): {why}"):
         inspect_alone(make_plan(load_config(path, tree)))
     cut = make_plan(load_config(path, {**tree, "data.too_long": "truncate"}))
@@ -161,7 +169,6 @@ GOOD: dict[str, list[Any]] = {
     "label": [0, 1] * 200,
 }
 TYPES = {"input_ids": pa.list_(pa.int64()), "labels": pa.list_(pa.int64()), "label": pa.int64()}
-CLASSIFIER = "elastic_train.tasks.text_classifier:TextClassifier"
 LANGUAGE = "elastic_train.tasks.causal_lm:CausalLM"
 
 
@@ -193,16 +200,8 @@ def test_one_unfit_value_among_many_is_named_before_training(
         pq.write_table(table, tmp_path / part / "rows.parquet", row_group_size=50, write_statistics=has_statistics)
         build_manifest(str(tmp_path / part), label_column="label" if part == "train" else None)
     sizes = {"vocabulary": 9, "dim": 8, "heads": 1, "depth": 1}
-    tree = {
-        "task.path": path,
-        "task.params": {"max_tokens": 8, **(sizes if path == CLASSIFIER else {"model": sizes})},
-        "data.train": str(tmp_path / "train"),
-        "data.validation": str(tmp_path / "validation"),
-        "run.dir": str(tmp_path / "run"),
-        "batch": {"global_batch": 4, "micro_batch": 2},
-    }
-    config = tmp_path / "config.yaml"
-    config.write_text("{}")
+    params = {"max_tokens": 8, **(sizes if path == CLASSIFIER else {"model": sizes})}
+    config, tree = job_on(tmp_path, path, params)
     with pytest.raises(DataError, match=rf"{place}: sample 333 \(rows.parquet, row group 6, row 33\):? .*{why}"):
         inspect_alone(make_plan(load_config(config, tree)))
 

@@ -62,7 +62,7 @@ def _check_config(run: Evidence, reference: Evidence) -> int:
 
 
 def _keys(tree: Line, path: tuple[str, ...] = ()) -> Iterator[tuple[str, object]]:
-    """Yield the keys of a configuration that two runs of a job have alike, with their values."""
+    """Yield the keys that must be equal in two runs of a job, with their values."""
     for name, value in tree.items():
         at = (*path, str(name))
         if isinstance(value, dict) and value:

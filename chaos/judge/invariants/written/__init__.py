@@ -1,1 +1,1 @@
-"""Invariants of what a run has written: every file is there, and what is said in two places is said alike."""
+"""Invariants of the files of a run: each is there, and two that state the same fact agree."""

@@ -54,14 +54,14 @@ _KINDS: dict[type | tuple[type, ...], str] = {
     bool: "is_drawn unsettled again holds_nothing reference nonfinite",
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-"""What a value is, by its name, wherever it is; what is not named here is read by nobody, or by who looks himself."""
+"""The type of a value by its name. Other values are not read, or are checked by the invariant that reads them."""
 _OPS = {
     *_FIELDS,
     *("rollback", "leave", "read", "unformed", "phases", "memory", "event", "nonfinite", "unwritable", "no_progress"),
     *("undo", "missed", "horizon", "healed", "stopped", "stuck", "unfit", "script", "unseen"),
 }
 _FREE = {"event", "phases", "memory", "read", "nonfinite"}
-"""Operations whose values are measurements, or are read by one invariant that looks itself."""
+"""Operations whose values are measurements, or are checked by the one invariant that reads them."""
 _CONFIG = {
     "run": "seed",
     "data": "train validation block_row_groups",
@@ -71,7 +71,7 @@ _CONFIG = {
     "task": "path",
     "tracking": "mlflow_uri",
 }
-"""What the judge takes from a configuration, which is written with all of its keys."""
+"""The keys that the judge reads of a configuration, which is written with all of them."""
 
 
 def complete(run: Evidence) -> str:

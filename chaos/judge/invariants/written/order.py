@@ -18,17 +18,17 @@ from chaos.judge.evidence.run_files import Evidence, Line, items, number, whole
 from chaos.judge.findings import Violated
 
 _CLOCK_S = 1.0
-"""What clocks of one host may go back, and what threads that write may stamp out of order."""
+"""Seconds: the clock of a host may go back by so much, and threads may write lines out of order by it."""
 _HOSTS_S = 2.0
-"""What clocks of two hosts may still differ by, with that."""
+"""Seconds: the same between two hosts, whose clocks differ."""
 _EXECUTOR_S = 5.0
-"""How late the executor may notice an end, or write of it."""
+"""Seconds: the executor may notice the end of a process that late, or write it down that late."""
 _SEEN_S = 60.0
-"""How old a step may be of which the executor has seen nothing."""
+"""Seconds: the executor has seen every step that is older."""
 _SETS_CLOCKS = ("jump_clock", "skew_clocks")
 _OPEN = {"unsettled", "pending"}
 _ONCE = {"form", "restore", "step", "commit", "validate", "end"}
-"""What a process does once in a world, or once at a step."""
+"""Operations that a process does once in a world, or once at a step."""
 
 
 def order(run: Evidence) -> str:
@@ -79,7 +79,7 @@ def _check_times(process: list[Line]) -> None:
 
 
 def _check_rank(process: list[Line], is_one_host: bool) -> None:
-    """What a rank says of its own times fits: when it joined, how long it restored, when it committed what."""
+    """Check the times of one rank: it joins, restores for so long and commits in an order that can be."""
     at = dict[object, float]()
     for line in process:
         op, t = line["op"], number(line, "t")

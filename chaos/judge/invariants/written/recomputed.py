@@ -1,4 +1,4 @@
-"""What a commit record says that follows from its step and from logged validations, worked out here for every record.
+"""Invariants of every commit record, recomputed from its step and from logged validations.
 
 The oldest record that is left has no parent to compare with, so each is judged by itself: its place in the data, the
 sums of finished epochs, and what early stopping goes by.
@@ -43,7 +43,7 @@ def check_place(run: Evidence, key: str, fields: Line) -> None:
 
 
 def check_improvement(run: Evidence, whose: str, fields: Line) -> bool:
-    """What early stopping goes by is what logged validations give; return whether that could be worked out."""
+    """Recompute `improvement` from logged validations and compare it; return False if they do not suffice."""
     validation = part(run.config, "validation") if "validation" in run.config else {}
     stopping, said = validation.get("early_stopping"), fields.get("improvement")
     if not isinstance(stopping, dict):

@@ -23,9 +23,9 @@ from chaos.judge.job_shape import MixedShape
 
 _OF_THE_LINE = ("term", "step", "parent", "weights_sha256")
 _OF_THE_JOB = ("format", "config_digest", "manifest_digest", "rng", "order", "int_keyed", "empty")
-"""What every record of a job says alike."""
+"""Fields that are equal in all records of a job."""
 _NOT_YET = {"skipped_steps", "fast_steps", "improvement"}
-"""What a record says only once there is something to say."""
+"""Fields that a record has only if they are not empty."""
 _KEY = re.compile(r"commits/[0-9]{8,}-[0-9]{12,}\.json")
 _STAMPS_S = 1.0
 _CUT = "train/truncated"

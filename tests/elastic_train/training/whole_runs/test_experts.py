@@ -51,9 +51,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
         (2, 2, ["--parallel.bucket_mb", "0.001", "--parallel.recompute", "selective"]),
         (2, 4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (4, 4, ["--parallel.bucket_mb", "null"]),
+        (2, 4, ["--parallel.shards", "optimizer"]),
+        (2, 4, ["--parallel.offload", "optimizer"]),
+        (2, 4, ["--parallel.shards", "optimizer", "--parallel.offload", "optimizer", "--parallel.copies", "1"]),
     ],
 )
-def test_no_degree_is_in_any_bit(
+def test_no_degree_and_no_share_is_in_any_bit(
     tmp_path: Path, few_rows: Path, one_rank: Path, degree: int, num_ranks: int, how: list[str]
 ) -> None:
     """With dropout, clipping, an average, short last steps, validations, and turns in which a rank has no lane."""
@@ -203,21 +206,3 @@ def test_what_cannot_be_spread_is_refused(
     """Before training, with what to do."""
     done = start([write(tmp_path, few_rows, **changes), "--parallel.expert", "2", *how], num_ranks=num_ranks)
     assert done.code == 2 and message in done.output.replace("\n", " "), done.output
-
-
-@pytest.mark.parametrize(
-    ("degree", "num_ranks", "how"),
-    [
-        (2, 4, ["--parallel.shards", "optimizer"]),
-        (2, 4, ["--parallel.offload", "optimizer"]),
-        (2, 4, ["--parallel.shards", "optimizer", "--parallel.offload", "optimizer", "--parallel.copies", "1"]),
-    ],
-)
-def test_shares_of_what_ranks_with_experts_hold_show_in_no_bit(
-    tmp_path: Path, few_rows: Path, one_rank: Path, degree: int, num_ranks: int, how: list[str]
-) -> None:
-    """Moments of experts are spread over their column, and all else over all ranks' columns alike."""
-    succeed(start([write(tmp_path, few_rows), "--parallel.expert", str(degree), *how], num_ranks=num_ranks))
-    for what in ("weights_sha256", "metrics"):
-        assert result(tmp_path)[what] == result(one_rank)[what]
-    assert average_of(tmp_path) == average_of(one_rank)
