@@ -12,6 +12,7 @@ applied.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -30,8 +31,10 @@ Float64s = npt.NDArray[np.float64]
 _BLOCK = {"cpu": 8 * GRAIN}
 """Elements that are squared at once: what stays in a CPU's cache; enough to keep a GPU busy with one operation."""
 _BLOCK_ELSEWHERE = 256 * GRAIN
-_NARROW = 64
+_NARROW = 256
 """Elements of a row from which on the grains of all lengths are added up together: few operations for many of them."""
+_MANY = 16
+"""Grains of one length that have a table of their own, in which nothing is filled up."""
 
 
 def in_memory_order(tensor: Tensor, cut: Cut | None) -> Tensor:
@@ -60,18 +63,20 @@ def grain_squares(grains: Sequence[Tensor]) -> Tensor:
 
     Each grain is a vector of at most GRAIN elements, all of them on one device.
     """
-    alike: dict[int, list[int]] = {}
-    for number, grain in enumerate(grains):
-        length = grain.numel()
-        alike.setdefault(length if length > _NARROW else _width_of(length), []).append(number)
-    lengths = sorted(alike, reverse=True)
+    lengths = [grain.numel() for grain in grains]
+    count = Counter(lengths)
+    tables: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        has_own = length > _NARROW and count[length] >= _MANY
+        tables.setdefault(length if has_own else _width_of(length), []).append(number)
+    widths = sorted(tables, reverse=True)
     narrow: dict[int, list[Float64s]] = {}
-    for length in lengths:
-        some = [grains[number] for number in alike[length]]
-        rows = _narrowed(some, length) if length > _NARROW else [_short(some, length)]
-        narrow.setdefault(min(length, _NARROW), []).extend(rows)
+    for width in widths:
+        some = [grains[number] for number in tables[width]]
+        rows = _narrowed(some, width) if width > _NARROW else [_short(some, width)]
+        narrow.setdefault(min(width, _NARROW), []).extend(rows)
     sums = np.empty(len(grains))
-    sums[[number for length in lengths for number in alike[length]]] = _add_up(narrow)
+    sums[[number for width in widths for number in tables[width]]] = _add_up(narrow)
     return torch.from_numpy(sums)
 
 
@@ -80,15 +85,20 @@ def _width_of(length: int) -> int:
     return 1 << (length - 1).bit_length()
 
 
-def _narrowed(grains: Sequence[Tensor], length: int) -> Iterator[Float64s]:
-    """Yield tables of the squares of grains of one length, a row each, folded to _NARROW on the device."""
+def _narrowed(grains: Sequence[Tensor], width: int) -> Iterator[Float64s]:
+    """Yield tables of the grains' squares, a row each, folded to _NARROW on the device; rows are filled with zeros."""
     device = grains[0].device
-    num_rows = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // length)
-    scratch = torch.empty(min(num_rows, len(grains)), length, dtype=torch.float64, device=device)
+    num_rows = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // width)
+    scratch = torch.empty(min(num_rows, len(grains)), width, dtype=torch.float64, device=device)
     for lo in range(0, len(grains), num_rows):
         some = list(grains[lo : lo + num_rows])
-        table, end, half = scratch[: len(some)], length, _width_of(length) // 2
-        torch._foreach_copy_(list(table.unbind()), some)
+        table, end, half = scratch[: len(some)], width, _width_of(width) // 2
+        rows = list(table.unbind())
+        for number, grain in enumerate(some):
+            if grain.numel() < width:
+                rows[number][grain.numel() :].zero_()
+                rows[number] = rows[number][: grain.numel()]
+        torch._foreach_copy_(rows, some)
         table.mul_(table)
         while end > _NARROW:
             table[:, : end - half].add_(table[:, half:end])
@@ -99,11 +109,9 @@ def _narrowed(grains: Sequence[Tensor], length: int) -> Iterator[Float64s]:
 def _short(grains: Sequence[Tensor], width: int) -> Float64s:
     """Return the table of short grains' squares, a row each, filled up with zeros."""
     values: Float64s = torch.cat(list(grains)).double().cpu().numpy()
-    lengths = [grain.numel() for grain in grains]
-    table, at = np.zeros((len(grains), width)), 0
-    for row, length in zip(table, lengths, strict=True):
-        row[:length] = values[at : at + length]
-        at += length
+    lengths = np.array([grain.numel() for grain in grains])
+    table = np.zeros((len(grains), width))
+    table[np.arange(width) < lengths[:, None]] = values
     with np.errstate(over="ignore"):
         return np.square(table, out=table)
 
