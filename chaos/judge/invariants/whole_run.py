@@ -54,7 +54,7 @@ def finished(run: Evidence) -> str:
 
 
 def faults(run: Evidence) -> str:
-    """All faults came and bit; each changed the world or was ridden out; a kill at a drawn step lost applied steps."""
+    """All faults came and bit; each changed the world or was ridden out; a kill at a drawn step put steps at risk."""
     injected = run.of("fault")
     if not is_soak(run) and (missed := run.of("missed")):
         raise Unknown(f"{fault_kind(missed[0])} never came: {missed[0].get('why', 'no process came there')}")
@@ -72,7 +72,8 @@ def faults(run: Evidence) -> str:
             continue
         if recovery is None:
             raise Unknown(f"{fault_name(fault)} changed nothing: no newer world has applied a step after it")
-        if not is_live(run) and fault["kind"] in _KILLS and fault.get("is_drawn") and recovery.rpo_steps == 0:
+        is_kill = fault["kind"] in _KILLS and fault.get("is_drawn")
+        if is_kill and not is_live(run) and recovery.rpo_steps == 0 and not _is_saved(run, fault, recovery):
             raise Unknown(f"{fault_name(fault)} lost no applied step: it was not put to the test that they come back")
     kinds, missed = len({fault_kind(fault) for fault in injected}), run.of("missed")
     summary = f"{len(injected)} faults of {kinds} kinds, {len(formed_at(run))} terms"
@@ -82,6 +83,12 @@ def faults(run: Evidence) -> str:
         ended = f", {len(late)} after the last step" if late else ""
         return f"{summary}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out{ended}"
     return f"{summary}, each fault followed by a new world's steps"
+
+
+def _is_saved(run: Evidence, fault: Line, recovery: Recovery) -> bool:
+    """Say whether a survivor, asked to leave, committed after the fault what no commit held before it."""
+    saved = [whole(line, "step") for line in run.of("commit") if number(line, "t") <= number(fault, "t")]
+    return whole(restored_at(run)[recovery.term], "step") > max(saved, default=0)
 
 
 def _is_proof(effect: Line, injected: list[Line]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from chaos.judge.evidence.run_files import (
     whole,
 )
 from chaos.judge.findings import Unknown, Violated
-from chaos.judge.invariants.whole_run import rpo, rto
+from chaos.judge.invariants.whole_run import faults, rpo, rto
 from tests.chaos.judge.soaks import a_soak, a_world
 from tests.chaos.recorded import record
 
@@ -277,3 +278,22 @@ def test_a_recovery_is_not_late_where_faults_come_faster_than_any_world_can_form
             rto(run)
         return
     assert rto(run).endswith("615.00 s to the next step")
+
+
+@pytest.mark.parametrize("saved_at", [None, 4])
+def test_a_kill_that_lost_nothing_proves_something_only_where_a_survivor_saved_the_steps(saved_at: int | None) -> None:
+    """A survivor that is asked to leave commits what it has applied; a kill right after a commit risks nothing."""
+    kept = saved_at or 3
+    lines: list[Line] = [
+        {"op": "form", "t": 1.0, "term": 1, "rank": 0, "pid": 7, "world": 2, "recovery": "restart"},
+        {"op": "restore", "t": 2.0, "term": 1, "rank": 0, "step": 0, "commit": None},
+        *({"op": "step", "t": 2.0 + step, "term": 1, "rank": 0, "step": step} for step in range(1, kept + 1)),
+        {"op": "commit", "t": 5.0, "term": 1, "rank": 0, "step": 3},
+        {"op": "fault", "t": 6.5, "kind": "kill_worker", "node": 0, "pids": [7], "is_drawn": True, "seen_step": kept},
+        {"op": "form", "t": 7.0, "term": 3, "rank": 0, "pid": 8, "world": 2, "recovery": "restart"},
+        {"op": "restore", "t": 8.0, "term": 3, "rank": 0, "step": kept, "commit": f"commits/2-{kept}.json"},
+        {"op": "step", "t": 9.0, "term": 3, "rank": 0, "step": kept + 1},
+    ]
+    run = Evidence(Path("drawn"), [lines], [], {}, None, None)
+    with contextlib.nullcontext() if saved_at else pytest.raises(Unknown, match="lost no applied step"):
+        faults(run)
