@@ -122,12 +122,15 @@ class FakeDevice:
 
 
 class FakeCommunicator:
-    """Takes calls as NCCL's backend does, and refuses what would need communicators of its own."""
+    """Takes calls as NCCL's backend does, and refuses what would need communicators of its own.
+
+    As there, a message has no tag: the n-th that one rank sends to another is the n-th that this one receives.
+    """
 
     def __init__(self, device: FakeDevice, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._device, self._is_aborted = device, threading.Event()
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._parts: list[tuple[str, Tensor, int, int]] | None = None
+        self._parts: list[tuple[str, Tensor, int]] | None = None
         self._thread: int | None = None
 
     def eager_connect_single_device(self, device: torch.device) -> None:
@@ -148,15 +151,15 @@ class FakeCommunicator:
         self._parts, self._thread = [], threading.get_ident()
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> None:
-        self._add("send", tensors[0].clone(), rank, tag)
+        self._add("send", tensors[0].clone(), rank)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> None:
-        self._add("recv", tensors[0], rank, tag)
+        self._add("recv", tensors[0], rank)
 
-    def _add(self, kind: str, tensor: Tensor, rank: int, tag: int) -> None:
+    def _add(self, kind: str, tensor: Tensor, rank: int) -> None:
         assert self._parts is not None, "a send or a receive alone makes another communicator, with nobody to guard it"
         assert self._thread == threading.get_ident(), "NCCL's groups of calls are a thread's own"
-        self._parts.append((kind, tensor, rank, tag))
+        self._parts.append((kind, tensor, rank))
 
     def _end_coalescing(self) -> FakeWork:
         parts, self._parts = self._parts or [], None
@@ -164,13 +167,13 @@ class FakeCommunicator:
         def exchange(values: list[Tensor]) -> None:
             arriving = iter(values)
             works = [
-                self._gloo.recv([next(arriving)], rank, tag) if kind == "recv" else self._gloo.send([tensor], rank, tag)
-                for kind, tensor, rank, tag in parts
+                self._gloo.recv([next(arriving)], rank, 0) if kind == "recv" else self._gloo.send([tensor], rank, 0)
+                for kind, tensor, rank in parts
             ]
             for work in works:
                 work.wait()
 
-        return self._ask(exchange, [tensor for kind, tensor, _, _ in parts if kind == "recv"])
+        return self._ask(exchange, [tensor for kind, tensor, _ in parts if kind == "recv"])
 
     def abort(self) -> None:
         self._device.num_aborts += 1

@@ -6,6 +6,9 @@ posted. If no rank can run, the test fails at once and names what each one waits
 exchanges; its peers then learn of it as from a connection that was reset.
 
 Every rank has torch's, numpy's and Python's random generators to itself.
+
+Ranks may have stand-ins for devices, which make what they are asked for in that order, one operation of any of a rank's
+groups after the other. What an operation is to fill holds NaN until it is done, as in `fake_device`.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -27,7 +31,9 @@ from torch import Tensor
 from torch.distributed import Store
 
 from elastic_train.parallel.devices.device import Device
+from elastic_train.parallel.devices.device_group import DeviceGroup, OnDevice
 from elastic_train.parallel.group import Group
+from rendezvous.waiting import Call
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
@@ -44,13 +50,18 @@ class Died(BaseException):
 
 
 def in_memory(
-    of_rank: Callable[..., T], size: int, *arguments: object, lose: tuple[int, int] | None = None
+    of_rank: Callable[..., T],
+    size: int,
+    *arguments: object,
+    lose: tuple[int, int] | None = None,
+    on_devices: bool = False,
 ) -> list[T | None]:
     """Run `of_rank(rank, size, *arguments)` for each rank; return the results by rank, None for one that died.
 
-    `lose` names a rank, and the number of its exchanges that it completes. An error of a rank is raised here.
+    `lose` names a rank, and the number of its exchanges that it completes. With `on_devices` what is of floats is taken
+    for the memory of a device. An error of a rank is raised here.
     """
-    return Machine(size, lose).run(lambda rank: of_rank(rank, size, *arguments))
+    return Machine(size, lose, on_devices=on_devices).run(lambda rank: of_rank(rank, size, *arguments))
 
 
 def die() -> None:
@@ -66,17 +77,20 @@ def rank_here() -> int:
 
 def group_of(name: str, rank: int, size: int) -> MemoryGroup:
     """Return the group of a world whose ranks have this name for it."""
-    return MemoryGroup(rank, size, name, PATIENCE_S)  # type: ignore[arg-type]  # a name is where they meet
+    device = DEVICE if _machine.here.on_devices else None
+    return MemoryGroup(rank, size, name, PATIENCE_S, device)  # type: ignore[arg-type]  # a name is where they meet
 
 
 class Machine:
     """The threads, and what they have posted."""
 
-    def __init__(self, size: int, lose: tuple[int, int] | None = None) -> None:
-        self.size, self._lose = size, lose
+    def __init__(self, size: int, lose: tuple[int, int] | None = None, *, on_devices: bool = False) -> None:
+        self.size, self._lose, self.on_devices = size, lose, on_devices
         self.changed = threading.Condition(threading.RLock())
         self.hubs: dict[str, Hub] = {}
         self.num_exchanges = [0] * size
+        self.queues: list[deque[Asked]] = [deque() for _ in range(size)]
+        """What each rank's device is asked for and has not done."""
         self._turn = [threading.Semaphore(0) for _ in range(size)]
         self._waits: list[tuple[str, Callable[[], bool]] | None] = [("its turn", lambda: True)] * size
         self._has_ended = [False] * size
@@ -229,12 +243,12 @@ class MemoryWork:
     """An operation that was begun."""
 
     def __init__(self, backend: MemoryBackend, why: str, is_done: Callable[[], bool], peers: set[int]) -> None:
-        self._backend, self._why, self._is_done, self._peers = backend, why, is_done, peers
+        self._backend, self._why, self.is_done, self._peers = backend, why, is_done, peers
 
     def wait(self) -> None:
         hub = self._backend.hub
-        self._backend.machine.wait(self._why, lambda: self._is_done() or bool(self._peers & hub.gone))
-        if not self._is_done():
+        self._backend.machine.wait(self._why, lambda: self.is_done() or bool(self._peers & hub.gone))
+        if not self.is_done():
             raise RuntimeError(f"connection reset by peer {sorted(self._peers & hub.gone)}")
 
 
@@ -244,6 +258,9 @@ class MemoryBackend:
     def __init__(self, machine: Machine, hub: Hub, rank: int) -> None:
         self.machine, self.hub, self.rank = machine, hub, rank
         self._num_collectives = 0
+
+    def count(self) -> None:
+        self.machine.count(self.hub.members[self.rank])
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> MemoryWork:
         return self._post(self.hub.sends, tensors[0], (self.rank, rank, tag), rank)
@@ -273,7 +290,7 @@ class MemoryBackend:
     def _post(
         self, posted: dict[tuple[int, int, int], deque[Posted]], tensor: Tensor, key: tuple[int, int, int], peer: int
     ) -> MemoryWork:
-        self.machine.count(self.hub.members[self.rank])
+        self.count()
         source, to, tag = key
         mine = Posted(tensor)
         with self.machine.changed:
@@ -286,7 +303,7 @@ class MemoryBackend:
         return MemoryWork(self, why, lambda: mine.is_done, {peer})
 
     def _collect(self, kind: str, tensor: Tensor, finish: Callable[[dict[int, Tensor]], Any]) -> MemoryWork:
-        self.machine.count(self.hub.members[self.rank])
+        self.count()
         number, hub = self._num_collectives, self.hub
         self._num_collectives += 1
         with self.machine.changed:
@@ -308,6 +325,124 @@ class MemoryBackend:
         return MemoryWork(self, why, is_done, others - set(one.given) if is_done() else others)
 
 
+class Asked:
+    """An operation of a rank's device."""
+
+    def __init__(
+        self,
+        device: MemoryDevice,
+        kind: str,
+        start: Callable[[], list[MemoryWork]],
+        copies: list[tuple[Tensor, Tensor]],
+    ) -> None:
+        """`start` posts it, and `copies` say where it is to be filled, and with what."""
+        self.device, self._kind, self._start, self._copies = device, kind, start, copies
+        self.is_done, self._is_broken = False, False
+        self._works: list[MemoryWork] | None = None
+        for place, _ in copies:
+            place.detach().fill_(torch.nan)
+        device.queue.append(self)
+
+    def wait(self) -> None:
+        """Return when it is done; RuntimeError if the device is held up by what misses a peer."""
+        queue = self.device.queue
+        self.device.backend.machine.wait(
+            f"{self._kind} of {self.device.backend.hub.name}",
+            lambda: self._is_done() or bool(queue[0].device.backend.hub.gone),
+        )
+        if not self.is_done:
+            raise RuntimeError("the device is held up by an operation that misses a peer")
+
+    def _is_done(self) -> bool:
+        """Let the device do what it can; say whether this is done."""
+        queue = self.device.queue
+        while queue and queue[0]._ends():
+            queue.popleft()
+        return self.is_done
+
+    def _ends(self) -> bool:
+        if self._works is None and not self._is_broken:
+            try:
+                self._works = self._start()
+            except RuntimeError:
+                self._is_broken = True
+        if self._works is None or not all(work.is_done() for work in self._works):
+            return False
+        for place, value in self._copies:
+            place.detach().copy_(value)
+        self.is_done = True
+        return True
+
+
+class _Posting(MemoryBackend):
+    """A group's backend of another kind of messages, which does not count them: that is done where they are begun."""
+
+    def count(self) -> None:
+        """It was counted."""
+
+
+class MemoryDevice:
+    """A rank's device in a group, as `DeviceGroup` is to its group."""
+
+    def __init__(self, group: MemoryGroup, backend: MemoryBackend, name: str) -> None:
+        self._group = group
+        hub = backend.machine.hubs.setdefault(name, Hub(name, backend.hub.size))
+        hub.members[backend.rank] = backend.hub.members[backend.rank]
+        self.backend = _Posting(backend.machine, hub, backend.rank)
+        self.queue = backend.machine.queues[hub.members[backend.rank]]
+        self._count = backend.count
+
+    def begin(self, operation: Callable[[Any], Any]) -> OnDevice:
+        self._count()
+        return OnDevice(operation(self))
+
+    def begin_exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> OnDevice:
+        """Begin one operation of them all; as on NCCL, messages have no tags."""
+        self._count()
+        given = [(rank, tensor.detach().clone()) for rank, tensor in sends]
+        taken = [(rank, torch.empty_like(place), place) for rank, place in receives]
+
+        def start() -> list[MemoryWork]:
+            arriving = [self.backend.recv([memory], rank, 0) for rank, memory, _ in taken]
+            return arriving + [self.backend.send([tensor], rank, 0) for rank, tensor in given]
+
+        return OnDevice(Asked(self, "an exchange of devices", start, [(place, memory) for _, memory, place in taken]))
+
+    def allreduce(self, tensors: list[Tensor]) -> Asked:
+        inside = tensors[0].detach().clone()
+        return Asked(self, "all_reduce", lambda: [self.backend.allreduce([inside])], [(tensors[0], inside)])
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> Asked:
+        inside = tensors[0].detach().clone()
+        return Asked(self, "broadcast", lambda: [self.backend.broadcast([inside], options)], [(tensors[0], inside)])
+
+    def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor]) -> Asked:
+        mine, inside = tensors[0].detach().clone(), [torch.empty_like(place) for place in gathered[0]]
+        copies = list(zip(gathered[0], inside, strict=True))
+        return Asked(self, "all_gather", lambda: [self.backend.allgather([inside], [mine])], copies)
+
+    def finish(self, operations: Sequence[OnDevice]) -> None:
+        for operation in operations:
+            self._group._guard_while(lambda _, work=operation.work: work.wait())  # type: ignore[misc]
+
+    def begin_abort(self) -> Call[None]:
+        left = [asked for asked in self.queue if asked.device is not self]
+        self.queue.clear()
+        self.queue.extend(left)
+        call = Call[None](lambda: None)
+        call.run()
+        return call
+
+    def is_free(self) -> Callable[[], bool]:
+        return lambda: not self.queue
+
+
+DEVICE = Device(torch.device("cpu"), torch.is_floating_point, MagicMock, MagicMock())
+"""The stand-in for a device, as groups see it."""
+
+
 class MemoryGroup(Group):
     """The product's group over a machine's memory; `store` is the name at which its ranks meet."""
 
@@ -318,9 +453,12 @@ class MemoryGroup(Group):
         hub.members[self.rank] = _machine.rank
         self._memory = MemoryBackend(machine, hub, self.rank)
         self._host = self._memory
+        if device is not None:
+            self._device = MemoryDevice(self, self._memory, f"devices of {name}")  # type: ignore[assignment]
 
     def part(self, name: str, ranks: Any) -> MemoryGroup:
-        made = MemoryGroup(ranks.index(self.rank), len(ranks), f"{self._store}/{name}", self._timeout_s)  # type: ignore[arg-type]
+        place = ranks.index(self.rank)
+        made = MemoryGroup(place, len(ranks), f"{self._store}/{name}", self._timeout_s, self._of)  # type: ignore[arg-type]
         self._parts.append(made)
         return made
 
@@ -329,9 +467,11 @@ class MemoryGroup(Group):
             self._memory.machine.wait("a call of its own", call.ended.is_set)
         super().join()
 
-    def abandon(self) -> None:
+    def _let_go(self) -> list[DeviceGroup]:
         if self._host is not None:
             with self._memory.machine.changed:
                 self._memory.hub.leave(self.rank)
+                if isinstance(self._device, MemoryDevice):
+                    self._device.backend.hub.leave(self.rank)
                 self._memory.machine.changed.notify_all()
-        super().abandon()
+        return super()._let_go()

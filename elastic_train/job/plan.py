@@ -37,6 +37,7 @@ from elastic_train.job.plan_facts import (
     describe_offload,
     describe_pipeline,
     describe_sources,
+    describe_tests,
 )
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.sharded.elementwise import slots_of
@@ -201,6 +202,7 @@ class Plan:
             "steps": self.total_steps,
             **({"pipeline": describe_pipeline(self.config)} if self.config.parallel.pipeline > 1 else {}),
             "device": str(self.device),
+            **({"tested": tested} if (tested := describe_tests(self.config, self.device)) is not None else {}),
             **({"offload": describe_offload(self.config, self.device)} if self.config.parallel.has_offload else {}),
             "commits in": self.config.checkpoint_url,
         }
@@ -266,7 +268,7 @@ def make_plan(config: Config) -> Plan:
     check_schedule(config.optimizer, total_steps)
     choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
     choice.rehearse(config.optimizer.name, device)
-    check_can_be_in_cells(config, device)
+    check_can_be_in_cells(config)
     check_fits_cells(task, config.parallel)
     is_in_cells = config.parallel.cell.size > 1
     if is_in_cells and isinstance(task, Deferring) and (sketch := task.sketch_model()) is not None:
@@ -314,11 +316,9 @@ def check_world_size(config: Config, world_size: int) -> None:
         )
 
 
-def check_can_be_in_cells(config: Config, device: torch.device) -> None:
-    """Refuse cells where they were not tried, or on nodes that do not make whole ones."""
+def check_can_be_in_cells(config: Config) -> None:
+    """Refuse cells on nodes that do not make whole ones."""
     cell, degrees = config.parallel.cell, config.parallel.set_degrees
-    if cell.size > 1 and device.type != "cpu":
-        raise ConfigError(f"{degrees} was not tried on GPUs: set device to cpu, or it to 1")
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return
     num_workers, live = int(os.environ["LOCAL_WORLD_SIZE"]), live_context()

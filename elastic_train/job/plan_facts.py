@@ -1,4 +1,4 @@
-"""What follows from a configuration, in words: of a mixture's sources, a pipeline, and what is in host memory."""
+"""What follows from a configuration, in words: of a mixture's sources, a pipeline, a device, and host memory."""
 
 from __future__ import annotations
 
@@ -73,3 +73,13 @@ def describe_offload(config: Config, device: torch.device) -> str:
     weights = 4 if config.parallel.offload == "all" else 0
     where = "the host's memory, which is this device's" if device.type == "cpu" else "pinned host memory"
     return f"{4 * num + weights} of {4 * num + 8} bytes of each fp32 parameter that a rank holds are in {where}"
+
+
+def describe_tests(config: Config, device: torch.device) -> str | None:
+    """Say on which hardware the configured degrees were run; None if there is nothing to say."""
+    if config.parallel.cell.size == 1 or device.type == "cpu":
+        return None
+    return (
+        f"{config.parallel.set_degrees} on GPUs was run with a stand-in for the device only, never on a GPU: train a "
+        "short job first, and compare its losses with those of the same job on CPUs"
+    )

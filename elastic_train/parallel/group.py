@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from elastic_train.errors import ConfigError, HungError, PeerLostError
 from elastic_train.parallel.connections import Connections, gloo_options
 from elastic_train.parallel.devices.device import Device
-from elastic_train.parallel.devices.device_group import ABORT_S, DeviceGroup, OnDevice
+from elastic_train.parallel.devices.device_group import ABORT_S, DeviceGroup, OnDevice, abort_all
 from elastic_train.parallel.devices.through_host import ThroughHost
 from elastic_train.parallel.point_to_point import OWN_ERRORS, Backend, PointToPoint, Traffic, Work
 from rendezvous.open_files import make_room_for
@@ -272,11 +272,19 @@ class Group(PointToPoint):
         """Give the group up at once, although a call may be stuck in it; the process must end by `os._exit`.
 
         The group is dropped by the thread that is stuck in it, once that is free: on gloo soon, because the connections
-        are shut down. What a device does for the group is ended; raises HungError if the device is not free then, and
-        the process is of no more use.
+        are shut down. What a device does for the group and its parts is ended; raises HungError if the device is not
+        free then, and the process is of no more use.
         """
-        while self._parts:
-            self._parts.pop().abandon()
+        if not abort_all(self._let_go()):
+            raise HungError(
+                f"rank {self.rank} of {self.size}: an exchange was ended, and {ABORT_S:.0f} s later its device still "
+                "does not answer: this process ends, so that another can take its place"
+            )
+
+    def _let_go(self) -> list[DeviceGroup]:
+        """Give up what waits for peers in host memory, of the parts, too; return what devices have to end."""
+        found = [one for part in self._parts for one in part._let_go()]
+        self._parts = []
         groups = [group for group in (self._host, self._device) if group is not None]
         self._host = None
         if self._bystander is not None:
@@ -289,15 +297,8 @@ class Group(PointToPoint):
         if is_stuck and self._connections is not None:
             self._connections.shut_down()
         self._connections = None
-        self._free_device()
-
-    def _free_device(self) -> None:
         device, self._device = self._device, None
-        if device is not None and not device.abort():
-            raise HungError(
-                f"rank {self.rank} of {self.size}: an exchange was ended, and {ABORT_S:.0f} s later its device still "
-                "does not answer: this process ends, so that another can take its place"
-            )
+        return found if device is None else [*found, device]
 
     def backend(self, tensor: Tensor) -> Backend:
         assert self._host is not None, "the group was given up"

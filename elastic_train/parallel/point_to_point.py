@@ -16,7 +16,7 @@ from elastic_train.errors import PeerLostError
 
 OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 """Of this rank's device: torch makes them RuntimeErrors, but no peer is lost, and no other world would mend them."""
-_ASIDE, _BACK = 1, 2
+_ASIDE = 1
 
 
 class Work(Protocol):
@@ -113,7 +113,10 @@ class PointToPoint(ABC):
     def begin_exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> tuple[list[Work], list[Work]]:
-        """Begin an exchange; return what to wait for before what comes is read, and before what is sent may change."""
+        """Begin an exchange; return what to wait for before what comes is read, and before what is sent may change.
+
+        What comes has a work for each receive, in their order; a device's exchange is one work there, sends and all.
+        """
         arriving = [self.receive(rank, part) for rank, part in receives]
         return arriving, [self.send(rank, part) for rank, part in sends]
 
@@ -173,15 +176,3 @@ class Aside(PointToPoint):
 
     def backend(self, tensor: Tensor) -> Backend:
         return self._group.backend(tensor)
-
-
-class BackChannel(Aside):
-    """A group's sends and receives for its own thread that do not meet its others between the same two ranks."""
-
-    _tag = _BACK
-
-    def begin(self, operation: Callable[[Backend], Work], tensor: Tensor, kind: str) -> Work:
-        return self._group.begin(operation, tensor, kind)
-
-    def wait(self, works: Iterable[Work]) -> None:
-        self._group.wait(works)

@@ -23,6 +23,7 @@ from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.job.optimizers.parameter_kinds import precision_hazard
 from elastic_train.job.optimizers.recipe_changes import say_end_of_rates
 from elastic_train.job.plan import Plan
+from elastic_train.job.plan_facts import describe_tests
 from elastic_train.job.reseating.placing import redundancy_of, take_place
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
@@ -187,6 +188,7 @@ def _announce(process: Process, world: World) -> None:
         world.announce(_saving_of(share, plan.device))
     if plan.config.compile:
         world.announce(f"{state.compiled}")
+    _say_of_tests(process, world)
     _warn_of_file_system(process, world)
     _warn_of_precision(process, world)
 
@@ -197,6 +199,14 @@ def _say_of_rates(process: Process, world: World) -> None:
     said = None if state.recipe is None else say_end_of_rates(state.recipe, state.step)
     if said is not None and _RATES not in process.warned:
         process.warned.add(_RATES)
+        world.announce(said)
+
+
+def _say_of_tests(process: Process, world: World) -> None:
+    """Say once what was never run on hardware such as this."""
+    said = describe_tests(process.plan.config, process.plan.device)
+    if said is not None and said not in process.warned:
+        process.warned.add(said)
         world.announce(said)
 
 

@@ -182,13 +182,13 @@ class SimGroup(Group):
         self._wait(lambda: len(letters) > 0, source)
         tensor.copy_(letters.popleft())
 
-    def abandon(self) -> None:
+    def _let_go(self) -> list[DeviceGroup]:
         """Leave: ranks that still wait for this one learn of it."""
         if self.size > 1 and self.rank not in self._hub.lost:
             self._kernel.after(RESET_S, lambda: self._hub._reset(self.rank))
-        for part in self._parts:
-            part.abandon()
-        self._free_device()
+        found = [one for part in self._parts for one in part._let_go()]
+        device, self._device = self._device, None
+        return found if device is None else [*found, device]
 
     def _collect(self, kind: str, value: object) -> Collective:
         self._num_calls += 1

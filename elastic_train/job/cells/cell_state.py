@@ -279,10 +279,12 @@ class CellState(ReplicatedState):
         except ConfigError:  # nothing has changed yet; other moments were saved than this optimizer has
             found = filled_parts({**tree, **weights, "optimizer": {}}, fill, cuts, place)
 
+        device = next(self.model.parameters()).device
+
         def part_of(path: StatePath, leaf: Tensor | Pieces) -> Tensor:
             if isinstance(leaf, Tensor):
                 return leaf
-            [memory] = [*leaf.held.values()] or [torch.empty(0, dtype=leaf.dtype)]
+            [memory] = [*leaf.held.values()] or [torch.empty(0, dtype=leaf.dtype, device=device)]
             return cuts[weight_of(path) or ""].shaped(memory, place)
 
         tree.update(with_tensors(found, part_of))

@@ -177,7 +177,7 @@ class CutModel:
                 if name in self.cuts and id(parameters[name]) not in done:
                     done.add(id(parameters[name]))
                     parameters[name].grad = None
-                    parameters[name].data = self.cuts[name].part_of(tensor, place).to(parameters[name].dtype)
+                    parameters[name].data = self.cuts[name].part_of(tensor, place).to(parameters[name])
                 elif weights is not None and name not in self.cuts:
                     self._take_whole(name, tensor, parameters.get(name))
         self.place = place

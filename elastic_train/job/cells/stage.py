@@ -45,8 +45,8 @@ class Stage:
         made."""
         piece = chunk * self.plan.num_stages + self.number
         modules = self.plan.pieces[piece]
-        if given is not None:  # with which the state of torch's generator has come, and no other's
-            seed_host_generators(zlib.crc32(torch.get_rng_state().numpy().data))
+        if given is not None:  # with which the state of torch's generators has come, and no other's
+            seed_host_generators(zlib.crc32(self.links.generators.state().numpy().data))
         if part is None:
             made = self.task.run_stage(self.model, modules, batch, given)
         else:
@@ -128,7 +128,8 @@ def stage_of(
     goes_round = plan.num_chunks > 1
     before = (mesh.place - stride) % mesh.cell.size if number or goes_round else None
     after = (mesh.place + stride) % mesh.cell.size if number < plan.num_stages - 1 or goes_round else None
-    return Stage(task, model, plan, number, kind, StageLinks(cell, before, after), experts)
+    device = next(model.parameters()).device
+    return Stage(task, model, plan, number, kind, StageLinks(cell, before, after, device), experts)
 
 
 def key_of(batch: LaneBatch, *, trains: bool = True) -> Hashable | None:

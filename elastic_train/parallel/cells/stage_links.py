@@ -1,12 +1,13 @@
 """What neighbouring stages of a cell send each other: activations forward, their gradients backward.
 
-With an activation goes the state of torch's generator, from which the stage that it comes from has drawn: the next
-stage goes on where that one has ended, as one rank would. So what is drawn does not depend on the stages.
+With an activation goes the state of torch's generators, from which the stage that it comes from has drawn: the next
+stage continues where that one has ended, as one rank would. So what is drawn does not depend on the stages.
 
 The form of an activation follows from the shapes of its lane's micro-batch, so it is sent once for each of these; both
 ends know it from then on. What one exchange sends is under way while the stage computes, until the next exchange; what
-it takes, until a pass needs it. Gradients have a channel of their own: where stages have several chunks of the model,
-a neighbour may be the next stage and the one before.
+it takes, until a pass needs it. All messages of one exchange begin together: a device makes its exchanges one after
+another, and both ends of a message meet in the same one (`core.schedules`). Two stages send each other at most one
+message at a time, so nothing else tells an activation from a gradient, also where a neighbour is on both sides.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from elastic_train.parallel.devices.generators import Generators
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.point_to_point import BackChannel, PointToPoint, Work
+from elastic_train.parallel.point_to_point import Work
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 14
+_ALIGNMENT = 512
+"""Of the bytes that devices allocate: which kernel computes a tensor may depend on where it begins."""
 
 
 class Form(NamedTuple):
@@ -61,16 +65,19 @@ class _Arriving(NamedTuple):
 
 
 class StageLinks:
-    """Links of this rank's stage, in one world, to the places `before` and `after` it in its cell, if there are any."""
+    """Links of this rank's stage, in one world, to the places `before` and `after` it in its cell, if there are any.
 
-    def __init__(self, group: Group, before: int | None, after: int | None) -> None:
-        self._group, self._before, self._after = group, before, after
-        self._back = BackChannel(group)
+    Messages are in the memory of `device`, on which the stage computes.
+    """
+
+    def __init__(self, group: Group, before: int | None, after: int | None, device: torch.device) -> None:
+        self._group, self._before, self._after, self._device = group, before, after, device
         self._given = dict[Hashable, Form]()
         self._taken = dict[Hashable, Form]()
         self._leaving, self._sent = list[Work](), list[Tensor]()
         self._arriving = dict[Hashable, _Arriving]()
-        self._state_bytes = torch.get_rng_state().numel()
+        self.generators = Generators(device)
+        self._head_bytes = -(-self.generators.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def exchange(
         self, *, activation: Activation | None = None, gradient: Tensor | None = None, takes: Sequence[Awaited] = ()
@@ -80,27 +87,30 @@ class StageLinks:
         Raises PeerLostError.
         """
         self.finish()
-        known = [one for one in takes if one.made is not None or one.key in self._taken]
-        self._arriving |= {one.name: self._begin_to_take(one) for one in known}
+        sends = list[tuple[int, Tensor]]()
         if activation is not None:
-            self._send(self._group, self._packed(activation), self._after)
+            sends.append((_known(self._after), self._packed(activation)))
         if gradient is not None:
-            self._send(self._back, [gradient.contiguous()], self._before)
-        for one in takes:
-            if one.name not in self._arriving:
-                self._learn_form(one.key)
-                self._arriving[one.name] = self._begin_to_take(one)
+            sends.append((_known(self._before), gradient.contiguous()))
+        receives = [(_known(self._before if one.made is None else self._after), self._room(one)) for one in takes]
+        arriving, leaving = self._group.begin_exchange(sends, receives)
+        is_one = any(self._group.is_on_device(tensor) for _, tensor in (*sends, *receives))
+        for number, (one, (_, memory)) in enumerate(zip(takes, receives, strict=True)):
+            form = self._taken[one.key] if one.made is None else None
+            self._arriving[one.name] = _Arriving(memory, form, arriving if is_one else arriving[number : number + 1])
+        self._leaving += arriving if is_one else leaving
+        self._sent += [tensor for _, tensor in sends]
 
     def arrived(self, name: Hashable) -> Tensor | None:
-        """Return what has come for a pass, once it has; with an activation torch's generator goes on where its sender's
-        was. None if nothing comes for it."""
+        """Return what has come for a pass, once it has; with an activation torch's generators continue where its
+        sender's were. None if nothing comes for it."""
         if name not in self._arriving:
             return None
         memory, form, works = self._arriving.pop(name)
         self._group.wait(works)
         if form is None:
             return memory
-        torch.set_rng_state(memory[: self._state_bytes].clone())
+        self.generators.continue_at(memory.view(torch.uint8)[: self.generators.num_bytes])
         return self._content_of(memory, form)
 
     def finish(self) -> None:
@@ -108,45 +118,39 @@ class StageLinks:
         self._group.wait(self._leaving)
         self._leaving, self._sent = [], []
 
-    def _send(self, channel: PointToPoint, messages: list[Tensor], place: int | None) -> None:
-        _, leaving = channel.begin_exchange([(_known(place), one) for one in messages], [])
-        self._leaving += leaving
-        self._sent += messages
-
-    def _packed(self, activation: Activation) -> list[Tensor]:
-        """Return one message with the generator's state and the activation, after one with its form if that is new."""
+    def _packed(self, activation: Activation) -> Tensor:
+        """Return one message with the generators' state and the activation; send its form first if that is new."""
         key, tensor = activation
         form = Form(tensor.dtype, tensor.shape)
-        memory = self._room_for(form)
-        memory[: self._state_bytes] = torch.get_rng_state()
-        self._content_of(memory, form).copy_(tensor.detach())
         before = self._given.setdefault(key, form)
-        assert before is form or before == form, f"a stage gave {form} for shapes for which it gave {before} before"
-        return [form.to_words(), memory] if before is form else [memory]
+        assert before == form, f"a stage gave {form} for shapes for which it gave {before} before"
+        if before is form:
+            words = form.to_words()
+            self._leaving.append(self._group.send(_known(self._after), words))
+            self._sent.append(words)
+        memory = self._memory_for(form)
+        memory.view(torch.uint8)[: self.generators.num_bytes] = self.generators.state()
+        self._content_of(memory, form).copy_(tensor.detach())
+        return memory
 
-    def _begin_to_take(self, one: Awaited) -> _Arriving:
+    def _room(self, one: Awaited) -> Tensor:
+        """Return memory for a message; receive the form of an activation first if its sender sends it."""
         if one.made is not None:
-            memory, form = torch.empty_like(one.made, memory_format=torch.contiguous_format), None
-            arriving, _ = self._back.begin_exchange([], [(_known(self._after), memory)])
-        else:
-            form = self._taken[one.key]
-            memory = self._room_for(form)
-            arriving, _ = self._group.begin_exchange([], [(_known(self._before), memory)])
-        return _Arriving(memory, form, arriving)
+            return torch.empty_like(one.made, memory_format=torch.contiguous_format)
+        if one.key not in self._taken:
+            words = torch.empty(2 + _MOST_DIMS, dtype=torch.int64)
+            self._group.exchange([], [(_known(self._before), words)])
+            dtype, num_dims, *sizes = words.tolist()
+            self._taken[one.key] = Form(_DTYPES[dtype], torch.Size(sizes[:num_dims]))
+        return self._memory_for(self._taken[one.key])
 
-    def _learn_form(self, key: Hashable) -> None:
-        """Receive the form of an activation, which its sender tells before it sends the first."""
-        words = torch.empty(2 + _MOST_DIMS, dtype=torch.int64)
-        self._group.exchange([], [(_known(self._before), words)])
-        dtype, num_dims, *sizes = words.tolist()
-        self._taken[key] = Form(_DTYPES[dtype], torch.Size(sizes[:num_dims]))
-
-    def _room_for(self, form: Form) -> Tensor:
-        return torch.empty(self._state_bytes + form.shape.numel() * form.dtype.itemsize, dtype=torch.uint8)
+    def _memory_for(self, form: Form) -> Tensor:
+        num_elements = self._head_bytes // form.dtype.itemsize + form.shape.numel()
+        return torch.empty(num_elements, dtype=form.dtype, device=self._device)
 
     def _content_of(self, memory: Tensor, form: Form) -> Tensor:
         """Return the activation in a message; it begins where kernels like tensors to begin."""
-        return memory[self._state_bytes :].view(form.dtype).view(form.shape)
+        return memory[self._head_bytes // form.dtype.itemsize :].view(form.shape)
 
 
 def _known(place: int | None) -> int:

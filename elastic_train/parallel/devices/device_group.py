@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from elastic_train.parallel.devices.device import Communicator, Device
 from elastic_train.parallel.point_to_point import Work
-from rendezvous.waiting import LOOK_EVERY_S, GivenUp, begin
+from rendezvous.waiting import LOOK_EVERY_S, Call, GivenUp, begin
 
 T = TypeVar("T")
 ABORT_S = 10.0
@@ -104,20 +104,32 @@ class DeviceGroup:
         is_done, works = self._device.queue().mark(), [operation.work for operation in operations]
         self._guard.polling(lambda is_broken: _await(is_done, works, is_broken, self._timeout_s))
 
-    def abort(self) -> bool:
-        """End what the device still does for this group; say whether the device is free of it, in time."""
-        deadline = time.monotonic() + ABORT_S
-        call = begin("abort", self._communicator.abort)
-        if not call.ended.wait(ABORT_S):
-            return False
-        is_done = self._device.queue().mark()
-        for pause_s in _pauses():
-            if is_done():
-                return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause_s)
+    def begin_abort(self) -> Call[None]:
+        """Begin to end what the device still does for this group."""
+        return begin("abort", self._communicator.abort)
+
+    def is_free(self) -> Callable[[], bool]:
+        """Return what says whether the device has done, or ended, all that it has been asked by now."""
+        return self._device.queue().mark()
+
+
+def abort_all(groups: Sequence[DeviceGroup]) -> bool:
+    """End what a device still does for some groups; say whether it is free of all of it, in time.
+
+    The aborts run at once: each may wait for the device, which is held up by the other groups' operations, too.
+    """
+    deadline = time.monotonic() + ABORT_S
+    calls = [group.begin_abort() for group in groups]
+    if not all(call.ended.wait(max(0.0, deadline - time.monotonic())) for call in calls):
         return False
+    are_free = [group.is_free() for group in groups]
+    for pause_s in _pauses():
+        if all(is_free() for is_free in are_free):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+    return False
 
 
 def _await(is_done: Callable[[], bool], works: Sequence[Any], is_broken: Callable[[], bool], timeout_s: float) -> None:

@@ -164,10 +164,10 @@ def test_a_live_node_may_have_workers_beyond_its_cells(
     config = Config.model_validate({"data": {"train": "rows"}, "parallel": {"tensor": 2}})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_workers))
     with pytest.raises(ConfigError, match="start a multiple of 2 on each"):
-        check_can_be_in_cells(config, torch.device("cpu"))
+        check_can_be_in_cells(config)
     monkeypatch.setattr(plan_module, "live_context", lambda: SimpleNamespace(max_nodes=2))
     with nullcontext() if is_fit else pytest.raises(ConfigError, match="start at least 2"):
-        check_can_be_in_cells(config, torch.device("cpu"))
+        check_can_be_in_cells(config)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_node_has_room_for_a_stage(
     monkeypatch.setattr(plan_module, "live_context", lambda: live)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_workers))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        check_can_be_in_cells(config, torch.device("cpu"))
+        check_can_be_in_cells(config)
 
 
 class Looked(nn.Module):

@@ -263,13 +263,14 @@ class Row(NamedTuple):
     shards: Shards = "none"
     offload: Offloads = "none"
     is_fp16: bool = False
+    on_devices: bool = False
 
     def __str__(self) -> str:
         degrees = [
             f"{axis}{getattr(self.cell, axis)}" for axis in ("tensor", "context") if getattr(self.cell, axis) > 1
         ]
         words = [*degrees, self.shards, f"offload-{self.offload}" if self.offload != "none" else ""]
-        return "-".join(filter(None, [*words, "fp16" * self.is_fp16]))
+        return "-".join(filter(None, [*words, "fp16" * self.is_fp16, "devices" * self.on_devices]))
 
 
 def lose_one(who: int, num: int, row: Row) -> tuple[int, int, str] | None:
@@ -317,6 +318,9 @@ ROWS = [
     Row(TENSOR, "parameters", "all"),
     *[Row(TENSOR, shards, is_fp16=True) for shards in ("none", "gradients")],
     Row(CONTEXT, "optimizer", is_fp16=True),
+    *[Row(TENSOR, shards, on_devices=True) for shards in ("none", *KINDS)],
+    *[Row(CONTEXT, shards, on_devices=True) for shards in ("none", "optimizer")],
+    Row(TENSOR, "parameters", "all", on_devices=True),
 ]
 
 
@@ -326,11 +330,12 @@ def test_a_rank_is_lost_at_any_exchange_and_no_bit_changes(row: Row) -> None:
     cell = row.cell
     num, victim = 3 * cell.size, 3 * cell.size - 1
     [of_whole, *_] = alone(cell)[::-1]
-    whole = Machine(num)
+    whole = Machine(num, on_devices=row.on_devices)
     assert {found[2] for found in whole.run(lambda who: lose_one(who, num, row)) if found} == {of_whole}
     total = whole.num_exchanges[victim]
-    for after in range(0, total, total // 5):
-        seen = [found for found in in_memory(lose_one, num, row, lose=(victim, after)) if found]
+    for after in range(0, total, total // (2 if row.on_devices else 5)):
+        found = in_memory(lose_one, num, row, lose=(victim, after), on_devices=row.on_devices)
+        seen = [one for one in found if one]
         assert len(seen) == num - cell.size
         assert {digest for *_, digest in seen} == {of_whole}, f"lost at exchange {after} of {total}"
         assert {kept for _, kept, _ in seen} == {max(kept for _, kept, _ in seen)}

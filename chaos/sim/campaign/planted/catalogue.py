@@ -215,7 +215,7 @@ PLANTED = (
     SimBug(
         "device-not-freed",
         "a world that was given up leaves its operations on the device",
-        lambda: {"elastic_train.parallel.devices.device_group:DeviceGroup.abort": lambda self: True},
+        lambda: {"elastic_train.parallel.group:abort_all": lambda groups: True},
         ("finished",),
         faults.kills,
         replace(SHAPE, vectors=True, device=True),

@@ -77,8 +77,9 @@ def of_rank(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_parts_add_up_to_whole_rows(size: int) -> None:
-    in_memory(of_rank, size)
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_parts_add_up_to_whole_rows(size: int, on_devices: bool) -> None:
+    in_memory(of_rank, size, on_devices=on_devices)
 
 
 def test_a_lone_part_runs_without_peers() -> None:

@@ -98,9 +98,10 @@ def compare(make_model: Callable[[], nn.Module], group: Group, share: float, tol
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_parts_compute_what_the_whole_does(size: int) -> None:
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_parts_compute_what_the_whole_does(size: int, on_devices: bool) -> None:
     """Outputs and gradients, in float64, where a wrong or missing sum would show in the first digits."""
-    in_memory(of_rank, size)
+    in_memory(of_rank, size, on_devices=on_devices)
 
 
 def with_experts(rank: int, size: int) -> None:
@@ -118,9 +119,10 @@ def with_experts(rank: int, size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_parts_of_a_model_with_experts_compute_what_the_whole_does(size: int) -> None:
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_parts_of_a_model_with_experts_compute_what_the_whole_does(size: int, on_devices: bool) -> None:
     """Each rank has some of the experts, and all route all tokens."""
-    in_memory(with_experts, size)
+    in_memory(with_experts, size, on_devices=on_devices)
 
 
 @pytest.mark.parametrize(

@@ -164,9 +164,10 @@ def compare_tokens(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_with_some_tokens_compute_what_those_with_all_do(size: int) -> None:
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_ranks_with_some_tokens_compute_what_those_with_all_do(size: int, on_devices: bool) -> None:
     """Outputs and gradients, in float64, with dropout and recomputation, and no more than a part of what is kept."""
-    in_memory(of_rank, size)
+    in_memory(of_rank, size, on_devices=on_devices)
 
 
 def of_biased_rank(rank: int, size: int) -> None:
@@ -197,9 +198,10 @@ def of_biased_rank(rank: int, size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_biases_of_layers_that_are_cut_have_one_gradient_on_all_ranks(size: int) -> None:
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_biases_of_layers_that_are_cut_have_one_gradient_on_all_ranks(size: int, on_devices: bool) -> None:
     """A row layer's is added to each rank's own tokens, a column layer's to all tokens of its outputs."""
-    in_memory(of_biased_rank, size)
+    in_memory(of_biased_rank, size, on_devices=on_devices)
 
 
 class Sharing(Witness):

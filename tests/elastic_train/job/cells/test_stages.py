@@ -132,9 +132,10 @@ def of_rank(rank: int, size: int, kind: str, make: Callable[[], Subject] = decod
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "kind"), [(2, "1f1b"), (2, "gpipe"), (4, "1f1b"), (2, "interleaved")])
-def test_stages_compute_the_bits_of_the_whole(size: int, kind: str) -> None:
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_stages_compute_the_bits_of_the_whole(size: int, kind: str, on_devices: bool) -> None:
     """Losses and gradients, with dropout, lanes of several shapes, and one without samples."""
-    in_memory(of_rank, size, kind)
+    in_memory(of_rank, size, kind, on_devices=on_devices)
 
 
 def with_experts() -> Subject:

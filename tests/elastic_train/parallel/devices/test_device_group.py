@@ -105,6 +105,7 @@ def alone(folder: Path, device: FakeDevice, is_broken: Callable[[], bool], kind:
     group, seen = Group(0, 1, None, 60), device.seen(kind)
     group.size, group._holds, group._is_broken = 2, seen.holds, lambda _: is_broken()
     group._bystander = Bystander("alone")
+    folder.mkdir(exist_ok=True)
     store, timeout = FileStore(str(folder / "alone"), 1), timedelta(seconds=60)
     group._device = DeviceGroup(seen, store, 0, 1, timeout, _Guard(group))
     return group
@@ -174,6 +175,30 @@ def test_a_process_whose_device_does_not_get_free_ends(
     with pytest.raises(HungError, match=r"rank 0 of 2: an exchange was ended, .* another can take its place"):
         group.abandon()
     device.gate.set()
+
+
+class AbortsLast(FakeCommunicator):
+    """Its abort ends only when the device is free, as NCCL's may."""
+
+    def abort(self) -> None:
+        super().abort()
+        while self._device.num_done < self._device.num_asked:
+            threading.Event().wait(0.001)
+
+
+def test_groups_that_hold_a_device_up_together_are_ended_together(tmp_path: Path) -> None:
+    """A cell's exchange that misses a peer, and that of its column, which the device would make after it."""
+    device, started = FakeDevice(), time.monotonic()
+    world, part = (
+        alone(tmp_path / name, device, lambda: time.monotonic() > started + 0.1, AbortsLast) for name in ("1", "2")
+    )
+    world._parts.append(part)
+    device.gate.clear()
+    for group in (world, part):
+        group.begin(lambda backend: backend.allreduce([torch.ones(3)]), torch.ones(3), "all_reduce")
+    assert device.num_asked == 2
+    world.abandon()
+    assert device.num_aborts == device.num_done == 2 and world._parts == []
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
