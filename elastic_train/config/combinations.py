@@ -45,11 +45,6 @@ class Rule(NamedTuple):
 RULES = (
     Rule(("pipeline", "interleaved", "context", "expert"), ("offload: all",), "that needs shards: parameters"),
     Rule(
-        ("tensor", "sequence", "expert", "context"),
-        ("compile",),
-        "the ranks of a replica exchange tensors inside the blocks that are compiled",
-    ),
-    Rule(
         ("pipeline", "interleaved"),
         ("shards: parameters",),
         "a stage has several lanes under way, each of which would gather its weights",

@@ -152,11 +152,15 @@ def _try_metrics(plan: Plan, metrics: Mapping[str, Metric], loss: LaneLoss) -> N
 
 @contextlib.contextmanager
 def _compiling(state: AppliedState) -> Iterator[None]:
-    """Compile what runs inside, and describe it for comparison with other ranks; if anything is to be compiled."""
+    """Compile what runs inside, and describe it for comparison with other ranks; if anything is to be compiled.
+
+    A rank that will hold a part of each matrix computes with such a part.
+    """
     if state.compiled is None:
         yield
         return
-    with state.compiled.learning():
+    part = state.shards.cut.without_peers() if isinstance(state.shards, CellState) else contextlib.nullcontext()
+    with part, state.compiled.learning():
         yield
     state.outline = {**state.outline, CALLS: state.compiled.described()}
 

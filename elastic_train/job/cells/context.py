@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cut_model import along_axis
 from elastic_train.job.state_shards import ReplicatedState
-from elastic_train.parallel.cells.context_links import gathered
+from elastic_train.parallel.cells.context_links import Gathering
 from elastic_train.parallel.cells.context_sum import context_sum, leaf_of
+from elastic_train.parallel.cells.graph_edges import LoneGroup
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import tree_sum
@@ -77,10 +77,10 @@ def _by_lane(rows: Tensor) -> list[list[list[float]]]:
 def context_of(task: Sequencing, mesh: Mesh, cell: Group, num_lanes: int) -> Context:
     """Return the part of a rank in its cell; all ranks of the cell call it."""
     peers = along_axis(cell, mesh, "context")
-    part = ContextPart(peers.rank, peers.size, partial(gathered, group=peers))
+    part = ContextPart(peers.rank, peers.size, Gathering(peers))
     return Context(task, part, peers, num_lanes)
 
 
 def lone_part(degree: int) -> ContextPart:
-    """Return a part whose peers are not there: what it gathers is its own, so often. For passes outside of worlds."""
-    return ContextPart(0, degree, lambda tensor: torch.cat([tensor] * degree, -2))
+    """Return a part whose peers are not there, for passes outside of worlds."""
+    return ContextPart(0, degree, Gathering(LoneGroup(degree)))

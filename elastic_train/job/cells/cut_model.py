@@ -8,8 +8,9 @@ last bit.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from elastic_train.job.cells.cell_plan import CellPlan, cut_parameters
 from elastic_train.job.cells.layer_hooks import Hook, hooks_of
 from elastic_train.job.model_layout import Laid
 from elastic_train.parallel.cells.expert_links import ExpertLinks
+from elastic_train.parallel.cells.graph_edges import LoneGroup
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.shards import grains as shards
@@ -148,6 +150,7 @@ class CutModel:
 
     def __init__(self, model: nn.Module, plan: CellPlan, cell: Cell, links: CellLinks) -> None:
         self.model, self.plan, self.links = model, plan, links
+        self._degree = cell.tensor
         self.place: int | None = None
         self.cell: Group | None = None
         """All places, by number; `links` are to those that have the other parts of its cut layers."""
@@ -217,12 +220,37 @@ class CutModel:
                 parameters[name].grad = None
                 self._parts[name] = parameters[name].data
                 parameters[name].data = self.whole(name, parameters[name])
+        self._exchange_no_more()
+
+    def _exchange_no_more(self) -> None:
         for one in self._spread:
             one.links = None
         for mixture in self._mixtures:
             mixture.links = None
         while self._hooks:
             self._hooks.pop().remove()
+
+    @contextlib.contextmanager
+    def without_peers(self) -> Iterator[None]:
+        """Within this context, before the first place, compute what a tensor rank does, of all stages.
+
+        Results are of no use, shapes and weights' strides are those of any world.
+        """
+        assert self.place is None and self.has_weights, "the model is whole"
+        if not self.plan.tensor:
+            yield
+            return
+        shape = Cell(tensor=self._degree)
+        lone = CutModel(self.model, replace(self.plan, pieces=(), num_chunks=1), shape, CellLinks())
+        lone.links.bind(LoneGroup(shape.tensor))
+        whole = [(one, one.data) for one in self.model.parameters()]
+        lone.take_place(0)
+        try:
+            yield
+        finally:
+            lone._exchange_no_more()
+            for one, weights in whole:
+                one.data = weights
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return the whole of a cut parameter, or of another tensor of its shape; all places of the cell call it."""

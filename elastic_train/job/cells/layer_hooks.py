@@ -2,7 +2,7 @@
 
 Column layers share their input, row layers' outputs are added (Shoeybi et al. 2019). Where ranks go on with some tokens
 each, column layers get all tokens' input, and the sum of row layers' outputs is made of each rank's tokens
-(Korthikanti et al. 2022).
+(Korthikanti et al. 2022). Each of these functions runs outside of compiled graphs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from elastic_train.job.cells.cell_plan import CellPlan
+from elastic_train.parallel.cells.graph_edges import outside_of_graphs
 from elastic_train.parallel.cells.links import CellLinks, shared, summed
 from elastic_train.parallel.cells.sequence_links import GatheredInput, all_tokens, own_dropout, own_tokens, scattered
 
@@ -52,11 +53,12 @@ def hooks_of(model: nn.Module, plan: CellPlan, links: CellLinks) -> Iterator[Hoo
         if kind == "tokens":
             yield from _sums_of_gradients(module.parameters(), links)
         elif kind == "split":
-            yield module.register_forward_hook(lambda _, __, made: own_tokens(made, links))
+            yield module.register_forward_hook(outside_of_graphs(lambda _, __, made: own_tokens(made, links)))
         elif kind == "enter":
             yield _changing_first(module, partial(own_tokens, links=links))
         elif kind == "join":
-            yield module.register_forward_pre_hook(lambda _, given: (all_tokens(given[0], links), *given[1:]))
+            join = outside_of_graphs(lambda _, given: (all_tokens(given[0], links), *given[1:]))
+            yield module.register_forward_pre_hook(join)
         elif kind == "dropout":
             assert isinstance(module, nn.Dropout), "the plan was checked"
             yield _Replaced(module, partial(_drop, module, links))
@@ -85,6 +87,7 @@ def _gathering(layers: Sequence[nn.Linear], whole: nn.Module | None, links: Cell
 def _changing_first(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Hook:
     """Give a module something else for its first argument, by place or by the name that transformers has for it."""
 
+    @outside_of_graphs
     def before(
         _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -103,6 +106,7 @@ class _SharedOnce:
         self._last: tuple[Tensor, Tensor] | None = None
         self._num_left = 0
 
+    @outside_of_graphs
     def __call__(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         given = arguments[0]
         if self._last is None or self._last[0] is not given:
@@ -142,7 +146,7 @@ class _Replaced:
 
     def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
         self._module = module
-        module.forward = forward
+        module.forward = outside_of_graphs(forward)
 
     def remove(self) -> None:
         del self._module.forward

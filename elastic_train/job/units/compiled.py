@@ -91,14 +91,15 @@ class CompiledBlocks:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Compile the calls that are made inside; ConfigError if torch cannot."""
+        """Compile the calls that are made inside, whatever torch's stance is; ConfigError if torch cannot."""
         import torch._dynamo.config
         from torch._dynamo.exc import TorchDynamoException
 
         began, self._is_learning = time.monotonic(), True
         limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_CALLS)
         try:
-            with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True}):
+            limits_patched = torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True})
+            with torch.compiler.set_stance("default"), limits_patched:
                 yield
         except TorchDynamoException as error:
             raise ConfigError(

@@ -14,9 +14,21 @@ from torch import Tensor
 from torch.autograd import Function
 
 from elastic_train.core.lanes import lane_additions
+from elastic_train.parallel.cells.graph_edges import outside_of_graphs
 from elastic_train.parallel.group import Group
 
 TOKENS = -2
+
+
+class Gathering:
+    """The function that brings together what the places of a group have; of one class in every world, and before."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @outside_of_graphs
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return gathered(tensor, self._group)
 
 
 def gathered(tensor: Tensor, group: Group) -> Tensor:

@@ -3,7 +3,8 @@
 A token's output is the sum of its experts' outputs, likeliest first, each times its probability; of several these add
 up to 1 (Jiang et al. 2024), and one expert's is as it is (Fedus et al. 2021). Each expert's tokens are one product, in
 the order in which the lane has them, so bits depend on the lane alone. What routers add to a lane's loss
-(`RouterLosses`) is a function of that lane, too: no rank needs to know of other lanes.
+(`RouterLosses`) is a function of that lane, too: no rank needs to know of other lanes. A kernel for so many tokens of
+each expert would be compiled for one lane alone, so all of it runs outside of compiled graphs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from elastic_train.parallel.cells.expert_links import ExpertLinks
+from elastic_train.parallel.cells.graph_edges import outside_of_graphs
 from elastic_train.parallel.cells.links import CellLinks, shared, summed
 
 
@@ -89,6 +91,7 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, hidden))
 
+    @outside_of_graphs
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Map x (tokens, dim), by expert, of which each has so many; same shape and type."""
         return self.compute(x, counts) if self.links is None else self.links.spread(self, x, counts)
@@ -130,6 +133,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(dim, hidden, num_experts)
         self.shared = shared
 
+    @outside_of_graphs
     def forward(self, x: Tensor, losses: RouterLosses | None = None) -> Tensor:
         """Map x (rows, width, dim) to the same shape."""
         tokens = x.flatten(0, -2)

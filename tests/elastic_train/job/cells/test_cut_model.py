@@ -104,6 +104,22 @@ def test_parts_compute_what_the_whole_does(size: int, on_devices: bool) -> None:
     in_memory(of_rank, size, on_devices=on_devices)
 
 
+def test_a_pass_without_peers_computes_with_a_part_and_leaves_the_model_whole() -> None:
+    """Of all stages: a process does not know yet which it will run."""
+    model = Decoder(replace(SHAPE, tied=False)).double()
+    parallel = ParallelConfig(tensor=2, pipeline=2)
+    plan = cell_plan_of(TASK, model, parallel)
+    assert plan is not None
+    cut = CutModel(model, plan, parallel.cell, CellLinks())
+    weights, expected = {name: one.data_ptr() for name, one in model.named_parameters()}, run_once(model)
+    with cut.without_peers():
+        assert model.get_parameter("blocks.1.mlp.down.weight").shape == (SHAPE.dim, SHAPE.hidden // 2)
+        assert run_once(model).shape == expected.shape
+    assert {name: one.data_ptr() for name, one in model.named_parameters()} == weights and cut.place is None
+    model.zero_grad()
+    assert torch.equal(run_once(model), expected)
+
+
 def with_experts(rank: int, size: int) -> None:
     """Routers compute in fp32 whatever the rest is in, so that is how far the sums over ranks may be off."""
     shape = replace(SHAPE, experts=8, expert_hidden=6, shared_hidden=12)

@@ -1,0 +1,61 @@
+"""The edges of compiled graphs: one ends before the ranks of a cell exchange something, and another begins after it, in
+the forward pass and in the backward pass.
+
+So a graph knows neither peers nor worlds, and is compiled before there are any: with a `LoneGroup` in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from elastic_train.parallel.group import Group
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_of_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep a function out of the graphs of whatever is compiled around it.
+
+    It is torch.compiler.disable, but for what that imports at once: torch's compiler, a second of every process.
+    """
+    return _disable_dynamo(function)
+
+
+class LoneGroup(Group):
+    """The first of `size` ranks whose peers are not there: they have what it gathers or sums, and send zeros."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, 1, None, timeout_s=0.0)
+        self.size, self._host = size, _Nobody()
+
+
+class _Nobody:
+    """A backend without connections, whose operations are done when they begin."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Done:
+        return _Done()
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> _Done:
+        tensors[0].zero_()
+        return _Done()
+
+    def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor]) -> _Done:
+        for place in gathered[0]:
+            place.copy_(tensors[0])
+        return _Done()
+
+    def allreduce(self, tensors: list[Tensor]) -> _Done:
+        return _Done()
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> _Done:
+        return _Done()
+
+
+class _Done:
+    def wait(self) -> None: ...

@@ -1,0 +1,153 @@
+"""Ranks whose blocks are compiled between their exchanges: one hash in any number of cells, and through a lost rank.
+
+Ranks in memory, with a real plan, warm-up and compiler. Each process compiles before it has peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from elastic_train.config import sources
+from elastic_train.core.lanes import lane_seed
+from elastic_train.errors import PeerLostError
+from elastic_train.job.cells.context import ContextState, context_of
+from elastic_train.job.generators import seed_generators
+from elastic_train.job.plan import Plan, make_plan
+from elastic_train.job.reseating.placing import take_place
+from elastic_train.job.state import AppliedState
+from elastic_train.job.warm_up import warm_up
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.task import Sequencing
+from elastic_train.world.world import World, form_cells
+from tests.conftest import write_rows
+from tests.elastic_train.job.sharded.shard_jobs import facts_of
+from tests.elastic_train.training.jobs import config
+from tests.memory_world import Machine, group_of, in_memory
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 2, "hidden": 24, "dropout": 0.1}
+EXPERTS = {"experts": 4, "shared_hidden": 8}
+
+
+class Row(NamedTuple):
+    """What is set, of a job with cells of two ranks."""
+
+    parallel: dict[str, object]
+    has_experts: bool = False
+    is_like_one: bool = False
+    """Whether the degree is in no bit, so that one rank has the same."""
+
+    def __str__(self) -> str:
+        return "-".join(self.parallel)
+
+
+ROWS = [
+    Row({"tensor": 2, "recompute": "units"}),
+    Row({"tensor": 2, "sequence": True}),
+    Row({"expert": 2}, has_experts=True, is_like_one=True),
+    Row({"context": 2}),
+]
+
+
+@pytest.fixture(autouse=True)
+def torch_as_before() -> Iterator[None]:
+    """Forget what was compiled; ranks that are threads leave torch's stance in any order, and it is of a process."""
+    yield
+    torch.compiler.set_stance("default")
+    torch.compiler.reset()
+
+
+def plan_of(folder: Path, row: Row) -> Plan:
+    """Return the plan of a job with rows of one length, six lanes, and compiled blocks."""
+    params = {"model": {**MODEL, **(EXPERTS if row.has_experts else {})}, "max_tokens": 16, "fixed_width": True}
+    job: dict[str, object] = {
+        "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params},
+        "batch": {"global_batch": 24, "micro_batch": 4},
+        "optimizer": {"lr": 0.01, "clip_norm": 1e-3},
+        "epochs": 1,
+        "parallel": row.parallel,
+        "compile": True,
+    }
+    write_rows(folder / "rows" / "train", 97, seed=1)
+    write_rows(folder / "rows" / "validation", 5, seed=2)
+    return make_plan(sources.load(Path(config(folder, folder / "rows", job)), environ={}, arguments=[]))
+
+
+def enter(plan: Plan, state: AppliedState, group: Group, term: int) -> World:
+    """Form the cells of a world, and take this rank's place in them."""
+    nothing: Any = None
+    world = World(group, term, nothing, nothing, nothing, nothing, nothing, 0.0, save_store=nothing)
+    world = form_cells(world, plan.config.parallel)
+    if isinstance(state.shards, ContextState):
+        state.shards.enter(world.mesh, world.holders)
+    elif world.cell is not None:
+        take_place(plan, state, world.mesh, world.cell, world.holders)
+    return world
+
+
+def train(plan: Plan, state: AppliedState, world: World) -> str:
+    """Apply steps as the training loop does; return the digest of the weights."""
+    shards, mesh, context, compute = state.shards, world.mesh, None, plan.task.loss
+    if plan.config.parallel.context > 1:
+        assert isinstance(plan.task, Sequencing) and world.cell is not None, "it was checked"
+        context = context_of(plan.task, mesh, world.cell, plan.num_lanes)
+        compute = context.loss
+    lanes = mesh.assigned(plan.num_lanes)[mesh.owner]
+    total = shards.sum_of(world.owners, plan.num_lanes)
+    while state.step < STEPS:
+        cursor = plan.order.cursor_at(state.step, plan.micro_batch)
+        [batches] = plan.feed.training(plan.order, lanes, cursor, num_steps=1)
+        total.begin(lanes)
+        for batch in batches:
+            assert batch.tensors is not None, "every lane has samples"
+            with total.lane(batch.lane):
+                leaf = batch.lane if context is None else context.leaf(batch.lane)
+                seed_generators(lane_seed(plan.config.run.seed, state.step, leaf))
+                compute(state.model, batch.tensors).total.backward()  # type: ignore[no-untyped-call]
+        total.serve()
+        world.group.barrier()
+        total.finish(300.0)
+        state.apply(facts_of(state), shards.norm_of(world.group.all_gather(state.measure())))
+    return shards.digest(world.group)
+
+
+def live(who: int, num: int, plan: Plan) -> tuple[str, int] | None:
+    """Train in a world; after a lost rank, in one of whole cells without the last; return the hash, and how many calls
+    ran without compiled kernels."""
+    torch.set_num_threads(1)
+    state, cell = plan.build_state(), plan.config.parallel.cell
+    warm_up(plan, state)
+    assert state.compiled is not None
+    try:
+        digest = train(plan, state, enter(plan, state, whole := group_of("whole", who, num), 1))
+    except PeerLostError:
+        whole.abandon()
+        if who >= (num := num - cell.size):
+            return None
+        digest = train(plan, state, enter(plan, state, group_of("left", who, num), 2))
+    return digest, state.compiled._num_plain
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_what_is_compiled_between_exchanges_has_one_hash_in_any_world(row: Row, tmp_path: Path) -> None:
+    """The last rank is lost in a pass, or later; its cell leaves with it."""
+    plan = plan_of(tmp_path, row)
+    size = plan.config.parallel.cell.size
+    seen, machine = set[tuple[str, int] | None](), Machine(3 * size)
+    for ranks in (size, 2 * size):
+        seen.update(in_memory(live, ranks, plan))
+    seen.update(machine.run(lambda who: live(who, 3 * size, plan)))
+    if row.is_like_one:
+        seen.update(in_memory(live, 1, plan_of(tmp_path / "one", row._replace(parallel={}))))
+    [seen_in_all] = seen
+    assert seen_in_all is not None and seen_in_all[1] == 0, "no call was left to kernels that are not compiled"
+    total = machine.num_exchanges[-1]
+    for after in (total // 7, total * 2 // 3):
+        found = {one for one in in_memory(live, 3 * size, plan, lose=(3 * size - 1, after)) if one}
+        assert found == seen, f"lost at exchange {after} of {total}"
