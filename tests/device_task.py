@@ -1,11 +1,12 @@
-"""A task whose import puts a process's weights and gradients on a stand-in for a device, as its groups see it."""
+"""Tasks whose import puts a process's weights and gradients on a stand-in for a device, as its groups see it."""
 
 from __future__ import annotations
 
 from chaos.tasks.paced_classifier import PacedClassifier
+from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.world import forming
 from tests.fake_device import FakeDevice
 
-__all__ = ["PacedClassifier"]
+__all__ = ["PacedClassifier", "PacedLanguage"]
 DEVICE = FakeDevice()
 forming.device_of = lambda device, transport: DEVICE.seen()

@@ -34,7 +34,12 @@ MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "t
 
 
 def write_config(
-    folder: Path, rows: Path, steps: int, parallel: Mapping[str, object], sizes: Mapping[str, object] = MODEL
+    folder: Path,
+    rows: Path,
+    steps: int,
+    parallel: Mapping[str, object],
+    sizes: Mapping[str, object] = MODEL,
+    tasks: str = "chaos.tasks.paced_language",
 ) -> str:
     """Write a job of a language model, of transformers if `sizes` say so; where it is endless, each lane takes a while
     longer."""
@@ -45,7 +50,7 @@ def write_config(
         "run": {"dir": str(folder / "run"), "seed": 5},
         "data": {"train": str(rows / "train"), "too_long": "truncate"},
         "validation": {},
-        "task": {"path": "chaos.tasks.paced_language:PacedLanguage", "params": params},
+        "task": {"path": f"{tasks}:PacedLanguage", "params": params},
         "parallel": parallel,
         "max_steps": steps,
     }
@@ -64,6 +69,7 @@ def assert_nothing_is_lost(
     alone: Mapping[str, object],
     num_cells: int = 2,
     sizes: Mapping[str, object] = MODEL,
+    tasks: str = "chaos.tasks.paced_language",
 ) -> None:
     """Kill a rank of cells at each place in turn: others go on with their processes and parts.
 
@@ -72,7 +78,7 @@ def assert_nothing_is_lost(
     """
     points = folder / "points"
     points.mkdir()
-    config = write_config(folder, rows, ENDLESS, parallel, sizes)
+    config = write_config(folder, rows, ENDLESS, parallel, sizes, tasks)
     per_cell = cell_size({"parallel": parallel})
     size = per_cell * num_cells
     job = launch(folder, etcd, config, ranks=size, **{VARIABLE: str(points)})
