@@ -49,17 +49,8 @@ RULES = (
         ("shards: parameters",),
         "a stage has several lanes under way, each of which would gather its weights",
     ),
-    Rule(("interleaved",), ("shards: gradients", *_WIRE), "a stage's chunks would exchange in different turns at once"),
-    Rule(
-        ("context",),
-        ("shards: gradients", "shards: parameters", *_WIRE),
-        "lanes are dealt to the ranks that hold a share, and here several compute one lane",
-    ),
-    Rule(
-        ("expert",),
-        ("shards: gradients", "shards: parameters", *_WIRE),
-        "lanes are dealt to the ranks that hold a share, and experts get tokens of lanes of others",
-    ),
+    Rule(("context",), ("shards: parameters",), "a unit is gathered once for each cell"),
+    Rule(("expert",), ("shards: parameters",), "experts get tokens of lanes of others"),
     Rule(("expert",), ("context",), "a router weighs whole rows"),
     Rule(("sequence",), ("context",), "both split a row's tokens"),
     Rule(

@@ -53,6 +53,8 @@ def owned_lanes(replica: int, num_replicas: int, num_lanes: int) -> range:
     return range(replica * num_lanes // num_replicas, (replica + 1) * num_lanes // num_replicas)
 
 
+Lanes = range | tuple[int, ...]
+"""Some lanes, ascending."""
 Assignment = tuple[range, ...]
 """The lanes of every replica, ascending, with a stride where they are dealt; disjoint, and all lanes together."""
 
@@ -77,8 +79,8 @@ def settle(part: Part, num_lanes: int) -> Part:
 
 
 @lru_cache(256)
-def parts_of(lanes: range, num_lanes: int) -> tuple[Part, ...]:
-    """Return the largest whole subtrees that make up a run of lanes, left to right (at most 2 log2 L)."""
+def parts_of(lanes: Lanes, num_lanes: int) -> tuple[Part, ...]:
+    """Return the largest whole subtrees that make up lanes, left to right; of a run of them at most 2 log2 L."""
     parts: list[Part] = []
     for lane in lanes:
         part = settle(Part(0, lane), num_lanes)

@@ -104,6 +104,15 @@ class Cell:
         replica, expert = divmod(owner, self.expert)
         return replica * self.size + self.speaker + expert * self.context
 
+    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        """Return the lanes of every owner: neighbours to a replica, and of these in turn to ranks with experts."""
+        by_replica = contiguous(num_replicas, num_lanes)
+        return tuple(lanes[place :: self.expert] for lanes in by_replica for place in range(self.expert))
+
+
+ALONE = Cell()
+"""A rank that is a replica by itself."""
+
 
 class Coordinates(NamedTuple):
     """Where a rank is: its replica, and its coordinates within the replica's cell."""
@@ -121,7 +130,7 @@ class Mesh:
 
     rank: int
     size: int
-    cell: Cell = Cell()
+    cell: Cell = ALONE
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"no rank {self.rank} in a world of {self.size}"
@@ -167,9 +176,8 @@ class Mesh:
         return self.place in self.cell.along(0, "expert")
 
     def assigned(self, num_lanes: int) -> Assignment:
-        """Return the lanes of every owner: neighbours to a replica, and of these in turn to ranks with experts."""
-        by_replica, degree = contiguous(self.num_replicas, num_lanes), self.cell.expert
-        return tuple(lanes[place::degree] for lanes in by_replica for place in range(degree))
+        """Return the lanes of every owner; see `Cell.assigned`."""
+        return self.cell.assigned(self.num_replicas, num_lanes)
 
     def num_lanes(self, assigned: Sequence[Sequence[int]]) -> list[int]:
         """Return how many lanes each rank computes, by rank, of what each owner is assigned."""

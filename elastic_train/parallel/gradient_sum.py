@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.core.lanes import (
-    Assignment,
+    Lanes,
     Part,
     contiguous,
     parts_of,
@@ -38,7 +38,7 @@ OfPart = tuple[str, Tensor]
 class GradientSum(Protocol):
     """From the lanes' backward passes to one mean gradient, the same on every rank."""
 
-    def begin(self, lanes: range) -> None:
+    def begin(self, lanes: Lanes) -> None:
         """Start a step: forget the last one's gradients."""
 
     def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
@@ -76,7 +76,7 @@ def make_gradient_sum(
     return total
 
 
-def make_sum(kind: Reduction, flats: list[Tensor], replicas: Group, assigned: Assignment) -> GradientSum:
+def make_sum(kind: Reduction, flats: list[Tensor], replicas: Group, assigned: Sequence[Lanes]) -> GradientSum:
     """Return the sum of whatever lanes add to flat tensors; `replicas` has one rank of every replica, by replica.
 
     `assigned` are the replicas' lanes.
@@ -120,7 +120,7 @@ class LaneTree:
     The flat buffers hold the open subtree's sum, in which the running lane's backward pass adds.
     """
 
-    def __init__(self, flats: list[Tensor], replica: int, assigned: Assignment) -> None:
+    def __init__(self, flats: list[Tensor], replica: int, assigned: Sequence[Lanes]) -> None:
         self._flats, self._num_lanes = flats, sum(map(len, assigned))
         self.layout = [parts_of(lanes, self._num_lanes) for lanes in assigned]
         """The subtrees of every replica."""
@@ -129,7 +129,7 @@ class LaneTree:
         self._stack: list[tuple[Part, list[Tensor]]] = []
         self._free: list[list[Tensor]] = []
 
-    def begin(self, lanes: range) -> None:
+    def begin(self, lanes: Lanes) -> None:
         assert lanes == self._lanes, f"{lanes} are not this replica's"
         self._free += [buffers for _, buffers in self._stack]
         self._stack.clear()
@@ -202,7 +202,7 @@ class LaneTree:
 class TreeSum(ABC):
     """What sums along the tree share: a replica's lanes add into whole gradients, and need nobody else for that."""
 
-    def __init__(self, flats: list[Tensor], replicas: Group, assigned: Assignment) -> None:
+    def __init__(self, flats: list[Tensor], replicas: Group, assigned: Sequence[Lanes]) -> None:
         self._flats, self._replicas, self._num_lanes = flats, replicas, sum(map(len, assigned))
         self._tree = LaneTree(flats, replicas.rank, assigned)
         self._last = assigned[replicas.rank][-1] if assigned[replicas.rank] else None
@@ -226,7 +226,7 @@ class TreeSum(ABC):
                 turns = self._own_turns = Turns(self._replicas)
             self._beside = Beside(buckets, turns, self._finish_bucket)
 
-    def begin(self, lanes: range) -> None:
+    def begin(self, lanes: Lanes) -> None:
         if self._beside is not None:
             self._beside.join()  # of a step that was not applied after all
             self._mine = {}
@@ -306,7 +306,7 @@ class FastSum:
     def __init__(self, flats: list[Tensor], replicas: Group) -> None:
         self._flats, self._replicas = flats, replicas
 
-    def begin(self, lanes: range) -> None:
+    def begin(self, lanes: Lanes) -> None:
         for flat in self._flats:
             flat.zero_()
 

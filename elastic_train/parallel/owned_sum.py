@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from elastic_train.core.lanes import Assignment, Part, merge_plan
+from elastic_train.core.lanes import Lanes, Part, merge_plan
 from elastic_train.parallel.gradient_sum import TreeSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint
@@ -45,7 +45,7 @@ class OwnedSum(TreeSum):
     `assigned` are the lanes of each rank of the group, which may be those of other leaves of a tree.
     """
 
-    def __init__(self, flats: list[Tensor], replicas: Group, assigned: Assignment, shares: Shares) -> None:
+    def __init__(self, flats: list[Tensor], replicas: Group, assigned: Sequence[Lanes], shares: Shares) -> None:
         super().__init__(flats, replicas, assigned)
         self._shares = shares
         # Every rank begins with its right neighbour, so that no receiver is flooded by all at once.

@@ -49,6 +49,23 @@ class Seating:
         """The trained grains whose sums each rank finishes, by rank; see `owners`."""
         return [self._trained_of(grains) for grains in owned_of(self.holdings, self.layout.span)]
 
+    @cached_property
+    def summed(self) -> list[Int64s]:
+        """The trained grains that each rank sums up for its group, by rank: of several with one slot, one does.
+
+        Where no ranks of a group hold the same, these are all that a rank holds.
+        """
+        by_group: dict[int, list[int]] = {}
+        for rank, seat in enumerate(self.seats):
+            by_group.setdefault(seat.group, []).append(rank)
+        found = list(self.trained)
+        for ranks in by_group.values():
+            if len({self.seats[rank].slot for rank in ranks}) < len(ranks):
+                owned = owned_of([self.holdings[rank] for rank in ranks], self.layout.span)
+                for rank, grains in zip(ranks, owned, strict=True):
+                    found[rank] = self._trained_of(grains)
+        return found
+
     def are_sole_holders(self, ranks: Sequence[bool]) -> bool:
         """Say whether some ranks, marked by rank, hold grains that no other rank does."""
         kept = [grains for grains, is_marked in zip(self.holdings, ranks, strict=True) if not is_marked]

@@ -186,14 +186,15 @@ def _run_stage(session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> di
     """Run this rank's stage of its replica's lanes; the last stage alone learns what they give."""
     passes = _StagePasses(session, stage, lanes)
     session.clock.mark("rest")
-    run_schedule(stage.actions(_num_passes(session)), stage.links, passes)
+    # All ranks keep to one schedule: those of a stage exchange gradients with those of others in it, pass by pass.
+    run_schedule(stage.actions(max(map(len, session.assigned))), stage.links, passes)
     stage.links.finish()
     session.clock.mark("wait")
     return passes.results
 
 
-def _num_passes(session: Session) -> int:
-    """Return how many lanes those of this cell's ranks have that have most: all keep to one schedule."""
+def _num_turns(session: Session) -> int:
+    """Return how many lanes those of this cell's ranks have that have most."""
     mesh = session.world.mesh
     first = mesh.replica * mesh.cell.expert
     return max(len(lanes) for lanes in session.assigned[first : first + mesh.cell.expert])
@@ -205,6 +206,7 @@ class _StagePasses:
     def __init__(self, session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> None:
         self._session, self._stage, self._lanes = session, stage, lanes
         self._keys, self._sums = [key_of(batch) for batch in lanes], by_chunk(session.gradients)
+        self._num_turns = _num_turns(session)
         self.results: dict[int, LaneSums | Unread] = {batch.lane: LaneSums() for batch in lanes}
 
     def key(self, number: int) -> Hashable | None:
@@ -241,6 +243,8 @@ class _StagePasses:
         """Take part in what others do with their lanes; where they have one more, this rank has none left."""
         total = self._sums[one.chunk]
         if one.direction == "forward":
+            if one.number >= self._num_turns:
+                return
             with self._stage.passing(one, trains=True):
                 pass
         elif one.number < len(self._lanes):

@@ -122,9 +122,7 @@ class SeatedCellState(CellState):
         self._seatings = [Seating(*column, seats, 0) for column in self.columns]
 
     def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
-        if self.cut.experts:
-            return CellState.assigned(self, num_replicas, num_lanes)
-        return self.share.assigned(num_replicas, num_lanes)
+        return self.share.assigned(num_replicas, num_lanes, self.cell)
 
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         self._close_sums()
@@ -132,7 +130,7 @@ class SeatedCellState(CellState):
         if self.cut.plan.num_chunks == degree == 1 and not self.cut.experts:
             return self.share.sum_of(replicas, num_lanes, kind)
         assert kind == "canonical", "copies have to have the same bits"
-        self.share.flat.bind()
+        self.share.begin_sums()
         if self.cut.experts:
             self._sum = self._expert_sum(replicas, num_lanes)
             return self._sum
@@ -146,18 +144,21 @@ class SeatedCellState(CellState):
 
     def _expert_sum(self, replicas: Group, num_lanes: int) -> GradientSum:
         """Return the sum of what all owners of lanes have over these, and of experts over the column."""
-        lanes, turns, placed = self._mesh.assigned(num_lanes), Turns(replicas), self.share.flat.placed()
-        by_cell, is_staged = lanes_by_cell(lanes, self.cell.expert), self.cell.stage > 1
+        lanes, turns = self.assigned(self._mesh.num_replicas, num_lanes), Turns(replicas)
+        placed, by_cell = self.share.flat.placed(), lanes_by_cell(lanes, self.cell.expert)
+        is_staged = self.cell.stage > 1
         seats = [seat for seat in self.share.seated.seats for _ in range(self.cell.expert)]
         everybody = Seating(*self.columns[self.part], seats, replicas.rank)
-        sums: list[ExpertSum] = []
+        sums: list[GradientSum] = []
         for (whole, experts), links in zip(self.cut.by_spread(), self.cut.experts, strict=True):
             of_all, of_experts = (
                 {one.flat for one in placed if id(one.parameter) in {id(other) for other in some}}
                 for some in (whole, experts)
             )
             total = self.share.sum_of_flats(replicas, lanes, of_all, turns, everybody)
-            parts = self.share.sum_of_flats(self.column, by_cell, of_experts, is_beside=False)
+            parts = self.share.sum_of_flats(
+                self.column, by_cell, of_experts, per_turn=self.cell.expert, is_beside=False
+            )
             sums.append(ExpertSum(total, parts, experts, by_cell[self.column.rank], links, is_staged=is_staged))
         return ChunkSum(sums, turns)
 
@@ -288,8 +289,8 @@ def holding(
 def columns_of(model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell) -> list[Column]:
     """Return what the ranks of each part hold together of a model that is whole, or without memory.
 
-    What is exchanged together is a block's; of a stage with several chunks, a chunk's, since each is summed by itself.
-    Experts that are dealt to ranks are summed by others than all else.
+    What is exchanged together is a block's, in one chunk of a stage: each chunk is summed by itself. Experts that are
+    dealt to ranks are summed by others than all else.
     """
     units, chunks = unit_names(model), cut.by_chunk() if cut.plan.num_chunks > 1 else []
     ids = {id(one): str(number) for number, chunk in enumerate(chunks) for one in chunk}
@@ -297,7 +298,8 @@ def columns_of(model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell
     spread = cut.spread_weights() if cut.experts else set()
 
     def unit(name: str) -> str:
-        found = ids[id(parameters[name])] if chunks else unit_of(name, units)
+        found = unit_of(name, units)
+        found = f"{ids[id(parameters[name])]} {found}" if chunks else found
         return f"{found} experts" if id(parameters[name]) in spread else found
 
     def part_at(place: int) -> Callable[[str, Laid], Laid]:

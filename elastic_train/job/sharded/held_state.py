@@ -24,7 +24,8 @@ from elastic_train.checkpoint.format.layout import AVERAGE, State
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.lanes import Assignment, contiguous
+from elastic_train.core.lanes import Assignment, Lanes
+from elastic_train.core.mesh import ALONE, Cell
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import OWN
 from elastic_train.job.sharded.elementwise import Slots
@@ -221,8 +222,9 @@ class HeldState:
         """Return the gradient of a run that this rank holds."""
         return self.flat.gradients[run.flat][run.lo : run.hi]
 
-    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
-        return contiguous(num_replicas, num_lanes)
+    def assigned(self, num_replicas: int, num_lanes: int, cell: Cell = ALONE) -> Assignment:
+        """Return the lanes of every owner: of replicas that are cells of this shape, several each with experts."""
+        return cell.assigned(num_replicas, num_lanes)
 
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         assert kind == "canonical", "copies have to have the same bits"
@@ -238,24 +240,30 @@ class HeldState:
 
     def make_sum(self, replicas: Group, num_lanes: int) -> GradientSum:
         """Return the sum that leaves the mean gradient where it is held."""
-        self.flat.bind()
-        lanes = contiguous(replicas.size, num_lanes)
+        self.begin_sums()
+        lanes = self.assigned(replicas.size, num_lanes)
         return self.sum_of_flats(replicas, lanes, range(len(self.layout.flats)))
+
+    def begin_sums(self) -> None:
+        """Make gradients ready for the sums of a new world."""
+        self.flat.bind()
 
     def sum_of_flats(
         self,
         replicas: Group,
-        lanes: Assignment,
+        lanes: Sequence[Lanes],
         numbers: Container[int],
         turns: Turns | None = None,
         seating: Seating | None = None,
         *,
+        per_turn: int = 1,
         is_beside: bool = True,
-    ) -> OwnedSum:
-        """Return the sum of some flat vectors, by number, to which gradients are bound; see `TreeSum` for `turns`.
+    ) -> GradientSum:
+        """Return the sum of some flat vectors, by number, once `begin_sums` was called; see `TreeSum` for `turns`.
 
-        `lanes` are those of each rank of `replicas`, and `seating` has what each of them holds, if they are not the
-        ranks of this seating. Unless `is_beside` nothing is exchanged before all lanes have been computed.
+        `lanes` are the leaves of each rank of `replicas`, which computes `per_turn` at a time, and `seating` has what
+        each of them holds, if they are not the ranks of this seating. Unless `is_beside` nothing is exchanged while
+        leaves are computed.
         """
         seated = self.seated if seating is None else seating
         shares = Shares(seated.owned_runs(), seated.given_runs(), seated.taken_runs())

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from elastic_train.core.lanes import contiguous
+from elastic_train.core.lanes import Lanes, contiguous
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.context_sum import ContextSum, context_sum
 from elastic_train.parallel.gradient_sum import (
@@ -33,7 +33,7 @@ class ChunkSum:
         """`chunks` are the sums of each; what they exchange beside the backward passes is in `turns`."""
         self.chunks, self._turns = chunks, turns
 
-    def begin(self, lanes: range) -> None:
+    def begin(self, lanes: Lanes) -> None:
         for one in self.chunks:
             one.begin(lanes)
 

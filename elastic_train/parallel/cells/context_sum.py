@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from elastic_train.core.lanes import Assignment
+from elastic_train.core.lanes import Assignment, Lanes
 from elastic_train.parallel.buckets import Turns
-from elastic_train.parallel.gradient_sum import CanonicalSum, OfPart, TreeSum, place_gradients
+from elastic_train.parallel.gradient_sum import CanonicalSum, GradientSum, OfPart, place_gradients
 from elastic_train.parallel.group import Group
 
 
@@ -25,28 +25,30 @@ def leaf_of(lane: int, place: int, num_lanes: int) -> int:
 def leaves_of(lanes: Assignment, degree: int) -> Assignment:
     """Return what each rank computes of the cells' lanes, cell by cell and place by place."""
     num_lanes = sum(map(len, lanes))
-    return tuple(
-        range(leaf_of(of_cell.start, place, num_lanes), leaf_of(of_cell.stop, place, num_lanes))
-        for of_cell in lanes
-        for place in range(degree)
-    )
+    firsts = [leaf_of(0, place, num_lanes) for place in range(degree)]
+    return tuple(_shifted(of_cell, first) for of_cell in lanes for first in firsts)
+
+
+def _shifted(lanes: range, first: int) -> range:
+    return range(first + lanes.start, first + lanes.stop, lanes.step)
 
 
 class ContextSum:
     """Sums gradients that ranks have of some tokens each; see `GradientSum`."""
 
-    def __init__(self, total: TreeSum, place: int, num_lanes: int) -> None:
+    def __init__(self, total: GradientSum, place: int, num_lanes: int) -> None:
         """`total` is the sum over `leaves_of` the cells' lanes, `place` this rank's among those of its cell."""
         self._sum, self._first = total, leaf_of(0, place, num_lanes)
 
-    def begin(self, lanes: range) -> None:
-        self._sum.begin(range(self._first + lanes.start, self._first + lanes.stop))
+    def begin(self, lanes: Lanes) -> None:
+        assert isinstance(lanes, range), "those of a cell"
+        self._sum.begin(_shifted(lanes, self._first))
 
     def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
         return self._sum.lane(self._first + lane)
 
     def serve(self) -> None:
-        """Ranks of a cell compute in step."""
+        self._sum.serve()
 
     def finish(self, divisor: float) -> None:
         self._sum.finish(divisor)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from elastic_train.core.lanes import Assignment
+from elastic_train.core.lanes import Assignment, Lanes
 from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.cells.expert_links import ExpertLinks, Leaf
 from elastic_train.parallel.gradient_sum import (
@@ -35,7 +35,7 @@ class ExpertSum:
         whole: GradientSum,
         parts: GradientSum,
         experts: Sequence[nn.Parameter],
-        lanes: range,
+        lanes: Lanes,
         links: ExpertLinks,
         *,
         is_staged: bool = False,
@@ -43,6 +43,8 @@ class ExpertSum:
         """`whole` sums over all owners of lanes, `parts` the experts of this place over the cells, each of which adds
         all of its lanes; `lanes` are those of this rank's cell. Where the model is run in stages, forward passes are
         not between a lane's beginning and its end.
+
+        Neither may wait for other ranks while a lane is computed, which has its own exchanges with them.
         """
         self._whole, self._parts = whole, parts
         self._experts = [one for one in experts if one.requires_grad]
@@ -51,7 +53,7 @@ class ExpertSum:
         self.see: Callable[[int, Leaf], None] = lambda lane, leaf: None
         """Called with each lane of the cell, and what it gives to this rank's experts, before that is added."""
 
-    def begin(self, lanes: range) -> None:
+    def begin(self, lanes: Lanes) -> None:
         self._whole.begin(lanes)
         self._parts.begin(self._lanes)
         self._num_turns = 0
@@ -67,7 +69,10 @@ class ExpertSum:
         while self._turn:
             with self._passes():
                 pass
+            self._whole.serve()
             self._end_turn()
+        self._whole.serve()  # in a turn of other cells
+        self._parts.serve()
 
     def finish(self, divisor: float) -> None:
         self._whole.finish(divisor)
@@ -82,7 +87,7 @@ class ExpertSum:
         yield from self._parts.tensors()
 
     @property
-    def _turn(self) -> range:
+    def _turn(self) -> Lanes:
         """The lanes of the present turn, by rank of the cell."""
         size = self._links.group.size
         return self._lanes[self._num_turns * size :][:size]
@@ -97,8 +102,8 @@ class ExpertSum:
             self.see(lane, leaf)
             with self._parts.lane(lane):
                 for parameter in self._experts:
-                    if (gradient := leaf.get(id(parameter))) is not None and parameter.grad is not None:
-                        parameter.grad.add_(gradient)
+                    if (gradient := leaf.pop(id(parameter), None)) is not None:
+                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._links.leaves = ()
         self._num_turns += 1
 
@@ -130,13 +135,7 @@ def expert_sum(
     return ExpertSum(total, of_experts, parts, by_cell[column.rank], links, is_staged=is_staged)
 
 
-def lanes_by_cell(lanes: Assignment, size: int) -> Assignment:
-    """Return the lanes of every cell, from those of every owner, of which a cell has so many."""
-    return tuple(_together(lanes[first : first + size]) for first in range(0, len(lanes), size))
-
-
-def _together(dealt: Sequence[range]) -> range:
-    """Return the lanes of a cell, which are dealt to its ranks in turn."""
-    lanes = sorted(lane for one in dealt for lane in one)
-    assert lanes == list(range(lanes[0], lanes[-1] + 1)), "a cell's lanes are neighbours"
-    return range(lanes[0], lanes[-1] + 1)
+def lanes_by_cell(lanes: Assignment, size: int) -> Sequence[Lanes]:
+    """Return the lanes of every cell, from those of every owner, of which a cell has so many: neighbours in a turn."""
+    cells = [lanes[first : first + size] for first in range(0, len(lanes), size)]
+    return [tuple(sorted(lane for owner in cell for lane in owner)) for cell in cells]

@@ -53,17 +53,19 @@ def seat_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -
     if layout.shards == "optimizer":
         lanes = _most_lanes(replicas, batch.num_lanes)
         sums = _replicated(lanes, batch)
-        seats = group_seats(holders, layout.copies, cluster)
     else:
-        seats = group_seats(replicas, layout.copies, cluster)
         lanes, sums = range(0), (0, 0)
+    seats = group_seats(holders, layout.copies, cluster)
     seat = min(seats, key=lambda one: one.size)
     whole, own = shares(model.cut if layout.cell == 1 else None, seat.size, replicas, layout.copies, cluster)
     held_all, held_trained = (elements * whole, trained * own)
     if layout.shards != "optimizer":
-        dealt = deal_lanes(seat, replicas, batch.num_lanes)
-        sums = _dealt(group_lanes(seat, replicas, batch.num_lanes), batch.num_lanes)
-        count = max(len(deal_lanes(one, replicas, batch.num_lanes)) for one in seats)
+        cells = group_seats(replicas, layout.copies, cluster)
+        cell = min(cells, key=lambda one: one.size)
+        dealt = deal_lanes(cell, replicas, batch.num_lanes)
+        runs = min(layout.context, seat.size)  # of leaves, by place of tokens
+        sums = _dealt(group_lanes(cell, replicas, batch.num_lanes), batch.num_lanes, runs)
+        count = max(len(deal_lanes(one, replicas, batch.num_lanes)) for one in cells)
         return Seated(len(seats), seat.size, len(dealt), count, held_all, held_trained, *sums)
     return Seated(len(seats), seat.size, len(lanes), len(lanes), held_all, held_trained, *sums)
 
@@ -133,10 +135,13 @@ def _merged(part: Part, aside: list[Part], num_lanes: int) -> Part:
 
 
 @functools.lru_cache(1024)
-def _dealt(lanes: range, num_lanes: int) -> tuple[int, int]:
-    """Return the same for a holder of shares: its counter's most sums but one, which is where its gradient stays."""
+def _dealt(lanes: range, num_lanes: int, runs: int) -> tuple[int, int]:
+    """Return the same for a holder of shares: its counter's most sums but one, which is where its gradient stays.
+
+    It adds several runs of leaves like those of the lanes.
+    """
     counter, most = Counter[None](num_lanes, lambda left, right: None), 0
     for lane in lanes:
         counter.push(Part(0, lane), None)
         most = max(most, len(counter.parts))
-    return max(0, most - 1), len(counter.parts)
+    return max(0, runs * most - 1), runs * len(counter.parts)

@@ -16,11 +16,13 @@ import torch
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.mesh import Cell
 from elastic_train.errors import PeerLostError
+from elastic_train.job.state import AppliedState
 from elastic_train.parallel.leaves import Wire
 from elastic_train.shards.grains import GRAIN
 from tests.elastic_train.job.cells.cell_jobs import (
     CELL,
     SIZE,
+    Kind,
     Shards,
     build,
     compute,
@@ -264,13 +266,42 @@ class Row(NamedTuple):
     offload: Offloads = "none"
     is_fp16: bool = False
     on_devices: bool = False
+    schedule: Kind = "1f1b"
+    wire: Wire = "exact"
+
+    def build(self) -> AppliedState:
+        return build(
+            self.shards,
+            wire=self.wire,
+            cell=self.cell,
+            offload=self.offload,
+            is_fp16=self.is_fp16,
+            schedule=self.schedule,
+        )
 
     def __str__(self) -> str:
         degrees = [
-            f"{axis}{getattr(self.cell, axis)}" for axis in ("tensor", "context") if getattr(self.cell, axis) > 1
+            f"{axis}{getattr(self.cell, axis)}"
+            for axis in ("stage", "tensor", "expert", "context")
+            if getattr(self.cell, axis) > 1
         ]
+        own = (
+            ["fp16"] * self.is_fp16
+            + ["devices"] * self.on_devices
+            + ["bf16"] * (self.wire == "bf16")
+            + [self.schedule] * (self.cell.stage > 1)
+        )
         words = [*degrees, self.shards, f"offload-{self.offload}" if self.offload != "none" else ""]
-        return "-".join(filter(None, [*words, "fp16" * self.is_fp16, "devices" * self.on_devices]))
+        return "-".join(filter(None, [*words, *own]))
+
+
+def of_one_cell(who: int, num: int, row: Row) -> str:
+    """Train in one cell; return the last weights."""
+    torch.set_num_threads(1)
+    state, ranks = row.build(), meet("world", who, num, row.cell)
+    enter(ranks, state, who, 1)
+    train(ranks, state, STEPS, 1, row.schedule)
+    return fingerprint(ranks, state)
 
 
 def lose_one(who: int, num: int, row: Row) -> tuple[int, int, str] | None:
@@ -280,13 +311,13 @@ def lose_one(who: int, num: int, row: Row) -> tuple[int, int, str] | None:
     """
     torch.set_num_threads(1)
     cell = row.cell
-    state, world = build(row.shards, cell=cell, offload=row.offload, is_fp16=row.is_fp16), None
+    state, world = row.build(), None
     try:
         ranks = meet("world-1", who, num, cell)
         world = ranks.world
         enter(ranks, state, who, 1)
         while state.step < STEPS:
-            measured = compute(ranks, state)
+            measured = compute(ranks, state, row.schedule)
             try:
                 gathered = world.all_gather(measured)
             except PeerLostError:
@@ -304,14 +335,16 @@ def lose_one(who: int, num: int, row: Row) -> tuple[int, int, str] | None:
     ranks = meet("world-2", who, left, cell)
     assert enter(ranks, state, who, 2) == 0, "each share has a copy in another cell"
     kept = state.step
-    train(ranks, state, STEPS, 2)
+    train(ranks, state, STEPS, 2, row.schedule)
     return applied, kept, fingerprint(ranks, state)
 
 
 TENSOR, CONTEXT, BOTH = Cell(tensor=2), Cell(context=2), Cell(tensor=2, context=2)
+STAGES, EXPERTS = Cell(stage=2), Cell(expert=2)
 ROWS = [
     *[Row(TENSOR, shards) for shards in ("none", *KINDS)],
-    *[Row(CONTEXT, shards) for shards in ("none", "optimizer")],
+    *[Row(CONTEXT, shards) for shards in ("none", "optimizer", "gradients")],
+    Row(BOTH, "gradients", wire="bf16"),
     *[Row(cell, "none", "optimizer") for cell in (TENSOR, CONTEXT, BOTH)],
     Row(TENSOR, "optimizer", "optimizer"),
     Row(TENSOR, "parameters", "optimizer", is_fp16=True),
@@ -321,6 +354,11 @@ ROWS = [
     *[Row(TENSOR, shards, on_devices=True) for shards in ("none", *KINDS)],
     *[Row(CONTEXT, shards, on_devices=True) for shards in ("none", "optimizer")],
     Row(TENSOR, "parameters", "all", on_devices=True),
+    *[Row(STAGES, shards, schedule="interleaved") for shards in ("optimizer", "gradients")],
+    Row(STAGES, "gradients", schedule="interleaved", wire="bf16"),
+    *[Row(EXPERTS, shards) for shards in ("none", "optimizer", "gradients")],
+    Row(EXPERTS, "gradients", wire="bf16"),
+    Row(Cell(stage=2, expert=2), "gradients", schedule="interleaved"),
 ]
 
 
@@ -329,14 +367,15 @@ def test_a_rank_is_lost_at_any_exchange_and_no_bit_changes(row: Row) -> None:
     """Whatever it did then: taking its place, in a pass, between the parts of a sum, or while updates are shared."""
     cell = row.cell
     num, victim = 3 * cell.size, 3 * cell.size - 1
-    [of_whole, *_] = alone(cell)[::-1]
+    [expected] = set(in_memory(of_one_cell, cell.size, row))
+    assert (expected == alone(cell)[-1]) == (row.wire == "exact")
     whole = Machine(num, on_devices=row.on_devices)
-    assert {found[2] for found in whole.run(lambda who: lose_one(who, num, row)) if found} == {of_whole}
+    assert {found[2] for found in whole.run(lambda who: lose_one(who, num, row)) if found} == {expected}
     total = whole.num_exchanges[victim]
     for after in range(0, total, total // (2 if row.on_devices else 5)):
         found = in_memory(lose_one, num, row, lose=(victim, after), on_devices=row.on_devices)
         seen = [one for one in found if one]
         assert len(seen) == num - cell.size
-        assert {digest for *_, digest in seen} == {of_whole}, f"lost at exchange {after} of {total}"
+        assert {digest for *_, digest in seen} == {expected}, f"lost at exchange {after} of {total}"
         assert {kept for _, kept, _ in seen} == {max(kept for _, kept, _ in seen)}
         assert all(kept >= applied for applied, kept, _ in seen), "no applied step is lost"

@@ -13,8 +13,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.lanes import Part, merge_plan, root_of
-from elastic_train.shards.deal import Chunk, deal_lanes, group_lanes, group_sums, sum_chunks
+from elastic_train.core.lanes import Part, merge_plan, parts_of, root_of
+from elastic_train.shards.deal import Chunk, deal_lanes, group_lanes, sum_chunks
 from elastic_train.shards.deal import Counter as LaneCounter
 from elastic_train.shards.domains import Path
 from elastic_train.shards.grains import ALIGN, GRAIN, Layout, Listed, cut_along, lay_out
@@ -192,7 +192,7 @@ def num_sent(
     num_turns = sum(seat.slot < len(lanes) for lanes in deal_lanes(seat, len(seats), num_lanes))
     leaf = sum(int(spans[chunk.grains].sum()) for chunk in leaf_chunks(rank, seats, holdings))
     sums = sum(int(spans[chunk.grains].sum()) for chunk in sum_chunks(rank, seats, holdings))
-    return num_turns * leaf, len(group_sums(seat, len(seats), num_lanes)) * sums
+    return num_turns * leaf, len(parts_of(group_lanes(seat, len(seats), num_lanes), num_lanes)) * sums
 
 
 def sums_of_step(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.shards.arcs import length, overlap
-from elastic_train.shards.deal import lanes_of
+from elastic_train.shards.deal import lanes_by_owner
 from elastic_train.shards.domains import Path
 from elastic_train.shards.holdings import all_held, circle_of
 from elastic_train.shards.seats import Seat, seats_of, seats_of_holders
@@ -216,7 +216,7 @@ def test_who_is_to_hold_nothing_has_a_seat_without_an_arc(
     others = [seat for rank, seat in enumerate(seats) if rank not in holders]
     assert all(not seat.arcs and seat.base is None and seat.group in groups for seat in others)
     num_lanes = 3 * len(paths) + 1
-    lanes = [lane for seat in seats for lane in lanes_of(seat, len(seats), num_lanes)]
+    lanes = [lane for owned in lanes_by_owner(seats, num_lanes) for lane in owned]
     assert sorted(lanes) == list(range(num_lanes))
     assert all(len({seat.slot for seat in seats if seat.group == one.group}) == one.size for one in seats)
     again = seats_of_holders(paths, copies, seats, [True] * len(paths))

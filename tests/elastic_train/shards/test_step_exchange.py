@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.shards.deal import deal_lanes, group_sums, sum_chunks
+from elastic_train.core.lanes import parts_of
+from elastic_train.shards.deal import deal_lanes, group_lanes, sum_chunks
 from elastic_train.shards.domains import Path
 from elastic_train.shards.holdings import all_held, circle_of
 from elastic_train.shards.seats import seats_of
@@ -47,7 +48,7 @@ def test_a_leaf_is_sent_at_a_reduce_scatters_volume(num_ranks: int, copies: int,
         leaves, sums = num_sent(rank, seats, holdings, LAYOUT.span, num_lanes)
         assert leaves == lanes * (CIRCLE.length - own)
         others = len({seat.group for seat in seats}) - 1
-        assert sums == len(group_sums(seat, num_ranks, num_lanes)) * others * own
+        assert sums == len(parts_of(group_lanes(seat, num_ranks, num_lanes), num_lanes)) * others * own
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 6])

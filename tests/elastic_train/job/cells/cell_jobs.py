@@ -1,31 +1,43 @@
 """A small job on cells of a few ranks, step by step, in memory: what its tests share.
 
-Ranks that would compute some tokens of a lane each compute all of it here, and their sum is of as many leaves.
+Ranks that would compute some tokens of a lane each compute all of it here, and their sum is of as many leaves. Stages,
+and ranks with some of the experts, run a decoder as the training loop does.
 """
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.core.lanes import Assignment, lane_seed
 from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job import state as state_module
-from elastic_train.job.cells.cell_plan import CellPlan, dims_of
+from elastic_train.job.cells.cell_plan import CellPlan, cell_plan_of, dims_of
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.seated_cell import SeatedCellState
+from elastic_train.job.cells.stage import stage_of
 from elastic_train.job.reseating import bring, leave_out_unfinished, reseat_columns, roll_forward
 from elastic_train.job.reseating.pending_step import settle_pending
 from elastic_train.job.reseating.placing import take_place
 from elastic_train.job.state import AppliedState, build_state
+from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
-from elastic_train.tasks.task import TensorPlan
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.task import ParameterGroup, TensorPlan
+from elastic_train.training.session import Session
+from elastic_train.training.step import run_lanes
 from tests.elastic_train.job.sharded.shard_jobs import (
     CLIPPING,
     GROUPS,
@@ -45,6 +57,10 @@ Shards = Literal["none", "optimizer", "gradients", "parameters"]
 TENSOR_PLAN: TensorPlan = {"blocks.0.0": "column", "blocks.0.3": "row", "blocks.1.0": "column", "blocks.1.3": "row"}
 WIDTHS = 602, 90
 """Of matrices that are cut by columns and by rows, with several grains in some."""
+SIZES = {"dim": 16, "depth": 4, "heads": 2, "tied": False, "experts": 4, "expert_hidden": 6, "dropout": 0.3}
+TASK = CausalLM(model=SIZES, balance_loss=0.1, router_z_loss=0.01)
+EMPTY_LANE = 3
+Kind = Literal["1f1b", "gpipe", "interleaved"]
 
 
 class Ranks(NamedTuple):
@@ -54,6 +70,8 @@ class Ranks(NamedTuple):
     cell: Group
     column: Group
     """The ranks that hold this one's part."""
+    owners: Group
+    """The ranks that sum up what it sums up, but for experts."""
     mesh: Mesh
 
 
@@ -65,6 +83,7 @@ def build(
     *,
     offload: Offloads = "none",
     is_fp16: bool = False,
+    schedule: Kind = "1f1b",
 ) -> AppliedState:
     """Return a state as a process begins with it; a newcomer has the same weights.
 
@@ -72,15 +91,23 @@ def build(
     """
     torch.manual_seed(1)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
-    degrees = {"tensor": cell.tensor, "context": cell.context}
-    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire, offload=offload, **degrees)
-    model = Net(WIDTHS).train()
-    dims = dims_of(TENSOR_PLAN, model)
-    plan = CellPlan(TENSOR_PLAN if cell.tensor > 1 else {}, dims=dims)
+    degrees = {"tensor": cell.tensor, "context": cell.context, "pipeline": cell.stage, "expert": cell.expert}
+    how = {"shards": shards, "copies": copies, "wire": wire, "offload": offload, "schedule": schedule}
+    parallel = ParallelConfig.model_validate({"bucket_mb": 0.1, **how, **degrees})
+    if runs_decoder(cell):
+        model: nn.Module = Decoder(DecoderShape(vocabulary=11, **SIZES)).train()  # type: ignore[arg-type]
+        plan, groups = cell_plan_of(TASK, model, parallel), list[ParameterGroup]()
+        assert plan is not None, "it has cells"
+    else:
+        model, groups = Net(WIDTHS).train(), [*GROUPS]
+        plan = CellPlan(TENSOR_PLAN if cell.tensor > 1 else {}, dims=dims_of(TENSOR_PLAN, model))
     with mock.patch.object(state_module, "host_memory_of", lambda device: FakeMemory(1)):
-        return build_state(
-            model, config, 50, "cpu", is_fp16=is_fp16, groups=GROUPS, parallel=parallel, cell_plan=plan, dims=dims
-        )
+        return build_state(model, config, 50, "cpu", is_fp16, groups, parallel, plan)
+
+
+def runs_decoder(cell: Cell) -> bool:
+    """Say whether cells of a shape run a decoder here."""
+    return cell.stage * cell.expert > 1
 
 
 def shards_of(state: AppliedState) -> SeatedCellState:
@@ -94,12 +121,15 @@ def meet(name: str, rank: int, size: int, shape: Cell = CELL) -> Ranks:
     world = group_of(name, rank, size)
     first, (part, _) = mesh.replica * shape.size, shape.holder_of(rank)
     cell = world.part(f"cell-{mesh.replica}", range(first, first + shape.size))
-    return Ranks(world, cell, world.part(f"column-{part}", mesh.by_part[part]), mesh)
+    column, across = world.part(f"column-{part}", mesh.by_part[part]), mesh.across("expert")
+    owners = column if shape.expert == 1 else world.part(f"owners-{across[0]}", across)
+    return Ranks(world, cell, column, owners, mesh)
 
 
 def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
     """Take the place and the seat that a world gives this rank; return how many shards are lost, if any."""
-    plan = SimpleNamespace(first_weights=lambda: build("none", cell=ranks.mesh.cell).model.state_dict().items())
+    shape = ranks.mesh.cell
+    plan = SimpleNamespace(first_weights=lambda: build("none", cell=shape).model.state_dict().items())
     take_place(plan, state, ranks.mesh, ranks.cell, ranks.column)  # type: ignore[arg-type]
     if isinstance(state.shards, SeatedCellState):
         brought = bring(ranks.world, state, state.shards, ("", str(who)), counts=True)
@@ -115,16 +145,56 @@ def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
     return 0
 
 
-def compute(ranks: Ranks, state: AppliedState) -> Tensor:
+def compute(ranks: Ranks, state: AppliedState, schedule: Kind = "1f1b") -> Tensor:
     """Compute the next step's gradient; return what this rank measures of it."""
-    lanes = state.shards.assigned(ranks.mesh.num_replicas, NUM_LANES)[ranks.mesh.replica]
-    return compute_lanes(state, lanes, state.shards.sum_of(ranks.column, NUM_LANES), ranks.world)
+    assigned = state.shards.assigned(ranks.mesh.num_replicas, NUM_LANES)
+    lanes, gradients = assigned[ranks.mesh.owner], state.shards.sum_of(ranks.owners, NUM_LANES)
+    if not runs_decoder(ranks.mesh.cell):
+        return compute_lanes(state, lanes, gradients, ranks.world)
+    run_lanes(_session_of(ranks, state, gradients, assigned, schedule), [_batch_of(state, lane) for lane in lanes])
+    ranks.world.barrier()  # as the training loop gathers its tables here
+    gradients.finish(3.0 * NUM_LANES)
+    return state.measure()
 
 
-def train(ranks: Ranks, state: AppliedState, until: int, term: int) -> None:
+def _session_of(
+    ranks: Ranks, state: AppliedState, gradients: GradientSum, assigned: Assignment, schedule: Kind
+) -> Session:
+    """Return what the training loop needs of a session to run a decoder's lanes."""
+    assert isinstance(state.shards, CellState)
+    cut, mesh, config = state.shards.cut, ranks.mesh, SimpleNamespace(run=SimpleNamespace(seed=1))
+    stage = stage_of(TASK, state.model, cut.plan, schedule, mesh, ranks.cell, cut.experts)
+    return SimpleNamespace(  # type: ignore[return-value]
+        plan=SimpleNamespace(config=config, task=TASK, autocast=contextlib.nullcontext),
+        world=SimpleNamespace(mesh=mesh, cell=ranks.cell),
+        state=state,
+        gradients=gradients,
+        buffers=mock.Mock(lane=lambda lane, is_empty: contextlib.nullcontext(), digest=lambda: 0),
+        lanes=assigned[mesh.owner],
+        assigned=assigned,
+        stage=stage if mesh.cell.stage > 1 else None,
+        context=None,
+        auditor=None,
+        first=None,
+        to_device=lambda tensors: tensors,
+        clock=mock.Mock(),
+    )
+
+
+def _batch_of(state: AppliedState, lane: int) -> LaneBatch:
+    """Return a micro-batch of the next step; one lane has no samples."""
+    if lane == EMPTY_LANE:
+        return LaneBatch(lane, 0, 0, 0, np.empty(0, np.int64), None)
+    generator = torch.Generator().manual_seed(lane_seed(1, state.step, lane))
+    tokens = torch.randint(0, 11, (2, 5), generator=generator)
+    tensors = {"tokens": tokens, "places": torch.arange(9), "targets": tokens.flatten()[1:]}
+    return LaneBatch(lane, 0, 0, 2, np.arange(2), tensors)
+
+
+def train(ranks: Ranks, state: AppliedState, until: int, term: int, schedule: Kind = "1f1b") -> None:
     """Apply steps as the training loop does."""
     while state.step < until:
-        measured = compute(ranks, state)
+        measured = compute(ranks, state, schedule)
         state.apply(facts_of(state, term), state.shards.norm_of(ranks.world.all_gather(measured)))
         state.shards.refresh(ranks.world)
 

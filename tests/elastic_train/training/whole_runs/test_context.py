@@ -12,6 +12,8 @@ from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, losses, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, MODEL, TERMS, newest_weights
 from tests.elastic_train.training.whole_runs.test_cells_in_shards import (
+    GRADIENTS,
+    GRADIENTS_ONCE,
     ONCE,
     SHARDS,
     assert_stock_reader_finds_all,
@@ -83,6 +85,7 @@ def one_stage(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
         (4, [*STAGES, "--parallel.schedule", "interleaved", "--parallel.bucket_mb", "0.001"]),
         (8, [*STAGES, "--parallel.schedule", "gpipe"]),
         (4, [*STAGES, *ONCE, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
+        (8, [*STAGES, *GRADIENTS, "--parallel.schedule", "interleaved", "--run.audit_lanes", "1"]),
     ],
 )
 def test_stages_of_ranks_with_parts_of_rows_have_the_bits_of_one_stage(
@@ -107,7 +110,7 @@ def test_shares_of_a_part_are_with_all_ranks_that_hold_it(tmp_path: Path, few_ro
     """Commits go from whole state to shares, over cells and stages, and back, with the same bits."""
     run = write(tmp_path, few_rows, **STAGED)
     chunks = [*STAGES, "--parallel.schedule", "interleaved"]
-    for until, num_ranks, how in [(1, 2, ONCE), (2, 4, [*chunks, *ONCE]), (3, 2, []), (4, 6, ONCE)]:
+    for until, num_ranks, how in [(1, 2, GRADIENTS), (2, 4, [*chunks, *ONCE]), (3, 2, []), (4, 6, GRADIENTS_ONCE)]:
         done = succeed(start([run, *CONTEXT, *how, "--max_steps", str(until)], num_ranks=num_ranks))
         assert_stock_reader_finds_all(tmp_path)
     assert "3 cells of 2 ranks, over which the optimizer's state is held once" in done.output

@@ -51,7 +51,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
         (2, 2, ["--parallel.bucket_mb", "0.001", "--parallel.recompute", "selective"]),
         (2, 4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (4, 4, ["--parallel.bucket_mb", "null"]),
-        (2, 4, ["--parallel.shards", "optimizer"]),
+        pytest.param(2, 4, ["--parallel.shards", "optimizer"], marks=LONG),
+        (2, 6, ["--parallel.shards", "gradients", "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (2, 4, ["--parallel.offload", "optimizer"]),
         (2, 4, ["--parallel.shards", "optimizer", "--parallel.offload", "optimizer", "--parallel.copies", "1"]),
     ],
@@ -93,6 +94,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
         (4, [*STAGES, "--parallel.expert", "2", "--parallel.schedule", "gpipe"]),
         (8, [*STAGES, *EXPERTS_IN_CHUNKS, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         pytest.param(8, [*STAGES, *EXPERTS_IN_CHUNKS], marks=LONG),
+        (8, [*STAGES, *EXPERTS_IN_CHUNKS, "--parallel.shards", "gradients", "--parallel.copies", "1"]),
         pytest.param(
             8,
             [*STAGES, "--parallel.expert", "2", "--parallel.recompute", "units", "--run.audit_lanes", "1"],
