@@ -135,7 +135,7 @@ class Commits:
         """Have a GPU's staging memory made, once a world: after a step, before which many optimizers have no state."""
         if self.plan.device.type == "cuda" and not self.has_prepared:
             self.has_prepared = True
-            self.saves.prepare(self.state.shards.held(), self.state.layout.dims)
+            self.saves.prepare(self.state.shards.to_save(), self.state.layout.dims)
 
     def pin_newest(self) -> None:
         """Keep the newest commit, or the one that is being saved, from being deleted; rank 0 alone does.

@@ -13,7 +13,6 @@ import torch
 from elastic_train.checkpoint import Retention, Store, discover, prune
 from elastic_train.checkpoint.commits.pins_and_holds import pinned
 from elastic_train.checkpoint.commits.reader import read_record
-from elastic_train.checkpoint.format.layout import leaves_by_path
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.checkpoint.saving.store_use import StoreUse
@@ -151,18 +150,20 @@ def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path
 def test_memory_for_saves_is_made_for_a_state_as_it_is_after_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once a world, and for a GPU's state; an optimizer that has not made a step yet may hold nothing."""
+    """Once a world, and for a GPU's state as it is saved; an optimizer that has not made a step may hold nothing."""
     commits, _ = opened_on(LocalStore(tmp_path))
-    prepared: list[int] = []
-    monkeypatch.setattr(commits.saves, "prepare", lambda state, dims: prepared.append(len(leaves_by_path(state))))
+    prepared: list[object] = []
+    monkeypatch.setattr(commits.saves, "prepare", lambda state, dims: prepared.append(state))
     take_step(commits)
+    saved = commits.state.shards.to_save()
+    monkeypatch.setattr(type(commits.state.shards), "to_save", lambda shards: saved)
     commits.prepare()
     assert not prepared
     commits.plan.device = torch.device("cuda")  # type: ignore[misc]
     for _ in range(2):
         commits.prepare()
         take_step(commits)
-    assert prepared == [len(leaves_by_path(commits.state.shards.to_save()))]
+    assert len(prepared) == 1 and prepared[0] is saved, "in cells tensors are in pieces, of which each has a writer"
 
 
 def test_a_due_commit_can_wait_for_the_one_in_flight(tmp_path: Path) -> None:
