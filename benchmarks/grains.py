@@ -18,11 +18,12 @@ import torch
 
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.job.state import build_state
+from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.shards.digest import digests_of
 from elastic_train.shards.grains import GRAIN, Listed, bounds_of, lay_out
 from elastic_train.shards.holdings import all_held, circle_of
-from elastic_train.shards.norm import grain_squares, split_grains, total_norm
+from elastic_train.shards.norm import total_norm
 from elastic_train.shards.recut import Holder, plan_recut
 from elastic_train.shards.seats import seats_of
 from elastic_train.tasks.text_classifier import TextClassifier
@@ -45,7 +46,7 @@ def measure_sums(num_elements: int) -> dict[str, float]:
     optimizer = torch.optim.AdamW([parameter], foreach=True)
     grad, content = parameter.grad, memoryview(parameter.detach().numpy().tobytes())
     return {
-        "norm_by_grains_ms": least_ms(lambda: total_norm(grain_squares(split_grains([(grad, None)])).numpy())),
+        "norm_by_grains_ms": least_ms(lambda: total_norm(squares_of_tensors([(grad, None)]).numpy())),
         "norm_by_torch_ms": least_ms(lambda: torch.nn.utils.get_total_norm([grad])),
         "adamw_ms": least_ms(optimizer.step),
         "digest_by_grains_ms": least_ms(lambda: digests_of(content, 4, bounds_of((num_elements,), None))),

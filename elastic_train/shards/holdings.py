@@ -126,6 +126,26 @@ def runs_of(layout: Layout, grains: Int64s, sections: Int64s | None = None) -> l
     return runs
 
 
+def grains_side_by_side(layout: Layout, grains: Int64s, held: Sequence[Run]) -> list[tuple[Run, tuple[int, ...]]]:
+    """Return where grains are, without padding, and their lengths: neighbours in one tensor and one run together.
+
+    `grains` are ascending, and `held` are the runs that they are in.
+    """
+    found: list[tuple[Run, tuple[int, ...]]] = []
+    begins = {(run.flat, run.lo) for run in held}
+    starts, lengths = layout.start[grains].tolist(), (layout.hi - layout.lo)[grains].tolist()
+    flats, tensors = layout.flat_of[grains].tolist(), layout.tensor_of[grains].tolist()
+    last = -1
+    for flat, tensor, start, length in zip(flats, tensors, starts, lengths, strict=True):
+        if found and tensor == last and found[-1][0].hi == start and (flat, start) not in begins:
+            run, others = found[-1]
+            found[-1] = Run(flat, run.lo, start + length), (*others, length)
+        else:
+            found.append((Run(flat, start, start + length), (length,)))
+        last = tensor
+    return found
+
+
 def by_flat(runs: Sequence[Run]) -> dict[int, list[Run]]:
     """Return runs by the number of their flat vector, in their order."""
     found: dict[int, list[Run]] = {}

@@ -12,10 +12,10 @@ applied.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
 from itertools import pairwise
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +24,23 @@ from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import WeightsDifferError
+from elastic_train.shards.grain_tables import Batch, Lengths, Run, Table, batches_of, width_of
 from elastic_train.shards.grains import GRAIN, Cut, Layout, bounds_of
 
 Float64s = npt.NDArray[np.float64]
 
 _BLOCK = {"cpu": 8 * GRAIN}
-"""Elements that are squared at once: what stays in a CPU's cache; enough to keep a GPU busy with one operation."""
+"""Elements that are squared at once: what stays in a CPU's cache; enough to keep a GPU busy with one operation. Twice
+as many where rows are scattered: grains of one length are then enough for an operation."""
 _BLOCK_ELSEWHERE = 256 * GRAIN
 _NARROW = 256
 """Elements of a row from which on the grains of all lengths are added up together: few operations for many of them."""
-_MANY = 16
-"""Grains of one length that have a table of their own, in which nothing is filled up."""
+_LITTLE = 1 << 10
+"""Elements of a table from which on it is folded further with those of other lengths."""
+_SMALL = 1 << 12
+"""Elements of a run at most that is copied with others, by way of a vector that has them all."""
+_OF_NUMPY = (torch.float32, torch.float16, torch.float64)
+"""The types that NumPy has, too."""
 
 
 def in_memory_order(tensor: Tensor, cut: Cut | None) -> Tensor:
@@ -42,78 +48,131 @@ def in_memory_order(tensor: Tensor, cut: Cut | None) -> Tensor:
     return (tensor if cut is None else tensor.movedim(cut.dim, 0)).reshape(-1)
 
 
-def split_grains(tensors: Iterable[tuple[Tensor, Cut | None]]) -> list[Tensor]:
-    """Return the grains of tensors, each with its cut, in the layout's order: tensor by tensor."""
-    return [
-        grain
-        for tensor, cut in tensors
-        if tensor.numel()
-        for grain in torch.split(in_memory_order(tensor, cut), lengths_of(tuple(tensor.shape), cut))
-    ]
-
-
 @cache
-def lengths_of(shape: tuple[int, ...], cut: Cut | None) -> list[int]:
+def lengths_of(shape: tuple[int, ...], cut: Cut | None) -> Lengths:
     """Return how many elements each grain of a tensor has."""
-    return [hi - lo for lo, hi in pairwise(bounds_of(shape, cut))]
+    return tuple(hi - lo for lo, hi in pairwise(bounds_of(shape, cut)))
 
 
-def grain_squares(grains: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of each grain, float64, shape (grains,), on the CPU.
+def grain_squares(vectors: Sequence[Tensor], lengths: Sequence[Lengths]) -> Tensor:
+    """Return the sum of the squares of each grain of vectors, float64, shape (grains,), on the CPU.
 
-    Each grain is a vector of at most GRAIN elements, all of them on one device.
+    `lengths` are those of each vector's grains, of GRAIN elements at most. All vectors are on one device.
     """
-    lengths = [grain.numel() for grain in grains]
-    count = Counter(lengths)
-    tables: dict[int, list[int]] = {}
-    for number, length in enumerate(lengths):
-        has_own = length > _NARROW and count[length] >= _MANY
-        tables.setdefault(length if has_own else _width_of(length), []).append(number)
-    widths = sorted(tables, reverse=True)
-    narrow: dict[int, list[Float64s]] = {}
-    for width in widths:
-        some = [grains[number] for number in tables[width]]
-        rows = _narrowed(some, width) if width > _NARROW else [_short(some, width)]
-        narrow.setdefault(min(width, _NARROW), []).extend(rows)
-    sums = np.empty(len(grains))
-    sums[[number for width in widths for number in tables[width]]] = _add_up(narrow)
-    return torch.from_numpy(sums)
+    if not any(lengths):
+        return torch.empty(0, dtype=torch.float64)
+    device = vectors[0].device
+    squares = _kept(tuple(lengths)) if device.type == "cpu" else GrainSquares(tuple(lengths), device)
+    return squares.of([vector.detach() for vector in vectors])
 
 
-def _width_of(length: int) -> int:
-    """Return the smallest power of two that is no less than a length."""
-    return 1 << (length - 1).bit_length()
+@lru_cache(maxsize=4)
+def _kept(vectors: tuple[Lengths, ...]) -> GrainSquares:
+    return GrainSquares(vectors, torch.device("cpu"))
 
 
-def _narrowed(grains: Sequence[Tensor], width: int) -> Iterator[Float64s]:
-    """Yield tables of the grains' squares, a row each, folded to _NARROW on the device; rows are filled with zeros."""
-    device = grains[0].device
-    num_rows = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // width)
-    scratch = torch.empty(min(num_rows, len(grains)), width, dtype=torch.float64, device=device)
-    for lo in range(0, len(grains), num_rows):
-        some = list(grains[lo : lo + num_rows])
-        table, end, half = scratch[: len(some)], width, _width_of(width) // 2
-        rows = list(table.unbind())
-        for number, grain in enumerate(some):
-            if grain.numel() < width:
-                rows[number][grain.numel() :].zero_()
-                rows[number] = rows[number][: grain.numel()]
-        torch._foreach_copy_(rows, some)
-        table.mul_(table)
-        while end > _NARROW:
-            table[:, : end - half].add_(table[:, half:end])
-            end, half = half, half // 2
-        yield table[:, :_NARROW].clone().cpu().numpy()
+@lru_cache(maxsize=8)
+def _batches(vectors: tuple[Lengths, ...], device: str) -> tuple[Batch, ...]:
+    block = _BLOCK.get(device, _BLOCK_ELSEWHERE)
+    return batches_of(vectors, block, 2 * block)
 
 
-def _short(grains: Sequence[Tensor], width: int) -> Float64s:
-    """Return the table of short grains' squares, a row each, filled up with zeros."""
-    values: Float64s = torch.cat(list(grains)).double().cpu().numpy()
-    lengths = np.array([grain.numel() for grain in grains])
-    table = np.zeros((len(grains), width))
-    table[np.arange(width) < lengths[:, None]] = values
-    with np.errstate(over="ignore"):
-        return np.square(table, out=table)
+class GrainSquares:
+    """Adds up the squares of the grains of vectors that have some lengths, with memory that it keeps.
+
+    All vectors are on one device.
+    """
+
+    def __init__(self, vectors: tuple[Lengths, ...], device: torch.device) -> None:
+        self._batches = _batches(vectors, device.type)
+        room = torch.empty(max(batch.stop for batch in self._batches), dtype=torch.float64, device=device)
+        self._placed = [_Placed(batch, room) for batch in self._batches]
+        self._num_grains = sum(map(len, vectors))
+        self._lock = Lock()
+
+    def of(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the squares of each grain, float64, shape (grains,), on the CPU."""
+        narrow: dict[int, list[Float64s]] = {}
+        numbers: dict[int, list[Int64s]] = {}
+        is_exact = all(vector.dtype != torch.float64 for vector in vectors)
+        with self._lock:
+            for placed in self._placed:
+                placed.fill(vectors)
+                for table in placed.tables:
+                    rows = table.squared(is_exact)
+                    narrow.setdefault(rows.shape[1], []).append(rows)
+                    numbers.setdefault(rows.shape[1], []).append(table.numbers)
+        sums = np.empty(self._num_grains)
+        places = [one for width in sorted(numbers, reverse=True) for one in numbers[width]]
+        sums[np.concatenate(places)] = _add_up(narrow)
+        return torch.from_numpy(sums)
+
+
+class _PlacedTable:
+    """A table in the room, and the views of it that are added up."""
+
+    def __init__(self, table: Table, room: Tensor) -> None:
+        self.numbers = table.numbers
+        self.rows = whole = room[table.start : table.stop].view(-1, table.width)
+        self.tails = [whole[lo:hi, length:] for lo, hi, length in table.shorter]
+        half = max(1, width_of(table.width) // 2)
+        self._left, self._first, self._right = whole[:, :half], whole[:, : table.width - half], whole[:, half:]
+        self._halves: list[tuple[Tensor, Tensor]] = []
+        while half // 2 >= _NARROW or (half > 1 and half // 2 * len(whole) > _LITTLE):
+            half //= 2
+            self._halves.append((whole[:, :half], whole[:, half : 2 * half]))
+        self._rest = whole[:, :half]
+
+    def squared(self, is_exact: bool) -> Float64s:
+        """Square what has been placed, and fold it until little is left; `is_exact` says that squares are."""
+        self._left.mul_(self._left)
+        if is_exact:
+            self._first.addcmul_(self._right, self._right)
+        else:  # a fused multiplication and addition would round later
+            self._first.add_(self._right.mul_(self._right))
+        for left, right in self._halves:
+            left.add_(right)
+        return self._rest.clone().cpu().numpy()
+
+
+class _Placed:
+    """A batch in the room."""
+
+    def __init__(self, batch: Batch, room: Tensor) -> None:
+        self.tables = [_PlacedTable(table, room) for table in batch.tables]
+        self._tails = [tail for table in self.tables for tail in table.tails]
+        self._scatters = [(one, room[one.start : one.stop].view(-1, one.unit)) for one in batch.scatters]
+        self._runs: list[list[Run]] = []
+        self._targets: list[Tensor] = []
+        for copy in batch.copies:
+            rows, row = self.tables[copy.table].rows, copy.row
+            small = [run for run in copy.runs if run.numel <= _SMALL]
+            for some in ([small] if small else []) + [[run] for run in copy.runs[len(small) :]]:
+                count = sum(run.num for run in some)
+                self._runs.append(some)
+                self._targets.append(rows[row : row + count, : some[0].length])
+                row += count
+
+    def fill(self, vectors: Sequence[Tensor]) -> None:
+        """Bring the elements of grains to their places."""
+        if self._tails:
+            torch._foreach_zero_(self._tails)
+        for one, places in self._scatters:
+            rows = _part(vectors[one.vector], one.lo, one.hi).view(-1, one.unit)
+            if rows.device.type == "cpu" and rows.dtype in _OF_NUMPY:
+                places.numpy()[one.rows] = rows.numpy()  # a pass over memory less than torch's own way
+            else:
+                places[torch.from_numpy(one.rows).to(rows.device)] = rows.double()
+        sources = []
+        for some in self._runs:
+            parts = [_part(vectors[run.vector], run.lo, run.hi) for run in some]
+            sources.append((torch.cat(parts) if len(parts) > 1 else parts[0]).view(-1, some[0].length))
+        if sources:
+            torch._foreach_copy_(self._targets, sources)
+
+
+def _part(vector: Tensor, lo: int, hi: int) -> Tensor:
+    return vector if hi - lo == vector.numel() else vector[lo:hi]
 
 
 def _add_up(narrow: Mapping[int, Sequence[Float64s]]) -> Float64s:

@@ -44,17 +44,17 @@ from elastic_train.job.sharded.held_tree import (
 )
 from elastic_train.job.sharded.settings import Settings
 from elastic_train.job.sharded.shared_scaler import SharedScaler
-from elastic_train.job.sharded.shared_weights import grain_run
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state_shards import stillness_of
 from elastic_train.parallel.buckets import Turns
-from elastic_train.parallel.devices.squares import squares_of_grains
+from elastic_train.parallel.devices.squares import squares_of_vectors
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.parallel.owned_sum import OwnedSum, Shares
+from elastic_train.shards.grain_tables import Lengths
 from elastic_train.shards.grains import Layout
-from elastic_train.shards.holdings import Run, column_of, runs_of
+from elastic_train.shards.holdings import Run, column_of, grains_side_by_side, runs_of
 from elastic_train.shards.norm import clip_factor, norm_of_grains
 from elastic_train.shards.owners import owned_by_some
 from elastic_train.shards.seating import Seating
@@ -95,7 +95,8 @@ class HeldState:
         self.trained_in = 0
         """The last world in which this rank trained, by its term."""
         self._names, self.slots = names_of(model, optimizer), slots
-        self._views: list[Tensor] = []
+        self._gradients: list[tuple[Tensor, Lengths]] = []
+        """What it is measured by: neighbouring grains of a tensor, and how many elements each has."""
         self._updated: list[Updated] = []
         for group in optimizer.param_groups:  # the optimizer never sees the model's own parameters
             group["params"] = []
@@ -200,8 +201,9 @@ class HeldState:
         """Give the optimizer's parameters the gradients of what is held, and the norm those of its grains."""
         for one in self._updated:
             one.parameter.grad = self.gradients_at(one.held.run)
-        grains = self.seated.trained[self.seated.rank].tolist()
-        self._views = [self.gradients_at(grain_run(self.layout, number)) for number in grains]
+        trained = self.seated.trained[self.seated.rank]
+        runs = grains_side_by_side(self.layout, trained, [one.run for one in self._runs])
+        self._gradients = [(self.gradients_at(run), lengths) for run, lengths in runs]
 
     def begin(self, runs: Sequence[HeldRun]) -> None:
         """Put into the runs of a first seat what a run begins with; whole weights are there already."""
@@ -291,8 +293,8 @@ class HeldState:
         """Return the sums of the squares of this rank's grains, filled up with zeros to the most that a rank has."""
         seating = self.seated
         squares = torch.zeros(max(1, *(grains.size for grains in seating.trained)), dtype=torch.float64)
-        if self._views:
-            squares[: len(self._views)] = squares_of_grains(self._views)
+        vectors, lengths = [one for one, _ in self._gradients], [lengths for _, lengths in self._gradients]
+        squares[: sum(map(len, lengths))] = squares_of_vectors(vectors, lengths)
         return squares
 
     def norm_of(self, gathered: Tensor) -> Tensor:

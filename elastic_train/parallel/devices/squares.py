@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
+from elastic_train.shards.grain_tables import Lengths
 from elastic_train.shards.grains import Cut
-from elastic_train.shards.norm import grain_squares, in_memory_order, lengths_of, split_grains
+from elastic_train.shards.norm import grain_squares, in_memory_order, lengths_of
 
 log = logging.getLogger(__name__)
 _WIDTH = 256
@@ -35,17 +36,14 @@ def squares_of_tensors(tensors: Iterable[tuple[Tensor, Cut | None]]) -> Tensor:
     In the layout's order: tensor by tensor, each with its cut. All are on one device.
     """
     filled = [(tensor, cut) for tensor, cut in tensors if tensor.numel()]
-    fold = _fold_of([tensor for tensor, _ in filled])
-    if fold is None:
-        return grain_squares(split_grains(filled))
     lengths = [lengths_of(tuple(tensor.shape), cut) for tensor, cut in filled]
-    return _squares(fold, [in_memory_order(tensor, cut) for tensor, cut in filled], lengths)
+    return squares_of_vectors([in_memory_order(tensor, cut) for tensor, cut in filled], lengths)
 
 
-def squares_of_grains(grains: Sequence[Tensor]) -> Tensor:
-    """Return the same of grains: vectors of at most GRAIN elements, all on one device."""
-    fold = _fold_of(grains)
-    return grain_squares(grains) if fold is None else _squares(fold, grains, [[grain.numel()] for grain in grains])
+def squares_of_vectors(vectors: Sequence[Tensor], lengths: Sequence[Lengths]) -> Tensor:
+    """Return the same of vectors, given how many elements each of their grains has; all are on one device."""
+    fold = _fold_of(vectors)
+    return grain_squares(vectors, lengths) if fold is None else _squares(fold, vectors, lengths)
 
 
 def _fold_of(tensors: Sequence[Tensor]) -> Fold | None:
@@ -54,7 +52,7 @@ def _fold_of(tensors: Sequence[Tensor]) -> Fold | None:
     return cuda_fold() if is_known and tensors and tensors[0].is_cuda else None
 
 
-def _squares(fold: Fold, flats: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
+def _squares(fold: Fold, flats: Sequence[Tensor], lengths: Sequence[Lengths]) -> Tensor:
     """Return the squares of the grains of vectors, in order, by their lengths; vectors of one type go together."""
     ends = np.cumsum([len(of_flat) for of_flat in lengths])
     folded, numbers = list[Tensor](), list[Int64s]()
@@ -79,14 +77,20 @@ def _fold_block(fold: Fold, places: Tensor, dtype: torch.dtype) -> Tensor:
     return rows[:, 0].clone()
 
 
-def _places(flats: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Int64s:
+def _places(flats: Sequence[Tensor], lengths: Sequence[Lengths]) -> Int64s:
     """Return the address and the length of each grain of vectors of one type, in order, shape (grains, 2)."""
     size = flats[0].element_size()
-    rows = [
-        np.stack([flat.data_ptr() + size * (np.cumsum(of_flat) - of_flat), of_flat], axis=1)
-        for flat, of_flat in zip(flats, map(np.asarray, lengths), strict=True)
-    ]
-    return np.concatenate(rows).astype(np.int64)
+    places = np.concatenate([_offsets(of_flat) for of_flat in lengths])
+    places[:, 0] *= size
+    places[:, 0] += np.repeat([flat.data_ptr() for flat in flats], [len(of_flat) for of_flat in lengths])
+    return places
+
+
+@functools.lru_cache(maxsize=1024)
+def _offsets(lengths: Lengths) -> Int64s:
+    """Return the first element and the length of each grain of a vector, shape (grains, 2)."""
+    sizes = np.array(lengths, dtype=np.int64)
+    return np.stack([np.cumsum(sizes) - sizes, sizes], axis=1)
 
 
 @functools.cache
@@ -94,7 +98,7 @@ def cuda_fold() -> Fold | None:
     """Return the kernel, tried once; None where Triton is not installed, or cannot compile (it needs a C compiler)."""
     try:
         fold = triton_fold()
-        _squares(fold, [torch.ones(3, device="cuda")], [[3]])
+        _squares(fold, [torch.ones(3, device="cuda")], [(3,)])
     except ImportError:
         return None
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises

@@ -20,9 +20,10 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.state import AppliedState, Reached, StepFacts, build_state
+from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.shards.grains import Listed
-from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
+from elastic_train.shards.norm import clip_factor, total_norm
 from tests.elastic_train.shards.laws import models
 
 
@@ -231,10 +232,10 @@ def test_clipping_is_by_the_norm_of_the_trained_grains_and_leaves_the_rest_alone
         parameter.grad = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
     before = [parameter.grad.clone() for parameter in trained if parameter.grad is not None]
     state = build_state(model, OptimizerConfig(clip_norm=limit), 20, "cpu", is_fp16=False)
-    grains = [grain for gradient in before for grain in split_grains([(gradient, None)])]
-    assert len(grains) == state.layout.trained.size
+    squares = squares_of_tensors((gradient, None) for gradient in before)
+    assert len(squares) == state.layout.trained.size
     state.shards.clip(limit, norm := state.measure())
-    assert norm == total_norm(grain_squares(grains).numpy())
+    assert norm == total_norm(squares.numpy())
     factor = clip_factor(float(norm), limit)
     for parameter, gradient in zip(trained, before, strict=True):
         assert parameter.grad is not None and torch.equal(parameter.grad, gradient * factor)

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from elastic_train.core.arrays import Int64s
@@ -19,6 +20,7 @@ from elastic_train.shards.deal import Counter as LaneCounter
 from elastic_train.shards.domains import Path
 from elastic_train.shards.grains import ALIGN, GRAIN, Layout, Listed, cut_along, lay_out
 from elastic_train.shards.holdings import Circle, Run
+from elastic_train.shards.norm import grain_squares
 from elastic_train.shards.recut import Holder, Recut
 from elastic_train.shards.seats import Seat
 
@@ -272,3 +274,8 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
         is_next = bool(found) and (found[-1].flat, found[-1].hi) == (flat, lo)
         found.append(Run(flat, found.pop().lo if is_next else lo, hi))
     return found
+
+
+def squares_of_grains(grains: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the squares of each grain, each of which is a vector."""
+    return grain_squares(grains, [(grain.numel(),) for grain in grains])

@@ -12,7 +12,6 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.shards.domains import Path
 from elastic_train.shards.grains import GRAIN, Layout, Listed, Tensor, lay_out
 from elastic_train.shards.holdings import all_held, circle_of
-from elastic_train.shards.norm import grain_squares
 from elastic_train.shards.recut import Holder, Recut, Transfer, plan_recut
 from elastic_train.shards.seats import Seat, seats_of
 from tests.elastic_train.shards.laws import (
@@ -26,6 +25,7 @@ from tests.elastic_train.shards.laws import (
     check_sums,
     check_survives,
     leaf_chunks,
+    squares_of_grains,
     sums_of_step,
 )
 
@@ -156,7 +156,7 @@ def contiguous(seat: Seat, num_ranks: int, num_lanes: int) -> list[Sequence[int]
 def test_a_grain_that_counts_twice_is_caught() -> None:
     """Both copies of a grain in the sum: the norm is that of another gradient."""
     values = [torch.full((GRAIN,), 0.5 + number) for number in range(4)]
-    squares = dict(enumerate(grain_squares(values).tolist()))
+    squares = dict(enumerate(squares_of_grains(values).tolist()))
     with pytest.raises(AssertionError, match="norm"):
         check_norms(squares | {2: 2 * squares[2]}, squares)
 
@@ -166,4 +166,4 @@ def test_a_norm_over_other_blocks_is_caught() -> None:
     values = torch.randn(GRAIN, generator=torch.Generator().manual_seed(5))
     wrong = float(values[:1000].square().sum() + values[1000:].square().sum())
     with pytest.raises(AssertionError, match="norm"):
-        check_norms({0: wrong}, {0: float(grain_squares([values]))})
+        check_norms({0: wrong}, {0: float(squares_of_grains([values]))})

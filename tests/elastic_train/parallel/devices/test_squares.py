@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.parallel.devices import squares
-from elastic_train.parallel.devices.squares import squares_of_grains, squares_of_tensors
+from elastic_train.parallel.devices.squares import squares_of_tensors, squares_of_vectors
 from elastic_train.shards.grains import GRAIN, cut_along
-from elastic_train.shards.norm import grain_squares, lengths_of, split_grains
+from elastic_train.shards.norm import grain_squares, lengths_of
 
 TYPES = (torch.float32, torch.bfloat16, torch.float64)
 WIDTH = 256
@@ -48,17 +48,17 @@ def test_a_kernel_gets_each_grain_and_its_square_the_place_of_the_grain(
     filled = [tensor for tensor in drawn if tensor.numel()]
     if not filled:
         return
-    uncut = [(tensor, None) for tensor in filled]
-    expected = torch.cat([grain_squares([grain]) for grain in split_grains(uncut)])
     lengths = [lengths_of(tuple(tensor.shape), None) for tensor in filled]
+    grains = [grain for tensor, sizes in zip(filled, lengths, strict=True) for grain in tensor.split(list(sizes))]
+    expected = torch.cat([grain_squares([grain], [(grain.numel(),)]) for grain in grains])
     assert torch.equal(squares._squares(fold, filled, lengths), expected)
-    assert torch.equal(squares_of_tensors((tensor, None) for tensor in drawn), grain_squares(split_grains(uncut)))
+    assert torch.equal(squares_of_tensors((tensor, None) for tensor in drawn), expected)
 
 
 def test_many_grains_are_folded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(squares, "_BLOCK", 2)
     grains = list(torch.randn(5, 1000, generator=torch.Generator().manual_seed(1)))
-    assert torch.equal(squares._squares(fold, grains, [[1000]] * 5), squares_of_grains(grains))
+    assert torch.equal(squares._squares(fold, grains, [(1000,)] * 5), squares_of_vectors(grains, [(1000,)] * 5))
 
 
 def test_a_kernel_gets_the_grains_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +66,8 @@ def test_a_kernel_gets_the_grains_of_parts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(squares, "_fold_of", lambda tensors: fold)
     values, cut = torch.randn(30, 40, generator=torch.Generator().manual_seed(1)), cut_along((30, 40), 1)
     found = squares_of_tensors([(values, cut)])
-    assert found.tolist() == [float(grain_squares([column])) for column in values.t()]
+    assert found.tolist() == [float(grain_squares([column], [(30,)])) for column in values.t()]
 
 
 def test_nothing_has_no_squares() -> None:
-    assert squares_of_tensors([(torch.empty(0), None)]).tolist() == squares_of_grains([]).tolist() == []
+    assert squares_of_tensors([(torch.empty(0), None)]).tolist() == squares_of_vectors([], []).tolist() == []
