@@ -15,14 +15,18 @@ from tests.gpu.test_training import hash_of
 pytestmark = pytest.mark.slow
 
 
-def test_worlds_that_share_a_device_have_one_hash(tmp_path: Path, rows: Path, device: str) -> None:
+@pytest.mark.parametrize("degrees", [{}, {"tensor": 2}, {"context": 2}], ids=str)
+def test_worlds_that_share_a_device_have_one_hash(
+    tmp_path: Path, rows: Path, device: str, degrees: dict[str, int]
+) -> None:
     task = {
         "path": "elastic_train.tasks.causal_lm:CausalLM",
-        "params": {"max_tokens": 16, "model": {"dim": 32, "depth": 2, "heads": 2, "kv_heads": 1, "vocabulary": 64}},
+        "params": {"max_tokens": 16, "model": {"dim": 32, "depth": 2, "heads": 4, "kv_heads": 2, "vocabulary": 64}},
     }
     data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
-    keys: dict[str, object] = {"task": task, "data": data, "compile": True, "precision": "bf16"}
-    found = {num: hash_of(tmp_path / str(num), rows, device, num, **keys) for num in (None, 2)}
+    keys: dict[str, object] = {"task": task, "data": data, "compile": True, "precision": "bf16", "parallel": degrees}
+    worlds = (2, 4) if degrees else (None, 2)
+    found = {num: hash_of(tmp_path / str(num), rows, device, num, **keys) for num in worlds}
     assert len(set(found.values())) == 1, found
 
 

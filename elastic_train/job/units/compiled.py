@@ -98,8 +98,8 @@ class CompiledBlocks:
         began, self._is_learning = time.monotonic(), True
         limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_CALLS)
         try:
-            limits_patched = torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True})
-            with torch.compiler.set_stance("default"), limits_patched:
+            limiting = torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True})
+            with torch.compiler.set_stance("default"), limiting:
                 yield
         except TorchDynamoException as error:
             raise ConfigError(
