@@ -18,6 +18,7 @@ from elastic_train.core.order import VERSION
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
 from elastic_train.job import plan as plan_module
 from elastic_train.job.plan import Plan, check_can_be_in_cells, make_gradients_dense, make_plan
+from elastic_train.job.plan_facts import describe_tests
 from elastic_train.tasks.task import load_task
 
 in_one_process = pytest.mark.xdist_group("torchmetrics")  # to ask the task for its metrics imports it, for two seconds
@@ -216,3 +217,17 @@ def test_sparse_gradients_are_dense_or_refused_in_the_first_backward_pass() -> N
             with pytest.raises(ConfigError, match=r"a sparse gradient of 'rows.weight'.*without sparse=True"):
                 model(ids).sum().backward()
         assert not model.rows.weight._backward_hooks
+
+
+@pytest.mark.parametrize(
+    ("parallel", "device", "said"),
+    [
+        ({"tensor": 2, "context": 2}, "cuda:0", "parallel.tensor: 2 and parallel.context: 2 on GPUs was run with a st"),
+        ({"pipeline": 2}, "cpu", None),
+        ({"shards": "parameters"}, "cuda:0", None),
+    ],
+)
+def test_a_start_says_which_degrees_no_gpu_has_seen(parallel: dict[str, object], device: str, said: str | None) -> None:
+    config = Config.model_validate({"data": {"train": "rows"}, "parallel": parallel})
+    found = describe_tests(config, torch.device(device))
+    assert found == said if said is None else (found or "").startswith(said)
