@@ -77,7 +77,7 @@ def rank_here() -> int:
 
 def group_of(name: str, rank: int, size: int) -> MemoryGroup:
     """Return the group of a world whose ranks have this name for it."""
-    device = DEVICE if _machine.here.on_devices else None
+    device = DEVICE if size > 1 and _machine.here.on_devices else None  # one rank needs no machine
     return MemoryGroup(rank, size, name, PATIENCE_S, device)  # type: ignore[arg-type]  # a name is where they meet
 
 

@@ -108,7 +108,7 @@ def test_a_stage_sends_what_is_planned(read: Read) -> None:
     cut.links.bind(group)  # type: ignore[arg-type]
     tokens = torch.empty(1, read.facts.tokens, dtype=torch.int64, device="meta")
     given = torch.empty(1, read.facts.tokens, SIZES["dim"], device="meta", requires_grad=True)
-    links = StageLinks.__new__(StageLinks)
+    links = StageLinks(group, None, None, torch.device("cpu"))  # type: ignore[arg-type]
     stage = Stage(CausalLM(model=SIZES), cut.model, plan, mesh.coordinates.stage, "1f1b", links)
     made = stage.run(0, {"tokens": tokens}, given)
     assert isinstance(made, Tensor) and made.shape == given.shape
