@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -68,12 +68,14 @@ def layout_of(
     dims: CutDims,
     unit_of: Callable[[str], str] = lambda name: "",
     part_of: Callable[[str, Laid], Laid] = lambda name, whole: whole,
+    atomic: Container[int] = (),
 ) -> Layout:
     """Lay out all parameters, in the model's order; those that need no gradient are in no parameter group.
 
-    `unit_of` says which unit a parameter's name is in, and `part_of` what is laid out of it.
+    `unit_of` says which unit a parameter's name is in, and `part_of` what is laid out of it; `atomic` are the numbers
+    of the parameter groups whose parameters are held as a whole, or not at all.
     """
-    return lay_out(_listed(model, optimizer, dims, unit_of, part_of))
+    return lay_out(_listed(model, optimizer, dims, unit_of, part_of, atomic))
 
 
 def _listed(
@@ -82,12 +84,14 @@ def _listed(
     dims: CutDims,
     unit_of: Callable[[str], str],
     part_of: Callable[[str, Laid], Laid],
+    atomic: Container[int],
 ) -> Iterator[Listed]:
     groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         group = groups.get(id(parameter)) if parameter.requires_grad else None
         shape, cut = part_of(name, Laid(parameter.shape, cut_along(parameter.shape, dims.get(name))))
-        yield Listed(name, tuple(shape), str(parameter.dtype), unit_of(name), group, id(parameter), cut)
+        is_atomic = group in atomic
+        yield Listed(name, tuple(shape), str(parameter.dtype), unit_of(name), group, id(parameter), cut, is_atomic)
 
 
 def describe_layout(layout: Layout) -> Sequence[str]:

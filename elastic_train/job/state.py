@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from elastic_train.job.optimizers.parameter_groups import FirstStates, build_gro
 from elastic_train.job.optimizers.recipe_changes import Recipe, read_recipe, say_changes
 from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.sharded.dealt_state import DealtState
-from elastic_train.job.sharded.elementwise import Slots, slots_of
+from elastic_train.job.sharded.elementwise import Slots, numbers_of_atomic, slots_of
 from elastic_train.job.sharded.gathered_state import GatheredState
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.shared_scaler import SharedScaler
@@ -317,25 +317,27 @@ def build_state(
     scaler = SharedScaler(device, enabled=is_fp16)
     kind = None if parallel is None or not parallel.has_shares else SHARDED.get(parallel.shards, HeldState)
     units = unit_names(model) if kind is not None else []
-    layout = layout_of(model, optimizer, dims, lambda name: unit_of(name, units))
+    slots: list[Slots] = []
+    if kind is not None or cell_plan is not None:
+        slots = slots_of(optimizer, choice.make, next(model.parameters()).device)
+    atomic = numbers_of_atomic(slots)
+    layout = layout_of(model, optimizer, dims, lambda name: unit_of(name, units), atomic=atomic)
     outline = {
         "the parameters": describe_layout(layout),
         "the list of parameter groups": describe_groups(model, optimizer),
     }
 
-    def slots() -> Slots:
-        found = slots_of(optimizer, choice.make, next(model.parameters()).device)
-        return found if config.ema is None else found.with_moment(AVERAGE)
-
+    if config.ema is not None:
+        slots = [one.with_moment(AVERAGE) for one in slots]
     made = (model, optimizer, scheduler, scaler)
     whole = (*made, memory, FirstStates(optimizer, choice.make, keeps_average=config.ema is not None))
     if parallel is None or (kind is None and cell_plan is None):
         shards = _make_whole(whole, parallel, dims)
     elif cell_plan is not None:
-        shards = _make_cell(whole, parallel, cell_plan, kind, slots, dims)
+        shards = _make_cell(whole, parallel, cell_plan, kind, slots, dims, config.name)
     else:
         assert kind is not None, "no cells, and not whole"
-        shards = _make_shards(made, parallel, kind, layout, slots())
+        shards = _make_shards(made, parallel, kind, layout, slots)
     state = AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
     if config.ema is not None:
         keep_average(optimizer, config.ema.decay, lambda: state.num_updates)
@@ -353,25 +355,28 @@ def _make_cell(
     parallel: ParallelConfig,
     cell_plan: CellPlan,
     kind: type[HeldState] | None,
-    slots: Callable[[], Slots],
+    slots: Sequence[Slots],
     dims: CutDims,
+    name: str,
 ) -> StateShards:
     """Return state of which each rank of a cell holds a part, or with a kind of shards a share of that part's state."""
     model, optimizer, *_ = made
     cut, bucket_bytes = CutModel(model, cell_plan, parallel.cell, CellLinks()), _bucket_bytes(parallel)
+    atomic = numbers_of_atomic(slots)
+    _check_stays_whole(cut, optimizer, atomic, name)
     if kind is None:
         return CellState(*made, bucket_bytes, dims, cut=cut)
     if kind is GatheredState:
         _check_state_is_whole(model)
-    columns = columns_of(model, optimizer, cut, parallel.cell)
-    hold = holding(kind, *made[:4], slots(), _copies(parallel), bucket_bytes, parallel.wire, _offload(model, parallel))
+    columns = columns_of(model, optimizer, cut, parallel.cell, atomic)
+    hold = holding(kind, *made[:4], slots, _copies(parallel), bucket_bytes, parallel.wire, _offload(model, parallel))
     return (GatheredCellState if kind is GatheredState else SeatedCellState)(
         *made, bucket_bytes, dims, cut=cut, columns=columns, hold=hold
     )
 
 
 def _make_shards(
-    made: Made, parallel: ParallelConfig, kind: type[HeldState], layout: Layout, slots: Slots
+    made: Made, parallel: ParallelConfig, kind: type[HeldState], layout: Layout, slots: Sequence[Slots]
 ) -> StateShards:
     """Return state of which every rank holds a share by its seat."""
     model, *_ = made
@@ -395,6 +400,18 @@ def _copies(parallel: ParallelConfig) -> int:
 
 def _bucket_bytes(parallel: ParallelConfig | None) -> float | None:
     return None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
+
+
+def _check_stays_whole(cut: CutModel, optimizer: Optimizer, atomic: Container[int], optimizer_name: str) -> None:
+    """Refuse parts of parameters that an optimizer updates as a whole."""
+    groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    for name, one in cut.model.named_parameters():
+        if groups.get(id(one)) in atomic and name in cut.cuts and cut.cuts[name].is_in_parts:
+            raise ConfigError(
+                f"optimizer.name: '{optimizer_name}' updates '{name}' as a whole, of which ranks would have parts: set "
+                "parallel.tensor and parallel.expert to 1 (parallel.shards and pipeline may stay), or optimizer.name "
+                "to adamw"
+            )
 
 
 def _check_state_is_whole(model: nn.Module) -> None:

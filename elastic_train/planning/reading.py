@@ -23,6 +23,7 @@ from elastic_train.job.model_layout import layout_of
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.parameter_groups import build_groups
 from elastic_train.job.plan import Plan, make_plan
+from elastic_train.job.sharded.elementwise import atomic_groups
 from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.job.units.recompute import recompute_blocks
 from elastic_train.parallel.devices.switches import begin_training
@@ -150,7 +151,8 @@ def _facts(plan: Plan, model: nn.Module, trace: Trace, batch: dict[str, Tensor])
     groups = plan.task.parameter_groups(model) if isinstance(plan.task, Grouping) else ()
     choice = choose(config.optimizer, "cpu", is_fp16=config.precision == "fp16")
     optimizer = choice.make(build_groups(model, groups, config.optimizer, choice.settings_of(model)))
-    cut = layout_of(model, optimizer, {}, lambda name: unit_of(name, names))
+    atomic = atomic_groups(optimizer, choice.make)
+    cut = layout_of(model, optimizer, {}, lambda name: unit_of(name, names), atomic=atomic)
     elements, trained, experts = Counter[str](), Counter[str](), Counter[str]()
     for flat in cut.flats:
         elements[flat.unit] += flat.numel

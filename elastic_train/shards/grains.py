@@ -89,6 +89,7 @@ class Listed:
 
     `unit` is what is gathered together (a block). `group` is the number of the optimizer's parameter group, None for a
     tensor that is frozen. `cut` says along which dimension ranks can have parts of it, None for one that stays whole.
+    One that `is_atomic` is held as a whole, or not at all, as where an optimizer updates matrices and not elements.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Listed:
     group: int | None = 0
     memory: Hashable = None
     cut: Cut | None = None
+    is_atomic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ class Tensor:
     """A tensor's place: at element `start` of a flat vector, its grains from number `first_grain` on.
 
     `names` are all of its names, the first one first. `units` are those that use it: more than one where a tie crosses
-    them, and then it stands with what is in no unit, "". Its elements are in memory order, `cut.dim` first.
+    them, and then it stands with what is in no unit, "". Its elements are in memory order, `cut.dim` first. A rank
+    holds either all grains of one that `is_atomic` or none of them.
     """
 
     names: tuple[str, ...]
@@ -125,6 +128,7 @@ class Tensor:
     start: int
     first_grain: int
     cut: Cut | None = None
+    is_atomic: bool = False
 
     @property
     def numel(self) -> int:
@@ -184,6 +188,12 @@ class Layout:
         return self.hi - self.lo + np.where(is_last, -self.hi % ALIGN, 0)
 
     @cached_property
+    def atom(self) -> Int64s:
+        """The first of the grains that every grain is held with, itself if it may be held alone; shape (grains,)."""
+        first = self._of_tensors([tensor.first_grain if tensor.is_atomic else -1 for tensor in self.tensors])
+        return np.where(first < 0, np.arange(self.num_grains), first)
+
+    @cached_property
     def trained(self) -> Int64s:
         """The numbers of the grains that the optimizer updates, ascending: all but frozen tensors'."""
         is_trained = np.array([flat.group is not None for flat in self.flats], dtype=bool)
@@ -197,7 +207,10 @@ class Layout:
     @cached_property
     def digest(self) -> str:
         """SHA-256 over everything that decides where a grain is; ranks that exchange grains must have the same."""
-        tensors = [(t.names, t.shape, t.units, t.flat, t.start, t.first_grain, t.cut) for t in self.tensors]
+        tensors = [
+            (t.names, t.shape, t.units, t.flat, t.start, t.first_grain, t.cut, *(["atomic"] if t.is_atomic else []))
+            for t in self.tensors
+        ]
         flats = [(flat.unit, flat.dtype, flat.group, flat.numel) for flat in self.flats]
         return hashlib.sha256(json.dumps([GRAIN, ALIGN, tensors, flats]).encode()).hexdigest()
 
@@ -221,7 +234,7 @@ def lay_out(listed: Iterable[Listed]) -> Layout:
         flat = flats.setdefault((first.unit if len(units) == 1 else "", first.dtype, first.group), len(flats))
         ends += [0] * (len(flats) - len(ends))
         tied = tuple(one.name for one in names)
-        tensor = Tensor(tied, first.shape, units, flat, ends[flat], next_grain, first.cut)
+        tensor = Tensor(tied, first.shape, units, flat, ends[flat], next_grain, first.cut, first.is_atomic)
         ends[flat] += -(-tensor.numel // ALIGN) * ALIGN
         next_grain = tensor.grains.stop
         tensors.append(tensor)

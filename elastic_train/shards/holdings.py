@@ -3,7 +3,7 @@
 All grains stand on one *circle*, around which every flat vector is spread evenly. A group's seats cut the circle into
 arcs, an even share each. An arc has a run of neighbouring grains of every flat vector, so that whatever is gathered
 together comes from all ranks of the group in equal parts, and no rounding adds up over the flat vectors in favour of
-the same slots.
+the same slots. Grains of a tensor that is held as a whole all begin where its first one does.
 
 The grains of an arc depend on its ends alone: seats whose arcs share nothing share no grain, whatever the sizes of
 their groups. That is what keeps copies apart (see `domains`).
@@ -36,8 +36,8 @@ class Run(NamedTuple):
 class Circle:
     """The fixed order of a layout's grains, from which holdings are cut.
 
-    `grains` are their numbers in that order; `starts` is how many elements come before each; both of shape (grains,).
-    `length` is the number of elements of them all, padding included.
+    `grains` are their numbers in that order; `starts` is how many elements come before each, or before the first of
+    those that it is held with; both of shape (grains,). `length` is the elements of them all, padding included.
     """
 
     grains: Int64s
@@ -48,11 +48,13 @@ class Circle:
 def circle_of(layout: Layout) -> Circle:
     """Return the order in which every flat vector is spread evenly over the whole: by its grains' middles."""
     lengths = np.array([flat.numel for flat in layout.flats], dtype=np.int64)[layout.flat_of]
-    middles = (layout.start + layout.span / 2) / lengths  # a single rounding, which is the same on every machine
+    atoms = np.bincount(layout.atom, layout.span, layout.num_grains)[layout.atom]  # the elements of each grain's atom
+    middles = (layout.start[layout.atom] + atoms / 2) / lengths  # a single rounding, which every machine does alike
     grains = np.lexsort((layout.start, layout.flat_of, middles)).astype(np.int64)
     spans = layout.span[grains]
-    ends = np.cumsum(spans)
-    return Circle(grains, ends - spans, int(spans.sum()))
+    starts = np.empty_like(spans)
+    starts[grains] = np.cumsum(spans) - spans
+    return Circle(grains, starts[layout.atom][grains], int(spans.sum()))
 
 
 class Column(NamedTuple):

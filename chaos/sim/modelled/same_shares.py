@@ -54,7 +54,7 @@ class SameShares:
     def leave_out_unfinished(self, shards: HeldState, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
         return self._left(brought, shards)
 
-    def slots_of(self, optimizer: Optimizer, make: MakeOptimizer, device: torch.device) -> Slots:
+    def slots_of(self, optimizer: Optimizer, make: MakeOptimizer, device: torch.device) -> list[Slots]:
         """Return what an optimizer keeps, which is tried out once."""
         groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
         return self._slots(repr((type(optimizer), groups, device)), lambda: slots_of(optimizer, make, device))

@@ -87,6 +87,11 @@ class Cut:
         return self.spans.index((lo, hi)) if lo < hi else None
 
     @property
+    def is_in_parts(self) -> bool:
+        """Whether a place has some of it, and not all."""
+        return any(0 < hi - lo < self.shape[self.dim] for lo, hi in self.spans)
+
+    @property
     def givers(self) -> list[int]:
         """The places whose parts make up the whole, in the order of their parts: the first of those with equal ones."""
         return [place for place in range(len(self.spans)) if self.first_with(place) == place]

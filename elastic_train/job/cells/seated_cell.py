@@ -13,7 +13,7 @@ A commit has whole tensors and moments, of which a rank writes what it holds.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -266,7 +266,7 @@ def holding(
     optimizer: Optimizer,
     scheduler: LambdaLR,
     scaler: SharedScaler,
-    slots: Slots,
+    slots: Sequence[Slots],
     copies: int,
     bucket_bytes: float | None,
     wire: Wire,
@@ -286,7 +286,9 @@ def holding(
     return hold
 
 
-def columns_of(model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell) -> list[Column]:
+def columns_of(
+    model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell, atomic: Container[int] = ()
+) -> list[Column]:
     """Return what the ranks of each part hold together of a model that is whole, or without memory.
 
     What is exchanged together is a block's, in one chunk of a stage: each chunk is summed by itself. Experts that are
@@ -306,6 +308,6 @@ def columns_of(model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell
         return lambda name, whole: cut.cuts[name].part(place) if name in cut.cuts else whole
 
     return [
-        column_of(layout_of(model, optimizer, cut.plan.dims, unit, part_at(place)))
+        column_of(layout_of(model, optimizer, cut.plan.dims, unit, part_at(place), atomic))
         for place in range(0, cell.size, cell.context)
     ]

@@ -1,4 +1,8 @@
-"""What an optimizer keeps of every element where it updates element by element: it can be cut where parameters are."""
+"""What an optimizer keeps of every element of a parameter, and whether a parameter can be cut where it updates one.
+
+Most of torch's optimizers update element by element: what a rank holds may begin and end anywhere. Others, such as
+Muon, need a parameter as a whole, and keep tensors of its shape: a rank holds all of it, or nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from elastic_train.shards.grains import ALIGN
 
 T = TypeVar("T")
 _STEP, _STEPS, _RESUMED_AT = "step", 12, 3
+_MATRIX = (6, 10)
 Kept = dict[str, Any]
 """A parameter's weights under "", and what an optimizer keeps of it."""
 Settings = Mapping[str, Any]
@@ -27,11 +32,13 @@ Settings = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Slots:
     """What an optimizer keeps of a parameter: tensors that have a number for each of its elements, by name, and, where
-    `count` is one, how many updates it has had, as torch does, under "step".
+    `count` is one, how many updates it has had, as torch does, under "step". A parameter that `is_atomic` has to be
+    whole for its update.
     """
 
     moments: tuple[str, ...]
     count: Tensor | None = None
+    is_atomic: bool = False
 
     def filled(self, moments: Mapping[str, T], num_updates: float) -> dict[str, T | Tensor]:
         """Return the optimizer's state of a parameter, or of a part of one, that has had so many updates."""
@@ -43,23 +50,36 @@ class Slots:
         return replace(self, moments=(*self.moments, name))
 
 
-def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | None = None) -> Slots:
-    """Return what an optimizer keeps, found by trying one of its kind on a parameter, on two parts of it
-    apart, and on nothing.
+def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | None = None) -> list[Slots]:
+    """Return what an optimizer keeps of the parameters of each group, found by trying one of its kind on a parameter,
+    on two parts of it apart, and on nothing; or on whole parameters, if it needs these.
 
-    Raises ConfigError for an optimizer that updates, or keeps, anything else: its update would depend on where a
-    parameter is cut. So does one that begins otherwise than with zeros, since that is how a share begins.
+    Raises ConfigError for an optimizer that updates, or keeps, anything else: its update would depend on who holds
+    what. So does one that begins otherwise than with zeros, since that is how a share begins.
     """
     tried: list[tuple[Settings, Slots]] = []
+    found: list[Slots] = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")} | {"lr": 0.1}
-        if not any(_are_alike(settings, others) for others, _ in tried):  # groups often differ in their rates alone
-            tried.append((settings, _known_slots(type(optimizer), settings, make, device)))
-    found = [slots for _, slots in tried]
-    first = found[0]
-    if any((one.moments, one.count is None) != (first.moments, first.count is None) for one in found):
-        raise _not_elementwise(type(optimizer), "it keeps something else of each parameter group")
-    return first
+        slots = next((known for others, known in tried if _are_alike(settings, others)), None)
+        if slots is None:  # groups often differ in their rates alone
+            slots = _known_slots(type(optimizer), settings, make, device)
+            tried.append((settings, slots))
+        found.append(slots)
+    return found
+
+
+def atomic_groups(optimizer: Optimizer, make: MakeOptimizer) -> set[int]:
+    """Return the numbers of the parameter groups whose parameters have to be whole; none if no share can be taken."""
+    try:
+        return numbers_of_atomic(slots_of(optimizer, make))
+    except ConfigError:
+        return set()
+
+
+def numbers_of_atomic(slots: Sequence[Slots]) -> set[int]:
+    """Return the numbers of the parameter groups whose parameters have to be whole."""
+    return {number for number, one in enumerate(slots) if one.is_atomic}
 
 
 def _are_alike(settings: Settings, others: Settings) -> bool:
@@ -81,7 +101,10 @@ def _known_slots(kind: type[Optimizer], settings: Settings, make: MakeOptimizer,
     for known_kind, known_device, others, slots in _KNOWN:
         if (kind, device) == (known_kind, known_device) and _are_alike(settings, others):
             return slots
-    slots = _slots_of_group(kind, settings, make, device)
+    try:
+        slots = _slots_of_group(kind, settings, make, device)
+    except ConfigError as error:
+        slots = _slots_of_whole(kind, settings, make, device, error)
     if kind.__module__.startswith("torch.optim."):
         _KNOWN.append((kind, device, settings, slots))
     return slots
@@ -94,7 +117,7 @@ def _slots_of_group(
     values, *gradients = torch.randn(1 + _STEPS, 2, ALIGN, generator=generator).to(device)
 
     def tried(part: int | slice, begun: Slots | None = None) -> _Tried:
-        return _tried(kind, make, settings, values[part], [gradient[part] for gradient in gradients], begun)
+        return _tried(kind, make, settings, [values[part]], [[gradient[part]] for gradient in gradients], begun)
 
     try:
         whole, halves = tried(slice(None)), [tried(0), tried(1)]
@@ -115,6 +138,35 @@ def _slots_of_group(
     return slots
 
 
+def _slots_of_whole(
+    kind: type[Optimizer], settings: Settings, make: MakeOptimizer, device: torch.device | None, reason: ConfigError
+) -> Slots:
+    """Return what an optimizer keeps that updates each parameter as a whole, whatever others there are.
+
+    Raises `reason`, why a parameter cannot be cut, for any other.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(1 + _STEPS, 2, *_MATRIX, generator=generator).to(device)
+
+    def tried(number: int, begun: Slots | None = None) -> _Tried:
+        steps = [list(gradient[:number]) for gradient in gradients]
+        return _tried(kind, make, settings, list(values[:number]), steps, begun)
+
+    try:
+        one = tried(1)
+        slots = replace(_read(kind, one.kept), is_atomic=True)
+        begun, both, nothing = tried(1, slots), tried(2, slots), tried(0, slots)
+    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, ConfigError) as error:
+        raise reason from error
+    is_apart = all(
+        other.own == one.own and all(_are_equal(one.kept[name], other.kept[name]) for name in ("", *slots.moments))
+        for other in (begun, both)
+    )
+    if slots.count is not None or not is_apart or nothing.own != one.own:  # who holds nothing counts no updates
+        raise reason
+    return slots
+
+
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
@@ -131,7 +183,8 @@ def _read(kind: type[Optimizer], kept: Kept) -> Slots:
 
 
 class _Tried(NamedTuple):
-    """What is kept of a parameter after a few steps, and what the optimizer has changed of its groups, as text."""
+    """What is kept of the first parameter after a few steps, and what the optimizer has changed of its groups, as
+    text."""
 
     kept: Kept
     own: str
@@ -141,45 +194,52 @@ def _tried(
     kind: type[Optimizer],
     make: MakeOptimizer,
     settings: Settings,
-    values: Tensor,
-    steps: Sequence[Tensor],
+    values: Sequence[Tensor],
+    steps: Sequence[Sequence[Tensor]],
     begun: Slots | None,
 ) -> _Tried:
-    """Try a parameter of some values: from nothing, or from slots of zeros and then from what a commit holds of it."""
-    parameter = nn.Parameter(values.clone())
-    twin = make([{"params": [parameter], **settings}])
+    """Try parameters of some values: from nothing, or from slots of zeros and then from what a commit holds of them."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    twin = make([{"params": [*parameters], **settings}])
     memory = OptimizerMemory(twin, {})
     if begun is not None:
-        twin.state[parameter] = begun.filled({name: torch.zeros_like(parameter) for name in begun.moments}, 0.0)
-    for number, gradient in enumerate(steps):
+        for one in parameters:
+            twin.state[one] = begun.filled({name: torch.zeros_like(one) for name in begun.moments}, 0.0)
+    for number, gradients in enumerate(steps):
         if begun is not None and number == _RESUMED_AT:
-            parameter, twin, memory = _resumed(make, settings, parameter, twin, memory, begun, number)
-        parameter.grad = gradient.clone()
+            parameters, twin, memory = _resumed(make, settings, parameters, twin, memory, begun, number)
+        for one, gradient in zip(parameters, gradients, strict=True):
+            one.grad = gradient.clone()
         twin.step()
     own = memory.own({})
     if places := [place for place in places_of(own) if place[0] != "group"]:
         raise _not_elementwise(kind, f"it keeps '{places[0][-1]}' apart from its parameters and their groups")
-    kept = {name: value for name, value in twin.state.get(parameter, {}).items() if value is not None}
     values_of = {name: one.tolist() for name, one in own.get(TENSORS, {}).items()}  # type: ignore[attr-defined]
-    return _Tried({"": parameter.detach(), **kept}, f"{own.get(TEXT)} {values_of}")
+    said = f"{own.get(TEXT)} {values_of}"
+    if not parameters:
+        return _Tried({}, said)
+    first = parameters[0]
+    kept = {name: value for name, value in twin.state.get(first, {}).items() if value is not None}
+    return _Tried({"": first.detach(), **kept}, said)
 
 
 def _resumed(
     make: MakeOptimizer,
     settings: Settings,
-    parameter: nn.Parameter,
+    parameters: Sequence[nn.Parameter],
     twin: Optimizer,
     memory: OptimizerMemory,
     slots: Slots,
     num_updates: int,
-) -> tuple[nn.Parameter, Optimizer, OptimizerMemory]:
+) -> tuple[list[nn.Parameter], Optimizer, OptimizerMemory]:
     """Return another optimizer, of the weights, moments and group values that a share has of one."""
-    again = nn.Parameter(parameter.detach().clone())
-    other = make([{"params": [again], **settings}])
+    again = [nn.Parameter(one.detach().clone()) for one in parameters]
+    other = make([{"params": [*again], **settings}])
     remembered = OptimizerMemory(other, {})
-    kept = twin.state.get(parameter, {})
-    if state := slots.filled({name: kept[name].clone() for name in slots.moments}, num_updates):
-        other.state[again] = state
+    for one, before in zip(again, parameters, strict=True):
+        kept = twin.state.get(before, {})
+        if state := slots.filled({name: kept[name].clone() for name in slots.moments}, num_updates):
+            other.state[one] = state
     remembered.take_own(copy.deepcopy(memory.own({})), {})
     return again, other, remembered
 

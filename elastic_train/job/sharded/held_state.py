@@ -5,8 +5,8 @@ has updated. What counts as held are a seat's grains, their weights included; th
 peers have given. A seat is taken with everything that belongs to it, or not at all: what arrives for a new seat touches
 nothing of the old one. Gradients may be held like moments (`dealt_state`), and weights, too (`gathered_state`).
 
-No cut shows in a bit: updates are element by element, the norm is by grains, and a shard begins at a multiple of the
-layout's alignment.
+No cut shows in a bit: updates are element by element, or of tensors that are held whole; the norm is by grains, and a
+shard begins at a multiple of the layout's alignment.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from elastic_train.job.sharded.held_tree import (
     cuts_of,
     names_of,
     pieces_of,
+    shaped,
     spans_of,
     tree_to_fill,
 )
@@ -54,6 +55,7 @@ from elastic_train.parallel.leaves import Wire
 from elastic_train.parallel.owned_sum import OwnedSum, Shares
 from elastic_train.shards.grain_tables import Lengths
 from elastic_train.shards.grains import Layout
+from elastic_train.shards.grains import Tensor as Place
 from elastic_train.shards.holdings import Run, column_of, grains_side_by_side, runs_of
 from elastic_train.shards.norm import clip_factor, norm_of_grains
 from elastic_train.shards.owners import owned_by_some
@@ -73,7 +75,7 @@ class HeldState:
         scheduler: LambdaLR,
         scaler: SharedScaler,
         layout: Layout,
-        slots: Slots,
+        slots: Sequence[Slots],
         copies: int,
         bucket_bytes: float | None = None,
         wire: Wire = "exact",
@@ -94,7 +96,8 @@ class HeldState:
         self._named: Mapping[str, TensorPieces] | None = None
         self.trained_in = 0
         """The last world in which this rank trained, by its term."""
-        self._names, self.slots = names_of(model, optimizer), slots
+        self._names, self._slots = names_of(model, optimizer), slots
+        """Of each parameter group: its parameters, and what the optimizer keeps of each."""
         self._gradients: list[tuple[Tensor, Lengths]] = []
         """What it is measured by: neighbouring grains of a tensor, and how many elements each has."""
         self._updated: list[Updated] = []
@@ -191,8 +194,11 @@ class HeldState:
         self._updated = []
         for number, group in enumerate(self.optimizer.param_groups):
             mine = [one for one in self.runs if self.layout.flats[one.run.flat].group == number]
-            held = [self._parameter(number, one, counts[number]) for one in mine]
-            group["params"] = held or [self._nothing(number, counts[number])]
+            if self._slots[number].is_atomic:
+                group["params"] = [self._parameter(number, one, 0.0, place) for one, place in self._whole(mine)]
+            else:
+                held = [self._parameter(number, one, counts[number]) for one in mine]
+                group["params"] = held or [self._nothing(number, counts[number])]
         self.bind_gradients()
         if self._stream is not None:
             self._stream.take(self._updated)
@@ -200,7 +206,7 @@ class HeldState:
     def bind_gradients(self) -> None:
         """Give the optimizer's parameters the gradients of what is held, and the norm those of its grains."""
         for one in self._updated:
-            one.parameter.grad = self.gradients_at(one.held.run)
+            one.parameter.grad = shaped(self.gradients_at(one.held.run), one.whole)
         trained = self.seated.trained[self.seated.rank]
         runs = grains_side_by_side(self.layout, trained, [one.run for one in self._runs])
         self._gradients = [(self.gradients_at(run), lengths) for run, lengths in runs]
@@ -379,8 +385,8 @@ class HeldState:
         self.settle()
         self._check_slots()
         named = self.pieces()
-        counts = zip(self._names, self.settings.num_updates(), strict=True)
-        kept = {name: self.slots.filled(named[name].moments, count) for names, count in counts for name in names}
+        groups = zip(self._names, self._slots, self.settings.num_updates(), strict=True)
+        kept = {name: own.filled(named[name].moments, count) for names, own, count in groups for name in names}
         moments = {name: kept[name] for name in (place.names[0] for place in self.layout.tensors) if kept.get(name)}
         named_groups = zip(self.settings.groups(), self._names, strict=True)
         settings = [{**group, "params": list(names)} for group, names in named_groups]
@@ -390,7 +396,8 @@ class HeldState:
 
     def _check_slots(self) -> None:
         """Refuse what an optimizer keeps since later than its first steps: no commit would have it."""
-        known = {*self.slots.moments, *(() if self.slots.count is None else ("step",))}
+        counts = any(slots.count is not None for slots in self._slots)
+        known = {name for slots in self._slots for name in slots.moments} | ({"step"} if counts else set())
         for kept in self.optimizer.state.values():
             if late := [key for key, value in kept.items() if key not in known and value is not None]:
                 raise ConfigError(
@@ -421,7 +428,7 @@ class HeldState:
         try:
             fill(tree)
         except ConfigError:  # nothing has changed yet
-            if AVERAGE not in self.slots.moments:
+            if AVERAGE not in self._slots[0].moments:
                 raise
             tree = tree_to_fill(self.held(), leaving_out=AVERAGE)
             fill(tree)
@@ -458,16 +465,26 @@ class HeldState:
         """The held runs that are updated."""
         return [one for one in self.runs if self.layout.flats[one.run.flat].group is not None]
 
-    def _parameter(self, group: int, one: HeldRun, num_updates: float) -> nn.Parameter:
-        parameter = nn.Parameter(self.flat.standing_for(one.weights))
-        self._updated.append(Updated(group, parameter, one))
-        if kept := self.slots.filled(one.moments, num_updates):
+    def _whole(self, runs: Sequence[HeldRun]) -> Iterator[tuple[HeldRun, Place]]:
+        """Yield the tensors of runs that have each of theirs as a whole."""
+        for one in runs:
+            for place in self.layout.tensors:
+                run = Run(place.flat, place.start, place.start + place.numel)
+                if place.numel and run.flat == one.run.flat and one.run.lo <= run.lo < one.run.hi:
+                    yield one.cut(run), place
+
+    def _parameter(self, group: int, one: HeldRun, num_updates: float, whole: Place | None = None) -> nn.Parameter:
+        parameter = nn.Parameter(self.flat.standing_for(shaped(one.weights, whole)))
+        self._updated.append(Updated(group, parameter, one, whole))
+        moments = {name: shaped(moment, whole) for name, moment in one.moments.items()}
+        if kept := self._slots[group].filled(moments, num_updates):
             self.optimizer.state[parameter] = kept
         return parameter
 
     def _moments_of(self, flat: int) -> Sequence[str]:
         """Return the names of the moments that a flat vector's elements have: none if it is not trained."""
-        return self.slots.moments if self.layout.flats[flat].group is not None else ()
+        group = self.layout.flats[flat].group
+        return () if group is None else self._slots[group].moments
 
     def _nothing(self, number: int, num_updates: float) -> nn.Parameter:
         """Return what stands for a parameter group of which nothing is held, so that its updates are counted."""

@@ -20,7 +20,7 @@ from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
 from elastic_train.shards.arcs import Arc
-from elastic_train.shards.grains import Layout
+from elastic_train.shards.grains import Layout, strides_of
 from elastic_train.shards.grains import Tensor as Place
 from elastic_train.shards.holdings import Run
 
@@ -123,6 +123,11 @@ def _held_at(runs: Sequence[HeldRun], place: Place, span: Span) -> HeldRun:
 def run_around(runs: Sequence[HeldRun], run: Run) -> HeldRun:
     """Return the held run that another run lies in."""
     return next(one for one in runs if one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi)
+
+
+def shaped(memory: Tensor, whole: Place | None) -> Tensor:
+    """Return memory of a whole tensor's elements, which are in memory order, in its shape; other memory as it is."""
+    return memory if whole is None else memory.as_strided(whole.shape, strides_of(whole.shape, whole.cut))
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

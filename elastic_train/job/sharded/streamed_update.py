@@ -17,9 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastic_train.job.sharded.held_tree import HeldRun
+from elastic_train.job.sharded.held_tree import HeldRun, shaped
 from elastic_train.parallel.devices.host_memory import Event, HostMemory
 from elastic_train.shards.grains import ALIGN
+from elastic_train.shards.grains import Tensor as Place
 
 NUM_ROOMS = 2
 """One block comes in or goes out while the other is updated, and does the opposite after that."""
@@ -38,21 +39,27 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """One of the optimizer's parameters: its group's number, what is held of it, and where its weights are updated."""
+    """One of the optimizer's parameters: its group's number, what is held of it, and where its weights are updated.
+
+    Where the optimizer needs whole parameters, it is the tensor `whole`.
+    """
 
     group: int
     parameter: nn.Parameter
     held: HeldRun
+    whole: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Elements [lo, hi) of a parameter; `starts` are the bytes of a room that each of its tensors begins with."""
+    """Elements [lo, hi) of a parameter; `starts` are the bytes of a room that each of its tensors begins with, and
+    `end` that before which the last one ends."""
 
     of: Updated
     lo: int
     hi: int
     starts: dict[str, int]
+    end: int
 
 
 class StreamedUpdate:
@@ -78,8 +85,12 @@ class StreamedUpdate:
         """Update these from now on, and begin to bring the first of them in."""
         self._memory.settle()
         self._blocks = list(_blocks_of(updated, self._offload))
+        size = max([self._memory.room_bytes, *(part.end for block in self._blocks for part in block)])
+        if any(room.nbytes < size for room in self.rooms):
+            self._memory.settle("in")
+            self.rooms = []
         while len(self.rooms) < min(NUM_ROOMS, len(self._blocks)):
-            self.rooms.append(self._memory.room(self._memory.room_bytes))  # kept: something may still come into it
+            self.rooms.append(self._memory.room(size))  # kept: something may still come into it
         self._left, self._arrived = [None] * len(self.rooms), {}
         self._bring_first()
 
@@ -147,30 +158,32 @@ class StreamedUpdate:
         for group in groups:
             group["params"] = []
         try:
-            for part, pairs in zip(block, views, strict=True):
-                one = self._parameter(part, pairs)
+            updated = [self._parameter(part, pairs) for part, pairs in zip(block, views, strict=True)]
+            for one, part, pairs in zip(updated, block, views, strict=True):
                 groups[part.of.group]["params"].append(one)
-                optimizer.state[one] = self._state_of(state.get(part.of.parameter, {}), pairs)
+                optimizer.state[one] = self._state_of(state.get(part.of.parameter, {}), pairs, part.of.whole)
             self._update()
-            counts = [values[_STEP] for values in optimizer.state.values() if _STEP in values]
+            counts = [optimizer.state[one].get(_STEP) for one in updated]
         finally:
             optimizer.state = state
             for group, parameters in zip(groups, kept, strict=True):
                 group["params"] = parameters
-        for part, count in zip(block, counts, strict=False):
-            if part.hi == part.of.held.weights.numel():
+        for part, count in zip(block, counts, strict=True):
+            if count is not None and part.hi == part.of.held.weights.numel():
                 state[part.of.parameter][_STEP] = count
 
     def _parameter(self, part: _Part, pairs: dict[str, tuple[Tensor, Tensor]]) -> nn.Parameter:
         weights = pairs[_WEIGHTS][1] if _WEIGHTS in pairs else part.of.held.weights[part.lo : part.hi]
-        one = nn.Parameter(weights)
+        one = nn.Parameter(shaped(weights, part.of.whole))
         gradient = part.of.parameter.grad
         assert gradient is not None, "gradients are bound to what is held"
-        one.grad = gradient[part.lo : part.hi]
+        one.grad = gradient if part.of.whole is not None else gradient[part.lo : part.hi]
         return one
 
-    def _state_of(self, state: dict[str, Any], pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
-        moments = {name: there for name, (_, there) in pairs.items() if name != _WEIGHTS}
+    def _state_of(
+        self, state: dict[str, Any], pairs: dict[str, tuple[Tensor, Tensor]], whole: Place | None
+    ) -> dict[str, Any]:
+        moments = {name: shaped(there, whole) for name, (_, there) in pairs.items() if name != _WEIGHTS}
         return {**({_STEP: state[_STEP].clone()} if _STEP in state else {}), **moments}
 
 
@@ -181,7 +194,8 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _blocks_of(updated: Sequence[Updated], offload: Offload) -> Iterator[list[_Part]]:
-    """Cut what is updated into blocks whose tensors in host memory fit into a room."""
+    """Cut what is updated into blocks whose tensors in host memory fit into a room; one that has to be whole and is
+    larger than that is a block of its own."""
     block: list[_Part] = []
     end = 0
     for one in updated:
@@ -191,6 +205,8 @@ def _blocks_of(updated: Sequence[Updated], offload: Offload) -> Iterator[list[_P
         lo, numel, is_cut = 0, one.held.weights.numel(), False
         while not is_cut:  # a parameter without elements is a part, too: it counts its group's updates
             fit = (offload.memory.room_bytes - end) // each * ALIGN
+            if one.whole is not None and fit < numel:
+                fit = 0 if block else numel
             if fit == 0 and block:
                 yield block
                 block, end = [], 0
@@ -198,8 +214,9 @@ def _blocks_of(updated: Sequence[Updated], offload: Offload) -> Iterator[list[_P
             assert fit, f"no {each} bytes fit into a room of {offload.memory.room_bytes}"
             hi = min(lo + fit, numel)
             span = -(-(hi - lo) // ALIGN) * ALIGN * size
-            block.append(_Part(one, lo, hi, {name: end + place * span for place, name in enumerate(names)}))
+            starts = {name: end + place * span for place, name in enumerate(names)}
             end += len(names) * span
+            block.append(_Part(one, lo, hi, starts, end))
             lo, is_cut = hi, hi == numel
     if block:
         yield block

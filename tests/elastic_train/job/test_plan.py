@@ -134,7 +134,7 @@ def test_early_stopping_keeps_the_best_and_is_refused_where_there_is_none(rows: 
     [
         ({"optimizer": {"name": "sgd", "options": {"nesterov": True}}}, "'sgd' refuses them: Nesterov"),
         ({"optimizer": {"schedule": "nowhere:factor"}}, r"optimizer\.schedule: 'nowhere:factor' cannot be imported"),
-        ({"optimizer": {"name": "muon"}, "parallel": {"shards": "gradients"}}, "set parallel.shards to none"),
+        ({"optimizer": {"name": "adafactor"}, "parallel": {"shards": "gradients"}}, "set parallel.shards to none"),
         ({"parallel": {"tensor": 2}}, "needs a task that says how its model is cut, and TextClassifier does not"),
     ],
 )

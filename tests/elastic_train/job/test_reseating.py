@@ -5,9 +5,10 @@ Ranks in memory; a rank that dies leaves its groups, and its peers learn of it a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,6 +34,7 @@ from tests.elastic_train.job.sharded.shard_jobs import (
 from tests.memory_world import in_memory, rank_here
 
 STEPS = 6
+MUON = {"name": "muon"}
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,11 @@ def member(
     copies: int,
     shards_of_what: Shards,
     offload: Offloads = "none",
+    recipe: Mapping[str, Any] | None = None,
 ) -> list[list[object]]:
     """Live through the worlds that this member is in; return what it saw."""
     torch.set_num_threads(1)
-    state, seen = build(shards_of_what, copies, offload=offload), list[list[object]]()
+    state, seen = build(shards_of_what, copies, offload=offload, recipe=recipe), list[list[object]]()
     shards = shards_of(state)
     for term, world in enumerate(worlds, start=1):
         if who not in world.members:
@@ -122,6 +125,7 @@ def live_through(
     copies: int = 2,
     shards: Shards = "optimizer",
     offload: Offloads = "none",
+    recipe: Mapping[str, Any] | None = None,
 ) -> dict[int, list[list[object]]]:
     """Return what each member that did not die saw: [term, step, weights, grains lost, ...] at every beginning.
 
@@ -129,7 +133,7 @@ def live_through(
     """
     num = 1 + max(who for world in worlds for who in world.members)
     with mock.patch.object(taking, "reach", reach):
-        seen = in_memory(member, num, worlds, copies, shards, offload)
+        seen = in_memory(member, num, worlds, copies, shards, offload, recipe)
     return {who: rows for who, rows in enumerate(seen) if rows is not None}
 
 
@@ -170,17 +174,28 @@ def test_a_lost_rank_costs_no_applied_step(fault: Fault, kept: int, shards: Shar
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shards", "offload"), [("none", "optimizer"), ("gradients", "optimizer"), ("parameters", "all")]
+    ("shards", "offload", "recipe"),
+    [
+        ("none", "optimizer", {}),
+        ("gradients", "optimizer", {}),
+        ("parameters", "all", {}),
+        ("none", "optimizer", MUON),
+        ("optimizer", "none", MUON),
+        ("gradients", "none", MUON),
+        ("parameters", "all", MUON),
+    ],
 )
-def test_what_is_in_host_memory_lives_through_faults_alike(shards: Shards, offload: Offloads) -> None:
+def test_what_is_in_host_memory_or_whole_lives_through_faults_alike(
+    shards: Shards, offload: Offloads, recipe: Mapping[str, Any]
+) -> None:
     """A step is rolled forward there, shares of lost ranks are taken over from there, and a joiner gets its own."""
-    expected = replicated(STEPS)
+    expected = replicated(STEPS, recipe)
     worlds = [
         World([0, 1, 2], Fault(2, "applied", dying=[1], missing=[0, 2])),
         World([0, 2], Fault(4, "summed", dying=[])),
         World([3, 2, 0]),
     ]
-    seen = live_through(worlds, shards=shards, offload=offload)
+    seen = live_through(worlds, shards=shards, offload=offload, recipe=recipe)
     assert [row[:4] for row in seen[0]][1:] == [
         [2, 3, expected[2], 0],
         [3, 5, expected[4], 0],

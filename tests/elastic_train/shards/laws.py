@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -37,18 +38,21 @@ DTYPES, GROUPS = st.sampled_from(["torch.float32", "torch.bfloat16"]), st.sample
 
 
 @st.composite
-def models(draw: st.DrawFn, most: int = 12) -> list[Listed]:
-    """A model: some tensors in some units and parameter groups, frozen ones and tied ones among them."""
+def models(draw: st.DrawFn, most: int = 12, *, has_atoms: bool = False) -> list[Listed]:
+    """A model: some tensors in some units and parameter groups, frozen ones and tied ones among them.
+
+    If it `has_atoms`, those of parameter group 1 are.
+    """
     listed: list[Listed] = []
     for number in range(draw(st.integers(1, most))):
         unit = f"block{draw(BLOCKS)}"
         if listed and draw(IS_SO) and draw(IS_SO):
             tied = draw(st.sampled_from([one for one in listed if one.memory is not None]))
-            listed.append(Listed(f"t{number}", tied.shape, tied.dtype, unit, tied.group, tied.memory, tied.cut))
+            listed.append(replace(tied, name=f"t{number}", unit=unit))
             continue
         dtype, group, shape = draw(DTYPES), draw(GROUPS), draw(SHAPES)
         cut = cut_along(shape, draw(st.sampled_from([None, *range(len(shape))])))
-        listed.append(Listed(f"t{number}", shape, dtype, unit, group, number, cut))
+        listed.append(Listed(f"t{number}", shape, dtype, unit, group, number, cut, has_atoms and group == 1))
     return listed
 
 
@@ -95,9 +99,19 @@ def check_partition(seats: Sequence[Seat], holdings: Sequence[Int64s], num_grain
 
 
 def check_balance(circle: Circle, layout: Layout, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> None:
-    """A rank's elements differ from its even share of its group's by less than a grain for each of its arcs."""
+    """A rank's elements differ from its even share of its group's by less than a grain, or the largest tensor that is
+    held as a whole, for each of its arcs."""
+    most = max([GRAIN, *(one.numel + ALIGN for one in layout.tensors if one.is_atomic)])
     for seat, grains in zip(seats, holdings, strict=True):
-        assert abs(int(layout.span[grains].sum()) - circle.length / seat.size) < GRAIN * len(seat.arcs), "balance"
+        assert abs(int(layout.span[grains].sum()) - circle.length / seat.size) < most * len(seat.arcs), "balance"
+
+
+def check_atoms(layout: Layout, holdings: Sequence[Int64s], sections: Int64s) -> None:
+    """Who holds a grain of a tensor that is held as a whole holds all of it, in one piece of memory."""
+    for one in (one for one in layout.tensors if one.is_atomic):
+        for grains in holdings:
+            assert np.isin(one.grains, grains).sum() in (0, len(one.grains)), "atoms"
+        assert len({int(sections[grain]) for grain in one.grains}) <= 1, "an atom in two sections"
 
 
 def check_apart(paths: Sequence[Path], holdings: Sequence[Int64s], num_grains: int) -> None:

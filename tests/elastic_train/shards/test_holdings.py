@@ -11,7 +11,7 @@ from elastic_train.shards.arcs import overlap
 from elastic_train.shards.grains import GRAIN, Listed, lay_out
 from elastic_train.shards.holdings import all_held, circle_of, held, num_elements, runs_of, sections_of
 from elastic_train.shards.seats import seats_of
-from tests.elastic_train.shards.laws import blocks, check_balance, check_partition, check_runs, models
+from tests.elastic_train.shards.laws import blocks, check_atoms, check_balance, check_partition, check_runs, models
 
 worlds = st.tuples(st.integers(1, 40), st.integers(1, 4))
 
@@ -24,6 +24,19 @@ def test_every_group_holds_every_grain_once_in_equal_parts(listed: list[Listed],
     holdings = all_held(circle, seats)
     check_partition(seats, holdings, layout.num_grains, copies)
     check_balance(circle, layout, seats, holdings)
+
+
+@given(models(has_atoms=True), worlds, st.integers(1, 9))
+def test_a_tensor_that_an_optimizer_updates_as_a_whole_is_held_as_a_whole(
+    listed: list[Listed], world: tuple[int, int], num_sections: int
+) -> None:
+    """Every group holds everything once, in parts as equal as the largest such tensor lets them be."""
+    layout, (num_ranks, copies) = lay_out(listed), world
+    circle, seats = circle_of(layout), seats_of([()] * num_ranks, copies)
+    holdings = all_held(circle, seats)
+    check_partition(seats, holdings, layout.num_grains, copies)
+    check_balance(circle, layout, seats, holdings)
+    check_atoms(layout, holdings, sections_of(circle, num_sections))
 
 
 @given(models(), st.integers(1, 30))

@@ -17,6 +17,7 @@ from elastic_train.shards.seats import Seat, seats_of
 from tests.elastic_train.shards.laws import (
     blocks,
     check_apart,
+    check_atoms,
     check_balance,
     check_cut,
     check_norms,
@@ -49,6 +50,16 @@ def test_a_tensor_that_begins_where_the_last_one_still_pads_is_caught() -> None:
     wrong = Layout((a, Tensor(b.names, b.shape, b.units, b.flat, 70, b.first_grain)), layout.flats)
     with pytest.raises(AssertionError, match=r"alignment|flat tiling"):
         check_cut(wrong)
+
+
+def test_a_cut_through_a_tensor_that_is_held_as_a_whole_is_caught() -> None:
+    atoms = lay_out([Listed(f"b{i}", (12, GRAIN), "torch.float32", is_atomic=True) for i in range(2)])
+    sections = np.zeros(atoms.num_grains, dtype=np.int64)
+    check_atoms(atoms, all_held(circle_of(atoms), SEATS), sections)
+    with pytest.raises(AssertionError, match=r"^atoms"):
+        check_atoms(atoms, HELD, sections)
+    with pytest.raises(AssertionError, match="two sections"):
+        check_atoms(atoms, [], np.arange(atoms.num_grains) // 5)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])

@@ -32,7 +32,7 @@ RECIPES: dict[str, tuple[Mapping[str, Any], list[Shards]]] = {
     "sgd": ({**MOMENTUM, **EMA}, ["none", "optimizer", "parameters"]),
     "plain sgd": ({"name": "sgd", "schedule": "linear", **EMA}, ["none", "gradients"]),
     "adafactor": ({"name": "adafactor", **EMA}, ["none"]),
-    "muon": ({"name": "muon", **EMA}, ["none"]),
+    "muon": ({"name": "muon", **EMA}, ["none", "optimizer", "gradients", "parameters"]),
     "torch's own": ({"name": "torch.optim:NAdam"}, ["none"]),
 }
 

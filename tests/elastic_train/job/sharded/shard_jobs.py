@@ -135,10 +135,10 @@ def fingerprint(group: Group, state: AppliedState) -> str:
     return state.shards.digest(group)
 
 
-def replicated(until: int) -> Sequence[str]:
+def replicated(until: int, recipe: Mapping[str, Any] | None = None) -> Sequence[str]:
     """Return the weights after every step of one rank that holds everything."""
     torch.set_num_threads(1)
-    state, group, found = build("none"), Group(0, 1, None, 60), []
+    state, group, found = build("none", recipe=recipe), Group(0, 1, None, 60), []
     for step in range(until):
         train(group, state, step + 1)
         found.append(fingerprint(group, state))

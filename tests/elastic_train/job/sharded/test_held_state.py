@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store, load, open_store
 from elastic_train.checkpoint.format.pieces import Pieces
+from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import Config
 from elastic_train.core.lanes import lane_additions
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
+from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.reseating import Brought, take_first_seats
 from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.held_state import HeldState
@@ -292,31 +294,77 @@ def averages_of(state: AppliedState) -> dict[str, Tensor]:
     }
 
 
+class NormedSteps(torch.optim.SGD):
+    """Takes a step of one length for each parameter, as LARS does."""
+
+    def norms(self) -> list[Tensor]:
+        return [one.grad.norm() for group in self.param_groups for one in group["params"]]
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        gradients = [one.grad for group in self.param_groups for one in group["params"]]
+        for gradient, norm in zip(gradients, self.norms(), strict=True):
+            gradient.div_(norm + 1e-6)
+        super().step()
+
+
+class NormOfAll(NormedSteps):
+    """Takes steps of one length for all parameters together."""
+
+    def norms(self) -> list[Tensor]:
+        norms = super().norms()
+        return [sum(norms, torch.zeros(()))] * len(norms)
+
+
+class GroupScale(torch.optim.SGD):
+    """Keeps of a parameter group the largest gradient so far, as Prodigy and others do, which it does not use yet."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            found = [float(one.grad.abs().max()) for one in group["params"] if one.numel()]
+            group["largest"] = max([group.get("largest", 0.0), *found])
+        super().step()
+
+
 def slots(kind: Callable[..., torch.optim.Optimizer]) -> Slots:
-    return slots_of(kind([nn.Parameter(torch.ones(2, 2))], lr=0.1), partial(kind, lr=0.1))
+    [found] = slots_of(kind([nn.Parameter(torch.ones(2, 2))], lr=0.1), partial(kind, lr=0.1))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("kind", "moments", "counts"),
+    ("kind", "moments", "counts", "is_atomic"),
     [
-        (torch.optim.AdamW, ("exp_avg", "exp_avg_sq"), True),
-        (partial(torch.optim.AdamW, amsgrad=True), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), True),
-        (torch.optim.SGD, (), False),
-        (partial(torch.optim.SGD, momentum=0.9, nesterov=True), ("momentum_buffer",), False),
+        (torch.optim.AdamW, ("exp_avg", "exp_avg_sq"), True, False),
+        (partial(torch.optim.AdamW, amsgrad=True), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), True, False),
+        (torch.optim.SGD, (), False, False),
+        (partial(torch.optim.SGD, momentum=0.9, nesterov=True), ("momentum_buffer",), False, False),
+        (torch.optim.Muon, ("momentum_buffer",), False, True),
+        (NormedSteps, (), False, True),
     ],
 )
 def test_an_optimizers_moments_are_found_by_trying_it(
-    kind: Callable[..., torch.optim.Optimizer], moments: tuple[str, ...], counts: bool
+    kind: Callable[..., torch.optim.Optimizer], moments: tuple[str, ...], counts: bool, is_atomic: bool
 ) -> None:
     found = slots(kind)
-    assert (found.moments, found.count is not None) == (moments, counts)
+    assert (found.moments, found.count is not None, found.is_atomic) == (moments, counts, is_atomic)
+
+
+def test_each_parameter_group_has_moments_of_its_own() -> None:
+    """Muon's matrices are whole, and AdamW's parameters are not."""
+    choice = choose(OptimizerConfig(name="muon"))
+    groups = [{"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": is_muon} for is_muon in (True, False)]
+    found = slots_of(choice.make(groups), choice.make)
+    assert [(one.moments, one.is_atomic) for one in found] == [
+        (("momentum_buffer",), True),
+        (("exp_avg", "exp_avg_sq"), False),
+    ]
 
 
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
         (torch.optim.Adafactor, "no number for each element"),
-        (torch.optim.Muon, "a part of one"),
+        (NormOfAll, "weights' of a part"),
+        (GroupScale, "depends on the part"),
         (partial(torch.optim.SGD, momentum=0.9, dampening=0.5), "that has kept zeros"),
         (partial(torch.optim.AdamW, fused=True), "rounds the last elements"),
     ],
@@ -324,6 +372,7 @@ def test_an_optimizers_moments_are_found_by_trying_it(
 def test_an_optimizer_whose_update_needs_more_than_an_element_is_refused(
     kind: Callable[..., torch.optim.Optimizer], why: str
 ) -> None:
-    """Adafactor keeps means of rows and columns, Muon takes matrices; a damped momentum begins with a gradient."""
+    """Adafactor keeps means of rows and columns; some scale by all parameters; a damped momentum begins with a
+    gradient."""
     with pytest.raises(ConfigError, match=f"{why}.*set parallel.shards to none"):
         slots(kind)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,9 +53,11 @@ MODES: Sequence[tuple[Shards, Offloads]] = (
 )
 
 
-def seated(group: Group, shards: Shards, offload: Offloads, seed: int = 1) -> AppliedState:
+def seated(
+    group: Group, shards: Shards, offload: Offloads, seed: int = 1, recipe: Mapping[str, Any] | None = None
+) -> AppliedState:
     """Return a state that has its seat in a world; the schedule of its device is the seed's, its weights are not."""
-    state = build(shards, 2, offload=offload)
+    state = build(shards, 2, offload=offload, recipe=recipe)
     if offload != "none":
         memory_of(state).draw(seed)
     take_first_seats(group, shards_of(state), newcomers(group.size))
@@ -195,9 +198,22 @@ def fill_from(tensors: dict[str, object], tree: dict[str, object]) -> None:
             tensors[key] = value
 
 
-def test_an_update_that_needs_more_than_an_element_is_not_offloaded() -> None:
+def test_an_update_that_needs_more_than_a_parameter_is_not_offloaded() -> None:
     with pytest.raises(ConfigError, match=r"nor offloaded: set parallel.shards to none and parallel.offload, too"):
-        build("none", offload="optimizer", recipe={"name": "muon"})
+        build("none", offload="optimizer", recipe={"name": "adafactor"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "offload"), MODES)
+def test_a_matrix_that_is_updated_as_a_whole_is_in_one_block(shards: Shards, offload: Offloads) -> None:
+    """Blocks grow to the largest matrix; whenever copies are made, bits are those of a state on the device."""
+    recipe, group = {"name": "muon"}, Group(0, 1, None, 60)
+    for seed in range(3):
+        state = seated(group, shards, offload, seed, recipe)
+        train(group, state, STEPS)
+        assert fingerprint(group, state) == replicated(STEPS, recipe)[-1]
+        largest = -(-301 * 250 // 64) * 64 * 4 * (1 + (offload == "all"))
+        assert FakeMemory.room_bytes < largest <= shards_of(state).room_bytes() // 2
 
 
 @pytest.mark.parametrize(

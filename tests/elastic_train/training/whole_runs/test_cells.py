@@ -108,7 +108,7 @@ def newest_weights(folder: Path) -> dict[str, torch.Tensor]:
         (
             [*TENSOR, "--optimizer.name", "muon"],
             None,
-            "and parallel.tensor, pipeline and expert to 1, or optimizer.name to adamw",
+            "'muon' updates 'blocks.0.attention.q.weight' as a whole, of which ranks would have parts: set",
         ),
     ],
 )

@@ -23,6 +23,7 @@ JOB = {**LANGUAGE, "batch": {"global_batch": 30, "micro_batch": 5}}
 
 
 STAGES, TENSOR = ["--parallel.pipeline", "2"], ["--parallel.tensor", "2"]
+SHARED = ["--parallel.shards", "optimizer"]
 EXPERTS_IN_CHUNKS = ["--parallel.expert", "2", "--parallel.schedule", "interleaved", "--parallel.bucket_mb", "0.001"]
 LONG = pytest.mark.long  # one run has what these have
 STAGED = {"tied": False, "depth": 4}
@@ -51,7 +52,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
         (2, 2, ["--parallel.bucket_mb", "0.001", "--parallel.recompute", "selective"]),
         (2, 4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (4, 4, ["--parallel.bucket_mb", "null"]),
-        pytest.param(2, 4, ["--parallel.shards", "optimizer"], marks=LONG),
+        pytest.param(2, 4, SHARED, marks=LONG),
         (2, 6, ["--parallel.shards", "gradients", "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (2, 4, ["--parallel.offload", "optimizer"]),
         (2, 4, ["--parallel.shards", "optimizer", "--parallel.offload", "optimizer", "--parallel.copies", "1"]),
@@ -108,6 +109,16 @@ def test_stages_with_experts_have_the_bits_of_one_process(
     """Losses, too, of which routers of all stages are a part; of three lanes in each of two cells a rank has one."""
     succeed(start([write(tmp_path, few_rows, **STAGED), *how], num_ranks=num_ranks))
     assert_same_bits(tmp_path, untied)
+
+
+def test_matrices_that_are_updated_as_a_whole_have_the_bits_of_one_process_beside_experts(
+    tmp_path: Path, few_rows: Path
+) -> None:
+    """Experts' weights are no matrices to Muon, so AdamW updates what ranks have of them."""
+    muon = ["--optimizer.name", "muon", "--max_steps", "3"]
+    for name, how, num_ranks in (("whole", [], 1), ("spread", ["--parallel.expert", "2", *SHARED], 4)):
+        succeed(start([write(tmp_path / name, few_rows), *muon, *how], num_ranks=num_ranks))
+    assert_same_bits(tmp_path / "spread", tmp_path / "whole")
 
 
 def test_fast_sums_of_chunks_with_experts_differ_by_rounding_alone(
@@ -199,7 +210,7 @@ def assert_same_bits(folder: Path, other: Path) -> None:
             4,
             "2 stages would wait for one another with 1 lane for each of 2 ranks with experts (batch.global_batch 15",
         ),
-        ({}, ["--optimizer.name", "muon"], 2, "and parallel.tensor, pipeline and expert to 1"),
+        ({}, ["--optimizer.name", "adafactor"], 2, "and parallel.tensor, pipeline and expert to 1"),
     ],
 )
 def test_what_cannot_be_spread_is_refused(

@@ -70,6 +70,8 @@ def test_stages_have_the_bits_of_one_process(
     "how",
     [
         ["--precision", "fp16", "--parallel.offload", "optimizer"],
+        ["--optimizer.name", "muon"],
+        ["--optimizer.name", "muon", "--parallel.shards", "optimizer", "--parallel.copies", "1"],
         pytest.param(["--compile", "true"], marks=LONG),
     ],
 )
@@ -142,7 +144,7 @@ def files_of(folder: Path, name: str) -> str:
     [
         (stages(6), "parallel.pipeline: 6 stages would wait for one another with 5 lanes"),
         ([*stages(4), "--max_steps", "3"], "a world of 1 rank is not of whole cells of 4 (parallel.pipeline: 4)"),
-        ([*stages(2), "--optimizer.name", "muon"], "and parallel.tensor, pipeline and expert to 1"),
+        ([*stages(2), "--optimizer.name", "adafactor"], "and parallel.tensor, pipeline and expert to 1"),
         (stages(3, kind="interleaved"), "in 6 stages: task.params.model.depth 5 is less than 6 stages"),
     ],
 )
