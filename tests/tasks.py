@@ -25,6 +25,7 @@ from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.tasks import witness
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.metric_library import Metric
+from elastic_train.tasks.models.adapters import frozen_groups, leave_base_out
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.training.session import Session
@@ -58,6 +59,22 @@ class Until:
 
 class PacedUntil(Until, PacedClassifier):
     """A classifier that is."""
+
+
+class PacedOnBaseUntil(PacedUntil):
+    """A classifier on a frozen embedding, which commits do not hold, as the base of adapters."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        frozen = [name for name, _ in model.named_parameters() if "embed" in name or "blocks.0" in name]
+        assert frozen
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(requires_grad=False)
+        leave_base_out(model)
+        return model
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
+        return frozen_groups(model)
 
 
 class PacedLanguageUntil(Until, PacedLanguage):

@@ -415,11 +415,11 @@ def _check_stays_whole(cut: CutModel, optimizer: Optimizer, atomic: Container[in
 
 
 def _check_state_is_whole(model: nn.Module) -> None:
-    """Refuse weights that a commit would not have: ranks that are lost may take the only copies of shares along."""
-    saved = set(model.state_dict())
-    others = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in saved]
+    """Refuse trained weights that a commit would not have: lost ranks may take the only copies of shares along."""
+    saved, named = set(model.state_dict()), model.named_parameters(remove_duplicate=False)
+    others = [name for name, one in named if one.requires_grad and name not in saved]
     if others:
         raise ConfigError(
-            f"parallel.shards: parameters needs all weights in commits, and the model's state has no '{others[0]}' and "
-            f"{len(others) - 1} others, as where adapters are trained and their base is not saved: set it to gradients"
+            f"parallel.shards: parameters needs all trained weights in commits, and the model's state has no "
+            f"'{others[0]}' and {len(others) - 1} others: set it to gradients, or let state_dict return them"
         )

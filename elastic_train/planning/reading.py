@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
@@ -151,7 +151,8 @@ def _facts(plan: Plan, model: nn.Module, trace: Trace, batch: dict[str, Tensor])
     groups = plan.task.parameter_groups(model) if isinstance(plan.task, Grouping) else ()
     choice = choose(config.optimizer, "cpu", is_fp16=config.precision == "fp16")
     optimizer = choice.make(build_groups(model, groups, config.optimizer, choice.settings_of(model)))
-    atomic = atomic_groups(optimizer, choice.make)
+    with unset_fake_temporarily():
+        atomic = atomic_groups(optimizer, choice.make)
     cut = layout_of(model, optimizer, {}, lambda name: unit_of(name, names), atomic=atomic)
     elements, trained, experts = Counter[str](), Counter[str](), Counter[str]()
     for flat in cut.flats:

@@ -179,6 +179,8 @@ def take_first_seats(
     runs = shards.room_for(seating)
     if begins:
         shards.begin(runs)
+    else:
+        shards.begin_from_commit(runs)
     shards.sit(seating, runs, [0.0] * len(shards.optimizer.param_groups))
 
 

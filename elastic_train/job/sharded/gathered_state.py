@@ -2,22 +2,32 @@
 
 Until its first seat a rank has the whole weights that a run begins with; it learns from a pass on them in which order
 blocks run. From then on each run that it holds has memory of its own.
+
+Frozen weights that commits do not hold, such as the base of adapters, are what a process begins with.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 from torch import Tensor
 
 from elastic_train.checkpoint.format.layout import AVERAGE, State
 from elastic_train.core.arrays import Int64s
+from elastic_train.errors import StateLostError
 from elastic_train.job.sharded.dealt_state import DealtState
 from elastic_train.job.sharded.first_weights import fill
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
-from elastic_train.job.sharded.shared_weights import check_copies, gather_whole, grain_run, shared_digest
+from elastic_train.job.sharded.shared_weights import (
+    check_copies,
+    gather_whole,
+    grain_run,
+    saved_grains,
+    shared_digest,
+)
 from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
@@ -47,6 +57,21 @@ class GatheredState(DealtState):
             for one in runs:
                 if AVERAGE in one.moments:
                     one.moments[AVERAGE].copy_(one.weights)
+
+    def begin_from_commit(self, runs: Sequence[HeldRun]) -> None:
+        if not saved_grains(self.layout, self._saved).all():
+            if self._first is not None:
+                fill(self.layout, runs, self._first())
+            elif not self._is_whole:
+                raise StateLostError(
+                    "commits do not hold the frozen weights, and this process has a share of them alone: it ends, and "
+                    "the next one builds the model with all of them"
+                )
+
+    @cached_property
+    def _saved(self) -> Collection[str]:
+        """The names of the weights and buffers that commits hold."""
+        return self.model.state_dict().keys()
 
     @property
     def has_weights(self) -> bool:
@@ -130,13 +155,13 @@ class GatheredState(DealtState):
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in shared}
 
     def digest(self, group: Group) -> str:
-        return shared_digest(group, self.seated, self._grain_at, self.weights())
+        return shared_digest(group, self.seated, self._grain_at, self._saved, self.weights())
 
     def digest_alone(self) -> str:
         return super().digest_alone() if self._is_whole else ""
 
     def check_copies(self, group: Group, step: int) -> None:
-        check_copies(group, self.seated, self._grain_at, step)
+        check_copies(group, self.seated, self._grain_at, self._saved, step)
 
     @contextlib.contextmanager
     def showing_whole(self, group: Group) -> Iterator[None]:
@@ -158,7 +183,8 @@ class GatheredState(DealtState):
         gather_whole(group, self.seated, lambda run: self.flat.brought(self._weights_at(run)), self.flat.weights_at)
 
     def held_weights(self) -> State:
-        return {**super().held_weights(), **{name: pieces.weights for name, pieces in self.pieces().items()}}
+        whole = super().held_weights()
+        return {**whole, **{name: pieces.weights for name, pieces in self.pieces().items() if name in whole}}
 
     def _weights_at(self, run: Run) -> Tensor:
         return run_around(self.runs, run).cut(run).weights

@@ -214,6 +214,12 @@ class HeldState:
     def begin(self, runs: Sequence[HeldRun]) -> None:
         """Put into the runs of a first seat what a run begins with; whole weights are there already."""
 
+    def begin_from_commit(self, runs: Sequence[HeldRun]) -> None:
+        """Put into the runs of a seat what the commit that it begins with does not hold; see `begin`.
+
+        Raises StateLostError if this process does not have that any more.
+        """
+
     @property
     def has_weights(self) -> bool:
         """Whether the model was built with its weights, so that it can compute before there is a world."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,10 +30,20 @@ def grain_run(layout: Layout, number: int) -> Run:
     return Run(int(layout.flat_of[number]), start, start + length)
 
 
-def shared_digest(group: Group, seating: Seating, grain_at: GrainAt, buffers: Mapping[str, Tensor]) -> str:
-    """Return, on every rank, the digest of all weights and `buffers`: each grain is hashed by one of its holders."""
+def saved_grains(layout: Layout, names: Collection[str]) -> npt.NDArray[np.bool_]:
+    """Return which grains are of tensors that commits hold, by any of their `names`; shape (grains,)."""
+    is_saved = [any(name in names for name in one.names) for one in layout.tensors]
+    return np.array(is_saved, dtype=np.bool_)[layout.tensor_of]
+
+
+def shared_digest(
+    group: Group, seating: Seating, grain_at: GrainAt, names: Collection[str], buffers: Mapping[str, Tensor]
+) -> str:
+    """Return, on every rank, the digest of the weights of some `names`, and of `buffers`: each grain is hashed by one
+    of its holders."""
     layout = seating.layout
-    owned = seating.all_owned()
+    is_saved = saved_grains(layout, names)
+    owned = [grains[is_saved[grains]] for grains in seating.all_owned()]
     mine = torch.zeros(max(1, *(grains.size for grains in owned)), 32, dtype=torch.uint8)
     for place, number in enumerate(owned[group.rank].tolist()):
         grain = grain_at(number)
@@ -45,17 +56,23 @@ def shared_digest(group: Group, seating: Seating, grain_at: GrainAt, buffers: Ma
         for place, number in enumerate(grains.tolist())
     }
     named = {name: digest_of(tensor) for name, tensor in buffers.items()}
-    return join_digests(tensor_digests(layout, digests) | named)
+    saved = Layout(
+        tuple(one for one in layout.tensors if is_saved[one.grains.start : one.grains.stop].all()), layout.flats
+    )
+    return join_digests({name: one for name, one in tensor_digests(saved, digests).items() if name in names} | named)
 
 
-def check_copies(group: Group, seating: Seating, grain_at: GrainAt, step: int) -> None:
-    """Raise WeightsDifferError, on every rank, if two holders of a grain have different weights."""
-    most = max(1, *(grains.size for grains in seating.holdings))
+def check_copies(group: Group, seating: Seating, grain_at: GrainAt, names: Collection[str], step: int) -> None:
+    """Raise WeightsDifferError, on every rank, if two holders of a grain have different weights of some `names`."""
+    is_saved = saved_grains(seating.layout, names)
+    held = [grains[is_saved[grains]] for grains in seating.holdings]
+    most = max(1, *(grains.size for grains in held))
     mine = torch.full((most,), -1, dtype=torch.int64)
-    mine[: seating.held.size] = torch.tensor([checksum(grain_at(number)) for number in seating.held.tolist()])
+    own = held[seating.rank]
+    mine[: own.size] = torch.tensor([checksum(grain_at(number)) for number in own.tolist()])
     rows = group.all_gather(mine).numpy()
     known: Int64s = np.full(seating.layout.num_grains, -1, dtype=np.int64)
-    for rank, grains in enumerate(seating.holdings):
+    for rank, grains in enumerate(held):
         row = rows[rank, : grains.size]
         others = grains[(known[grains] != row) & (known[grains] != -1)]
         if others.size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store, load, open_store
 from elastic_train.checkpoint.format.pieces import Pieces
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import Config
 from elastic_train.core.lanes import lane_additions
@@ -23,7 +25,7 @@ from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.reseating import Brought, take_first_seats
 from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.held_state import HeldState
-from elastic_train.job.state import AppliedState
+from elastic_train.job.state import AppliedState, build_state
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
@@ -376,3 +378,13 @@ def test_an_optimizer_whose_update_needs_more_than_an_element_is_refused(
     gradient."""
     with pytest.raises(ConfigError, match=f"{why}.*set parallel.shards to none"):
         slots(kind)
+
+
+def test_trained_weights_that_commits_do_not_hold_are_refused_in_shares() -> None:
+    """A commit has no other copy of what is lost with a share; frozen ones every process begins with."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(requires_grad=False)])
+    parallel = ParallelConfig(shards="parameters")
+    for left_out in ("1.weight", "0.bias"):
+        model.register_state_dict_post_hook(lambda _, state, prefix, __, name=left_out: state.pop(f"{prefix}{name}"))  # type: ignore[no-untyped-call]
+        with pytest.raises(ConfigError, match=r"no '0.bias'") if left_out == "0.bias" else contextlib.nullcontext():
+            build_state(model, OptimizerConfig(), 9, "cpu", is_fp16=False, parallel=parallel)

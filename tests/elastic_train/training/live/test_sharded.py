@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from elastic_train.system.failpoints import VARIABLE
 from rendezvous import EtcdServer
@@ -36,6 +37,7 @@ RECIPE = {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.
 JOB = {**CLASSIFIER, "optimizer": RECIPE, "validation": {"every_steps": 10, "weights": "ema"}}
 STEPS = 20
 LIVE_STEPS = 45
+NOT_IN_COMMITS = "commits do not hold the frozen weights"
 SHARDED = {"ELASTIC_TRAIN__PARALLEL__SHARDS": "optimizer"}
 
 
@@ -129,15 +131,44 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     assert weights(run) == undisturbed(LIVE_STEPS)
 
 
-def lose_a_share(run: Path, size: int) -> int:
-    """Kill the last rank until its share was lost, which it is unless a commit has the very step; return the term."""
+@pytest.mark.slow
+def test_a_lost_share_of_weights_that_no_commit_holds_is_read_by_new_processes(
+    tmp_path: Path, rows: Path, etcd: EtcdServer
+) -> None:
+    """The base of adapters, whose shares are held once: the survivor begins again and has all of it."""
+    found = {}
+    for name, copies in (("lost", "1"), ("kept", "2")):
+        folder = tmp_path / name
+        known = folder / "known"
+        config = write_config(folder, rows, LIVE_STEPS, lane_ms=90.0 if copies == "1" else 0.0, until=known)
+        tree = yaml.safe_load(Path(config).read_text())
+        tree["task"]["path"] = "tests.tasks:PacedOnBaseUntil"
+        Path(config).write_text(yaml.safe_dump(tree))
+        environ = {"ELASTIC_TRAIN__PARALLEL__COPIES": copies, "ELASTIC_TRAIN__PARALLEL__SHARDS": "parameters"}
+        job = launch(folder, etcd, config, ranks=2, **environ)
+        until_whole(folder / "run", 2)
+        if copies == "1":
+            eventually(lambda: any(line["op"] == "commit" for line in history(folder / "run")), "a commit")  # noqa: B023
+            lose_a_share(folder / "run", 2, lambda: NOT_IN_COMMITS in (folder / "node.log").read_text())  # noqa: B023
+        known.touch()
+        run, log = finish(job, folder)
+        found[name] = weights(run)
+        assert (NOT_IN_COMMITS in log) is (copies == "1")
+    assert found["lost"] == found["kept"]
+
+
+def lose_a_share(run: Path, size: int, is_lost: Callable[[], bool] | None = None) -> int:
+    """Kill the last rank until its share was lost, which it is unless a commit has the very step; return the term.
+
+    Restores say so unless all processes begin again.
+    """
     first, ranks = until_whole(run, size)
     term = first
     for _ in range(10):
         eventually(lambda: is_beyond_its_commit(run), "a step that no commit has")
         os.kill(ranks[size - 1], signal.SIGKILL)
         term, ranks = until_whole(run, size, above=term)
-        if any(line["op"] == "restore" and line.get("lost") for line in history(run)):
+        if is_lost() if is_lost else any(line["op"] == "restore" and line.get("lost") for line in history(run)):
             return first
     raise AssertionError("ten ranks were killed, and no share was lost")
 

@@ -13,8 +13,12 @@ from elastic_train.checkpoint.commits.reader import read_state
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.data.tables.digits import import_digits
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, StateLostError
+from elastic_train.job.reseating import Brought, take_first_seats
+from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, Reached, build_state
+from elastic_train.job.state_shards import Place
+from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import VARIABLE, arm
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.trained.exporting import export_folder
@@ -75,7 +79,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory, rows: Path, base: Path) -> P
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "how"), [(2, ["--parallel.shards", "gradients", "--parallel.recompute", "units"]), (3, [])]
+    ("num_ranks", "how"),
+    [
+        (2, ["--parallel.shards", "gradients", "--parallel.recompute", "units"]),
+        (3, []),
+        (3, ["--parallel.shards", "parameters", "--parallel.recompute", "units"]),
+        (2, ["--parallel.shards", "parameters", "--parallel.offload", "all", "--parallel.copies", "1"]),
+    ],
 )
 def test_adapters_have_one_hash_at_any_world(
     tmp_path: Path, rows: Path, base: Path, alone: Path, num_ranks: int, how: list[str]
@@ -85,8 +95,9 @@ def test_adapters_have_one_hash_at_any_world(
         assert result(tmp_path)[key] == result(alone)[key]
 
 
+@pytest.mark.parametrize("shards", ["optimizer", "parameters"])
 def test_a_killed_run_of_adapters_ends_with_the_bits_of_one_that_was_not(
-    tmp_path: Path, rows: Path, base: Path, alone: Path
+    tmp_path: Path, rows: Path, base: Path, alone: Path, shards: str
 ) -> None:
     """Killed at its second commit, and resumed from the first, of the adapters alone, by another number of ranks."""
     points = tmp_path / "points"
@@ -94,7 +105,7 @@ def test_a_killed_run_of_adapters_ends_with_the_bits_of_one_that_was_not(
     arm(points, "record", "kill", nth=2)
     path = adapted(tmp_path, rows, base)
     assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
-    done = succeed(start([path, "--parallel.shards", "optimizer"], num_ranks=4))
+    done = succeed(start([path, "--parallel.shards", shards], num_ranks=4))
     assert "Resuming from step" in done.output
     assert result(tmp_path)["weights_sha256"] == result(alone)["weights_sha256"]
 
@@ -120,6 +131,7 @@ def built(base: Path, shards: Literal["none", "parameters"]) -> AppliedState:
     """Return the state that a process with adapters on a base begins with."""
     task = CausalLM(hf={"path": str(base)}, lora={"r": 4}, max_tokens=16)
     task.config = task.source.load_config()  # type: ignore[union-attr]
+    torch.manual_seed(1)
     model, config = task.build_model(), OptimizerConfig()
     groups = task.parameter_groups(model)
     return build_state(model, config, 10, "cpu", is_fp16=False, groups=groups, parallel=ParallelConfig(shards=shards))
@@ -143,9 +155,19 @@ def test_adapters_alone_are_handed_over(base: Path) -> None:
     assert giver.shards.digest_alone() == taker.shards.digest_alone()
 
 
-def test_what_is_not_in_commits_cannot_be_held_in_shares_alone(base: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs all weights in commits, .* set it to gradients"):
-        built(base, "parameters")
+def test_a_frozen_base_in_shares_is_what_a_process_begins_with(base: Path) -> None:
+    """A commit does not hold it, so a process that has only its share left begins again before it loads one."""
+    group, whole, state = Group(0, 1, None, 60), built(base, "none"), built(base, "parameters")
+    assert isinstance(state.shards, HeldState)
+    nobody = [Brought(Place(0, 0), None, ("", "0"))]
+    take_first_seats(group, state.shards, nobody)  # as before a commit is read
+    assert state.shards.digest(group) == whole.shards.digest_alone()
+    assert not any("embed_tokens" in name for name in state.shards.held()["model"])  # type: ignore[attr-defined]
+    with state.shards.showing_whole(group):  # type: ignore[attr-defined]
+        for mine, other in zip(state.model.parameters(), whole.model.parameters(), strict=True):
+            assert mine.equal(other)
+    with pytest.raises(StateLostError, match="do not hold the frozen weights"):
+        take_first_seats(group, state.shards, nobody)
 
 
 def test_a_classifier_has_one_hash_at_any_world_and_in_every_mode(tmp_path: Path, rows: Path) -> None:
