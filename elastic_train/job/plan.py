@@ -27,6 +27,7 @@ from elastic_train.data.dataset.run_order import count_steps, fingerprint_of, or
 from elastic_train.data.dataset.training_sources import Source, join, load_sources
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, cut_dims_of
+from elastic_train.job.cells.cut_model import all_weights
 from elastic_train.job.model_layout import check_memory_is_apart
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.recipe_changes import Recipe
@@ -143,7 +144,7 @@ class Plan:
         if self._sketch() is not None:
             yield from self._initial_weights()
         else:
-            yield from self.build_state().model.state_dict().items()
+            yield from all_weights(self.build_state().model).items()
 
     def _initial_weights(self) -> Iterator[tuple[str, Tensor]]:
         assert isinstance(self.task, Deferring), "it has made a sketch"

@@ -22,7 +22,7 @@ from elastic_train.tasks.decoder.experts import RouterLosses, with_terms, withou
 from elastic_train.tasks.decoder.model import Decoder, drawn_weights
 from elastic_train.tasks.decoder.plans import SEQUENCE_PLAN, TENSOR_PLAN, stages_of
 from elastic_train.tasks.decoder.shape import DecoderShape
-from elastic_train.tasks.models.adapters import Adapter, frozen_groups, leave_base_out
+from elastic_train.tasks.models.adapters import IN_LAYERS, IN_PARTS, Adapter, frozen_groups, leave_base_out
 from elastic_train.tasks.models.context_parts import check_computes_parts, logits_of_part
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed, stand_ins
 from elastic_train.tasks.models.folders import begin_llama, save_folder
@@ -30,7 +30,7 @@ from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, 
 from elastic_train.tasks.models.packed_rows import check_documents, packed_logits
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.models.stage_plans import Parts, check_runs_in_parts, parts_of, run_parts
-from elastic_train.tasks.models.tensor_plans import check_no_adapters, sequence_plan_of, tensor_plan_of
+from elastic_train.tasks.models.tensor_plans import sequence_plan_of, tensor_plan_of
 from elastic_train.tasks.rows.token_parts import PADDING, bias_of, part_of
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns, why_not_in_parts
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
@@ -199,7 +199,7 @@ class CausalLM:
 
     def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
         if not isinstance(model, Decoder):
-            check_no_adapters(self.adapter, f"parallel.tensor: {degree}")
+            self._check_adapter(IN_PARTS, f"parallel.tensor: {degree}")
             return tensor_plan_of(model, degree)
         widths = ("shared_hidden",) if model.shape.experts else ("hidden",)
         for name in ("heads", "kv_heads", *widths):
@@ -218,11 +218,18 @@ class CausalLM:
                 "parallel.sequence: true shares out tokens, all of which routers look at, and "
                 f"task.params.model.experts is {model.shape.experts}: set it to false"
             )
-        return SEQUENCE_PLAN if isinstance(model, Decoder) else sequence_plan_of(model, degree)
+        if isinstance(model, Decoder):
+            return SEQUENCE_PLAN
+        self._check_adapter((), "parallel.sequence: true")
+        return sequence_plan_of(model, degree)
+
+    def _check_adapter(self, kinds: Sequence[str], key: str) -> None:
+        if self.adapter is not None:
+            self.adapter.check_is_in(kinds, key)
 
     def stage_plan(self, model: nn.Module, num_stages: int) -> StagePlan:
         if not isinstance(model, Decoder):
-            check_no_adapters(self.adapter, "parallel.pipeline")
+            self._check_adapter(IN_LAYERS, "parallel.pipeline")
             parts = parts_of(model, num_stages)
             if self._parts is None:  # it takes two passes of the whole model, once
                 check_runs_in_parts(model, parts)
@@ -258,7 +265,7 @@ class CausalLM:
 
     def check_parts(self, model: nn.Module, num_parts: int) -> None:
         if not isinstance(model, Decoder):
-            check_no_adapters(self.adapter, f"parallel.context: {num_parts}")
+            self._check_adapter(IN_LAYERS, f"parallel.context: {num_parts}")
             check_computes_parts(model, num_parts, self.max_tokens)
         elif model.shape.experts:
             raise ConfigError(

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.data.dataset.manifest import Manifest
-from elastic_train.tasks.models.adapters import Adapter, frozen_groups, leave_base_out
+from elastic_train.tasks.models.adapters import IN_PARTS, Adapter, frozen_groups, leave_base_out
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_positions
 from elastic_train.tasks.models.metadata_head import WithMetadata, last_tokens
-from elastic_train.tasks.models.tensor_plans import check_no_adapters, tensor_plan_of
+from elastic_train.tasks.models.tensor_plans import tensor_plan_of
 from elastic_train.tasks.rows.labelled_rows import LabelledRows
 from elastic_train.tasks.rows.tokenizing import write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_range, check_token_ids, check_tokenizer
@@ -147,7 +147,8 @@ class SequenceClassifier:
         return frozen_groups(model)
 
     def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        check_no_adapters(self.adapter, f"parallel.tensor: {degree}")
+        if self.adapter is not None:
+            self.adapter.check_is_in(IN_PARTS, f"parallel.tensor: {degree}")
         return tensor_plan_of(model, degree)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:

@@ -260,7 +260,9 @@ def _mistakes(stages: StagePlan, model: nn.Module, num_stages: int) -> Iterator[
             )
         elif not one.ndim:
             yield f"{where}: '{name}' is a number, which cannot be left out of a stage: give it the shape (1,)"
-    if buffers := [name for name in model.state_dict() if name in dict(model.named_buffers())]:
+    inside = tuple(f"{name}." for stage in stages for name in stage)
+    saved = [name for name in dict(model.named_buffers()) if name in model.state_dict()]
+    if buffers := [name for name in saved if name.startswith(inside)]:
         yield (
             f"parallel.pipeline: {num_stages} is for models without persistent buffers, and this one has "
             f"'{buffers[0]}': register what is a cache with persistent=False, or set it to 1"

@@ -150,6 +150,11 @@ def _spans(shape: Sequence[int], dim: int, axes: Sequence[Axis], stage: int | No
     return tuple(spans)
 
 
+def all_weights(model: nn.Module) -> Mapping[str, Tensor]:
+    """Return all weights and saved buffers, by all of their names; also frozen weights that commits do not hold."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
+
+
 class CutModel:
     """A model and its cuts; whole, or without memory, until `take_place`."""
 
@@ -181,7 +186,7 @@ class CutModel:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         done: set[int] = set()
         with torch.no_grad():
-            for name, tensor in weights or self.model.state_dict().items():
+            for name, tensor in weights or all_weights(self.model).items():
                 if name in self.cuts and id(parameters[name]) not in done:
                     done.add(id(parameters[name]))
                     parameters[name].grad = None
@@ -196,7 +201,7 @@ class CutModel:
         if parameter is not None and parameter.untyped_storage().nbytes() < parameter.nbytes:
             parameter.data = tensor.to(parameter.device, parameter.dtype, copy=True)
         else:
-            self.model.state_dict()[name].copy_(tensor)
+            (self.model.state_dict()[name] if parameter is None else parameter).copy_(tensor)
 
     def _begin_to_exchange(self) -> None:
         for links in self.experts:

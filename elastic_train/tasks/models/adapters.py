@@ -35,6 +35,8 @@ _IN_LAYERS: Mapping[str, str] = {
     "lokr": "LoKrConfig",
     "ln_tuning": "LNTuningConfig",
 }
+IN_LAYERS, IN_PARTS = tuple(_IN_LAYERS), ("lora", "ln_tuning")
+"""Those that change layers and nothing else, and those of them that tensor ranks can share."""
 _UNFIT: Mapping[str, str] = {
     "adalora": "it moves ranks between layers after an update, by what it has seen of gradients, outside of the step "
     "that ranks agree on and commits hold",
@@ -84,6 +86,16 @@ class Adapter:
         if kind in PROMPTS and (type(num_tokens) is not int or num_tokens < 1):
             raise ValueError(f"{kind} needs num_virtual_tokens, a whole number of at least 1, not {num_tokens!r}")
         return cls(key, str(kind), {name: value for name, value in given.items() if name != "type" or key == "lora"})
+
+    def check_is_in(self, kinds: Sequence[str], key: str) -> None:
+        """Refuse adapters of other kinds beside a key of `parallel`, and LoRA's that look at whole matrices."""
+        is_dora = bool(self.values.get("use_dora")) and kinds != IN_LAYERS
+        if self.kind not in kinds or is_dora:
+            what = "use_dora" if is_dora else f"the type {self.kind}"
+            raise ConfigError(
+                f"{key} does not go together with {what} of task.params.{self.key}: set it to 1; adapters and their "
+                "optimizer take little memory, and parallel.shards spreads the weights"
+            )
 
     @property
     def num_tokens(self) -> int:

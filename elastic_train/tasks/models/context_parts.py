@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
+from elastic_train.tasks.models.hugging_face import model_of_transformers
 from elastic_train.tasks.models.packed_rows import depends_on_length, restricted
 from elastic_train.tasks.models.trials import Run, most_rounding, tried
 from elastic_train.tasks.rows.token_parts import bias_of, tokens_of
@@ -65,6 +66,7 @@ def _gathered(gather: Gather, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 def logits_of_part(model: nn.Module, mine: Mapping[str, Tensor], width: int, gather: Gather) -> Tensor:
     """Return logits of a part of rows of a width, given its tokens, positions and mask (`part_of`)."""
+    _, model = model_of_transformers(model)
     attend_in_parts(model)
     tokens, weights = mine["tokens"], next(model.parameters())
     positions = mine["positions"].clamp(max=width - 1).expand(tokens.shape)  # what pads rows has no other
@@ -78,12 +80,12 @@ def check_computes_parts(model: nn.Module, count: int, max_tokens: int) -> None:
 
     Of one on fakes, which have no values, nothing is tried.
     """
-    inner: Any = model
-    kind, config = type(model).__name__, inner.config.get_text_config()
+    _, inner = model_of_transformers(model)  # its layers have the adapters, if there are any
+    kind, config = type(inner).__name__, inner.config.get_text_config()
     where = f"parallel.context: {count}: {kind}"
     if wrong := _depends_on_length(config, max_tokens):
         raise ConfigError(f"{where} {wrong}: {_INSTEAD}")
-    found = tried(model, f"{count} parts", lambda run: _difference(model, run, count, config.vocab_size))
+    found = tried(inner, f"{count} parts", lambda run: _difference(inner, run, count, config.vocab_size))
     if found.error:
         raise ConfigError(f"{where} does not compute rows in parts: {found.error}: {_INSTEAD}")
     if found.difference:

@@ -251,3 +251,11 @@ def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = 
             f"task.params.hf: {type(model).__name__} sees the tokens that it is to predict; set is_decoder: true in "
             "hf.config if the model has such a switch, or give a causal model"
         )
+
+
+def model_of_transformers(model: nn.Module) -> tuple[str, PreTrainedModel]:
+    """Return the outermost model of transformers, and what its modules' names begin with."""
+    from transformers import PreTrainedModel
+
+    name, found = next((name, one) for name, one in model.named_modules() if isinstance(one, PreTrainedModel))
+    return f"{name}." if name else "", found

@@ -23,6 +23,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.system.wording import first_line
 from elastic_train.tasks.decoder.plans import deal
 from elastic_train.tasks.models.folder_weights import weights_to_try
+from elastic_train.tasks.models.hugging_face import model_of_transformers
 
 _GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h", "transformer.ln_f", "lm_head")
 _PLANS: Mapping[str, Sequence[str]] = {"gpt2": _GPT2, "gpt_bigcode": _GPT2}
@@ -52,7 +53,7 @@ def parts_of(model: nn.Module, num_stages: int) -> Parts:
 
     Raises ConfigError, with every reason, if it has no plan, fewer layers, or a matrix in two stages.
     """
-    kind, where = type(model).__name__, f"parallel.pipeline, in {num_stages} stages"
+    kind, where = type(model_of_transformers(model)[1]).__name__, f"parallel.pipeline, in {num_stages} stages"
     parts = planned(model)
     if parts is None:
         raise ConfigError(
@@ -192,11 +193,14 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def planned(model: nn.Module) -> Parts | None:
-    """Return the parts that the model's plan names, or ours for its kind."""
-    inner: Any = model
+    """Return the parts that the plan of a model of transformers names, or ours for its kind; it may be a module of the
+    model, as where that has adapters."""
+    prefix, found = model_of_transformers(model)
+    inner: Any = found
     base, plan = f"{inner.base_model_prefix}.", inner._pp_plan or _PLANS.get(inner.config.model_type, ())
     modules = dict(model.named_modules())
-    names = [name for name in sorted(plan, key=lambda name: not name.startswith(base)) if name in modules]
+    ordered = sorted(plan, key=lambda name: not name.startswith(base))
+    names = [f"{prefix}{name}" for name in ordered if f"{prefix}{name}" in modules]
     lists = [place for place, name in enumerate(names) if isinstance(modules[name], nn.ModuleList)]
     if len(lists) != 1:
         return None

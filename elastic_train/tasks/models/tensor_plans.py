@@ -6,18 +6,19 @@ plan gathers at once, and embeddings, stay whole, as in the package's own decode
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from elastic_train.errors import ConfigError
-from elastic_train.tasks.models.adapters import Adapter
+from elastic_train.tasks.models.hugging_face import model_of_transformers
 from elastic_train.tasks.models.stage_plans import planned
 from elastic_train.tasks.task import SequencePlan, SequenceUse, TensorPlan, TensorUse
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 _USES: Mapping[str, TensorUse] = {
     "colwise": "column",
@@ -36,10 +37,13 @@ _DROPOUT_MODULES = ("embd_pdrop", "resid_pdrop")
 def tensor_plan_of(model: nn.Module, degree: int) -> TensorPlan:
     """Return how so many ranks share a model that is one of transformers, or has one as a module.
 
+    LoRA's two matrices are cut as the layer that they are added to: of one that is cut by columns the second, of one
+    that is cut by rows the first. Between them is a number for each of few ranks of LoRA's, which all ranks have.
+
     Raises ConfigError if it brings no plan, if the plan has a style that is not supported, or if the degree does not
     divide what is cut.
     """
-    prefix, inner = _model_of_transformers(model)
+    prefix, inner = model_of_transformers(model)
     kind, styles = type(inner).__name__, inner.tp_plan or {}
     if not any(style in _USES for style in styles.values()):
         raise ConfigError(
@@ -53,7 +57,27 @@ def tensor_plan_of(model: nn.Module, degree: int) -> TensorPlan:
                 f"{_INSTEAD}"
             )
     _check_attention(inner.config.get_text_config(), degree)
-    return {f"{prefix}{name}": _USES[style] for name, style in styles.items() if style in _USES}
+    planned_uses = {f"{prefix}{name}": _USES[style] for name, style in styles.items() if style in _USES}
+    return planned_uses if inner is model else dict(_with_lora(model, planned_uses, degree))
+
+
+def _with_lora(model: nn.Module, plan: TensorPlan, degree: int) -> Iterator[tuple[str, TensorUse]]:
+    """Yield what becomes of the modules of a model with LoRA's layers around some of those that a plan names."""
+    for pattern, use in plan.items():
+        fits = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        for name, module in model.named_modules():
+            if fits.fullmatch(name) is None:
+                continue
+            if not hasattr(module, "lora_A"):
+                yield name, use
+                continue
+            if use == "row" and any(isinstance(one, nn.Dropout) and one.p for one in module.modules()):
+                raise ConfigError(
+                    f"parallel.tensor: {degree}: ranks have a part each of what '{name}' is given, and lora_dropout "
+                    "would leave out the same of each: set it to 0, or leave that layer out of target_modules"
+                )
+            yield f"{name}.base_layer", use
+            yield f"{name}.{'lora_B' if use == 'column' else 'lora_A'}.*", use
 
 
 def sequence_plan_of(model: nn.Module, degree: int) -> SequencePlan:
@@ -108,23 +132,6 @@ def _check_no_dropouts(model: nn.Module) -> None:
                 f"parallel.sequence: true shares out tokens, and task.params.hf.config.{name} is {share}: all ranks "
                 "would leave out the same of theirs; set it to 0, or parallel.sequence to false"
             )
-
-
-def check_no_adapters(adapter: Adapter | None, key: str) -> None:
-    """Refuse adapters, of which no plan says how ranks share them."""
-    if adapter is not None:
-        raise ConfigError(
-            f"{key} does not go together with task.params.{adapter.key}: set it to 1; adapters and their "
-            "optimizer take little memory, and parallel.shards spreads the weights"
-        )
-
-
-def _model_of_transformers(model: nn.Module) -> tuple[str, PreTrainedModel]:
-    """Return the outermost model of transformers, and what its modules' names begin with."""
-    from transformers import PreTrainedModel
-
-    name, found = next((name, one) for name, one in model.named_modules() if isinstance(one, PreTrainedModel))
-    return f"{name}." if name else "", found
 
 
 def _check_attention(config: PretrainedConfig, degree: int) -> None:

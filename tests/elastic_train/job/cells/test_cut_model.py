@@ -13,13 +13,14 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, cut_dims_of
-from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.cut_model import CutModel, all_weights
 from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.models.adapters import leave_base_out
 from elastic_train.tasks.task import TensorPlan
 from elastic_train.tasks.witness import Witness
 from tests.memory_world import group_of, in_memory
@@ -210,6 +211,25 @@ def test_a_plan_that_cannot_be_asked_for_one_rank_is_refused_in_words(plan: obje
     """Also where nothing is cut: gradients are measured by the parts that all degrees have in common."""
     with pytest.raises(ConfigError, match=message):
         cut_dims_of(Failing(plan), Block())
+
+
+def test_frozen_weights_that_commits_do_not_hold_are_cut_like_others() -> None:
+    """The base of adapters: a rank that comes to another place takes that one's part of it."""
+    parallel = ParallelConfig(tensor=2)
+    model, whole = make_model(), make_model()
+    model.embed.requires_grad_(requires_grad=False)
+    for one in model.blocks:
+        one.requires_grad_(requires_grad=False)
+    leave_base_out(model)
+    plan = cell_plan_of(TASK, model, parallel)
+    assert plan is not None
+    cut = CutModel(model, plan, parallel.cell, CellLinks())
+    assert not set(cut.cuts) & model.state_dict().keys(), "commits hold nothing of what is cut"
+    for place, weights in ((0, None), (1, all_weights(whole).items())):
+        cut.take_place(place, weights)
+        for name, one in whole.named_parameters():
+            mine = cut.cuts[name].part_of(one, place) if name in cut.cuts else one
+            assert model.get_parameter(name).equal(mine)
 
 
 def test_more_parts_than_grains_end_at_are_refused() -> None:

@@ -163,11 +163,63 @@ def test_a_model_that_has_one_of_transformers_is_cut_there() -> None:
     assert plan is not None and plan.tensor["body.model.layers.1.mlp.down_proj"] == "row"
 
 
-def test_adapters_are_not_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "parallel", "message"),
+    [
+        ({"type": "ia3"}, {"tensor": 2}, "parallel.tensor: 2 does not go together with the type ia3"),
+        (
+            {"type": "lora", "use_dora": True},
+            {"tensor": 2},
+            "with use_dora of task.params.adapter",
+        ),
+        (
+            {"type": "prompt_tuning", "num_virtual_tokens": 2},
+            {"context": 2},
+            "context: 2 does not go together",
+        ),
+        ({"type": "p_tuning", "num_virtual_tokens": 2}, {"pipeline": 2}, "pipeline does not go together"),
+    ],
+)
+def test_adapters_that_are_more_than_layers_of_their_own_are_refused(
+    tmp_path: Path, adapter: dict[str, object], parallel: dict[str, int], message: str
+) -> None:
     (tmp_path / "config.json").write_text("{}")
-    task = CausalLM(hf={"path": str(tmp_path)}, lora={"r": 2})
-    with pytest.raises(ConfigError, match=r"2 does not go together with task.params.lora: set it to 1"):
-        cell_plan_of(task, nn.Linear(2, 2), ParallelConfig(tensor=2))
+    task = CausalLM(hf={"path": str(tmp_path)}, adapter=adapter)
+    with pytest.raises(ConfigError, match=message):
+        cell_plan_of(task, nn.Linear(2, 2), ParallelConfig(**parallel))  # type: ignore[arg-type]
+
+
+def with_lora(dropout: float = 0.0) -> nn.Module:
+    """Return a model with LoRA's layers in some of its layers, all of whose weights are drawn and trained."""
+    from peft import LoraConfig, get_peft_model
+
+    modules = ["q_proj", "k_proj", "o_proj", "down_proj"]
+    config = LoraConfig(r=3, target_modules=modules, layers_to_transform=[1], lora_dropout=dropout)
+    model: nn.Module = get_peft_model(model_of_transformers("llama"), config)  # type: ignore[arg-type]
+    for name, one in model.named_parameters():
+        one.requires_grad_()
+        if "lora_" in name:
+            torch.nn.init.normal_(one, std=0.3)
+    return model.double()
+
+
+def of_rank_with_lora(rank: int, size: int) -> None:
+    group = group_of("world", rank, size)
+    compare(with_lora, group, 0.95)
+    group.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_adapters_compute_what_the_whole_does(size: int) -> None:
+    """LoRA's matrices are cut as the layers around which they are."""
+    standby_with("tests.preload_transformers")
+    in_memory(of_rank_with_lora, size)
+
+
+def test_dropout_of_what_a_rank_has_a_part_of_is_refused() -> None:
+    task = CausalLM(hf={"config": {"model_type": "llama", **SIZES}})
+    with pytest.raises(ConfigError, match=r"'base_model.model.model.layers.1.self_attn.o_proj' .* lora_dropout would"):
+        cell_plan_of(task, with_lora(0.1), ParallelConfig(tensor=2))
 
 
 class Counted(CellLinks):

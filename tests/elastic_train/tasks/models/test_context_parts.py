@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError
-from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.context import context_of
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
@@ -131,13 +129,6 @@ def test_models_that_mix_tokens_outside_of_attention_are_refused_whatever_their_
     model = built({"model_type": kind, **SIZES, **layers}).bfloat16()
     with pytest.raises(ConfigError, match=r"(does not compute rows in parts|computes something else of rows in parts)"):
         check_computes_parts(model, 2, max_tokens=16)
-
-
-def test_adapters_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    task = CausalLM(hf={"path": str(tmp_path)}, lora={"r": 2})
-    with pytest.raises(ConfigError, match=r"parallel.context: 2 does not go together with task.params.lora: set it to"):
-        cell_plan_of(task, nn.Linear(2, 2), ParallelConfig(context=2))
 
 
 def of_rank(rank: int, size: int, folder: str, kind: str) -> None:

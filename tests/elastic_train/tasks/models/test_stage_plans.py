@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,10 +122,3 @@ def test_a_model_whose_layers_need_more_than_a_stage_has_is_refused() -> None:
     model.model.extra = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"the plan of LlamaForCausalLM leaves out 'model.extra.weight'"):
         parts_of(model, 3)
-
-
-def test_adapters_do_not_run_in_stages(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    task = CausalLM(hf={"path": str(tmp_path)}, lora={"r": 2})
-    with pytest.raises(ConfigError, match=r"parallel.pipeline does not go together with task.params.lora: set it to 1"):
-        cell_plan_of(task, nn.Linear(2, 2), ParallelConfig(pipeline=2))

@@ -56,9 +56,9 @@ def base(tmp_path_factory: pytest.TempPathFactory, transformers: object) -> Path
     return drawn(tmp_path_factory.mktemp("base"), transformers, seed=3)
 
 
-def drawn(folder: Path, transformers: object, seed: int) -> Path:
+def drawn(folder: Path, transformers: object, seed: int, **sizes: int) -> Path:
     torch.manual_seed(seed)
-    made = transformers.AutoConfig.for_model(**{**LLAMA, "vocab_size": 64})  # type: ignore[attr-defined]
+    made = transformers.AutoConfig.for_model(**{**LLAMA, "vocab_size": 64, **sizes})  # type: ignore[attr-defined]
     transformers.AutoModelForCausalLM.from_config(made).save_pretrained(folder)  # type: ignore[attr-defined]
     return folder
 
@@ -85,6 +85,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, rows: Path, base: Path) -> P
         (3, []),
         (3, ["--parallel.shards", "parameters", "--parallel.recompute", "units"]),
         (2, ["--parallel.shards", "parameters", "--parallel.offload", "all", "--parallel.copies", "1"]),
+        (4, ["--parallel.pipeline", "2", "--parallel.shards", "optimizer"]),
     ],
 )
 def test_adapters_have_one_hash_at_any_world(
@@ -93,6 +94,28 @@ def test_adapters_have_one_hash_at_any_world(
     succeed(start([adapted(tmp_path, rows, base), *how], num_ranks=num_ranks))
     for key in ("weights_sha256", "metrics"):
         assert result(tmp_path)[key] == result(alone)[key]
+
+
+@pytest.mark.parametrize("degree", ["tensor", "context"])
+def test_ranks_share_layers_with_adapters_or_their_tokens(
+    tmp_path: Path, rows: Path, transformers: object, degree: str
+) -> None:
+    """One hash whatever the number of cells and how their state is held, and scores near those of one rank."""
+    modules, found = ["q_proj", "o_proj", "down_proj"], {}
+    base = drawn(tmp_path / "base", transformers, seed=3, num_key_value_heads=2)
+    params = {"max_tokens": 16, "hf": {"path": str(base)}, "lora": {"r": 4, "target_modules": modules}}
+    task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}
+    shards = "parameters" if degree == "tensor" else "gradients"
+    for name, num_ranks, how in (
+        ("whole", 1, []),
+        ("one", 2, [f"--parallel.{degree}", "2"]),
+        ("shared", 4, [f"--parallel.{degree}", "2", "--parallel.shards", shards]),
+    ):
+        succeed(start([config(tmp_path / name, rows, JOB, task=task), *how], num_ranks=num_ranks))
+        found[name] = result(tmp_path / name)
+    assert found["one"]["weights_sha256"] == found["shared"]["weights_sha256"]
+    for key, value in found["whole"]["metrics"].items():  # type: ignore[attr-defined]
+        assert found["one"]["metrics"][key] == pytest.approx(value, rel=1e-4)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("shards", ["optimizer", "parameters"])
