@@ -52,7 +52,6 @@ RULES = (
     Rule(("context",), ("shards: parameters",), "a unit is gathered once for each cell"),
     Rule(("expert",), ("shards: parameters",), "experts get tokens of lanes of others"),
     Rule(("expert",), ("context",), "a router weighs whole rows"),
-    Rule(("sequence",), ("context",), "both split a row's tokens"),
     Rule(
         ("reduction: fast",),
         (*_SHARDS, *_OFFLOAD, *_WIRE, "audit_lanes"),

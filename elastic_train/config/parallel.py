@@ -140,6 +140,11 @@ class ParallelConfig(Section):
         return " and ".join(found or [f"parallel.tensor: {self.tensor}"])
 
     @property
+    def token_multiple(self) -> int:
+        """What divides the number of tokens of each part of a row: tensor ranks share them out with `sequence`."""
+        return self.tensor if self.sequence else 1
+
+    @property
     def cell(self) -> Cell:
         """The ranks that make up a replica."""
         return Cell(stage=self.pipeline, tensor=self.tensor, expert=self.expert, context=self.context)

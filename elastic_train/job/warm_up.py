@@ -185,10 +185,11 @@ def _loss_of(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> LaneL
 
 def _loss_alone(plan: Plan, model: nn.Module, tensors: Batch) -> LaneLoss:
     """Compute a loss without peers: of a part of each row where they compute the rest, as all might not fit."""
-    if (degree := plan.config.parallel.context) == 1:
+    parallel = plan.config.parallel
+    if parallel.context == 1:
         return plan.task.loss(model, tensors)
     assert isinstance(plan.task, Sequencing), "it was checked"
-    return plan.task.loss_of_part(model, tensors, lone_part(degree))
+    return plan.task.loss_of_part(model, tensors, lone_part(parallel.context, parallel.token_multiple))
 
 
 @contextlib.contextmanager

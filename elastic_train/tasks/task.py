@@ -284,7 +284,8 @@ class SequenceSplitting(Protocol):
     (`parallel.sequence`)."""
 
     def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
-        """Say how so many ranks share out the tokens of rows; every row must have a multiple of that.
+        """Say how so many ranks share out the tokens of rows; every row must have a multiple of that, or
+        every part of a row (`ContextPart`).
 
         Must depend on nothing but the task's parameters and the model. Raises ConfigError if it cannot be done.
         """
@@ -322,12 +323,14 @@ class ContextPart:
 
     `gather` returns all parts of a tensor, such as keys and values, of shape (…, tokens, size), one after the other
     along its tokens; all parts have as many. All ranks of a cell call it as often, in one order. The gradient of what
-    a rank has given comes back from all.
+    a rank has given comes back from all. The number of tokens of a part must be a multiple of `multiple`: rows that are
+    shorter are padded (`parallel.sequence` shares a part out between tensor ranks).
     """
 
     number: int
     count: int
     gather: Callable[[Tensor], Tensor]
+    multiple: int = 1
 
 
 @runtime_checkable

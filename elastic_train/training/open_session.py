@@ -233,7 +233,7 @@ def _open_context(plan: Plan, world: World) -> Context | None:
     if plan.config.parallel.context == 1:
         return None
     assert isinstance(plan.task, Sequencing) and world.cell is not None, "it was checked"
-    return context_of(plan.task, world.mesh, world.cell, plan.num_lanes)
+    return context_of(plan.task, world.mesh, world.cell, plan.num_lanes, plan.config.parallel.token_multiple)
 
 
 def _open_auditor(

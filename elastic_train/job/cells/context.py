@@ -74,13 +74,13 @@ def _by_lane(rows: Tensor) -> list[list[list[float]]]:
     return found
 
 
-def context_of(task: Sequencing, mesh: Mesh, cell: Group, num_lanes: int) -> Context:
-    """Return the part of a rank in its cell; all ranks of the cell call it."""
+def context_of(task: Sequencing, mesh: Mesh, cell: Group, num_lanes: int, multiple: int = 1) -> Context:
+    """Return the part of a rank in its cell, which has a multiple of so many tokens; all ranks of the cell call it."""
     peers = along_axis(cell, mesh, "context")
-    part = ContextPart(peers.rank, peers.size, Gathering(peers))
+    part = ContextPart(peers.rank, peers.size, Gathering(peers), multiple)
     return Context(task, part, peers, num_lanes)
 
 
-def lone_part(degree: int) -> ContextPart:
+def lone_part(degree: int, multiple: int = 1) -> ContextPart:
     """Return a part whose peers are not there, for passes outside of worlds."""
-    return ContextPart(0, degree, Gathering(LoneGroup(degree)))
+    return ContextPart(0, degree, Gathering(LoneGroup(degree)), multiple)

@@ -6,6 +6,8 @@ that with causal attention all parts have as much to compute (as in Llama 3, Gra
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,7 +41,7 @@ def part_of(batch: Batch, part: ContextPart) -> Batch:
     """
     tokens, device = batch["tokens"], batch["tokens"].device
     width = tokens.shape[1]
-    missing = -width % (2 * part.count)
+    missing = -width % (part.count * math.lcm(2, part.multiple))
     by_part = [tokens_of(width + missing, number, part.count).to(device) for number in range(part.count)]
     mine, all_of_them = by_part[part.number], torch.cat(by_part)
     mask = (all_of_them <= mine[:, None])[None, None]

@@ -268,6 +268,7 @@ class Row(NamedTuple):
     on_devices: bool = False
     schedule: Kind = "1f1b"
     wire: Wire = "exact"
+    sequence: bool = False
 
     def build(self) -> AppliedState:
         return build(
@@ -277,6 +278,7 @@ class Row(NamedTuple):
             offload=self.offload,
             is_fp16=self.is_fp16,
             schedule=self.schedule,
+            sequence=self.sequence,
         )
 
     def __str__(self) -> str:
@@ -290,6 +292,7 @@ class Row(NamedTuple):
             + ["devices"] * self.on_devices
             + ["bf16"] * (self.wire == "bf16")
             + [self.schedule] * (self.cell.stage > 1)
+            + ["sequence"] * self.sequence
         )
         words = [*degrees, self.shards, f"offload-{self.offload}" if self.offload != "none" else ""]
         return "-".join(filter(None, [*words, *own]))
@@ -345,6 +348,7 @@ ROWS = [
     *[Row(TENSOR, shards) for shards in ("none", *KINDS)],
     *[Row(CONTEXT, shards) for shards in ("none", "optimizer", "gradients")],
     Row(BOTH, "gradients", wire="bf16"),
+    *[Row(BOTH, shards, sequence=True) for shards in ("none", "gradients")],
     *[Row(cell, "none", "optimizer") for cell in (TENSOR, CONTEXT, BOTH)],
     Row(TENSOR, "optimizer", "optimizer"),
     Row(TENSOR, "parameters", "optimizer", is_fp16=True),
@@ -359,6 +363,14 @@ ROWS = [
     *[Row(EXPERTS, shards) for shards in ("none", "optimizer", "gradients")],
     Row(EXPERTS, "gradients", wire="bf16"),
     Row(Cell(stage=2, expert=2), "gradients", schedule="interleaved"),
+    *(
+        pytest.param(row, marks=pytest.mark.long)
+        for row in (
+            Row(BOTH, "optimizer", sequence=True),
+            Row(BOTH, "none", "optimizer", sequence=True),
+            Row(Cell(stage=2, tensor=2, context=2), "optimizer", schedule="interleaved", sequence=True),
+        )
+    ),
 ]
 
 
@@ -368,11 +380,12 @@ def test_a_rank_is_lost_at_any_exchange_and_no_bit_changes(row: Row) -> None:
     cell = row.cell
     num, victim = 3 * cell.size, 3 * cell.size - 1
     [expected] = set(in_memory(of_one_cell, cell.size, row))
-    assert (expected == alone(cell)[-1]) == (row.wire == "exact")
+    whole_state = in_memory(of_one_cell, cell.size, Row(cell, sequence=True))[0] if row.sequence else alone(cell)[-1]
+    assert (expected == whole_state) == (row.wire == "exact")
     whole = Machine(num, on_devices=row.on_devices)
     assert {found[2] for found in whole.run(lambda who: lose_one(who, num, row)) if found} == {expected}
     total = whole.num_exchanges[victim]
-    for after in range(0, total, total // (2 if row.on_devices else 5)):
+    for after in range(0, total, total // (2 if row.on_devices or row.sequence else 5)):
         found = in_memory(lose_one, num, row, lose=(victim, after), on_devices=row.on_devices)
         seen = [one for one in found if one]
         assert len(seen) == num - cell.size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pyarrow as pa
 import torch
@@ -34,20 +36,21 @@ def collated(values: list[list[tuple[int, int]]], *, has_documents: bool) -> Bat
     return chosen.collate(pa.table(columns), np.arange(len(values)), 21, 10)
 
 
-@given(rows, counts, st.booleans())
+@given(rows, counts, st.booleans(), st.sampled_from([1, 2, 3, 8]))
 def test_a_part_has_its_tokens_of_a_batch_and_sees_what_they_see(
-    values: list[list[tuple[int, int]]], count: int, has_documents: bool
+    values: list[list[tuple[int, int]]], count: int, has_documents: bool, multiple: int
 ) -> None:
     """Whatever the width is; what is added to it, so that it can be divided, is seen by none and is no target."""
     batch = collated(values, has_documents=has_documents)
     num_rows, width = batch["tokens"].shape
-    padded = width + -width % (2 * count)
+    padded = width + -width % (count * math.lcm(2, multiple))
     documents = batch.get("documents", torch.zeros_like(batch["tokens"]))
     sees = causal_within(documents)[:, 0]
     order = torch.cat([tokens_of(padded, number, count) for number in range(count)])
     pairs = []
     for number in range(count):
-        mine, part = tokens_of(padded, number, count), part_of(batch, ContextPart(number, count, torch.Tensor.clone))
+        mine = tokens_of(padded, number, count)
+        part = part_of(batch, ContextPart(number, count, torch.Tensor.clone, multiple))
         real, keys = mine[mine < width], order < width
         is_real = mine < width
         assert part["tokens"][:, is_real].equal(batch["tokens"][:, real])

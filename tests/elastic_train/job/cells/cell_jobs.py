@@ -1,7 +1,7 @@
 """A small job on cells of a few ranks, step by step, in memory: what its tests share.
 
 Ranks that would compute some tokens of a lane each compute all of it here, and their sum is of as many leaves. Stages,
-and ranks with some of the experts, run a decoder as the training loop does.
+ranks with some of the experts, and those that share out tokens, run a decoder as the training loop does.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job import state as state_module
 from elastic_train.job.cells.cell_plan import CellPlan, cell_plan_of, dims_of
 from elastic_train.job.cells.cell_state import CellState
+from elastic_train.job.cells.context import Context
+from elastic_train.job.cells.cut_model import along_axis
 from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.cells.stage import stage_of
 from elastic_train.job.reseating import bring, leave_out_unfinished, reseat_columns, roll_forward
 from elastic_train.job.reseating.pending_step import settle_pending
 from elastic_train.job.reseating.placing import take_place
 from elastic_train.job.state import AppliedState, build_state
+from elastic_train.parallel.cells.context_links import Gathering
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
-from elastic_train.tasks.task import ParameterGroup, TensorPlan
+from elastic_train.tasks.task import ContextPart, ParameterGroup, TensorPlan
 from elastic_train.training.session import Session
 from elastic_train.training.step import run_lanes
 from tests.elastic_train.job.sharded.shard_jobs import (
@@ -59,6 +62,8 @@ WIDTHS = 602, 90
 """Of matrices that are cut by columns and by rows, with several grains in some."""
 SIZES = {"dim": 16, "depth": 4, "heads": 2, "tied": False, "experts": 4, "expert_hidden": 6, "dropout": 0.3}
 TASK = CausalLM(model=SIZES, balance_loss=0.1, router_z_loss=0.01)
+TOKEN_SIZES = {**SIZES, "experts": 0, "depth": 2}
+TOKENS_TASK = CausalLM(model=TOKEN_SIZES)
 EMPTY_LANE = 3
 Kind = Literal["1f1b", "gpipe", "interleaved"]
 
@@ -72,6 +77,8 @@ class Ranks(NamedTuple):
     """The ranks that hold this one's part."""
     owners: Group
     """The ranks that sum up what it sums up, but for experts."""
+    tokens: Group
+    """The ranks that compute the same rows with it."""
     mesh: Mesh
 
 
@@ -84,6 +91,7 @@ def build(
     offload: Offloads = "none",
     is_fp16: bool = False,
     schedule: Kind = "1f1b",
+    sequence: bool = False,
 ) -> AppliedState:
     """Return a state as a process begins with it; a newcomer has the same weights.
 
@@ -92,11 +100,19 @@ def build(
     torch.manual_seed(1)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
     degrees = {"tensor": cell.tensor, "context": cell.context, "pipeline": cell.stage, "expert": cell.expert}
-    how = {"shards": shards, "copies": copies, "wire": wire, "offload": offload, "schedule": schedule}
+    how = {
+        "shards": shards,
+        "copies": copies,
+        "wire": wire,
+        "offload": offload,
+        "schedule": schedule,
+        "sequence": sequence,
+    }
     parallel = ParallelConfig.model_validate({"bucket_mb": 0.1, **how, **degrees})
-    if runs_decoder(cell):
-        model: nn.Module = Decoder(DecoderShape(vocabulary=11, **SIZES)).train()  # type: ignore[arg-type]
-        plan, groups = cell_plan_of(TASK, model, parallel), list[ParameterGroup]()
+    if runs_decoder(cell) or sequence:
+        task, sizes = (TOKENS_TASK, TOKEN_SIZES) if sequence else (TASK, SIZES)
+        model: nn.Module = Decoder(DecoderShape(vocabulary=11, **sizes)).train()  # type: ignore[arg-type]
+        plan, groups = cell_plan_of(task, model, parallel), list[ParameterGroup]()
         assert plan is not None, "it has cells"
     else:
         model, groups = Net(WIDTHS).train(), [*GROUPS]
@@ -123,13 +139,16 @@ def meet(name: str, rank: int, size: int, shape: Cell = CELL) -> Ranks:
     cell = world.part(f"cell-{mesh.replica}", range(first, first + shape.size))
     column, across = world.part(f"column-{part}", mesh.by_part[part]), mesh.across("expert")
     owners = column if shape.expert == 1 else world.part(f"owners-{across[0]}", across)
-    return Ranks(world, cell, column, owners, mesh)
+    return Ranks(world, cell, column, owners, along_axis(cell, mesh, "context"), mesh)
 
 
 def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
     """Take the place and the seat that a world gives this rank; return how many shards are lost, if any."""
     shape = ranks.mesh.cell
-    plan = SimpleNamespace(first_weights=lambda: build("none", cell=shape).model.state_dict().items())
+    assert isinstance(state.shards, CellState)
+    sequence = bool(state.shards.cut.plan.sequence)
+    first = lambda: build("none", cell=shape, sequence=sequence).model.state_dict().items()  # noqa: E731
+    plan = SimpleNamespace(first_weights=first)
     take_place(plan, state, ranks.mesh, ranks.cell, ranks.column)  # type: ignore[arg-type]
     if isinstance(state.shards, SeatedCellState):
         brought = bring(ranks.world, state, state.shards, ("", str(who)), counts=True)
@@ -149,7 +168,7 @@ def compute(ranks: Ranks, state: AppliedState, schedule: Kind = "1f1b") -> Tenso
     """Compute the next step's gradient; return what this rank measures of it."""
     assigned = state.shards.assigned(ranks.mesh.num_replicas, NUM_LANES)
     lanes, gradients = assigned[ranks.mesh.owner], state.shards.sum_of(ranks.owners, NUM_LANES)
-    if not runs_decoder(ranks.mesh.cell):
+    if not isinstance(state.model, Decoder):
         return compute_lanes(state, lanes, gradients, ranks.world)
     run_lanes(_session_of(ranks, state, gradients, assigned, schedule), [_batch_of(state, lane) for lane in lanes])
     ranks.world.barrier()  # as the training loop gathers its tables here
@@ -163,17 +182,21 @@ def _session_of(
     """Return what the training loop needs of a session to run a decoder's lanes."""
     assert isinstance(state.shards, CellState)
     cut, mesh, config = state.shards.cut, ranks.mesh, SimpleNamespace(run=SimpleNamespace(seed=1))
-    stage = stage_of(TASK, state.model, cut.plan, schedule, mesh, ranks.cell, cut.experts)
+    task, context = TASK, None
+    if cut.plan.sequence:
+        part = ContextPart(ranks.tokens.rank, ranks.tokens.size, Gathering(ranks.tokens), mesh.cell.tensor)
+        task, context = TOKENS_TASK, Context(TOKENS_TASK, part, ranks.tokens, NUM_LANES)
+    stage = stage_of(task, state.model, cut.plan, schedule, mesh, ranks.cell, cut.experts)
     return SimpleNamespace(  # type: ignore[return-value]
-        plan=SimpleNamespace(config=config, task=TASK, autocast=contextlib.nullcontext),
+        plan=SimpleNamespace(config=config, task=task, autocast=contextlib.nullcontext),
         world=SimpleNamespace(mesh=mesh, cell=ranks.cell),
         state=state,
         gradients=gradients,
-        buffers=mock.Mock(lane=lambda lane, is_empty: contextlib.nullcontext(), digest=lambda: 0),
+        buffers=mock.Mock(has_changed=False, lane=lambda lane, is_empty: contextlib.nullcontext(), digest=lambda: 0),
         lanes=assigned[mesh.owner],
         assigned=assigned,
         stage=stage if mesh.cell.stage > 1 else None,
-        context=None,
+        context=context if mesh.cell.context > 1 else None,
         auditor=None,
         first=None,
         to_device=lambda tensors: tensors,

@@ -36,7 +36,7 @@ EXPERTS = {"experts": 4, "shared_hidden": 8}
 
 
 class Row(NamedTuple):
-    """What is set, of a job with cells of two ranks."""
+    """What is set, of a job with cells of two ranks or four."""
 
     parallel: dict[str, object]
     has_experts: bool = False
@@ -52,6 +52,7 @@ ROWS = [
     Row({"tensor": 2, "sequence": True}),
     Row({"expert": 2}, has_experts=True, is_like_one=True),
     Row({"context": 2}),
+    pytest.param(Row({"tensor": 2, "context": 2, "sequence": True}), marks=pytest.mark.long),
 ]
 
 
@@ -96,7 +97,7 @@ def train(plan: Plan, state: AppliedState, world: World) -> str:
     shards, mesh, context, compute = state.shards, world.mesh, None, plan.task.loss
     if plan.config.parallel.context > 1:
         assert isinstance(plan.task, Sequencing) and world.cell is not None, "it was checked"
-        context = context_of(plan.task, mesh, world.cell, plan.num_lanes)
+        context = context_of(plan.task, mesh, world.cell, plan.num_lanes, plan.config.parallel.token_multiple)
         compute = context.loss
     lanes = mesh.assigned(plan.num_lanes)[mesh.owner]
     total = shards.sum_of(world.owners, plan.num_lanes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -13,9 +14,12 @@ from torch import nn
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, WeightsDifferError
-from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cell_plan import cell_plan_of, cut_dims_of
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import context_of, lone_part
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.model_layout import store_in_memory_order
+from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
@@ -28,10 +32,11 @@ from tests.memory_world import group_of, in_memory
 pytestmark = pytest.mark.slow
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=8, kv_heads=4, hidden=12)
 TASK = CausalLM(model={"dim": 16, "heads": 8, "kv_heads": 4, "hidden": 12}, z_loss=0.1)
+LONG = [number * 7 % 11 for number in range(16)]
 ROWS = pa.table(
     {
-        "input_ids": lists([1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 1, 4], [], [2, 7, 1, 8, 2, 8]),
-        "document_ids": lists([0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0], [], [0, 0, 3, 3, 3, 3]),
+        "input_ids": lists([1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 1, 4], [], [2, 7, 1, 8, 2, 8], LONG),
+        "document_ids": lists([0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0], [], [0, 0, 3, 3, 3, 3], [0] * 7 + [1] * 9),
     }
 )
 
@@ -43,7 +48,7 @@ def batches() -> list[Batch]:
     return [plain.collate(ROWS, ids, 16, 11), packed.collate(ROWS, ids, 16, 11), plain.collate(ROWS[1:2], ids, 16, 11)]
 
 
-def run(model: Decoder, compute: Callable[[Batch], LaneLoss]) -> list[tuple[float, float]]:
+def run(model: nn.Module, compute: Callable[[Batch], LaneLoss]) -> list[tuple[float, float]]:
     """Run forward and backward of all batches; return losses and weights."""
     found = [compute(batch) for batch in batches()]
     for loss in found:
@@ -74,6 +79,48 @@ def of_rank(rank: int, size: int) -> None:
         torch.testing.assert_close(total, other.grad, rtol=0, atol=2e-6 * float(other.grad.abs().max()))
     assert sorted(context.leaf(lane) for lane in range(3)) == list(range(3 * rank, 3 * rank + 3))
     group.close()
+
+
+def of_tensor_rank(
+    rank: int, size: int, tensor: int, task: CausalLM = TASK, build: Callable[[], nn.Module] = make_model
+) -> None:
+    """Compute the batches as a rank of one cell that shares out tokens between its tensor ranks, and as one of one that
+    does not; rows of 8 and 16 tokens."""
+    context, whole = size // tensor, build()
+    expected = run(whole, lambda batch: task.loss(whole, batch))
+    store_in_memory_order(whole, cut_dims_of(task, whole))
+    found: dict[bool, tuple[list[tuple[float, float]], dict[str, torch.Tensor]]] = {}
+    for sequence in (False, True):
+        model, parallel = build(), ParallelConfig(tensor=tensor, context=context, sequence=sequence)
+        plan, mesh = cell_plan_of(task, model, parallel), Mesh(rank, size, parallel.cell)
+        assert plan is not None
+        group, cut = group_of(f"world-{sequence}", rank, size), CutModel(model, plan, parallel.cell, CellLinks())
+        cut.bind(mesh, group)
+        cut.take_place(rank)
+        part = context_of(task, mesh, group, 3, parallel.token_multiple)
+        losses = run(model, partial(part.loss, model))
+        found[sequence] = losses, {n: one.grad for n, one in model.named_parameters() if one.grad is not None}
+        added = part.add_up(dict(enumerate(losses)))
+        for lane, (loss, weight) in enumerate(expected):
+            assert added[lane] == (pytest.approx(loss, rel=1e-6), weight)
+        for name, one in whole.named_parameters():
+            total, grad = part.peers.all_gather(found[sequence][1][name]).sum(0), one.grad
+            assert grad is not None
+            mine = cut.cuts[name].part_of(grad, rank) if name in cut.cuts else grad
+            torch.testing.assert_close(total, mine, rtol=0, atol=2e-6 * float(grad.abs().max()))
+        group.close()
+    (without, gradients), (losses, others) = found[False], found[True]
+    if 16 % (tensor * context) == 0:  # else there is more padding, with which kernels may round otherwise
+        assert losses == without
+        differing = {name for name in gradients if not torch.equal(gradients[name], others[name])}
+        uses = {plan.sequence.get(name.rpartition(".")[0]) for name in differing}
+        assert uses == {"tokens"}, "parts of norms' gradients are added"
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(2, 2), (4, 2), (4, 3)])
+def test_parts_are_shared_out_between_tensor_ranks(tensor: int, context: int) -> None:
+    """With the bits of those that do not share them out, but for norms, where rows need no more padding for it."""
+    in_memory(of_tensor_rank, tensor * context, tensor)
 
 
 @pytest.mark.parametrize("size", [2, 3])

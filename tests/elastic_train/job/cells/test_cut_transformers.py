@@ -19,6 +19,7 @@ from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.sequence_classifier import SequenceClassifier
 from tests.conftest import standby_with
+from tests.elastic_train.job.cells.test_context import of_tensor_rank
 from tests.elastic_train.job.cells.test_cut_model import compare, run_once
 from tests.elastic_train.job.cells.test_sequence import compare_tokens
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS
@@ -95,6 +96,13 @@ def of_rank_with_some_tokens(rank: int, size: int) -> None:
         share = (0.8 if size == 2 else 0.6) if kind == "llama" else 1.0  # others have wide heads beside the rest
         compare_tokens(partial(with_dropout, kind), task, group, share=share, tolerance=1e-4)
     group.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_parts_of_rows_are_shared_out_between_ranks_of_models_of_transformers(kind: str) -> None:
+    standby_with("tests.preload_transformers")
+    task = CausalLM(hf={"config": {"model_type": kind, **SIZES}}, max_tokens=16)
+    in_memory(of_tensor_rank, 4, 2, task, lambda: model_of_transformers(kind).float())
 
 
 @pytest.mark.parametrize("size", [2, 4])

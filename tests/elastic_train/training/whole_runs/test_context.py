@@ -24,6 +24,7 @@ from tests.rounding import assert_same_but_for_rounding, num_terms
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("context")]  # one run to compare with
 CONTEXT = ["--parallel.context", "2"]
 STAGES, TENSOR = ["--parallel.pipeline", "2"], ["--parallel.tensor", "2"]
+SEQUENCE = ["--parallel.sequence", "true"]
 STAGED = {"depth": 4, "tied": False}
 """A model that can be run in two stages with two chunks each."""
 UNTIED_TERMS = num_terms(DecoderShape(**{**MODEL, "tied": False, "dropout": 0.0}), num_tokens=16, num_rows=24)  # type: ignore[arg-type]
@@ -121,12 +122,16 @@ def test_shares_of_a_part_are_with_all_ranks_that_hold_it(tmp_path: Path, few_ro
 
 
 def test_heads_and_rows_are_shared_out_at_once(tmp_path: Path, few_rows: Path) -> None:
-    """One hash on one cell, on two, and in stages; near to that of ranks with all heads, by rounding."""
+    """One hash on one cell, on two, and in stages; near to that of ranks with all heads, by rounding.
+
+    So are ranks that share out the tokens of parts."""
     cells = {
         "one": (4, TENSOR),
         "two": (8, [*TENSOR, "--parallel.recompute", "units", *ONCE]),
         "staged": (8, [*TENSOR, *STAGES]),
         "fast": (8, [*TENSOR, "--reduction", "fast"]),
+        "sequence": (4, [*TENSOR, *SEQUENCE]),
+        "two of sequence": (8, [*TENSOR, *SEQUENCE, *GRADIENTS, "--run.audit_lanes", "1"]),
         "all heads": (2, []),
     }
     for name, (num_ranks, how) in cells.items():
@@ -138,7 +143,8 @@ def test_heads_and_rows_are_shared_out_at_once(tmp_path: Path, few_rows: Path) -
     one, all_heads = tmp_path / "one", tmp_path / "all heads"
     mine, whole = newest_weights(one), newest_weights(all_heads)
     assert result(one)["weights_sha256"] != result(all_heads)["weights_sha256"]
-    for other in (all_heads, tmp_path / "fast"):
+    assert_same_bits(tmp_path / "two of sequence", tmp_path / "sequence")
+    for other in (all_heads, tmp_path / "fast", tmp_path / "sequence"):
         assert_same_but_for_rounding(losses(one), losses(other), UNTIED_TERMS)
     for name, tensor in whole.items():
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=2e-5)
