@@ -43,14 +43,6 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(("pipeline", "interleaved", "context", "expert"), ("offload: all",), "that needs shards: parameters"),
-    Rule(
-        ("pipeline", "interleaved"),
-        ("shards: parameters",),
-        "a stage has several lanes under way, each of which would gather its weights",
-    ),
-    Rule(("context",), ("shards: parameters",), "a unit is gathered once for each cell"),
-    Rule(("expert",), ("shards: parameters",), "experts get tokens of lanes of others"),
     Rule(("expert",), ("context",), "a router weighs whole rows"),
     Rule(
         ("reduction: fast",),

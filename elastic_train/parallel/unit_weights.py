@@ -7,6 +7,7 @@ way while the next one computes, and nobody waits for something that another ran
 out is exchanged all the same. A rank that has no lane in a turn only sends.
 
 The last block's weights stay from the forward to the backward pass; the rest's stay from the first turn to the last.
+Where passes of several lanes are under way at once there are no blocks: all is the rest, gathered once for a step.
 A block that is asked to run twice in a forward pass, or before one that has its place ahead of it, has none in this
 order: that is a ConfigError.
 """
@@ -95,6 +96,8 @@ class UnitWeights:
         """Leave the model alone from now on; return whether what is on its way may still reach the flat vectors."""
         for hook in self._hooks:
             hook.remove()
+        if not self._is_dirty:
+            self.end_pass()
         if self._memory is not None:
             self._memory.settle("in")
         return self._is_dirty
@@ -104,6 +107,12 @@ class UnitWeights:
         if self._has_rest:
             self._has_rest = False
             self._release(REST)
+
+    def gather(self) -> None:
+        """Make whole, on all ranks of the group at once, what stays from turn to turn."""
+        self.end_pass()
+        with self.turn([self._group.rank, *self._others], has_backward=False):
+            pass
 
     @contextlib.contextmanager
     def turn(self, receivers: Collection[int], *, has_backward: bool) -> Iterator[None]:

@@ -1,8 +1,8 @@
-"""The applied state of a tensor rank whose weights are in shares, too: a block's part is gathered when it is used.
+"""The applied state of a rank of a cell whose weights are in shares, too: its part is gathered when it is used.
 
-The ranks of a column gather a block's part of the weights among themselves; what the tensor ranks of a cell exchange in
-the block comes between, in the same order on all of them. Where whole tensors are asked for, the first cell has them
-for a while.
+The ranks of a column gather a block's part of the weights among themselves; what the ranks of a cell exchange in the
+block comes between, in the same order on all of them. Stages, and ranks with experts, gather all of their part for a
+step (`keeps_whole`). Where whole tensors are asked for, the first cell has them for a while.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GatheredCellState(SeatedCellState):
 
     def enter(self, mesh: Mesh, cell: Group, holders: Group, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         SeatedCellState.enter(self, mesh, cell, holders, weights)
-        if self._order is not None:
+        if self._order is not None and not self.keeps_whole:
             self._gathered.take_order(self._order)
 
     @property
@@ -53,10 +53,11 @@ class GatheredCellState(SeatedCellState):
         return known if self._share is None else {name: known[name] for name in self._share.weights() if name in known}
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
-        return self.share.turns(self.column, items)
+        return self.share.turns(self.column, CellState.turns(self, group, items))
 
     def computing(self, replicas: Collection[int]) -> contextlib.AbstractContextManager[None]:
-        return self.share.computing(replicas)
+        context = self.cell.context
+        return self.share.computing([replica * context + at for replica in replicas for at in range(context)])
 
     def check_copies(self, group: Group, step: int) -> None:
         """Raise WeightsDifferError, on every rank, if two holders of a grain have different weights."""
@@ -69,11 +70,11 @@ class GatheredCellState(SeatedCellState):
             raise WeightsDifferError(found[0])
 
     def digest(self, group: Group) -> str:
-        with self._gathered.showing_whole(self.column):
+        with self._gathered.showing_whole(self.column, self.cell.context):
             found = CellState.digest(self, group) if self._mesh.replica == 0 else ""
         return str(group.broadcast_object(found, 0))
 
     def make_whole(self, group: Group) -> None:
-        self.share.make_whole(self.column)
+        self._gathered.make_whole(self.column, self.cell.context)
         if self._mesh.replica == 0:
             self.cut.become_whole()

@@ -45,6 +45,7 @@ from elastic_train.parallel.cells.expert_sum import ExpertSum, lanes_by_cell
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
+from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.holdings import Column, column_of
 from elastic_train.shards.norm import squares_of_holders
 from elastic_train.shards.owners import owned_of
@@ -126,23 +127,30 @@ class SeatedCellState(CellState):
 
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         self._close_sums()
-        degree = self.cell.context
-        if self.cut.plan.num_chunks == degree == 1 and not self.cut.experts:
+        degree, kept = self.cell.context, self.keeps_whole and self.share.is_shared_out
+        if self.cut.plan.num_chunks == degree == 1 and not self.cut.experts and not kept:
             return self.share.sum_of(replicas, num_lanes, kind)
         assert kind == "canonical", "copies have to have the same bits"
         self.share.begin_sums()
+        weights = self.share.gathering(self.column, by_unit=not kept)
         if self.cut.experts:
-            self._sum = self._expert_sum(replicas, num_lanes)
+            self._sum = self._expert_sum(replicas, num_lanes, weights)
             return self._sum
         turns, placed = Turns(self.column), self.share.flat.placed()
         chunks = [{id(one) for one in parameters} for parameters in self.cut.by_chunk()]
         numbers = [{one.flat for one in placed if id(one.parameter) in chunk} for chunk in chunks]
         leaves = leaves_of(self.assigned(self._mesh.num_replicas, num_lanes), degree)
-        sums = [self.share.sum_of_flats(self.column, leaves, some, turns) for some in numbers]
-        self._sum = ChunkSum([ContextSum(one, self.column.rank % degree, num_lanes) for one in sums], turns)
+        by_turn, by_step = (None, weights) if kept else (weights, None)
+        sums = [self.share.sum_of_flats(self.column, leaves, some, turns, weights=by_turn) for some in numbers]
+        self._sum = ChunkSum([ContextSum(one, self.column.rank % degree, num_lanes) for one in sums], turns, by_step)
         return self._sum
 
-    def _expert_sum(self, replicas: Group, num_lanes: int) -> GradientSum:
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether weights that are gathered stay for a step: several lanes are under way, or others' need experts."""
+        return self.cell.stage * self.cell.expert > 1
+
+    def _expert_sum(self, replicas: Group, num_lanes: int, weights: UnitWeights | None) -> GradientSum:
         """Return the sum of what all owners of lanes have over these, and of experts over the column."""
         lanes, turns = self.assigned(self._mesh.num_replicas, num_lanes), Turns(replicas)
         placed, by_cell = self.share.flat.placed(), lanes_by_cell(lanes, self.cell.expert)
@@ -160,7 +168,7 @@ class SeatedCellState(CellState):
                 self.column, by_cell, of_experts, per_turn=self.cell.expert, is_beside=False
             )
             sums.append(ExpertSum(total, parts, experts, by_cell[self.column.rank], links, is_staged=is_staged))
-        return ChunkSum(sums, turns)
+        return ChunkSum(sums, turns, weights)
 
     def _close_sums(self) -> None:
         """Leave the model's parameters alone from now on."""

@@ -62,9 +62,9 @@ class DealtState(HeldState):
         *,
         per_turn: int = 1,
         is_beside: bool = True,
+        weights: UnitWeights | None = None,
     ) -> GradientSum:
         units = [[flat for flat in unit if flat.number in numbers] for unit in self.flat.units()]
-        weights = self.gathering(replicas)
         total = DealtSum(
             [unit for unit in units if unit or weights is not None],
             self._homes,
@@ -78,7 +78,3 @@ class DealtState(HeldState):
         )
         self._dealt = (*self._dealt, total)
         return total
-
-    def gathering(self, replicas: Group) -> UnitWeights | None:
-        """Return what gathers weights in a world; None if they are whole."""
-        return None

@@ -93,6 +93,10 @@ class FlatModel:
         ]
         return blocks[:-1], blocks[-1]
 
+    def everything(self) -> UnitFlats:
+        """Return all blocks and the rest as what is gathered together."""
+        return UnitFlats("", {number: vector for number, vector in enumerate(self.weights) if vector.numel()})
+
     def allocate(self) -> None:
         """Make room for whole weights after `renew`."""
         for vector in self.weights:

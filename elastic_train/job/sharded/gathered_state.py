@@ -40,7 +40,7 @@ T = TypeVar("T")
 class GatheredState(DealtState):
     """Weights are whole before the first seat only."""
 
-    _is_whole, _shows_averages = True, False
+    _is_whole, _shows_averages, _by_unit = True, False, True
     _units: UnitWeights | None = None
     _order: list[str] | None = None
 
@@ -115,12 +115,13 @@ class GatheredState(DealtState):
             self.flat.renew()
         self._units = None
 
-    def gathering(self, replicas: Group) -> UnitWeights | None:
-        seating, held = self.seated, {one.run: one for one in self.runs}
+    def gathering(self, replicas: Group, *, by_unit: bool = True) -> UnitWeights | None:
+        self._by_unit, seating, held = by_unit, self.seated, {one.run: one for one in self.runs}
+        units = self.flat.blocks() if by_unit else ([], self.flat.everything())
         ranks = (seating.rank, *seating.neighbours())
         shares = {rank: by_flat(seating.runs_at(rank, seating.holdings[rank])) for rank in ranks}
         memory = None if self.offload is None else self.offload.memory
-        self._units = UnitWeights(*self.flat.blocks(), replicas, shares, lambda run: self._shown_of(held[run]), memory)
+        self._units = UnitWeights(*units, replicas, shares, lambda run: self._shown_of(held[run]), memory)
         return self._units
 
     def _shown_of(self, one: HeldRun) -> Tensor:
@@ -140,7 +141,10 @@ class GatheredState(DealtState):
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
         assert self._units is not None, "there is a world"
-        return self._units.turns(items, group)
+        if self._by_unit:
+            return self._units.turns(items, group)
+        self._units.gather()  # until the next step
+        return items
 
     @contextlib.contextmanager
     def computing(self, replicas: Collection[int]) -> Iterator[None]:
@@ -164,27 +168,32 @@ class GatheredState(DealtState):
         check_copies(group, self.seated, self._grain_at, self._saved, step)
 
     @contextlib.contextmanager
-    def showing_whole(self, group: Group) -> Iterator[None]:
-        """Let the first rank of a group have whole weights within the context, in memory of their own."""
-        numels = [flat.numel for flat in self.layout.flats] if group.rank == 0 else []
+    def showing_whole(self, group: Group, num_ranks: int = 1) -> Iterator[None]:
+        """Let the first ranks of a group have whole weights within the context, in memory of their own."""
+        numels = [flat.numel for flat in self.layout.flats] if group.rank < num_ranks else []
         vectors = {number: self.flat.zeros(number, numel) for number, numel in enumerate(numels)}
         gather_whole(
             group,
             self.seated,
-            lambda run: self.flat.brought(self._weights_at(run)),
+            self._given_at,
             lambda run: vectors[run.flat][run.lo : run.hi],
+            num_ranks,
         )
         with self.flat.showing(vectors):
             yield
 
-    def make_whole(self, group: Group) -> None:
-        if group.rank == 0:
+    def make_whole(self, group: Group, num_ranks: int = 1) -> None:
+        if group.rank < num_ranks:
             self.flat.allocate()
-        gather_whole(group, self.seated, lambda run: self.flat.brought(self._weights_at(run)), self.flat.weights_at)
+        gather_whole(group, self.seated, self._given_at, self.flat.weights_at, num_ranks)
 
     def held_weights(self) -> State:
         whole = super().held_weights()
         return {**whole, **{name: pieces.weights for name, pieces in self.pieces().items() if name in whole}}
+
+    def _given_at(self, run: Run) -> Tensor:
+        """Return the weights of a run as peers are given them."""
+        return self.flat.brought(self._weights_at(run))
 
     def _weights_at(self, run: Run) -> Tensor:
         return run_around(self.runs, run).cut(run).weights

@@ -53,6 +53,7 @@ from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.parallel.owned_sum import OwnedSum, Shares
+from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.grain_tables import Lengths
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.grains import Tensor as Place
@@ -256,7 +257,12 @@ class HeldState:
         """Return the sum that leaves the mean gradient where it is held."""
         self.begin_sums()
         lanes = self.assigned(replicas.size, num_lanes)
-        return self.sum_of_flats(replicas, lanes, range(len(self.layout.flats)))
+        weights = self.gathering(replicas)
+        return self.sum_of_flats(replicas, lanes, range(len(self.layout.flats)), weights=weights)
+
+    def gathering(self, replicas: Group, *, by_unit: bool = True) -> UnitWeights | None:
+        """Return what gathers weights, unit by unit for a pass, or all for a step; None if they are whole."""
+        return None
 
     def begin_sums(self) -> None:
         """Make gradients ready for the sums of a new world."""
@@ -272,12 +278,13 @@ class HeldState:
         *,
         per_turn: int = 1,
         is_beside: bool = True,
+        weights: UnitWeights | None = None,
     ) -> GradientSum:
         """Return the sum of some flat vectors, by number, once `begin_sums` was called; see `TreeSum` for `turns`.
 
         `lanes` are the leaves of each rank of `replicas`, which computes `per_turn` at a time, and `seating` has what
         each of them holds, if they are not the ranks of this seating. Unless `is_beside` nothing is exchanged while
-        leaves are computed.
+        leaves are computed. `weights` are those that are gathered for each of its turns.
         """
         seated = self.seated if seating is None else seating
         shares = Shares(seated.owned_runs(), seated.given_runs(), seated.taken_runs())

@@ -85,12 +85,20 @@ def check_copies(group: Group, seating: Seating, grain_at: GrainAt, names: Colle
         known[grains] = row
 
 
-def gather_whole(group: Group, seating: Seating, held: Callable[[Run], Tensor], whole: Callable[[Run], Tensor]) -> None:
-    """Fill the whole weights on rank 0, which must have memory for them, from one holder of each grain."""
+def gather_whole(
+    group: Group,
+    seating: Seating,
+    held: Callable[[Run], Tensor],
+    whole: Callable[[Run], Tensor],
+    num_ranks: int = 1,
+) -> None:
+    """Fill the whole weights on the first ranks, which must have memory for them, from one holder of each grain."""
     runs = [seating.runs_at(rank, grains) for rank, grains in enumerate(seating.all_owned())]
-    if group.rank:
-        group.exchange([(0, held(run)) for run in runs[group.rank]], [])
-        return
-    for run in runs[0]:
+    mine, is_first = runs[group.rank], group.rank < num_ranks
+    for run in mine if is_first else ():
         whole(run).copy_(held(run))
-    group.exchange([], [(rank, whole(run)) for rank in range(1, group.size) for run in runs[rank]])
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    group.exchange(
+        [(to, held(run)) for to in others if to < num_ranks for run in mine],
+        [(giver, whole(run)) for giver in others for run in runs[giver]] if is_first else [],
+    )

@@ -24,16 +24,22 @@ from elastic_train.parallel.gradient_sum import (
     place_gradients,
 )
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.unit_weights import UnitWeights
 
 
 class ChunkSum:
     """Sums gradients by chunk; see `GradientSum`."""
 
-    def __init__(self, chunks: Sequence[GradientSum], turns: Turns) -> None:
-        """`chunks` are the sums of each; what they exchange beside the backward passes is in `turns`."""
-        self.chunks, self._turns = chunks, turns
+    def __init__(self, chunks: Sequence[GradientSum], turns: Turns, weights: UnitWeights | None = None) -> None:
+        """`chunks` are the sums of each; what they exchange beside the backward passes is in `turns`.
+
+        With `weights` those of all chunks are whole from the beginning of a step to its end.
+        """
+        self.chunks, self._turns, self._weights = chunks, turns, weights
 
     def begin(self, lanes: Lanes) -> None:
+        if self._weights is not None:
+            self._weights.gather()
         for one in self.chunks:
             one.begin(lanes)
 
@@ -49,6 +55,8 @@ class ChunkSum:
             one.serve()
 
     def finish(self, divisor: float) -> None:
+        if self._weights is not None:
+            self._weights.end_pass()
         for one in reversed(self.chunks):
             one.finish(divisor)
 

@@ -63,6 +63,11 @@ class Layout:
         return self.tensor * self.pipeline * self.expert * self.context
 
     @property
+    def gathers_for_steps(self) -> bool:
+        """Whether weights in shares are gathered once for a step, not unit by unit for a pass."""
+        return self.shards == "parameters" and self.pipeline * self.expert > 1
+
+    @property
     def features(self) -> frozenset[Feature]:
         """The features that a configuration of this layout sets."""
         own: Mapping[Feature, bool] = {

@@ -133,7 +133,9 @@ def _weights(model: ModelFacts, layout: Layout, seated: Seated, elements: float)
 
 
 def _in_use(model: ModelFacts, layout: Layout, elements: float) -> float:
-    """Return the bytes of whole weights at a time: the rest of the model and two blocks."""
+    """Return the bytes of whole weights at a time: the rest of the model and two blocks, or all."""
+    if layout.gathers_for_steps:
+        return model.sizes.weight * elements
     blocks = min(2, len(model.blocks)) * model.largest_block / layout.tensor
     return model.sizes.weight * min(elements, model.rest.elements * rest_share(layout) + blocks)
 
@@ -145,7 +147,9 @@ def _gradients(model: ModelFacts, layout: Layout, seated: Seated, trained: float
 
 
 def _leaves(model: ModelFacts, layout: Layout, trained: float) -> float:
-    """Return the elements of the leaves that are there at once: two units', the largest ones."""
+    """Return the elements of the leaves that are there at once: two units', the largest ones; all with experts."""
+    if layout.expert > 1:
+        return trained
     parts = [unit.trained / layout.tensor for unit in model.blocks] + [model.rest.trained * rest_share(layout)]
     return min(trained, sum(sorted(parts)[-2:]))
 

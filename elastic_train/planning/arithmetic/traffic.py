@@ -78,6 +78,9 @@ def _dealt(model: ModelFacts, layout: Layout, seated: Seated, trained: float) ->
     ]  # fmt: skip
     if layout.shards == "gradients":
         return [*found, Exchange("weights", model.sizes.weight * trained * others, 1, ranks=group)]
+    if layout.gathers_for_steps:
+        whole = model.sizes.weight * place_elements(model, layout, trained=False) * others
+        return [*found, Exchange("weights", whole, 1, ranks=group)]
     rest = model.rest.elements * rest_share(layout)
     blocks = place_elements(model, layout, trained=False) - rest
     last = model.largest_block / layout.tensor

@@ -146,6 +146,8 @@ def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -
     if keys.recompute == "none":
         found.append("parallel.recompute: units")
     more = {"none": "optimizer", "optimizer": "gradients", "gradients": "parameters"}.get(keys.shards)
+    if keys.pipeline * keys.expert > 1 and more == "parameters":
+        more = None  # all are gathered for a step
     if more is not None and num_ranks // keys.cell.num_parts > keys.copies and _works(config, f"shards: {more}"):
         found.append(f"parallel.shards: {more}")
     if is_on_gpu and not keys.has_offload and _works(config, "offload: optimizer"):

@@ -31,6 +31,7 @@ from tests.elastic_train.job.cells.cell_jobs import (
     enter,
     fingerprint,
     meet,
+    shards_of,
     train,
 )
 from tests.elastic_train.job.faults import Fault, step_with
@@ -304,6 +305,9 @@ def of_one_cell(who: int, num: int, row: Row) -> str:
     state, ranks = row.build(), meet("world", who, num, row.cell)
     enter(ranks, state, who, 1)
     train(ranks, state, STEPS, 1, row.schedule)
+    if row.shards == "parameters":
+        kept = [vector.untyped_storage().nbytes() for vector in shards_of(state).share.flat.weights]
+        assert not any(kept), "what was gathered was let go of"
     return fingerprint(ranks, state)
 
 
@@ -344,6 +348,7 @@ def lose_one(who: int, num: int, row: Row) -> tuple[int, int, str] | None:
 
 TENSOR, CONTEXT, BOTH = Cell(tensor=2), Cell(context=2), Cell(tensor=2, context=2)
 STAGES, EXPERTS = Cell(stage=2), Cell(expert=2)
+WIRES: Sequence[Wire] = ("exact", "bf16")
 ROWS = [
     *[Row(TENSOR, shards) for shards in ("none", *KINDS)],
     *[Row(CONTEXT, shards) for shards in ("none", "optimizer", "gradients")],
@@ -358,10 +363,10 @@ ROWS = [
     *[Row(TENSOR, shards, on_devices=True) for shards in ("none", *KINDS)],
     *[Row(CONTEXT, shards, on_devices=True) for shards in ("none", "optimizer")],
     Row(TENSOR, "parameters", "all", on_devices=True),
-    *[Row(STAGES, shards, schedule="interleaved") for shards in ("optimizer", "gradients")],
-    Row(STAGES, "gradients", schedule="interleaved", wire="bf16"),
-    *[Row(EXPERTS, shards) for shards in ("none", "optimizer", "gradients")],
-    Row(EXPERTS, "gradients", wire="bf16"),
+    *[Row(STAGES, "gradients", schedule="interleaved", wire=wire) for wire in WIRES],
+    *[Row(EXPERTS, "gradients", wire=wire) for wire in WIRES],
+    *[Row(cell, "parameters", "all") for cell in (CONTEXT, STAGES, EXPERTS)],
+    Row(Cell(stage=2, expert=2), "parameters", "all", schedule="interleaved"),
     Row(Cell(stage=2, expert=2), "gradients", schedule="interleaved"),
     *(
         pytest.param(row, marks=pytest.mark.long)

@@ -30,12 +30,12 @@ _FIRST: WeakKeyDictionary[GatheredState, dict[Run, Tensor]] = WeakKeyDictionary(
 _LAST: WeakKeyDictionary[GatheredState, dict[tuple[str, Span], Tensor]] = WeakKeyDictionary()
 
 
-def gather_from_first_memory(self: GatheredState, replicas: Group) -> UnitWeights | None:
+def gather_from_first_memory(self: GatheredState, replicas: Group, *, by_unit: bool = True) -> UnitWeights | None:
     """Give peers a share from where it first was, also after it has gone and come back."""
     known = _FIRST.setdefault(self, {})
     for one in self.runs:
         known.setdefault(one.run, one.weights)
-    units = _GATHERING(self, replicas)
+    units = _GATHERING(self, replicas, by_unit=by_unit)
     if units is not None:
         units._held = known.__getitem__
     return units

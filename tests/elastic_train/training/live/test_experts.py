@@ -45,8 +45,8 @@ def test_ranks_of_stages_with_experts_that_die_cost_no_applied_step(
 @pytest.mark.parametrize(
     ("how", "places"),
     [
-        ({"shards": "gradients"}, ["backward", "exchange"]),
-        pytest.param({"shards": "optimizer"}, ["exchange"], marks=pytest.mark.long),
+        ({"shards": "parameters"}, ["backward", "exchange"]),
+        pytest.param({"shards": "gradients"}, ["exchange"], marks=pytest.mark.long),
         ({"offload": "optimizer"}, ["backward 7", "apply 3"]),
         pytest.param({"shards": "optimizer"}, ["backward", "apply", "applied"], marks=pytest.mark.long),
     ],

@@ -13,8 +13,9 @@ from tests.elastic_train.training.jobs import average_of, config, losses, result
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, MODEL, TERMS, newest_weights
 from tests.elastic_train.training.whole_runs.test_cells_in_shards import (
     GRADIENTS,
-    GRADIENTS_ONCE,
     ONCE,
+    PARAMETERS,
+    PARAMETERS_ONCE,
     SHARDS,
     assert_stock_reader_finds_all,
     bytes_of,
@@ -86,6 +87,7 @@ def one_stage(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
         (4, [*STAGES, "--parallel.schedule", "interleaved", "--parallel.bucket_mb", "0.001"]),
         (8, [*STAGES, "--parallel.schedule", "gpipe"]),
         (4, [*STAGES, *ONCE, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
+        (4, [*PARAMETERS_ONCE, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (8, [*STAGES, *GRADIENTS, "--parallel.schedule", "interleaved", "--run.audit_lanes", "1"]),
     ],
 )
@@ -111,10 +113,15 @@ def test_shares_of_a_part_are_with_all_ranks_that_hold_it(tmp_path: Path, few_ro
     """Commits go from whole state to shares, over cells and stages, and back, with the same bits."""
     run = write(tmp_path, few_rows, **STAGED)
     chunks = [*STAGES, "--parallel.schedule", "interleaved"]
-    for until, num_ranks, how in [(1, 2, GRADIENTS), (2, 4, [*chunks, *ONCE]), (3, 2, []), (4, 6, GRADIENTS_ONCE)]:
+    for until, num_ranks, how in [
+        (1, 2, GRADIENTS),
+        (2, 4, [*chunks, *PARAMETERS]),
+        (3, 2, []),
+        (4, 6, PARAMETERS_ONCE),
+    ]:
         done = succeed(start([run, *CONTEXT, *how, "--max_steps", str(until)], num_ranks=num_ranks))
         assert_stock_reader_finds_all(tmp_path)
-    assert "3 cells of 2 ranks, over which the optimizer's state is held once" in done.output
+    assert "3 cells of 2 ranks, over which the state is held once" in done.output
     whole, shared = sum(bytes_of(one_stage, "optimizer").values()) / 2, bytes_of(tmp_path, "optimizer")
     assert len(shared) == 6 and max(shared.values()) < 0.3 * whole and sum(shared.values()) < 1.1 * whole
     succeed(start([run, *CONTEXT, *SHARDS, "--parallel.bucket_mb", "0.001"], num_ranks=4))

@@ -53,6 +53,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
         (2, 4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (4, 4, ["--parallel.bucket_mb", "null"]),
         pytest.param(2, 4, SHARED, marks=LONG),
+        (2, 4, ["--parallel.shards", "parameters", "--parallel.offload", "all", "--run.audit_lanes", "1"]),
         (2, 6, ["--parallel.shards", "gradients", "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         (2, 4, ["--parallel.offload", "optimizer"]),
         (2, 4, ["--parallel.shards", "optimizer", "--parallel.offload", "optimizer", "--parallel.copies", "1"]),
@@ -96,6 +97,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
         (8, [*STAGES, *EXPERTS_IN_CHUNKS, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         pytest.param(8, [*STAGES, *EXPERTS_IN_CHUNKS], marks=LONG),
         (8, [*STAGES, *EXPERTS_IN_CHUNKS, "--parallel.shards", "gradients", "--parallel.copies", "1"]),
+        (8, [*STAGES, "--parallel.expert", "2", "--parallel.shards", "parameters", "--parallel.copies", "1"]),
         pytest.param(
             8,
             [*STAGES, "--parallel.expert", "2", "--parallel.recompute", "units", "--run.audit_lanes", "1"],
