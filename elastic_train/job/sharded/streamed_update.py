@@ -9,7 +9,6 @@ come in beside the forward and backward passes before it, since nothing changes 
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,10 +150,10 @@ class StreamedUpdate:
         return list(views.values())
 
     def _apply(self, block: Sequence[_Part], views: Sequence[dict[str, tuple[Tensor, Tensor]]]) -> None:
-        """Let the optimizer update parts as if they were all that it has."""
+        """Let the optimizer update parts as if they were all that it has; an optimizer within it may have its state."""
         optimizer, groups = self._optimizer, self._optimizer.param_groups
-        kept, state = [group["params"] for group in groups], optimizer.state
-        optimizer.state = defaultdict(dict)
+        kept, state = [group["params"] for group in groups], dict(optimizer.state)
+        optimizer.state.clear()
         for group in groups:
             group["params"] = []
         try:
@@ -165,7 +164,8 @@ class StreamedUpdate:
             self._update()
             counts = [optimizer.state[one].get(_STEP) for one in updated]
         finally:
-            optimizer.state = state
+            optimizer.state.clear()
+            optimizer.state.update(state)
             for group, parameters in zip(groups, kept, strict=True):
                 group["params"] = parameters
         for part, count in zip(block, counts, strict=True):

@@ -67,6 +67,8 @@ class CpuMemory:
     room_bytes = ROOM_BYTES
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if not numel:
+            return torch.empty(0, dtype=dtype)
         return torch.from_numpy(np.zeros(numel * dtype.itemsize, dtype=np.uint8)).view(dtype)
 
     def room(self, num_bytes: int) -> Tensor:
@@ -158,9 +160,9 @@ def pinned(num_bytes: int, device: torch.device) -> Tensor:
     other thread's kernels are launched. 12 GB take 1 s so, 4 s without, and 11 s as torch's own pinned memory, which
     also comes in powers of two.
     """
-    memory = np.empty(num_bytes, dtype=np.uint8)
     if num_bytes == 0:
-        return torch.from_numpy(memory)
+        return torch.empty(0, dtype=torch.uint8)  # NumPy's has a stride of 0, and is no memory of another type
+    memory = np.empty(num_bytes, dtype=np.uint8)
     share = max(_LEAST_SHARE, -(-num_bytes // min(_MOST_THREADS, len(os.sched_getaffinity(0)))))
     with ThreadPoolExecutor() as threads:
         for _ in threads.map(lambda lo: memory[lo : lo + share].fill(0), range(0, num_bytes, share)):

@@ -18,11 +18,13 @@ from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import leaves_of
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
+from elastic_train.job.optimizers.optimizer_memory import OWN
 from elastic_train.job.reseating import take_first_seats
 from elastic_train.job.sharded.held_tree import HeldRun
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.devices.device import Device
+from elastic_train.parallel.devices.host_memory import CpuMemory, pinned
 from elastic_train.parallel.group import Group
 from elastic_train.shards.holdings import Run
 from tests.conftest import run_ranks
@@ -212,8 +214,15 @@ def test_a_matrix_that_is_updated_as_a_whole_is_in_one_block(shards: Shards, off
         state = seated(group, shards, offload, seed, recipe)
         train(group, state, STEPS)
         assert fingerprint(group, state) == replicated(STEPS, recipe)[-1]
+        assert OWN not in state.shards.held()["optimizer"], "nor does Muon within it keep what a block was updated in"
         largest = -(-301 * 250 // 64) * 64 * 4 * (1 + (offload == "all"))
         assert FakeMemory.room_bytes < largest <= shards_of(state).room_bytes() // 2
+
+
+def test_a_rank_that_holds_nothing_of_a_parameter_group_has_host_memory_for_it() -> None:
+    """More ranks than grains: memory of no element is of its type, too."""
+    for memory in (CpuMemory().zeros(0, torch.float32), pinned(0, torch.device("cpu")).view(torch.float32)):
+        assert memory.dtype == torch.float32 and not memory.numel()
 
 
 @pytest.mark.parametrize(
