@@ -373,7 +373,7 @@ ROWS = [
         for row in (
             Row(BOTH, "optimizer", sequence=True),
             Row(BOTH, "none", "optimizer", sequence=True),
-            Row(Cell(stage=2, tensor=2, context=2), "optimizer", schedule="interleaved", sequence=True),
+            Row(Cell(stage=2, tensor=2, context=2), "optimizer", sequence=True),
         )
     ),
 ]
