@@ -105,11 +105,10 @@ def test_ranks_share_layers_with_adapters_or_their_tokens(
     base = drawn(tmp_path / "base", transformers, seed=3, num_key_value_heads=2)
     params = {"max_tokens": 16, "hf": {"path": str(base)}, "lora": {"r": 4, "target_modules": modules}}
     task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}
-    shards = "parameters" if degree == "tensor" else "gradients"
     for name, num_ranks, how in (
         ("whole", 1, []),
         ("one", 2, [f"--parallel.{degree}", "2"]),
-        ("shared", 4, [f"--parallel.{degree}", "2", "--parallel.shards", shards]),
+        ("shared", 4, [f"--parallel.{degree}", "2", "--parallel.shards", "parameters"]),
     ):
         succeed(start([config(tmp_path / name, rows, JOB, task=task), *how], num_ranks=num_ranks))
         found[name] = result(tmp_path / name)
