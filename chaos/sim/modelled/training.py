@@ -65,6 +65,7 @@ class Weights:
     gradient: Gradient | None = None
     parts: range = range(1)
     dtype: ClassVar = torch.float32
+    device: ClassVar = torch.device("cpu")
 
     def advance(self, step: int) -> None:
         """Add the gradient, which no part has as another."""
