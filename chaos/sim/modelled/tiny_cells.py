@@ -8,7 +8,7 @@ a lane.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -86,5 +86,7 @@ class SameColumns:
     def __init__(self) -> None:
         self._known = Known()
 
-    def of(self, model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell) -> list[Column]:
-        return self._known(cell, lambda: columns_of(model, optimizer, cut, cell))
+    def of(
+        self, model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell, atomic: Container[int]
+    ) -> list[Column]:
+        return self._known(cell, lambda: columns_of(model, optimizer, cut, cell, atomic))
