@@ -75,6 +75,15 @@ def rank_here() -> int:
     return rank
 
 
+def when_all_have_ended(close: Callable[[], None]) -> None:
+    """Let a rank's hooks of autograd go when the ranks of this machine have ended, as those of a process would.
+
+    What is reached from a tensor's hook, and has the tensor, no collector frees.
+    """
+    if (here := getattr(_machine, "here", None)) is not None:
+        here.closing.append(close)
+
+
 def group_of(name: str, rank: int, size: int) -> MemoryGroup:
     """Return the group of a world whose ranks have this name for it."""
     device = DEVICE if size > 1 and _machine.here.on_devices else None  # one rank needs no machine
@@ -96,6 +105,7 @@ class Machine:
         self._has_ended = [False] * size
         self._failed: BaseException | None = None
         self._all_ended = threading.Event()
+        self.closing: list[Callable[[], None]] = []
 
     def run(self, main: Callable[[int], T]) -> list[T | None]:
         results: list[T | None] = [None] * self.size
@@ -125,6 +135,8 @@ class Machine:
             self._all_ended.wait()
             for thread in threads:
                 thread.join()
+        for close in self.closing:
+            close()
         if self._failed is not None:
             raise self._failed
         return results

@@ -47,11 +47,12 @@ from tests.elastic_train.job.sharded.shard_jobs import (
     NUM_LANES,
     Net,
     Offloads,
+    close_sums,
     compute_lanes,
     facts_of,
 )
 from tests.fake_memory import FakeMemory
-from tests.memory_world import group_of
+from tests.memory_world import group_of, when_all_have_ended
 
 SIZE = 2
 """Ranks of a cell, unless a test says otherwise."""
@@ -118,7 +119,9 @@ def build(
         model, groups = Net(WIDTHS).train(), [*GROUPS]
         plan = CellPlan(TENSOR_PLAN if cell.tensor > 1 else {}, dims=dims_of(TENSOR_PLAN, model))
     with mock.patch.object(state_module, "host_memory_of", lambda device: FakeMemory(1)):
-        return build_state(model, config, 50, "cpu", is_fp16, groups, parallel, plan)
+        state = build_state(model, config, 50, "cpu", is_fp16, groups, parallel, plan)
+    when_all_have_ended(lambda: close_sums(state))
+    return state
 
 
 def runs_decoder(cell: Cell) -> bool:

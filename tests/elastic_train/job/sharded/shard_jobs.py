@@ -23,7 +23,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.tasks.task import ParameterGroup
 from tests.fake_memory import FakeMemory
-from tests.memory_world import group_of
+from tests.memory_world import group_of, when_all_have_ended
 
 NUM_LANES, TERM = 7, 3
 CLIPPING = 1e-3
@@ -79,7 +79,16 @@ def build(
     config = OptimizerConfig(**{"lr": 0.01, "warmup_steps": 2, "clip_norm": CLIPPING, **(recipe or {})})
     parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire, offload=offload)
     with mock.patch.object(state_module, "host_memory_of", lambda device: FakeMemory(seed)):
-        return build_state(Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel)
+        state = build_state(Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel)
+    when_all_have_ended(lambda: close_sums(state))
+    return state
+
+
+def close_sums(state: AppliedState) -> None:
+    """Leave the model's parameters alone."""
+    for holder in (state.shards, getattr(state.shards, "_share", None)):
+        if (total := getattr(holder, "_sum", None)) is not None:
+            total.close()
 
 
 def shards_of(state: AppliedState) -> HeldState:
