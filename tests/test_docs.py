@@ -23,6 +23,7 @@ PAGES = {
         *ROOT.glob("*.md"),
         *(ROOT / "docs").glob("*.md"),
         *(ROOT / "docs/guides").glob("*.md"),
+        *(ROOT / "docs/operations").glob("*.md"),
         *(ROOT / "examples").rglob("*.md"),
     )
 }

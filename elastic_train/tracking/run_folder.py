@@ -84,7 +84,7 @@ class RunFolder:
         return str(next((place for place in parents if place.exists()), url))
 
     def result(self) -> Mapping[str, object] | None:
-        """Return how the run ended (see docs/operations.md); None while it has not."""
+        """Return how the run ended (see docs/operations/run.md); None while it has not."""
         path = self.path / RESULT
         return _mapping(path, json.loads) if path.exists() else None
 

@@ -85,9 +85,9 @@ def _is_fit(findings: Iterable[Finding]) -> bool:
 def _examined(path: Path | None, overrides: Sequence[str], asked: Asked) -> Iterator[Finding]:
     problems: list[str] = []
     found = found_in(os.environ, problems, [])
-    yield from (fail("variables", problem, "see docs/operations.md") for problem in problems)
+    yield from (fail("variables", problem, "see docs/operations/run.md") for problem in problems)
     if asked.etcd is None and found.endpoint is None and asked.num_peers == 0 and (why := lonely(os.environ)):
-        yield fail("variables", why, "see docs/operations.md")
+        yield fail("variables", why, "see docs/operations/run.md")
     config = None
     if path is not None:
         try:

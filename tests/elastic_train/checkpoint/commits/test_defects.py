@@ -1,4 +1,4 @@
-"""The table of defects in docs/checkpoints.md names tests that exist."""
+"""The table of defects in docs/evidence.md names tests that exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 
 def test_every_defect_names_a_test_that_exists() -> None:
     """Each line of the table has a test, and no name in it is stale."""
-    _, _, table = (ROOT / "docs" / "checkpoints.md").read_text().partition("| defect |")
+    _, _, table = (ROOT / "docs" / "evidence.md").read_text().partition("| defect |")
     lines = table.splitlines()[2:]
     named = [re.findall(r"`(test_\w+)::(test_\w+)`", line) for line in lines]
     assert len(lines) > 25
