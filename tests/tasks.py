@@ -26,6 +26,7 @@ from elastic_train.tasks import witness
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.metric_library import Metric
 from elastic_train.tasks.models.adapters import frozen_groups, leave_base_out
+from elastic_train.tasks.placements import Piece
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.training.session import Session
@@ -80,12 +81,10 @@ class PacedOnBaseUntil(PacedUntil):
 class PacedLanguageUntil(Until, PacedLanguage):
     """A language model that is, in stages or whole."""
 
-    def run_stage(
-        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
-    ) -> Tensor | LaneLoss:
+    def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | LaneLoss:
         if model.training:
             self._pace()
-        return super().run_stage(model, modules, batch, given)
+        return super().run(model, batch, piece)
 
 
 class Witness(Until, witness.Witness):

@@ -1,8 +1,8 @@
 """Tasks slow enough for faults to be placed between their steps; their numbers do not depend on the pace.
 
 They do to themselves what nobody could do to them from outside: a bit of their weights flips, products of matrices are
-wrong, or a lane's loss is not a number. Both classes are mixed into a task: `Paced`, and `PacedStages` where that is
-run in stages, too.
+wrong, or a lane's loss is not a number. Both classes are mixed into a task: `Paced`, and `PacedStages` where that runs
+in pieces, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from chaos.tasks.orders import Orders
 from elastic_train.core.sample_random import SampleRandom
-from elastic_train.tasks.task import Batch, ContextPart, LaneLoss
+from elastic_train.tasks.placements import WHOLE, Piece
+from elastic_train.tasks.task import Batch, LaneLoss
 
 _BIT = 1 << 20
 """Of a float's fraction: the weight changes by less than half."""
@@ -36,15 +37,7 @@ if TYPE_CHECKING:
 
         def loss(self, model: nn.Module, batch: Batch) -> LaneLoss: ...
 
-        def run_stage(
-            self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
-        ) -> Tensor | LaneLoss: ...
-
-        def loss_of_part(self, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss: ...
-
-        def run_stage_of_part(
-            self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None, part: ContextPart
-        ) -> Tensor | LaneLoss: ...
+        def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | LaneLoss: ...
 
 else:
     _Task = object
@@ -95,26 +88,16 @@ class PacedStages(Paced):
     """Does the same where a model is run in stages, or rows in parts: each takes that long, and the loss of the last
     stage, or of each part, can be spoilt."""
 
-    def loss_of_part(self, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss:
-        self._begin_lane(model)
-        found = super().loss_of_part(model, batch, part)
-        return found if (said := self._spoils(batch)) is None else _spoilt(found, said)
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        loss = self.run(model, batch, WHOLE)
+        assert isinstance(loss, LaneLoss), "the whole model returns a loss"
+        return loss
 
-    def run_stage(
-        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
-    ) -> Tensor | LaneLoss:
+    def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | LaneLoss:
         if not model.training:
-            return super().run_stage(model, modules, batch, given)
+            return super().run(model, batch, piece)
         self._begin_lane(model)
-        return self._left_or_spoilt(super().run_stage(model, modules, batch, given), batch)
-
-    def run_stage_of_part(
-        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None, part: ContextPart
-    ) -> Tensor | LaneLoss:
-        self._begin_lane(model)
-        return self._left_or_spoilt(super().run_stage_of_part(model, modules, batch, given, part), batch)
-
-    def _left_or_spoilt(self, made: Tensor | LaneLoss, batch: Batch) -> Tensor | LaneLoss:
+        made = super().run(model, batch, piece)
         if isinstance(made, Tensor) or (said := self._spoils(batch)) is None:
             return made
         return _spoilt(made, said)

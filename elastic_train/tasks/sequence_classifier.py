@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.data.dataset.manifest import Manifest
-from elastic_train.tasks.models.adapters import IN_PARTS, Adapter, frozen_groups, leave_base_out
+from elastic_train.tasks.models.adapters import Adapter, frozen_groups, leave_base_out
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_positions
 from elastic_train.tasks.models.metadata_head import WithMetadata, last_tokens
-from elastic_train.tasks.models.tensor_plans import tensor_plan_of
+from elastic_train.tasks.models.tensor_plans import uses_of
+from elastic_train.tasks.placements import Degrees, Placements
 from elastic_train.tasks.rows.labelled_rows import LabelledRows
 from elastic_train.tasks.rows.tokenizing import write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_range, check_token_ids, check_tokenizer
-from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, TensorPlan
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -146,10 +147,8 @@ class SequenceClassifier:
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
         return frozen_groups(model)
 
-    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        if self.adapter is not None:
-            self.adapter.check_is_in(IN_PARTS, f"parallel.tensor: {degree}")
-        return tensor_plan_of(model, degree)
+    def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
+        return Placements(uses_of(model, degrees.tensor, self.adapter))
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         batch = self.rows.collate(rows, ids, self.max_tokens, has_fixed_width=self._fixed_width)

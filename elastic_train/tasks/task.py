@@ -10,10 +10,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -28,6 +28,11 @@ if TYPE_CHECKING:  # torchmetrics takes over a second to import, which every rec
     from torchmetrics import Metric
 
 Batch = dict[str, Tensor]
+_REPLACED = {
+    **dict.fromkeys(("tensor_plan", "sequence_plan", "stage_plan", "check_parts"), "placements(model, degrees)"),
+    **dict.fromkeys(("run_stage", "loss_of_part", "run_stage_of_part"), "run(model, batch, piece)"),
+}
+"""Methods that no trainer calls any longer, and those that have taken their places (`tasks.placements`)."""
 OWN_VALUES = ("loss", "samples")
 """What a validation reports besides the task's metrics; a task's metrics must not use these names."""
 
@@ -243,125 +248,6 @@ class ExportingByName(Deferring, Exporting, Protocol):
         """
 
 
-TensorUse = Literal["column", "row", "partial"]
-TensorPlan = Mapping[str, TensorUse]
-"""What becomes of a model's modules, by name, where several ranks compute a lane together; * stands for one part of a
-name.
-
-`column`: a linear layer each rank of which computes some outputs, from an input that is the same on all. `row`: one
-each rank of which has some inputs; their outputs are added. `partial`: a module whose parameters all ranks have, and
-use each on a part of their own; their gradients are added."""
-
-
-@runtime_checkable
-class Splitting(Protocol):
-    """A task whose model can be cut, so that several ranks hold it together (`parallel.tensor`)."""
-
-    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        """Say how the model that `build_model` built is cut for so many ranks.
-
-        Must depend on nothing but the task's parameters and the model, and name the same modules for any degree, also
-        for 1: gradients and weights are measured by parts that all degrees have in common. Raises ConfigError if it
-        cannot be cut so often.
-        """
-
-
-SequenceUse = Literal["split", "enter", "tokens", "dropout", "gather", "join"]
-SequencePlan = Mapping[str, SequenceUse]
-"""Which modules of a model run on some tokens of each row where tensor ranks share these out between the layers that
-are cut; names as in a `TensorPlan`. Tensors are (rows, tokens, size).
-
-`split`: with each rank's tokens of what it returns, that rank goes on. `enter`: a module that runs on each rank's
-tokens of its first argument. `gather`: one with column layers that gets all tokens of it. `tokens`: a module that runs
-on each rank's tokens, and whose parameters all have; their gradients are added. `dropout`: one without parameters that
-does, and draws for all tokens. `join`: one that gets all tokens again. Column layers get all tokens, too; row layers
-return some, and gradients of their biases are added."""
-
-
-@runtime_checkable
-class SequenceSplitting(Protocol):
-    """A task whose model tensor ranks can run on some tokens each between the layers that are cut
-    (`parallel.sequence`)."""
-
-    def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
-        """Say how so many ranks share out the tokens of rows; every row must have a multiple of that, or
-        every part of a row (`ContextPart`).
-
-        Must depend on nothing but the task's parameters and the model. Raises ConfigError if it cannot be done.
-        """
-
-
-StagePlan = Sequence[Sequence[str]]
-"""The modules of a model that each stage of a pipeline runs, by name, in the order in which they run.
-
-A rank has one of these stages, or with schedule: interleaved several, which are not neighbours."""
-
-
-@runtime_checkable
-class Staging(Protocol):
-    """A task whose model can run in stages, each on another rank (`parallel.pipeline`)."""
-
-    def stage_plan(self, model: nn.Module, num_stages: int) -> StagePlan:
-        """Deal the modules of the model that `build_model` built to stages; each parameter is in one of them.
-
-        Must depend on nothing but the task's parameters and the model. Raises ConfigError if it has not so many stages.
-        """
-
-    def run_stage(
-        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None
-    ) -> Tensor | LaneLoss:
-        """Run a stage's modules on what the stage before has returned, None for the first; the last returns the loss.
-
-        All stages, one after the other, compute what `loss` does, to the last bit. Random numbers are drawn by torch's
-        generator, which goes from stage to stage with what one returns. Other parameters have no elements.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class ContextPart:
-    """Some tokens of each row, which a rank computes beside others: part `number` of `count`.
-
-    `gather` returns all parts of a tensor, such as keys and values, of shape (…, tokens, size), one after the other
-    along its tokens; all parts have as many. All ranks of a cell call it as often, in one order. The gradient of what
-    a rank has given comes back from all. The number of tokens of a part must be a multiple of `multiple`: rows that are
-    shorter are padded (`parallel.sequence` shares a part out between tensor ranks).
-    """
-
-    number: int
-    count: int
-    gather: Callable[[Tensor], Tensor]
-    multiple: int = 1
-
-
-@runtime_checkable
-class Sequencing(Protocol):
-    """A task whose rows several ranks compute together, some of the tokens each (`parallel.context`)."""
-
-    def check_parts(self, model: nn.Module, num_parts: int) -> None:
-        """Raise ConfigError if rows of the model that `build_model` built cannot be computed in so many parts."""
-
-    def loss_of_part(self, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss:
-        """Compute what a part of each row's tokens adds to the loss of one micro-batch, for training.
-
-        `total` and `weight` of all parts add up to those of `loss`, but for rounding. The forward pass must change no
-        buffer. Random numbers are drawn by torch's generator, which is elsewhere for each part.
-        """
-
-
-@runtime_checkable
-class SequencingStages(Sequencing, Staging, Protocol):
-    """A task whose model can run in stages, each on several ranks that compute some tokens of each row
-    (`parallel.context` beside `parallel.pipeline`)."""
-
-    def run_stage_of_part(
-        self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None, part: ContextPart
-    ) -> Tensor | LaneLoss:
-        """Run a stage's modules on a part of each row's tokens, and on what the stage before has returned of it.
-
-        All stages, one after the other, compute what `loss_of_part` does, to the last bit; else as `run_stage`.
-        """
-
-
 class Tokenizer(Protocol):
     """Turns a text into token ids, and back."""
 
@@ -420,6 +306,14 @@ def load_task(config: TaskConfig) -> Task:
     ]
     if missing:
         raise ConfigError(f"task.path: '{config.path}' is not a Task, it lacks {', '.join(missing)}")
+    if old := [name for name in _REPLACED if hasattr(task, name)]:
+        raise ConfigError(
+            *(
+                f"task.path: '{config.path}' has `{name}`, which is not called: write `{_REPLACED[name]}` instead "
+                "(elastic_train.tasks.placements)"
+                for name in old
+            )
+        )
     try:
         takes_draw(task.collate)
     except TypeError as error:
@@ -430,7 +324,6 @@ def load_task(config: TaskConfig) -> Task:
 __all__ = [
     "OWN_VALUES",
     "Batch",
-    "ContextPart",
     "Counting",
     "Deferring",
     "Exporting",
@@ -443,13 +336,7 @@ __all__ = [
     "Matching",
     "ParameterGroup",
     "Sampling",
-    "Sequencing",
-    "SequencingStages",
-    "Splitting",
-    "StagePlan",
-    "Staging",
     "Task",
-    "TensorPlan",
     "Tokenizer",
     "load_task",
     "mean_loss",

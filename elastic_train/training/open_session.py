@@ -37,7 +37,8 @@ from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_sum
 from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import hazards
 from elastic_train.system.wording import counted, size
-from elastic_train.tasks.task import Counting, Sequencing, Staging
+from elastic_train.tasks.placements import Running
+from elastic_train.tasks.task import Counting
 from elastic_train.tracking.history_files import Stagnation
 from elastic_train.training.commits import Commits
 from elastic_train.training.opening.changes import say_changes, versions_of
@@ -223,7 +224,7 @@ def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage | None:
     parallel, task, shards = plan.config.parallel, plan.task, state.shards
     if parallel.pipeline == 1:
         return None
-    assert isinstance(task, Staging) and isinstance(shards, CellState) and world.cell is not None, "it was checked"
+    assert isinstance(task, Running) and isinstance(shards, CellState) and world.cell is not None, "it was checked"
     cut = shards.cut
     return stage_of(task, state.model, cut.plan, parallel.schedule, world.mesh, world.cell, cut.experts)
 
@@ -232,7 +233,7 @@ def _open_context(plan: Plan, world: World) -> Context | None:
     """Return this rank's part of rows that its cell computes together, None where each rank computes whole ones."""
     if plan.config.parallel.context == 1:
         return None
-    assert isinstance(plan.task, Sequencing) and world.cell is not None, "it was checked"
+    assert isinstance(plan.task, Running) and world.cell is not None, "it was checked"
     return context_of(plan.task, world.mesh, world.cell, plan.num_lanes, plan.config.parallel.token_multiple)
 
 

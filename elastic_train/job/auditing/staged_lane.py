@@ -16,7 +16,8 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.cells.expert_links import Leaf
 from elastic_train.parallel.cells.pipeline import run_schedule
-from elastic_train.tasks.task import Batch, ContextPart
+from elastic_train.tasks.placements import ContextPart
+from elastic_train.tasks.task import Batch
 
 
 def look_at(leaf: Leaf, parameters: Sequence[nn.Parameter], sums: list[int]) -> None:

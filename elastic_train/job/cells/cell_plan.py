@@ -7,9 +7,9 @@ What a task says is checked in full before anything is built on it; a mistake na
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, get_args
 
 from torch import Tensor, nn
 
@@ -18,79 +18,115 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.shards.grains import MOST_DEGREE, CutDims
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
-from elastic_train.tasks.task import (
-    SequencePlan,
-    SequenceSplitting,
-    Sequencing,
-    SequencingStages,
-    Splitting,
-    StagePlan,
-    Staging,
-    Task,
-    TensorPlan,
-    TensorUse,
-)
+from elastic_train.tasks.placements import CutUse, Degrees, Placements, Placing, Running, TokenUse, Use
+from elastic_train.tasks.task import Task
 
-Use = TypeVar("Use")
 DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
 """Which dimension is cut of a linear layer's weight, (outputs, inputs): its transpose is what has columns and rows."""
+_CUTS, _TOKEN_USES = get_args(CutUse), get_args(TokenUse)
 
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
-    """What becomes of modules that are cut, and of those that run on some tokens each, by full names; the modules of
-    each piece of a pipeline, and those whose experts are spread over ranks; empty if there are none. `dims` says along
-    which dimension cells of any degree cut a parameter.
+    """What tensor ranks do with modules, by full names; the modules of each piece of a pipeline, and those whose
+    experts are spread over ranks; empty if there are none. `dims` says along which dimension cells of any degree cut a
+    parameter.
 
     Of pieces, in the order in which they run, each stage has `num_chunks`: of N stages every N-th.
     """
 
-    tensor: TensorPlan = field(default_factory=dict)
-    sequence: SequencePlan = field(default_factory=dict)
-    pieces: StagePlan = ()
+    tensor: Mapping[str, Use] = field(default_factory=dict)
+    pieces: Sequence[Sequence[str]] = ()
     num_chunks: int = 1
     experts: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
     """Of the modules with experts those in blocks that a backward pass computes again."""
     dims: CutDims = field(default_factory=dict)
+    shares_tokens: bool = False
+    """Whether tensor ranks have some tokens of each row between the modules that are cut."""
 
     @property
     def num_stages(self) -> int:
         return len(self.pieces) // self.num_chunks
 
 
+class _Demand(NamedTuple):
+    """A key of `parallel` and what it needs of a task: its methods, and something in what `placements` returns."""
+
+    key: str
+    task: str
+    said_by: str
+    methods: type
+    is_met: Callable[[Placements], bool]
+    instead: str
+
+
+_IN_SHARES = "set it to 1, or use parallel.shards to hold less on each rank"
+_DEMANDS = (
+    _Demand(
+        "tensor",
+        "that says how its model is cut",
+        "`tensor` of `placements`",
+        Placing,
+        lambda placed: any(use in _CUTS for use in placed.tensor.values()),
+        _IN_SHARES,
+    ),
+    _Demand(
+        "sequence",
+        "that says which modules run on some tokens each",
+        "uses of tokens in `tensor` of `placements`",
+        Placing,
+        lambda placed: any(use in _TOKEN_USES for use in placed.tensor.values()),
+        "set it to false",
+    ),
+    _Demand(
+        "pipeline",
+        "whose model runs in stages",
+        "`stages` of `placements`, `run`",
+        Running,
+        lambda placed: bool(placed.stages),
+        _IN_SHARES,
+    ),
+    _Demand(
+        "context",
+        "that computes a part of a row's tokens",
+        "`context` of `placements`, `run`",
+        Running,
+        lambda placed: placed.context,
+        "set it to 1, or use parallel.recompute to keep less of each row",
+    ),
+)
+
+
+def _unmet(task: Task, parallel: ParallelConfig, placed: Placements | None) -> Iterator[str]:
+    """Yield what is asked that a task has no methods for, or that is not in what it has returned."""
+    for one in _DEMANDS:
+        value = getattr(parallel, one.key)
+        is_asked = value not in (1, False)
+        if is_asked and not (isinstance(task, one.methods) and (placed is None or one.is_met(placed))):
+            yield (
+                f"parallel.{one.key}: {str(value).lower()} needs a task {one.task}, and {type(task).__name__} does not "
+                f"({one.said_by}): {one.instead}"
+            )
+        elif is_asked and one.methods is Running and _replaces_loss(type(task)):
+            yield (
+                f"parallel.{one.key}: {value} calls `run` of a task in place of `loss`, and {type(task).__name__} "
+                "replaces `loss` alone: replace `run`, which returns the same for a `Piece()`"
+            )
+
+
+def _replaces_loss(kind: type) -> bool:
+    """Say whether a class has another `loss` than the one that has its `run`."""
+    return [name for one in kind.__mro__ for name in ("run", "loss") if name in vars(one)][:1] == ["loss"]
+
+
 def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if ranks are to hold parts of a model, and its task does not say which."""
-    kind, wrong = type(task).__name__, list[str]()
+    """Raise ConfigError if ranks are to hold parts of a model, and its task cannot say which."""
+    wrong = list(_unmet(task, parallel, None))
     if (degree := parallel.tensor * parallel.expert) > MOST_DEGREE:
         wrong.append(
             f"parallel.tensor x parallel.expert: {degree} is more than the {MOST_DEGREE} parts that a dimension can be "
             "cut into: set either to less"
-        )
-    if parallel.tensor > 1 and not isinstance(task, Splitting):
-        wrong.append(
-            f"parallel.tensor: {parallel.tensor} needs a task that says how its model is cut, and {kind} does "
-            "not (`tensor_plan`): set it to 1, or use parallel.shards to hold less on each rank"
-        )
-    if parallel.sequence and not isinstance(task, SequenceSplitting):
-        wrong.append(
-            f"parallel.sequence: true needs a task that says which modules run on some tokens each, and {kind} does "
-            "not (`sequence_plan`): set it to false"
-        )
-    if parallel.pipeline > 1 and not isinstance(task, Staging):
-        wrong.append(
-            f"parallel.pipeline: {parallel.pipeline} needs a task whose model runs in stages, and that of {kind} does "
-            "not (`stage_plan`, `run_stage`): set it to 1, or use parallel.shards to hold less on each rank"
-        )
-    if parallel.context > 1 and not isinstance(task, Sequencing):
-        wrong.append(
-            f"parallel.context: {parallel.context} needs a task that computes a part of a row's tokens, and {kind} "
-            "does not (`loss_of_part`): set it to 1, or use parallel.recompute to keep less of each row"
-        )
-    elif parallel.context > 1 and parallel.pipeline > 1 and not isinstance(task, SequencingStages):
-        wrong.append(
-            f"parallel.context: {parallel.context} beside parallel.pipeline: {parallel.pipeline} needs a task that "
-            f"computes a part of a row's tokens in stages, and {kind} does not (`run_stage_of_part`): set either to 1"
         )
     if wrong:
         raise ConfigError(*wrong)
@@ -104,31 +140,19 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     if parallel.cell.size == 1:
         return None
     check_fits_cells(task, parallel)
-    if parallel.context > 1:
-        assert isinstance(task, Sequencing), "it was checked"
-        task.check_parts(model, parallel.context)
-        if not parallel.cell.holds_parts and not parallel.has_shares:
-            return None
-    tensor: TensorPlan = {}
-    sequence: SequencePlan = {}
-    pieces: StagePlan = ()
-    if parallel.tensor > 1:
-        assert isinstance(task, Splitting), "it was checked"
-        tensor = _tensor_plan_of(task, model, parallel.tensor)
-        for name, use in tensor.items():
-            if use in DIMENSIONS:
-                _check_linear(name, model.get_submodule(name), use, parallel.tensor)
-    if parallel.sequence:
-        assert isinstance(task, SequenceSplitting), "it was checked"
-        sequence = _named(task.sequence_plan(model, parallel.tensor), model)
-        for name, kind in sequence.items():
-            if kind == "dropout" and not isinstance(model.get_submodule(name), nn.Dropout):
-                raise ConfigError(f"the task's sequence_plan has '{name}' as a dropout, which it is not")
-    if parallel.pipeline > 1:
-        assert isinstance(task, Staging), "it was checked"
-        pieces = tuple(tuple(piece) for piece in task.stage_plan(model, parallel.num_pieces))
-        if wrong := list(_mistakes(pieces, model, parallel.num_pieces)):
-            raise ConfigError(*wrong)
+    stages = parallel.num_pieces if parallel.pipeline > 1 else 1
+    degrees = Degrees(parallel.tensor, parallel.sequence, stages, parallel.context)
+    placed = Placements() if degrees == Degrees() else _placements_of(task, model, degrees)
+    if wrong := list(_unmet(task, parallel, placed)):
+        raise ConfigError(*wrong)
+    if not parallel.cell.holds_parts and not parallel.has_shares:
+        return None
+    tensor = placed.tensor if parallel.tensor > 1 else {}
+    tensor = {name: use for name, use in tensor.items() if parallel.sequence or use in _CUTS}
+    _check_uses(tensor, model, parallel.tensor)
+    pieces = placed.stages if parallel.pipeline > 1 else ()
+    if pieces and (wrong := list(_mistakes(pieces, model, parallel.num_pieces))):
+        raise ConfigError(*wrong)
     experts = _experts_of(task, model, parallel) if parallel.expert > 1 or parallel.tensor > 1 else ()
     if experts and parallel.sequence:
         raise ConfigError(
@@ -137,7 +161,8 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
         )
     units = unit_names(model) if parallel.recompute != "none" else []
     again = tuple(name for name in experts if name in units or unit_of(name, units))
-    return CellPlan(tensor, sequence, pieces, parallel.num_chunks, experts, again, cut_dims_of(task, model))
+    dims = cut_dims_of(task, model)
+    return CellPlan(tensor, pieces, parallel.num_chunks, experts, again, dims, parallel.sequence)
 
 
 def cut_dims_of(task: Task, model: nn.Module) -> CutDims:
@@ -145,42 +170,44 @@ def cut_dims_of(task: Task, model: nn.Module) -> CutDims:
 
     It follows from the model alone, so what is measured by grains is the same at every degree.
     """
-    plan = _tensor_plan_of(task, model, 1, may_refuse=True) if isinstance(task, Splitting) else {}
-    return dims_of(plan, model)
+    placed = _placements_of(task, model, Degrees(), may_refuse=True) if isinstance(task, Placing) else Placements()
+    return dims_of(placed.tensor, model)
 
 
-def _tensor_plan_of(task: Splitting, model: nn.Module, degree: int, *, may_refuse: bool = False) -> TensorPlan:
-    """Return a task's plan with full names; ConfigError if its code fails, or if it refuses and may not.
+def _placements_of(task: Task, model: nn.Module, degrees: Degrees, *, may_refuse: bool = False) -> Placements:
+    """Return a task's placements with full names; ConfigError if its code fails, or if it refuses and may not.
 
-    A task that refuses a degree of 1 has a model that no degree can cut.
+    A task that refuses degrees of 1 has a model that no degree can cut.
     """
-    call = f"tensor_plan(model, {degree}) of {type(task).__name__}"
-    must = "it has to name the same modules for any degree, also for 1, or raise ConfigError"
+    assert isinstance(task, Placing), "it was checked"
+    call = f"placements(model, {degrees}) of {type(task).__name__}"
+    must = "it has to cut the same modules for any degree of tensor, also for 1, or raise ConfigError"
     try:
-        plan = task.tensor_plan(model, degree)
+        placed = task.placements(model, degrees)
     except ConfigError:
         if may_refuse:
-            return {}
+            return Placements()
         raise
     except Exception as error:  # a user's own code may raise anything, and is named with it
         raise ConfigError(f"{call} raises {type(error).__name__}: {error}; {must}") from error
-    if not isinstance(plan, Mapping):
-        raise ConfigError(f"{call} returns {plan!r}, which is no mapping; {must}")
-    if unknown := [f"'{name}': {use!r}" for name, use in plan.items() if use not in get_args(TensorUse)]:
-        raise ConfigError(f"{call} has {unknown[0]}; it knows {', '.join(get_args(TensorUse))}")
-    return _named(plan, model)
+    if not isinstance(placed, Placements):
+        raise ConfigError(f"{call} returns {placed!r}, which is no Placements; {must}")
+    known = (*_CUTS, *_TOKEN_USES)
+    if unknown := [f"'{name}': {use!r}" for name, use in placed.tensor.items() if use not in known]:
+        raise ConfigError(f"{call} has {unknown[0]}; it knows {', '.join(known)}")
+    return replace(placed, tensor=_named(placed.tensor, model), stages=tuple(tuple(one) for one in placed.stages))
 
 
-def dims_of(plan: TensorPlan, model: nn.Module) -> CutDims:
-    """Return the same by a plan with full names; experts are dealt out whatever it says."""
+def dims_of(uses: Mapping[str, Use], model: nn.Module) -> CutDims:
+    """Return the same by uses with full names; experts are dealt out whatever these are."""
     dims = {id(one): 0 for experts in model.modules() if isinstance(experts, Experts) for one in experts.parameters()}
-    for name, use in plan.items():
+    for name, use in uses.items():
         dims |= {id(one): dim for one, dim in cut_parameters(model.get_submodule(name), use)}
     named = model.named_parameters(remove_duplicate=False)
     return {name: dims[id(one)] for name, one in named if id(one) in dims}
 
 
-def cut_parameters(layer: nn.Module, use: TensorUse) -> Iterator[tuple[Tensor, int]]:
+def cut_parameters(layer: nn.Module, use: Use) -> Iterator[tuple[Tensor, int]]:
     """Yield the parameters of a layer that tensor ranks have a part of each, and the dimension that is cut."""
     if use in DIMENSIONS and isinstance(layer, nn.Linear):
         yield layer.weight, DIMENSIONS[use]
@@ -219,7 +246,7 @@ def _experts_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> tuple
 
 
 def _named(patterns: Mapping[str, Use], model: nn.Module) -> Mapping[str, Use]:
-    """Return a task's plan with full names."""
+    """Return uses with full names."""
     modules = dict(model.named_modules())
     return {name: use for pattern, use in patterns.items() for name in modules if _is_like(name, pattern)}
 
@@ -229,19 +256,24 @@ def _is_like(name: str, pattern: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
 
 
-def _check_linear(name: str, module: nn.Module, use: str, degree: int) -> None:
-    if not isinstance(module, nn.Linear):
-        kind = type(module).__name__
-        raise ConfigError(f"the task's tensor_plan cuts '{name}' by {use}s, which a {kind} cannot be")
-    if module.weight.shape[DIMENSIONS[use]] % degree:
-        raise ConfigError(
-            f"parallel.tensor: {degree} does not divide the {module.weight.shape[DIMENSIONS[use]]} {use}s of '{name}'"
-        )
+def _check_uses(uses: Mapping[str, Use], model: nn.Module, degree: int) -> None:
+    """Refuse uses of modules of other kinds, and a degree that does not divide what is cut."""
+    for name, use in uses.items():
+        module = model.get_submodule(name)
+        if use == "dropout" and not isinstance(module, nn.Dropout):
+            raise ConfigError(f"the task's placements have '{name}' as a dropout, which it is not")
+        if use not in DIMENSIONS:
+            continue
+        if not isinstance(module, nn.Linear):
+            kind = type(module).__name__
+            raise ConfigError(f"the task's placements cut '{name}' by {use}s, which a {kind} cannot be")
+        if (size := module.weight.shape[DIMENSIONS[use]]) % degree:
+            raise ConfigError(f"parallel.tensor: {degree} does not divide the {size} {use}s of '{name}'")
 
 
-def _mistakes(stages: StagePlan, model: nn.Module, num_stages: int) -> Iterator[str]:
+def _mistakes(stages: Sequence[Sequence[str]], model: nn.Module, num_stages: int) -> Iterator[str]:
     """Yield what is wrong with a task's stages."""
-    where, modules = "the task's stage_plan", dict(model.named_modules())
+    where, modules = "the task's `Placements.stages`", dict(model.named_modules())
     if len(stages) != num_stages:
         yield f"{where} has {len(stages)} stages, not {num_stages}"
         return
@@ -269,7 +301,7 @@ def _mistakes(stages: StagePlan, model: nn.Module, num_stages: int) -> Iterator[
         )
 
 
-def _owners(stages: StagePlan, modules: Mapping[str, nn.Module]) -> dict[int, set[int]]:
+def _owners(stages: Sequence[Sequence[str]], modules: Mapping[str, nn.Module]) -> dict[int, set[int]]:
     """Return which stages have which parameter, by its id."""
     owners: dict[int, set[int]] = {}
     for number, stage in enumerate(stages):

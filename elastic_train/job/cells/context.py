@@ -17,7 +17,8 @@ from elastic_train.parallel.cells.graph_edges import LoneGroup
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import tree_sum
-from elastic_train.tasks.task import Batch, ContextPart, LaneLoss, Sequencing
+from elastic_train.tasks.placements import ContextPart, Piece, Running, run_piece
+from elastic_train.tasks.task import Batch, LaneLoss
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class ContextState(ReplicatedState):
 class Context:
     """This rank's part of its cell's lanes in one world."""
 
-    task: Sequencing
+    task: Running
     part: ContextPart
     peers: Group
     """The ranks that compute the other parts, and this one, by part."""
@@ -59,7 +60,7 @@ class Context:
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         """Compute this rank's part of a lane's loss."""
-        return self.task.loss_of_part(model, batch, self.part)
+        return loss_of_part(self.task, model, batch, self.part)
 
     def add_up(self, found: Mapping[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:
         """Return losses and weights of lanes, in ascending order, from those of all parts; alike for all of these."""
@@ -74,11 +75,18 @@ def _by_lane(rows: Tensor) -> list[list[list[float]]]:
     return found
 
 
-def context_of(task: Sequencing, mesh: Mesh, cell: Group, num_lanes: int, multiple: int = 1) -> Context:
+def context_of(task: Running, mesh: Mesh, cell: Group, num_lanes: int, multiple: int = 1) -> Context:
     """Return the part of a rank in its cell, which has a multiple of so many tokens; all ranks of the cell call it."""
     peers = along_axis(cell, mesh, "context")
     part = ContextPart(peers.rank, peers.size, Gathering(peers), multiple)
     return Context(task, part, peers, num_lanes)
+
+
+def loss_of_part(task: Running, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss:
+    """Compute the loss of a part of each row's tokens by the whole model."""
+    loss = run_piece(task, model, batch, Piece(part=part))
+    assert isinstance(loss, LaneLoss), "it is of the last modules"
+    return loss
 
 
 def lone_part(degree: int, multiple: int = 1) -> ContextPart:

@@ -1,9 +1,9 @@
 """A model of which each place of a cell keeps a part: rows or columns of its matrices, or a stage's modules.
 
-A task's plans say what becomes of which module (`cell_plan`). The parameters stay the same objects, with less in them,
-or nothing, so optimizer and hooks need not know; what the places of a tensor cut exchange (Shoeybi et al. 2019) is in
-hooks around the modules. Parameters that are not cut are whole on every place, and get the same gradient there, to the
-last bit.
+A task's placements say how each module is shared (`cell_plan`). The parameters stay the same objects, with less in
+them, or nothing, so optimizer and hooks need not know; what the places of a tensor cut exchange (Shoeybi et al. 2019)
+is in hooks around the modules. Parameters that are not cut are whole on every place, and get the same gradient there,
+to the last bit.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
             dim, axes = along.get(id(one), (plan.dims.get(name, 0), ()))
             if axes and plan.dims.get(name) != dim:
                 raise ConfigError(
-                    f"the task's tensor_plan cuts '{name}' along dimension {dim} for this degree, and does not for a "
+                    f"the task's placements cut '{name}' along dimension {dim} for this degree, and do not for a "
                     "degree of 1: name the same modules whatever the degree is"
                 )
             whole = shards.cut_along(one.shape, plan.dims.get(name))

@@ -32,36 +32,32 @@ def hooks_of(model: nn.Module, plan: CellPlan, links: CellLinks) -> Iterator[Hoo
     columns: dict[str, list[nn.Linear]] = {}
     for name, use in plan.tensor.items():
         module = model.get_submodule(name)
-        if use == "partial":
+        if use in ("partial", "tokens"):
             yield from _sums_of_gradients(module.parameters(), links)
-            continue
-        assert isinstance(module, nn.Linear), "the plan was checked"
-        if use == "row":
-            yield _Replaced(module, partial(_add_up, module, links, scattered if plan.sequence else summed))
-            if plan.sequence and module.bias is not None:  # each rank adds it to its own tokens
-                yield from _sums_of_gradients([module.bias], links)
-        else:
+        elif use == "column":
+            assert isinstance(module, nn.Linear), "the plan was checked"
             columns.setdefault(name.rpartition(".")[0], []).append(module)
+        elif use == "row":
+            assert isinstance(module, nn.Linear), "the plan was checked"
+            yield _Replaced(module, partial(_add_up, module, links, scattered if plan.shares_tokens else summed))
+            if plan.shares_tokens and module.bias is not None:  # each rank adds it to its own tokens
+                yield from _sums_of_gradients([module.bias], links)
+        elif use == "split":
+            yield module.register_forward_hook(outside_of_graphs(lambda _, __, made: own_tokens(made, links)))
+        elif use == "enter":
+            yield _changing_first(module, partial(own_tokens, links=links))
+        elif use == "join":
+            join = outside_of_graphs(lambda _, given: (all_tokens(given[0], links), *given[1:]))
+            yield module.register_forward_pre_hook(join)
+        elif use == "dropout":
+            assert isinstance(module, nn.Dropout), "the plan was checked"
+            yield _Replaced(module, partial(_drop, module, links))
     for parent, layers in columns.items():
-        if plan.sequence:
-            whole = model.get_submodule(parent) if plan.sequence.get(parent) == "gather" else None
+        if plan.shares_tokens:
+            whole = model.get_submodule(parent) if plan.tensor.get(parent) == "gather" else None
             yield from _gathering(layers, whole, links)
         else:
             yield from _sharing(layers, links)
-    for name, kind in plan.sequence.items():
-        module = model.get_submodule(name)
-        if kind == "tokens":
-            yield from _sums_of_gradients(module.parameters(), links)
-        elif kind == "split":
-            yield module.register_forward_hook(outside_of_graphs(lambda _, __, made: own_tokens(made, links)))
-        elif kind == "enter":
-            yield _changing_first(module, partial(own_tokens, links=links))
-        elif kind == "join":
-            join = outside_of_graphs(lambda _, given: (all_tokens(given[0], links), *given[1:]))
-            yield module.register_forward_pre_hook(join)
-        elif kind == "dropout":
-            assert isinstance(module, nn.Dropout), "the plan was checked"
-            yield _Replaced(module, partial(_drop, module, links))
 
 
 def _sums_of_gradients(parameters: Iterable[nn.Parameter], links: CellLinks) -> Iterator[Hook]:

@@ -20,14 +20,15 @@ from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.pipeline import run_schedule
 from elastic_train.parallel.cells.stage_links import StageLinks
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.task import Batch, ContextPart, LaneLoss, SequencingStages, Staging
+from elastic_train.tasks.placements import ContextPart, Piece, Running, run_piece
+from elastic_train.tasks.task import Batch, LaneLoss
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Stage `number` of a model in stages, each of which runs some of the modules, in one chunk or in several."""
 
-    task: Staging
+    task: Running
     model: nn.Module
     plan: CellPlan
     number: int
@@ -43,18 +44,11 @@ class Stage:
     def run(self, chunk: int, batch: Batch, given: Tensor | None, part: ContextPart | None = None) -> Tensor | LaneLoss:
         """Run the modules of a chunk on a lane's micro-batch, or a part of its rows, and what the piece before has
         made."""
-        piece = chunk * self.plan.num_stages + self.number
-        modules = self.plan.pieces[piece]
+        number = chunk * self.plan.num_stages + self.number
+        is_last = number == len(self.plan.pieces) - 1
         if given is not None:  # with which the state of torch's generators has come, and no other's
             seed_host_generators(zlib.crc32(self.links.generators.state().numpy().data))
-        if part is None:
-            made = self.task.run_stage(self.model, modules, batch, given)
-        else:
-            assert isinstance(self.task, SequencingStages), "it was checked"
-            made = self.task.run_stage_of_part(self.model, modules, batch, given, part)
-        is_last = piece == len(self.plan.pieces) - 1
-        assert isinstance(made, LaneLoss) == is_last, "the last stage returns a loss, and no other does"
-        return made
+        return run_piece(self.task, self.model, batch, Piece(self.plan.pieces[number], given, part, is_last))
 
     def losses(self, batches: Iterable[LaneBatch], device: torch.device) -> Iterator[tuple[LaneBatch, LaneLoss | None]]:
         """Run forward passes alone; yield each lane's loss on the last stage, and None on the others.
@@ -115,7 +109,7 @@ class _Forward:
 
 
 def stage_of(
-    task: Staging,
+    task: Running,
     model: nn.Module,
     plan: CellPlan,
     kind: Kind,

@@ -194,7 +194,7 @@ def _why(name: str, optimizer: Optimizer, error: Exception) -> str:
     elif "view size is not compatible" in said:
         return (
             f"optimizer.name: '{name}' calls `view` of what is not contiguous, and the task's model has matrices that "
-            f"stand in memory column by column (`tensor_plan`): call `reshape` there, or {_WAY_OUT}"
+            f"stand in memory column by column (`placements`): call `reshape` there, or {_WAY_OUT}"
         )
     else:
         return (

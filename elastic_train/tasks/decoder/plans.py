@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
 
 from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.placements import Use
 
-TENSOR_PLAN: Mapping[str, Literal["column", "row"]] = {
+USES: Mapping[str, Use] = {
     **{f"blocks.*.attention.{name}": "column" for name in "qkv"},
     "blocks.*.attention.o": "row",
     **{f"blocks.*.mlp.{name}": "column" for name in ("gate", "up")},
     "blocks.*.mlp.down": "row",
     **{f"blocks.*.mlp.shared.{name}": "column" for name in ("gate", "up")},
     "blocks.*.mlp.shared.down": "row",
-}
-"""How ranks share a block: some heads of its attention each, and a part of its MLP's width; experts are dealt out."""
-SEQUENCE_PLAN: Mapping[str, Literal["split", "tokens", "dropout", "join"]] = {
     "dropout": "split",
     "blocks.*.norm_attention": "tokens",
     "blocks.*.norm_mlp": "tokens",
     "blocks.*.dropout": "dropout",
     "norm": "join",
 }
-"""How they share out tokens beside that: from the embedding to the last norm, but for attention and MLPs."""
+"""How tensor ranks share a block: some heads of its attention each, and a part of its MLP's width; experts are dealt
+out. Tokens are shared out from the embedding to the last norm, but for attention and MLPs."""
 
 
 def stages_of(shape: DecoderShape, parts: Sequence[str], num_stages: int) -> list[Sequence[str]]:

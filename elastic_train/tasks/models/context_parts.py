@@ -64,12 +64,12 @@ def _gathered(gather: Gather, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return both[0], both[1]
 
 
-def logits_of_part(model: nn.Module, mine: Mapping[str, Tensor], width: int, gather: Gather) -> Tensor:
-    """Return logits of a part of rows of a width, given its tokens, positions and mask (`part_of`)."""
+def logits_of_part(model: nn.Module, mine: Mapping[str, Tensor], gather: Gather) -> Tensor:
+    """Return logits of a part of rows, given its tokens, positions and mask (`part_of`)."""
     _, model = model_of_transformers(model)
     attend_in_parts(model)
     tokens, weights = mine["tokens"], next(model.parameters())
-    positions = mine["positions"].clamp(max=width - 1).expand(tokens.shape)  # what pads rows has no other
+    positions = mine["positions"].expand(tokens.shape)
     named = {"attention_mask": bias_of(mine["mask"], weights.dtype), "position_ids": positions, _GATHER: gather}
     found: Tensor = model(input_ids=tokens, use_cache=False, **named).logits
     return found

@@ -254,8 +254,13 @@ def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = 
 
 
 def model_of_transformers(model: nn.Module) -> tuple[str, PreTrainedModel]:
-    """Return the outermost model of transformers, and what its modules' names begin with."""
+    """Return the outermost model of transformers, and what its modules' names begin with; ConfigError without one."""
     from transformers import PreTrainedModel
 
-    name, found = next((name, one) for name, one in model.named_modules() if isinstance(one, PreTrainedModel))
-    return f"{name}." if name else "", found
+    for name, one in model.named_modules():
+        if isinstance(one, PreTrainedModel):
+            return f"{name}." if name else "", one
+    raise ConfigError(
+        f"task.path: ranks can share a model of transformers, and {type(model).__name__} has none: write `placements` "
+        "for it, or use parallel.shards to hold less on each rank"
+    )

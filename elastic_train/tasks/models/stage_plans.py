@@ -39,10 +39,6 @@ class Parts:
     layers: tuple[str, ...]
     after: tuple[str, ...]
 
-    @property
-    def last(self) -> str:
-        return (*self.layers, *self.after)[-1]
-
     def dealt(self, num_stages: int) -> list[Sequence[str]]:
         parts = (*self.before, *self.layers, *self.after)
         return deal(parts, len(self.before), len(self.layers), num_stages)

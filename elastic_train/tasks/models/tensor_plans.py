@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from elastic_train.errors import ConfigError
+from elastic_train.tasks.models.adapters import IN_PARTS, Adapter
 from elastic_train.tasks.models.hugging_face import model_of_transformers
 from elastic_train.tasks.models.stage_plans import planned
-from elastic_train.tasks.task import SequencePlan, SequenceUse, TensorPlan, TensorUse
+from elastic_train.tasks.placements import CutUse, TokenUse, Use
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_USES: Mapping[str, TensorUse] = {
+_USES: Mapping[str, CutUse] = {
     "colwise": "column",
     "rowwise": "row",
     "replicated_with_grad_allreduce": "partial",
@@ -34,8 +35,22 @@ _DROPOUT_MODULES = ("embd_pdrop", "resid_pdrop")
 """What comes before the layers, or is a module of each."""
 
 
-def tensor_plan_of(model: nn.Module, degree: int) -> TensorPlan:
-    """Return how so many ranks share a model that is one of transformers, or has one as a module.
+def uses_of(model: nn.Module, degree: int, adapter: Adapter | None, *, sequence: bool = False) -> Mapping[str, Use]:
+    """Return how so many tensor ranks share a model that is one of transformers, or has one as a module.
+
+    Raises ConfigError if they cannot; a degree of 1 shares nothing of a model that no degree can cut.
+    """
+    try:
+        cut = _cut_uses(model, degree, adapter)
+    except ConfigError:
+        if degree > 1:
+            raise
+        return {}
+    return {**cut, **_token_uses(model, cut, adapter)} if sequence else cut
+
+
+def _cut_uses(model: nn.Module, degree: int, adapter: Adapter | None) -> Mapping[str, CutUse]:
+    """Return how a model is cut.
 
     LoRA's two matrices are cut as the layer that they are added to: of one that is cut by columns the second, of one
     that is cut by rows the first. Between them is a number for each of few ranks of LoRA's, which all ranks have.
@@ -43,6 +58,8 @@ def tensor_plan_of(model: nn.Module, degree: int) -> TensorPlan:
     Raises ConfigError if it brings no plan, if the plan has a style that is not supported, or if the degree does not
     divide what is cut.
     """
+    if adapter is not None:
+        adapter.check_is_in(IN_PARTS, f"parallel.tensor: {degree}")
     prefix, inner = model_of_transformers(model)
     kind, styles = type(inner).__name__, inner.tp_plan or {}
     if not any(style in _USES for style in styles.values()):
@@ -61,7 +78,7 @@ def tensor_plan_of(model: nn.Module, degree: int) -> TensorPlan:
     return planned_uses if inner is model else dict(_with_lora(model, planned_uses, degree))
 
 
-def _with_lora(model: nn.Module, plan: TensorPlan, degree: int) -> Iterator[tuple[str, TensorUse]]:
+def _with_lora(model: nn.Module, plan: Mapping[str, CutUse], degree: int) -> Iterator[tuple[str, CutUse]]:
     """Yield what becomes of the modules of a model with LoRA's layers around some of those that a plan names."""
     for pattern, use in plan.items():
         fits = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
@@ -80,20 +97,22 @@ def _with_lora(model: nn.Module, plan: TensorPlan, degree: int) -> Iterator[tupl
             yield f"{name}.{'lora_B' if use == 'column' else 'lora_A'}.*", use
 
 
-def sequence_plan_of(model: nn.Module, degree: int) -> SequencePlan:
-    """Return how so many tensor ranks share out a model's tokens; ConfigError if they cannot.
+def _token_uses(model: nn.Module, cut: Mapping[str, CutUse], adapter: Adapter | None) -> Mapping[str, TokenUse]:
+    """Return how tensor ranks share out the tokens of a model that is cut; ConfigError if they cannot.
 
     Masks and positions are made of all tokens before the first layer, so tokens are split where that begins. Attention
     asks what it is given for its number of tokens, so what has column layers in it gets all of them.
     """
-    kind, parts, cut = type(model).__name__, planned(model), tensor_plan_of(model, degree)
+    if adapter is not None:
+        adapter.check_is_in((), "parallel.sequence: true")
+    kind, parts = type(model).__name__, planned(model)
     if parts is None:
         raise ConfigError(
             f"parallel.sequence: true needs models of transformers that name their layers (base_model_pp_plan), and "
             f"{kind} does not: {_ALL_TOKENS}"
         )
     _check_no_dropouts(model)
-    uses: dict[str, SequenceUse] = {parts.layers[0]: "enter", parts.after[0]: "join"}
+    uses: dict[str, TokenUse] = {parts.layers[0]: "enter", parts.after[0]: "join"}
     inside = f"{parts.layers[0].rpartition('.')[0]}.*."
     cut = {name.removeprefix(inside): use for name, use in cut.items() if name.startswith(inside)}
     for layer in parts.layers:
@@ -107,7 +126,7 @@ def sequence_plan_of(model: nn.Module, degree: int) -> SequencePlan:
     return uses
 
 
-def _uses_in(layer: nn.Module, cut: Mapping[str, TensorUse]) -> Iterator[tuple[str, SequenceUse | None]]:
+def _uses_in(layer: nn.Module, cut: Mapping[str, CutUse]) -> Iterator[tuple[str, TokenUse | None]]:
     """Yield what becomes of the modules of a layer, None for one that needs all tokens; what is cut is named as in it.
 
     One that has parameters and no modules is a norm.

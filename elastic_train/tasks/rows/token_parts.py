@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastic_train.tasks.task import Batch, ContextPart
+from elastic_train.tasks.placements import ContextPart
+from elastic_train.tasks.task import Batch
 
 PADDING = -1
 """The document of tokens that belong to none."""
@@ -23,6 +24,13 @@ def tokens_of(width: int, number: int, count: int) -> Tensor:
     run = width // (2 * count)
     left, right = number * run, (2 * count - 1 - number) * run
     return torch.cat((torch.arange(left, left + run), torch.arange(right, right + run)))
+
+
+def causal_within(documents: Tensor) -> Tensor:
+    """Return which tokens each token sees: those of its document up to itself; (rows, 1, width, width) of bool."""
+    width = documents.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool, device=documents.device).tril()
+    return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
 
 
 def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -45,7 +53,7 @@ def part_of(batch: Batch, part: ContextPart) -> Batch:
     by_part = [tokens_of(width + missing, number, part.count).to(device) for number in range(part.count)]
     mine, all_of_them = by_part[part.number], torch.cat(by_part)
     mask = (all_of_them <= mine[:, None])[None, None]
-    positions = batch.get("positions")
+    positions, in_row = batch.get("positions"), mine.clamp(max=width - 1)  # a model may have none for what pads rows
     if (documents := batch.get("documents")) is not None:
         padded = F.pad(documents, (0, missing), value=PADDING)
         mask = mask & (padded[:, mine, None] == padded[:, None, all_of_them])[:, None]
@@ -55,7 +63,7 @@ def part_of(batch: Batch, part: ContextPart) -> Batch:
     is_mine = place >= 0
     return {
         "tokens": F.pad(tokens, (0, missing))[:, mine],
-        "positions": mine[None] if positions is None else F.pad(positions, (0, missing))[:, mine],
+        "positions": in_row[None] if positions is None else F.pad(positions, (0, missing))[:, mine],
         "places": (row * len(mine) + place)[is_mine],
         "targets": batch["targets"][is_mine],
         "mask": mask,

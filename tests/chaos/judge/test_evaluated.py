@@ -52,7 +52,6 @@ def evaluated_by_the_trainer(
     model = Decoder(DecoderShape(**sizes)).eval()  # type: ignore[arg-type]
     task = CausalLM(model=sizes, max_tokens=MAX_TOKENS, z_loss=z_loss)
     task.rows = TokenColumns("input_ids", *(name if name in rows.column_names else None for name in OTHERS))
-    task.vocabulary = 50
     with torch.no_grad():
         for one in model.parameters():
             one.mul_(10.0 if one.ndim > 1 else 1.0).add_(torch.randn_like(one) * 0.05)

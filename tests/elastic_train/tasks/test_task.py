@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from elastic_train.config.schema import TaskConfig
@@ -39,3 +41,18 @@ def test_a_collate_with_other_parameters_is_refused() -> None:
     message = r"task.path: '.*:Wrong': Wrong.collate\(rows.* cannot be called .*; expected collate\(rows, ids\)"
     with pytest.raises(ConfigError, match=message):
         load_task(TaskConfig(path=f"{__name__}:Wrong"))
+
+
+class Old(Plain):
+    """A task that says how it is cut as tasks once did."""
+
+    tensor_plan = loss_of_part = lambda self: None
+
+
+def test_methods_that_are_not_called_any_longer_are_refused_with_their_successors() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_task(TaskConfig(path=f"{__name__}:Old"))
+    assert re.findall(r"has `(\w+)`, which is not called: write `(\w+)", str(caught.value)) == [
+        ("tensor_plan", "placements"),
+        ("loss_of_part", "run"),
+    ]

@@ -7,6 +7,7 @@ ranks with some of the experts, and those that share out tokens, run a decoder a
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
 from unittest import mock
@@ -38,7 +39,8 @@ from elastic_train.parallel.leaves import Wire
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
-from elastic_train.tasks.task import ContextPart, ParameterGroup, TensorPlan
+from elastic_train.tasks.placements import ContextPart, Use
+from elastic_train.tasks.task import ParameterGroup
 from elastic_train.training.session import Session
 from elastic_train.training.step import run_lanes
 from tests.elastic_train.job.sharded.shard_jobs import (
@@ -58,7 +60,7 @@ SIZE = 2
 """Ranks of a cell, unless a test says otherwise."""
 CELL = Cell(tensor=SIZE)
 Shards = Literal["none", "optimizer", "gradients", "parameters"]
-TENSOR_PLAN: TensorPlan = {"blocks.0.0": "column", "blocks.0.3": "row", "blocks.1.0": "column", "blocks.1.3": "row"}
+USES: Mapping[str, Use] = {"blocks.0.0": "column", "blocks.0.3": "row", "blocks.1.0": "column", "blocks.1.3": "row"}
 WIDTHS = 602, 90
 """Of matrices that are cut by columns and by rows, with several grains in some."""
 SIZES = {"dim": 16, "depth": 4, "heads": 2, "tied": False, "experts": 4, "expert_hidden": 6, "dropout": 0.3}
@@ -117,7 +119,7 @@ def build(
         assert plan is not None, "it has cells"
     else:
         model, groups = Net(WIDTHS).train(), [*GROUPS]
-        plan = CellPlan(TENSOR_PLAN if cell.tensor > 1 else {}, dims=dims_of(TENSOR_PLAN, model))
+        plan = CellPlan(USES if cell.tensor > 1 else {}, dims=dims_of(USES, model))
     with mock.patch.object(state_module, "host_memory_of", lambda device: FakeMemory(1)):
         state = build_state(model, config, 50, "cpu", is_fp16, groups, parallel, plan)
     when_all_have_ended(lambda: close_sums(state))
@@ -149,7 +151,7 @@ def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
     """Take the place and the seat that a world gives this rank; return how many shards are lost, if any."""
     shape = ranks.mesh.cell
     assert isinstance(state.shards, CellState)
-    sequence = bool(state.shards.cut.plan.sequence)
+    sequence = bool(state.shards.cut.plan.shares_tokens)
     first = lambda: build("none", cell=shape, sequence=sequence).model.state_dict().items()  # noqa: E731
     plan = SimpleNamespace(first_weights=first)
     take_place(plan, state, ranks.mesh, ranks.cell, ranks.column)  # type: ignore[arg-type]
@@ -186,7 +188,7 @@ def _session_of(
     assert isinstance(state.shards, CellState)
     cut, mesh, config = state.shards.cut, ranks.mesh, SimpleNamespace(run=SimpleNamespace(seed=1))
     task, context = TASK, None
-    if cut.plan.sequence:
+    if cut.plan.shares_tokens:
         part = ContextPart(ranks.tokens.rank, ranks.tokens.size, Gathering(ranks.tokens), mesh.cell.tensor)
         task, context = TOKENS_TASK, Context(TOKENS_TASK, part, ranks.tokens, NUM_LANES)
     stage = stage_of(task, state.model, cut.plan, schedule, mesh, ranks.cell, cut.experts)

@@ -22,7 +22,7 @@ from elastic_train.job.reseating.placing import take_place
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.task import Sequencing
+from elastic_train.tasks.placements import Running
 from elastic_train.world.world import World, form_cells
 from tests.conftest import write_rows
 from tests.elastic_train.job.sharded.shard_jobs import facts_of
@@ -96,7 +96,7 @@ def train(plan: Plan, state: AppliedState, world: World) -> str:
     """Apply steps as the training loop does; return the digest of the weights."""
     shards, mesh, context, compute = state.shards, world.mesh, None, plan.task.loss
     if plan.config.parallel.context > 1:
-        assert isinstance(plan.task, Sequencing) and world.cell is not None, "it was checked"
+        assert isinstance(plan.task, Running) and world.cell is not None, "it was checked"
         context = context_of(plan.task, mesh, world.cell, plan.num_lanes, plan.config.parallel.token_multiple)
         compute = context.loss
     lanes = mesh.assigned(plan.num_lanes)[mesh.owner]

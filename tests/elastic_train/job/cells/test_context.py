@@ -16,7 +16,7 @@ from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.cells.cell_plan import cell_plan_of, cut_dims_of
 from elastic_train.job.cells.cell_state import CellState
-from elastic_train.job.cells.context import context_of, lone_part
+from elastic_train.job.cells.context import context_of, lone_part, loss_of_part
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.parallel.cells.links import CellLinks
@@ -113,7 +113,7 @@ def of_tensor_rank(
     if 16 % (tensor * context) == 0:  # else there is more padding, with which kernels may round otherwise
         assert losses == without
         differing = {name for name in gradients if not torch.equal(gradients[name], others[name])}
-        uses = {plan.sequence.get(name.rpartition(".")[0]) for name in differing}
+        uses = {plan.tensor.get(name.rpartition(".")[0]) for name in differing}
         assert uses == {"tokens"}, "parts of norms' gradients are added"
 
 
@@ -132,7 +132,7 @@ def test_parts_add_up_to_whole_rows(size: int, on_devices: bool) -> None:
 def test_a_lone_part_runs_without_peers() -> None:
     """With what it computes itself in place of theirs: for a pass whose results nobody uses."""
     model = make_model()
-    losses = run(model, lambda batch: TASK.loss_of_part(model, batch, lone_part(2)))
+    losses = run(model, lambda batch: loss_of_part(TASK, model, batch, lone_part(2)))
     assert all(torch.isfinite(torch.tensor(loss)) for loss, _ in losses)
     assert all(bool(one.grad.any()) for one in model.parameters() if one.grad is not None)
 

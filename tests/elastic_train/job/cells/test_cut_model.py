@@ -21,8 +21,10 @@ from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.models.adapters import leave_base_out
-from elastic_train.tasks.task import TensorPlan
+from elastic_train.tasks.placements import Degrees, Placements
+from elastic_train.tasks.task import Task
 from elastic_train.tasks.witness import Witness
+from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS
 from tests.memory_world import group_of, in_memory
 
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=8, kv_heads=4, hidden=12, dropout=0.2)
@@ -53,7 +55,9 @@ def assert_like(one: Tensor, other: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=tolerance * float(other.abs().max()))
 
 
-def compare(make_model: Callable[[], nn.Module], group: Group, share: float, tolerance: float = 1e-11) -> None:
+def compare(
+    make_model: Callable[[], nn.Module], group: Group, share: float, tolerance: float = 1e-11, task: Task = TASK
+) -> None:
     """Compare a model that is cut with a whole one; of its numbers a rank has at most that share.
 
     `tolerance` is relative to a tensor's largest number.
@@ -62,7 +66,7 @@ def compare(make_model: Callable[[], nn.Module], group: Group, share: float, tol
     whole, model = make_model(), make_model()
     links = CellLinks()
     parallel = ParallelConfig(tensor=size)
-    plan = cell_plan_of(TASK, model, parallel)
+    plan = cell_plan_of(task, model, parallel)
     assert plan is not None
     store_in_memory_order(whole, plan.dims)
     expected = run_once(whole)
@@ -163,8 +167,8 @@ class Cutting(Witness):
         super().__init__()
         self._plan = plan
 
-    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        return self._plan  # type: ignore[return-value]
+    def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
+        return Placements(self._plan)  # type: ignore[arg-type]
 
 
 class Block(nn.Module):
@@ -195,21 +199,24 @@ class Failing(Witness):
         super().__init__()
         self._plan = plan
 
-    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        return self._plan if self._plan is None else self._plan[degree]  # type: ignore[index, return-value]
+    def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
+        return self._plan if self._plan is None else Placements(self._plan[degrees.tensor])  # type: ignore[index, return-value]
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (None, r"tensor_plan\(model, 1\) of Failing returns None.* also for 1"),
-        ({2: {"up": "column"}}, r"tensor_plan\(model, 1\) of Failing raises KeyError: 1.* also for 1"),
-        ({1: {"up": "colwise"}}, r"tensor_plan\(model, 1\) of Failing has 'up': 'colwise'; it knows column, row"),
+        (None, "returns None.* also for 1"),
+        ({2: {"up": "column"}}, "raises KeyError: 1.* also for 1"),
+        (
+            {1: {"up": "colwise"}},
+            "has 'up': 'colwise'; it knows column, row",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_asked_for_one_rank_is_refused_in_words(plan: object, message: str) -> None:
     """Also where nothing is cut: gradients are measured by the parts that all degrees have in common."""
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"placements\(model, Degrees\(tensor=1, .*\)\) of Failing {message}"):
         cut_dims_of(Failing(plan), Block())
 
 
@@ -235,6 +242,32 @@ def test_frozen_weights_that_commits_do_not_hold_are_cut_like_others() -> None:
 def test_more_parts_than_grains_end_at_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"parallel.tensor x parallel.expert: 128 is more than the 64 parts"):
         check_fits_cells(Cutting(), ParallelConfig(tensor=2, expert=64))
+
+
+class Opaque(CausalLM):
+    """A language model whose user builds another one."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(Opaque(model={}), id="own"),
+        pytest.param(Opaque(hf={"config": {"model_type": "llama"}}), marks=WITH_TRANSFORMERS, id="hf"),
+        pytest.param(Witness(), id="none"),
+    ],
+)
+def test_a_model_of_which_nothing_is_said_is_whole_wherever_it_is(task: Task) -> None:
+    """In every shard mode; and no other degree takes it without a word."""
+    model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))
+    assert cut_dims_of(task, model) == {}
+    for shards in ("none", "optimizer", "gradients", "parameters"):
+        assert cell_plan_of(task, model, ParallelConfig(shards=shards)) is None
+    for key in ("tensor", "pipeline", "context"):
+        with pytest.raises(ConfigError, match="placements"):
+            cell_plan_of(task, model, ParallelConfig.model_validate({key: 2}))
 
 
 def test_a_task_without_a_plan_hears_what_else_there_is() -> None:

@@ -67,7 +67,8 @@ def model_of_transformers(kind: str) -> nn.Module:
 def of_rank_with_transformers(rank: int, size: int) -> None:
     group = group_of("world", rank, size)
     for kind in FAMILIES:
-        compare(partial(model_of_transformers, kind), group, 0.95, tolerance=1e-4)
+        task = CausalLM(hf={"config": {"model_type": kind, **SIZES}})
+        compare(partial(model_of_transformers, kind), group, 0.95, tolerance=1e-4, task=task)
     group.close()
 
 
@@ -213,7 +214,7 @@ def with_lora(dropout: float = 0.0) -> nn.Module:
 
 def of_rank_with_lora(rank: int, size: int) -> None:
     group = group_of("world", rank, size)
-    compare(with_lora, group, 0.95)
+    compare(with_lora, group, 0.95, task=CausalLM(hf={"config": {"model_type": "llama", **SIZES}}))
     group.close()
 
 

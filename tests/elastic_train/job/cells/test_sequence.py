@@ -22,7 +22,8 @@ from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
-from elastic_train.tasks.task import SequencePlan, Task, TensorPlan
+from elastic_train.tasks.placements import Degrees, Placements
+from elastic_train.tasks.task import Task
 from elastic_train.tasks.witness import Witness
 from tests.elastic_train.job.cells.test_cut_model import assert_like
 from tests.memory_world import group_of, in_memory
@@ -35,18 +36,15 @@ TASK = CausalLM(model=SIZES, max_tokens=16)
 class Biased(Witness):
     """A task whose layers that are cut have biases, which the decoder's have not."""
 
-    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        return {"1": "column", "3": "row"}
-
-    def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
-        return {"0": "split", "4": "tokens", "5": "join"}
+    def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
+        return Placements({"0": "split", "1": "column", "3": "row", "4": "tokens", "5": "join"})
 
 
 class WithExperts(CausalLM):
     """Lets ranks share out tokens around mixtures, as was right while each of them had all experts."""
 
-    def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
-        return {"blocks.*.mlp": "tokens"}
+    def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
+        return Placements({"blocks.*.attention.q": "column", "blocks.*.mlp": "tokens"})
 
 
 def test_tokens_of_models_with_experts_are_not_shared_out() -> None:
@@ -129,7 +127,7 @@ def compare_tokens(
         f"{name}.{one}"
         for name, module in model.named_modules()
         for one, _ in module.named_parameters(recurse=False)
-        if cut.plan.sequence.get(name) == "tokens" or (cut.plan.tensor.get(name) == "row" and one == "bias")
+        if cut.plan.tensor.get(name) == "tokens" or (cut.plan.tensor.get(name) == "row" and one == "bias")
     ]
     without, found, state = run_once(plain), run_once(model), torch.get_rng_state()
     assert torch.equal(found, without), "all that is computed token by token has the bits of before"
@@ -205,27 +203,24 @@ def test_biases_of_layers_that_are_cut_have_one_gradient_on_all_ranks(size: int,
 
 
 class Sharing(Witness):
-    """A task with plans of its own."""
+    """A task that calls a linear layer a dropout."""
 
-    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        return {"0": "column", "1": "row"}
-
-    def sequence_plan(self, model: nn.Module, degree: int) -> SequencePlan:
-        return {"1": "dropout"}
+    def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
+        return Placements({"0": "column", "1": "dropout"})
 
 
 class Cutting(Witness):
     """A task that says how matrices are cut, and nothing of tokens."""
 
-    def tensor_plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        return {"0": "column", "1": "row"}
+    def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
+        return Placements({"0": "column", "1": "row"})
 
 
 @pytest.mark.parametrize(
     ("task", "degree", "message"),
     [
         (Cutting(), 2, r"parallel.sequence: true needs a task that says which modules run on some tokens each, .*Cutt"),
-        (Sharing(), 2, "the task's sequence_plan has '1' as a dropout, which it is not"),
+        (Sharing(), 2, "the task's placements have '1' as a dropout, which it is not"),
         (CausalLM(model=SIZES, max_tokens=14), 4, r"max_tokens, 14, is not a multiple of 4: change either"),
         (
             CausalLM(model={**SIZES, "heads": 3, "kv_heads": 3, "dim": 18}, max_tokens=24),
@@ -246,7 +241,7 @@ def test_rows_of_one_width_may_be_shared_out_between_any_number_of_ranks() -> No
     sizes = {**SIZES, "heads": 3, "kv_heads": 3, "dim": 18}
     task = CausalLM(model=sizes, max_tokens=24, fixed_width=True)
     plan = cell_plan_of(task, Decoder(DecoderShape(vocabulary=11, **sizes)), ParallelConfig(tensor=3, sequence=True))
-    assert plan is not None and plan.sequence["blocks.1.norm_mlp"] == "tokens"
+    assert plan is not None and plan.tensor["blocks.1.norm_mlp"] == "tokens"
 
 
 def test_tokens_are_shared_out_between_tensor_ranks_alone() -> None:

@@ -22,7 +22,8 @@ from elastic_train.parallel.cells.pipeline import run_schedule
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder, drawn_weights
 from elastic_train.tasks.decoder.shape import DecoderShape
-from elastic_train.tasks.task import Batch, LaneLoss, StagePlan
+from elastic_train.tasks.placements import Degrees, Piece, Placements, run_piece
+from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.witness import Witness
 from tests.memory_world import group_of, in_memory
 
@@ -154,7 +155,7 @@ def test_the_routers_of_all_stages_add_to_the_loss(size: int, kind: str) -> None
 
 @pytest.mark.parametrize(("num_stages", "num_blocks"), [(2, [2, 3]), (3, [1, 2, 2]), (5, [1] * 5)])
 def test_blocks_are_dealt_evenly_and_the_last_stage_has_no_fewer(num_stages: int, num_blocks: list[int]) -> None:
-    plan = TASK.stage_plan(Decoder(SHAPE), num_stages)
+    plan = TASK.placements(Decoder(SHAPE), Degrees(stages=num_stages)).stages
     assert [sum(name.startswith("blocks.") for name in stage) for stage in plan] == num_blocks
     assert [name for stage in plan for name in stage] == Decoder(SHAPE).parts
 
@@ -166,10 +167,10 @@ class Staged(Witness):
         super().__init__()
         self._plan = plan
 
-    def stage_plan(self, model: nn.Module, num_stages: int) -> StagePlan:
-        return self._plan
+    def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
+        return Placements(stages=self._plan)
 
-    def run_stage(self, model: nn.Module, modules: Sequence[str], batch: Batch, given: Tensor | None) -> Any:
+    def run(self, model: nn.Module, batch: Batch, piece: Piece) -> LaneLoss:
         return LaneLoss(torch.zeros(()), 0.0)
 
 
@@ -220,6 +221,30 @@ def test_a_model_of_fewer_blocks_than_chunks_is_refused() -> None:
     """Of two stages with four chunks each there are eight pieces."""
     with pytest.raises(ConfigError, match=r"in 8 stages: task\.params\.model\.depth 5 is less than 8 stages"):
         cell_plan_of(TASK, Decoder(SHAPE), ParallelConfig(pipeline=2, schedule="interleaved", virtual_stages=4))
+
+
+class Weighted(CausalLM):
+    """A task of a user, who knows of `loss` alone."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("key", ["pipeline", "context"])
+def test_a_task_whose_own_loss_would_not_be_called_is_refused(key: str) -> None:
+    task = Weighted(model={"dim": 16, "depth": 5, "heads": 4, "tied": False})
+    with pytest.raises(ConfigError, match=rf"parallel.{key}: 2 calls `run` .* Weighted replaces `loss` alone"):
+        cell_plan_of(task, Decoder(SHAPE), ParallelConfig.model_validate({key: 2}))
+
+
+@pytest.mark.parametrize(
+    ("is_last", "message"), [(True, "returns a Tensor for the modules b:"), (False, "returns a LaneLoss for the mod")]
+)
+def test_a_stage_that_returns_the_wrong_kind_is_refused(is_last: bool, message: str) -> None:
+    task = Staged(["a"], ["b"])
+    task.run = lambda model, batch, piece: torch.zeros(()) if is_last else LaneLoss(torch.zeros(()), 0.0)  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ConfigError, match=message):
+        run_piece(task, Layers(), {}, Piece(["b"], is_last=is_last))
 
 
 def test_a_task_without_stages_hears_what_else_there_is() -> None:

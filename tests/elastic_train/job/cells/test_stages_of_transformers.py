@@ -18,7 +18,7 @@ from elastic_train.job.sharded.first_weights import without_memory
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.folder_weights import open_folder
-from elastic_train.tasks.models.hugging_face import Kind
+from elastic_train.tasks.models.hugging_face import Kind, Source
 from tests.conftest import standby_with
 from tests.elastic_train.job.cells.test_stages import Subject, of_rank
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS
@@ -36,8 +36,8 @@ CONFIGS: tuple[dict[str, Any], ...] = (
 
 def of_transformers(config: dict[str, Any]) -> Subject:
     task = CausalLM(hf={"config": config})
-    assert task.source is not None
-    return Subject(task, partial(task.source.build, Kind("AutoModelForCausalLM", task.source.load_config())))
+    source = Source.of({"config": config})
+    return Subject(task, partial(source.build, Kind("AutoModelForCausalLM", source.load_config())))
 
 
 def of_rank_with_transformers(rank: int, size: int, kind: str) -> None:
@@ -73,12 +73,12 @@ def test_a_stage_reads_its_own_weights_of_a_folder(tmp_path: Path) -> None:
     torch.manual_seed(3)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     task, parallel = CausalLM(hf={"path": str(tmp_path)}), ParallelConfig(pipeline=3)
-    assert task.source is not None
-    kind = Kind("AutoModelForCausalLM", task.source.load_config())
-    whole = task.source.build(kind)
+    source = Source.of({"path": str(tmp_path)})
+    kind = Kind("AutoModelForCausalLM", source.load_config())
+    whole = source.build(kind)
     size = (tmp_path / "model.safetensors").stat().st_size
     for place in range(3):
-        opened = open_folder(task.source, kind)
+        opened = open_folder(source, kind)
         assert opened is not None
         model = without_memory(opened[0], torch.device("cpu"))
         plan = cell_plan_of(task, model, parallel)

@@ -97,7 +97,6 @@ def test_training_alone_adds_what_routers_are_held_to() -> None:
     totals = {}
     for name, factors in {"none": (0.0, 0.0), "balance": (0.1, 0.0), "z": (0.0, 0.1)}.items():
         task = CausalLM(model={**MODEL, "dropout": 0.0}, balance_loss=factors[0], router_z_loss=factors[1])
-        task.vocabulary = 64
         torch.manual_seed(1)
         model = task.build_model()
         totals[name] = [task.loss(model.train(is_so), batch).total.item() for is_so in (True, False)]

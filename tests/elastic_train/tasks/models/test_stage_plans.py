@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of
-from elastic_train.tasks.causal_lm import CausalLM, causal_within
+from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.folder_weights import hollow
 from elastic_train.tasks.models.hugging_face import Kind, Source
 from elastic_train.tasks.models.stage_plans import check_runs_in_parts, parts_of, run_parts
+from elastic_train.tasks.rows.token_parts import causal_within
 from tests.elastic_train.job.cells.test_cut_transformers import FAMILIES, SIZES
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS
 

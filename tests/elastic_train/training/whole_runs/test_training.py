@@ -85,13 +85,16 @@ main_train()
 
 
 def test_a_custom_task_and_schema(tmp_path: Path) -> None:
-    """The example trains a user's task on a user's columns, from outside the package, on one rank and on two alike."""
+    """The example trains a user's task on a user's columns, from outside the package, on one rank and on two.
+
+    It says nothing of how its model could be shared, and two ranks share its parameters out."""
     example = ROOT / "examples" / "own_task"
     environ = {"PYTHONPATH": str(example)}
     made = subprocess.run([sys.executable, example / "make_data.py", tmp_path / "prices"], check=False, timeout=240)
     assert made.returncode == 0
     line = [str(example / "config.yaml"), "--data.train", str(tmp_path / "prices"), "--run.dir"]
-    succeed(start_cold([*line, str(tmp_path / "two" / "run")], num_ranks=2, environ=environ))
+    shared = [*line, str(tmp_path / "two" / "run"), "--parallel.shards", "parameters"]
+    succeed(start_cold(shared, num_ranks=2, environ=environ))
     alone = run_source(BESIDE, *line, str(tmp_path / "one" / "run"), cwd=example)
     assert alone.returncode == 0, alone.stderr
     assert result(tmp_path / "one")["weights_sha256"] == result(tmp_path / "two")["weights_sha256"]

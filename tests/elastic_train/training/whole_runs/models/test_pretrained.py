@@ -152,7 +152,6 @@ def test_a_commit_of_adapters_has_no_weights_of_the_base_but_its_digest(
 def built(base: Path, shards: Literal["none", "parameters"]) -> AppliedState:
     """Return the state that a process with adapters on a base begins with."""
     task = CausalLM(hf={"path": str(base)}, lora={"r": 4}, max_tokens=16)
-    task.config = task.source.load_config()  # type: ignore[union-attr]
     torch.manual_seed(1)
     model, config = task.build_model(), OptimizerConfig()
     groups = task.parameter_groups(model)

@@ -1,0 +1,122 @@
+"""The package's own decoder as a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.errors import ConfigError
+from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.tasks.decoder.experts import RouterLosses, with_terms, without_terms
+from elastic_train.tasks.decoder.model import Decoder, drawn_weights
+from elastic_train.tasks.decoder.plans import USES, stages_of
+from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.language.language_model import Logits, Weights
+from elastic_train.tasks.models.folders import begin_llama
+from elastic_train.tasks.placements import Degrees, Piece, Placements
+from elastic_train.tasks.rows.token_parts import bias_of, causal_within
+from elastic_train.tasks.rows.token_rows import TokenColumns
+from elastic_train.tasks.task import Batch
+
+_SIZES = [each.name for each in fields(DecoderShape)]
+
+
+class OwnDecoder:
+    """A decoder of some sizes; its vocabulary is that of the data's tokenizer unless it is among them.
+
+    Routers to experts add `balance_loss` and `router_z_loss` to the loss of training (`RouterLosses`).
+    """
+
+    folder: Path | None = None
+    max_positions: int | None = None
+
+    def __init__(self, sizes: Mapping[str, Any], balance_loss: float, router_z_loss: float) -> None:
+        for name in sizes:
+            if name not in _SIZES:
+                raise ValueError(f"model has no '{name}'{did_you_mean(nearest(name, _SIZES))}")
+        self._sizes = sizes
+        self.vocabulary: int = sizes.get("vocabulary") or 0
+        DecoderShape(**{**sizes, "vocabulary": self.vocabulary or 1})  # refuses what does not fit
+        self._balance_loss, self._router_z_loss = balance_loss, router_z_loss
+
+    @property
+    def shape(self) -> DecoderShape:
+        return DecoderShape(**{**self._sizes, "vocabulary": self.vocabulary})
+
+    def prepare(self, manifest: Manifest, rows: TokenColumns) -> None:
+        self.vocabulary = self._sizes.get("vocabulary") or manifest.vocabulary_size or 0
+        if not self.vocabulary:
+            raise ConfigError(
+                f"task.params.model.vocabulary: {manifest.url} has no tokenizer; say how many token ids it has"
+            )
+
+    def build(self) -> nn.Module:
+        return Decoder(self.shape)
+
+    def sketch(self, build: Callable[[], nn.Module]) -> tuple[nn.Module, Weights] | None:
+        with torch.device("meta"):
+            return build(), partial(drawn_weights, self.shape)
+
+    def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
+        if not isinstance(model, Decoder):  # a subclass of the task builds another one
+            return Placements()
+        wrong, shape = list[str](), model.shape
+        for name in ("heads", "kv_heads", "shared_hidden" if shape.experts else "hidden"):
+            if (size := getattr(shape, name)) % degrees.tensor:
+                wrong.append(
+                    f"parallel.tensor: {degrees.tensor} does not divide task.params.model.{name}, which is {size}: "
+                    "change either"
+                )
+        if shape.experts and degrees.sequence:
+            wrong.append(
+                "parallel.sequence: true shares out tokens, all of which routers look at, and "
+                f"task.params.model.experts is {shape.experts}: set it to false"
+            )
+        if shape.experts and degrees.context > 1:
+            wrong.append(
+                f"parallel.context: {degrees.context}: routers weigh whole rows, and task.params.model.experts is "
+                f"{shape.experts}: set either to its default"
+            )
+        try:
+            stages = stages_of(shape, model.parts, degrees.stages) if degrees.stages > 1 else ()
+        except ValueError as error:
+            wrong += [f"parallel.pipeline, in {degrees.stages} stages: task.params.model.{why}" for why in error.args]
+        if wrong:
+            raise ConfigError(*wrong)
+        return Placements(USES, stages, context=True)
+
+    def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | Logits:
+        """Run a piece; with the output of a stage go the losses of its routers, and of those before."""
+        tokens, positions, given = batch["tokens"], batch.get("positions"), piece.given
+        losses, gather = self._router_losses(model, batch), {}
+        if piece.part is None:
+            documents = batch.get("documents")
+            mask = None if documents is None else causal_within(documents)
+        else:
+            mask, gather = bias_of(batch["mask"], next(model.parameters()).dtype), {"gather": piece.part.gather}
+        if piece.modules:
+            assert isinstance(model, Decoder), "no other has stages"
+            if losses is not None and given is not None:
+                given = without_terms(given, (*tokens.shape, model.shape.dim), losses)
+            out = model.run(piece.modules, tokens, positions, mask, given, losses, **gather)
+        else:
+            out = model(tokens, positions, mask, *(() if losses is None else (losses,)), **gather)
+        if piece.is_last:
+            return Logits(out, () if losses is None else losses.terms)
+        return out if losses is None else with_terms(out, losses)
+
+    def _router_losses(self, model: nn.Module, batch: Batch) -> RouterLosses | None:
+        """Return what takes the losses of routers; None outside of training, and without any."""
+        if not (model.training and isinstance(model, Decoder) and model.shape.experts):
+            return None
+        return RouterLosses(batch["places"], self._balance_loss, self._router_z_loss)
+
+    def begin_export(self, folder: Path) -> Mapping[str, str] | None:
+        return begin_llama(self.shape, folder)
