@@ -8,15 +8,19 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import elastic_train as et
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.tasks.placements import Piece, run_piece
 from tests.conftest import ROOT, run_source
 from tests.elastic_train.training.whole_runs.stored import copy_stored_run
 
@@ -124,3 +128,16 @@ def test_the_checkpoint_page_reads_a_commit(tmp_path: Path) -> None:
     exec(the_snippet("docs/checkpoints.md", "et.read_state(").replace("s3://bucket/run", str(run)), names)
     assert isinstance(names["head"], et.CommitRecord) and names["head"].step == 14
     assert set(names["state"]) >= {"model", "optimizer"}  # type: ignore[call-overload]
+
+
+def test_the_task_of_the_guide_is_cut_and_runs_in_stages() -> None:
+    names: dict[str, Any] = {}
+    exec(the_snippet("docs/guides/parallelism.md", "class Mine"), names)
+    kind, layers = names["Mine"], (nn.Sequential(OrderedDict(up=nn.Linear(4, 8), down=nn.Linear(8, 4))) for _ in "0123")
+    kind.loss_of = lambda self, x, batch: et.LaneLoss(x.square().sum(), float(len(x)))
+    task, model, batch, given = kind(), nn.Sequential(*layers), {"x": torch.ones(3, 4)}, None
+    plan = cell_plan_of(task, model, ParallelConfig(tensor=2, pipeline=2))
+    assert plan is not None and plan.tensor["3.down"] == "row" and plan.dims["0.up.weight"] == 0
+    for number, modules in enumerate(plan.pieces):
+        given = run_piece(task, model, batch, Piece(modules, given, is_last=number == 1))
+    assert isinstance(given, et.LaneLoss) and given.total.equal(task.loss(model, batch).total)
