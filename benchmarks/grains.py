@@ -1,4 +1,4 @@
-"""What grains cost: norm and digest by grains beside torch's norm and one hash, clipping in a step, planning.
+"""What grains cost: norm and digest by grains beside torch's norm and one hash, clipping in a step.
 
     python -m benchmarks.grains [--million 16] [--json]
 
@@ -21,11 +21,8 @@ from elastic_train.job.state import build_state
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.shards.digest import digests_of
-from elastic_train.shards.grains import GRAIN, Listed, bounds_of, lay_out
-from elastic_train.shards.holdings import all_held, circle_of
+from elastic_train.shards.grains import bounds_of
 from elastic_train.shards.norm import total_norm
-from elastic_train.shards.recut import Holder, plan_recut
-from elastic_train.shards.seats import seats_of
 from elastic_train.tasks.text_classifier import TextClassifier
 
 
@@ -93,23 +90,6 @@ def measure_clipping(dim: int, depth: int, num_tokens: int) -> dict[str, object]
     }
 
 
-def measure_plans(num_blocks: int, grains_each: int, num_nodes: int) -> dict[str, float]:
-    """Return what it takes to plan for a model of equal blocks on nodes of eight ranks, two copies, one node lost."""
-    listed = [Listed(f"b{b}", (grains_each, GRAIN), "torch.float32", f"b{b}") for b in range(num_blocks)]
-    layout, paths = lay_out(listed), [(f"node{rank // 8}",) for rank in range(8 * num_nodes)]
-    circle, before = circle_of(layout), seats_of(paths, 2)
-    had = [Holder((1, 1), grains) for grains in all_held(circle, before)[8:]]
-    after = seats_of(paths[8:], 2, before[8:])
-    wants = all_held(circle, after)
-    return {
-        "grains": layout.num_grains,
-        "ranks": len(paths),
-        "circle_ms": least_ms(lambda: circle_of(lay_out(listed))),
-        "seats_ms": least_ms(lambda: seats_of(paths[8:], 2, before[8:])),
-        "recut_ms": least_ms(lambda: plan_recut(had, wants, layout.span), 2),
-    }
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -120,7 +100,6 @@ def main() -> None:
     found = {
         "sums": {"elements": options.million * 10**6, **measure_sums(options.million * 10**6)},
         "clipping": [measure_clipping(16, 1, 16), measure_clipping(64, 2, 64), measure_clipping(128, 2, 256)],
-        "plans": [measure_plans(32, 64, 2), measure_plans(32, 3400, 8), measure_plans(80, 13400, 8)],
     }
     print(json.dumps(found, indent=None if options.json else 2))
 

@@ -21,9 +21,12 @@ peak_rss_vs_fsdp2     the same for the most resident memory of a rank above what
                       `lean` is beside FSDP2 that reduces after each lane (goal: at most 0.7)
 move_gb_per_s         what the busiest rank receives when a rank of four is lost, over the time from the plan to the new
                       seat, and over that of a bare exchange of as many bytes between as many ranks (goal at least 0.7)
-plan_s                seconds of a core for seats, holdings and plan of a model of 6.7 billion elements in two copies,
-                      when one of so many ranks is lost (goals: 0.1 with 256 ranks, 0.4 with 1,024)
-moved_over_lost       elements that the plan moves, over those that the lost rank held (goal with eight ranks: 1.3)
+plan_s                seconds of a core for all that a rank works out when the world changes, for a model of 6.7 billion
+                      elements: seats, holdings and plan, its runs, its part of gradient sums and of commits; by ranks
+                      before and after, and copies; `cells` are of two stages by four (goals: 0.1 with 256 ranks, 0.4
+                      with 1,024)
+moved_over_lost       elements that the plan moves, over those that lost ranks held, or that a new one is to hold (goal
+                      from eight ranks to seven: 1.3)
 live_worker_s         seconds from the kill of one of four workers of a live job, with 0.5 GB of state in two copies, to
                       the next applied step (goal: p50 at most 0.6, max at most 1.0 + `link`); see `recovery`
 rpo_steps_max         the most applied steps that a kill costs, over kills of workers at every point of a step (goal: 0)

@@ -1,43 +1,124 @@
-"""Time the exchange plan after the loss of one rank, and measure how much it moves; no tensor is touched."""
+"""Time all that a rank works out when the world changes, and measure how much moves; no tensor is touched.
+
+From what all ranks bring to the last run of elements that this one holds, sends or takes: seats, holdings, transfers,
+what gradient sums ask for, where gradients are whole and where they are in shares, and who writes what in commits.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from benchmarks.figures import Effort
-from elastic_train.shards.grains import Layout, Listed, lay_out
-from elastic_train.shards.holdings import all_held, circle_of
-from elastic_train.shards.recut import Holder, plan_recut
-from elastic_train.shards.seats import seats_of
+from elastic_train.shards.deal import sum_chunks
+from elastic_train.shards.grains import Layout, Listed, cut_along, lay_out
+from elastic_train.shards.holdings import Column, column_of, grains_in, num_elements, runs_of
+from elastic_train.shards.owners import owned_of
+from elastic_train.shards.recut import Holder, Recut, plan_recut
+from elastic_train.shards.seating import Seating
+from elastic_train.shards.seats import Seat, seats_of_cells
 
-COPIES, WIDTH, HIDDEN, DEPTH, VOCABULARY = 2, 4096, 11008, 32, 32000
-"""A decoder of 6.7 billion elements, each held twice."""
+WIDTH, HIDDEN, DEPTH, VOCABULARY = 4096, 11008, 32, 32000
+"""A decoder of 6.7 billion elements."""
+STAGES, TENSOR = 2, 4
+NODE, TRIES = 8, 3
+
+
+class Change(NamedTuple):
+    """A world of so many replicas, eight a node, that loses those from `first` on, or grows."""
+
+    before: int
+    after: int
+    copies: int
+    first: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.before}_to_{self.after}_c{self.copies}"
 
 
 def plans(effort: Effort) -> dict[str, object]:
-    """Return the seconds of a core for seats, holdings and plan after a loss, and what moves over what was lost."""
-    layout, seconds, moved = decoder(), dict[str, float](), dict[str, float]()
-    circle = circle_of(layout)
+    """Return the seconds of a core that a change takes each rank, and what moves over what was lost, or is to come."""
+    seconds, moved = dict[str, float](), dict[str, float]()
+    whole = [column_of(decoder())]
+    parts = [column_of(decoder(stage, TENSOR)) for stage in range(STAGES) for _ in range(TENSOR)]
     for size in (8, 256) if effort.is_quick else (8, 64, 256, 1024):
-        seats = seats_of([()] * size, COPIES)
-        had = all_held(circle, seats)
-        began = time.process_time()
-        left = seats_of([()] * (size - 1), COPIES, seats[:-1])
-        plan = plan_recut([Holder((1, 1), grains) for grains in had[:-1]], all_held(circle, left), layout.span)
-        seconds[f"ranks_{size}"] = round(time.process_time() - began, 3)
-        arriving = sum(int(layout.span[one.grains].sum()) for one in plan.transfers)
-        moved[f"ranks_{size}"] = round(arriving / int(layout.span[had[-1]].sum()), 2)
-        effort.say(f"{size} ranks: {seconds[f'ranks_{size}']} s, {moved[f'ranks_{size}']} of what was lost moves")
+        changes = [Change(size, size - 1, 2, size // 3), *(Change(size - 1, size, copies) for copies in (1, 2))]
+        cases = [(change.name, change, whole) for change in changes]
+        if size > NODE:
+            change = Change(size, size - NODE, 2, NODE)
+            cells = Change(size // NODE, size // NODE - 1, 2, 1)
+            cases += [(change.name, change, whole), (f"cells_{cells.name}", cells, parts)]
+        for name, change, columns in cases:
+            seconds[name], moved[name] = _measured(change, columns)
+            effort.say(f"{name}: {seconds[name]} s, {moved[name]} of what was lost moves")
     return {"plan_s": seconds, "moved_over_lost": moved}
 
 
-def decoder() -> Layout:
-    """Return the layout of the decoder, a unit for each block."""
-    square, wide = (WIDTH, WIDTH), (HIDDEN, WIDTH)
-    block = {"q": square, "k": square, "v": square, "o": square, "gate": wide, "up": wide, "down": wide[::-1]}
-    listed = [Listed("embed", (VOCABULARY, WIDTH), "torch.float32")]
-    for number in range(DEPTH):
-        name = f"blocks.{number}"
-        listed += [Listed(f"{name}.{part}", shape, "torch.float32", unit=name) for part, shape in block.items()]
-        listed += [Listed(f"{name}.norm{turn}", (WIDTH,), "torch.float32", unit=name) for turn in (1, 2)]
-    return lay_out([*listed, Listed("head", (VOCABULARY, WIDTH), "torch.float32")])
+def decoder(stage: int | None = None, degree: int = 1) -> Layout:
+    """Return the layout of the decoder, or of a part of one of its stages, a unit for each block."""
+    rows, columns = {"q": WIDTH, "k": WIDTH, "v": WIDTH, "gate": HIDDEN, "up": HIDDEN}, {"o": WIDTH, "down": HIDDEN}
+    shapes: dict[str, tuple[tuple[int, ...], int | None]] = {
+        **{name: ((size // degree, WIDTH), 0) for name, size in rows.items()},
+        **{name: ((WIDTH, size // degree), 1) for name, size in columns.items()},
+        **{f"norm{turn}": ((WIDTH,), None) for turn in (1, 2)},
+    }
+    blocks = [
+        Listed(f"{unit}.{name}", shape, "torch.float32", unit, cut=cut_along(shape, dim))
+        for unit in (f"blocks.{number}" for number in range(DEPTH if stage is None else DEPTH // STAGES))
+        for name, (shape, dim) in shapes.items()
+    ]
+    table = VOCABULARY // degree, WIDTH
+    first, last = (Listed(name, table, "torch.float32", cut=cut_along(table, 0)) for name in ("embed", "head"))
+    return lay_out([*([] if stage else [first]), *blocks, *([last] if stage in (None, STAGES - 1) else [])])
+
+
+def _measured(change: Change, columns: Sequence[Column]) -> tuple[float, float]:
+    """Return the least seconds of some tries, and the elements that move over those that were lost, or are to come."""
+    before = _seats(range(change.before), [None] * change.before, change)
+    gone = range(change.first, change.first + change.before - change.after)
+    stay = [replica for replica in range(max(change.before, change.after)) if replica not in gone]
+    had = [before[replica] if replica < change.before else None for replica in stay]
+    times = []
+    for _ in range(TRIES):
+        began = time.process_time()
+        seats = _seats(stay, had, change, len(columns))
+        plan = _work_out(columns, had, seats)
+        times.append(time.process_time() - began)
+    layout, circle = columns[0]
+    away = [before[replica] for replica in gone] or [seats[-1]]
+    lost = sum(num_elements(layout, grains_in(circle, seat.arcs)) for seat in away)
+    arriving = sum(num_elements(layout, transfer.grains) for transfer in plan.transfers)
+    return round(min(times), 3), round(arriving / lost, 2)
+
+
+def _seats(replicas: Sequence[int], had: Sequence[Seat | None], change: Change, num_columns: int = 1) -> list[Seat]:
+    each = NODE if num_columns == 1 else 1
+    paths = [("", f"node{replica // each:04}") for replica in replicas]
+    return seats_of_cells(paths, change.copies, [had] * num_columns, [True] * len(replicas))
+
+
+def _work_out(columns: Sequence[Column], had: Sequence[Seat | None], seats: Sequence[Seat]) -> Recut:
+    """Work out what the second rank of the first column does, as the trainer has it; return its column's plan."""
+    layout, circle = columns[0]
+    me = min(1, len(seats) - 1)
+    seating = Seating(layout, circle, seats, me)
+    brought = [Holder() if seat is None else Holder((1, 1), grains_in(circle, seat.arcs)) for seat in had]
+    plan = plan_recut(brought, seating.holdings, layout.span)
+    for giver, taker, grains in plan.transfers:
+        if me in (giver, taker):
+            seating.runs_at(taker, grains)
+    seating.runs_at(me, seating.trained[me])
+    seating.owned_runs(), seating.given_runs(), seating.taken_runs()
+    for other in (me, *seating.neighbours()):
+        runs_of(layout, seating.summed[other])
+    for chunk in sum_chunks(me, seats, seating.summed):
+        runs_of(layout, chunk.grains)
+    seating.sections_of(me)
+    for column in columns:
+        others = Seating(*column, seats, 0) if len(columns) > 1 else seating
+        max(grains.size for grains in others.trained)
+        owned_of(others.holdings, column.layout.span, range(len(seats)))
+        others.are_sole_holders([False] * len(seats))
+    return plan

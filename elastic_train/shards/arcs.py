@@ -10,11 +10,16 @@ its share and nothing else moves but a part of the line; a member that takes a f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from typing import TypeVar
 
+N = TypeVar("N", int, Fraction)
 Arc = tuple[Fraction, Fraction]
 """From lo to before hi, in parts of the circle; ascending and apart where there are several."""
+Part = tuple[int, int]
+"""An arc in equal parts of the circle."""
 
 
 def arcs_of(bases: Sequence[int | None], num_base: int) -> list[tuple[Arc, ...]]:
@@ -41,36 +46,42 @@ def kept_part(bases: Sequence[int | None], num_base: int) -> Fraction:
     return sum(base is not None for base in bases) * min(Fraction(1, num_base), Fraction(1, len(bases)))
 
 
-def length(arcs: Iterable[Arc]) -> Fraction:
+def length(arcs: Iterable[tuple[N, N]]) -> N | int:
     """Return the length of arcs that are apart."""
-    return sum((hi - lo for lo, hi in arcs), Fraction(0))
+    return sum(hi - lo for lo, hi in arcs)
 
 
-def overlap(some: Sequence[Arc], others: Sequence[Arc]) -> Fraction:
+def overlap(some: Sequence[tuple[N, N]], others: Sequence[tuple[N, N]]) -> N | int:
     """Return the length of what two members' arcs have in common."""
     both = ((max(a[0], b[0]), min(a[1], b[1])) for a in some for b in others)
     return length((lo, hi) for lo, hi in both if lo < hi)
 
 
-_Part = tuple[int, int]
-"""An arc in equal parts of the circle."""
+def in_parts(by_member: Sequence[Sequence[Arc]]) -> tuple[list[list[Part]], int]:
+    """Return arcs in whole numbers, of as many equal parts of the circle as that takes: to compare many of them."""
+    num_parts = math.lcm(*{end.denominator for arcs in by_member for arc in arcs for end in arc})
+
+    def counted(end: Fraction) -> int:
+        return end.numerator * (num_parts // end.denominator)
+
+    return [[(counted(lo), counted(hi)) for lo, hi in arcs] for arcs in by_member], num_parts
 
 
-def _kept(base: int, base_length: int, share: int) -> _Part:
+def _kept(base: int, base_length: int, share: int) -> Part:
     lo = base * base_length
     return lo, lo + min(base_length, share)
 
 
-def _others(kept: dict[int, _Part], num_base: int, base_length: int) -> list[_Part]:
+def _others(kept: dict[int, Part], num_base: int, base_length: int) -> list[Part]:
     """Return what is in nobody's kept arc, in order."""
     ends = [kept[base][1] if base in kept else base * base_length for base in range(num_base)]
     arcs = [(lo, (base + 1) * base_length) for base, lo in enumerate(ends)]
     return [(lo, hi) for lo, hi in arcs if lo < hi]
 
 
-def _join(arcs: Sequence[_Part]) -> list[_Part]:
+def _join(arcs: Sequence[Part]) -> list[Part]:
     """Sort arcs, and join those that touch."""
-    joined: list[_Part] = []
+    joined: list[Part] = []
     for lo, hi in sorted(arcs):
         if joined and joined[-1][1] == lo:
             lo = joined.pop()[0]
@@ -81,10 +92,10 @@ def _join(arcs: Sequence[_Part]) -> list[_Part]:
 class _Line:
     """Arcs that are given away from the first on."""
 
-    def __init__(self, arcs: list[_Part]) -> None:
+    def __init__(self, arcs: list[Part]) -> None:
         self._arcs = arcs[::-1]
 
-    def take(self, wanted: int) -> list[_Part]:
+    def take(self, wanted: int) -> list[Part]:
         """Take arcs of a length off the line."""
         taken = []
         while wanted > 0:

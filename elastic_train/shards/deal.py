@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-import numpy as np
-
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Assignment, Part, settle
+from elastic_train.shards.holdings import shared_with
 from elastic_train.shards.seats import Seat
 
 T = TypeVar("T")
@@ -74,15 +73,10 @@ class Chunk(NamedTuple):
 
 def sum_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[Chunk]:
     """Return what a rank sends of each of its sums: to holders in other groups, the grains that both hold."""
-    chunks: list[Chunk] = []
-    if not holdings[rank].size:
-        return chunks
-    for distance in range(1, len(seats)):
-        other = (rank + distance) % len(seats)
-        if seats[other].group != seats[rank].group:
-            both = np.intersect1d(holdings[rank], holdings[other], assume_unique=True)
-            chunks += [Chunk(other, both)] if both.size else []
-    return chunks
+    others = [(rank + distance) % len(seats) for distance in range(1, len(seats))]
+    others = [other for other in others if seats[other].group != seats[rank].group]
+    shared = shared_with(holdings[rank], [holdings[other] for other in others])
+    return [Chunk(other, grains) for other, grains in zip(others, shared, strict=True) if grains.size]
 
 
 def subtrees_of(leaves: Iterable[int], num_leaves: int) -> tuple[Part, ...]:

@@ -12,10 +12,11 @@ where there are `copies` domains, any copies - 1 of them may be lost at once.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 
-from elastic_train.shards.arcs import Arc
+from elastic_train.shards.arcs import Arc, in_parts
 
 Path = tuple[str, ...]
 """Where a rank is, from the widest domain to the narrowest, such as (rack, node); () for a rank by itself."""
@@ -60,14 +61,19 @@ def are_apart(groups: Groups, arcs: Sequence[Sequence[Arc]], paths: Sequence[Pat
     for rank, path in enumerate(paths):
         for depth in range(len(path) + 1):
             children.setdefault(path[:depth], set()).add(_within(path, depth, rank))
-    lines = [sorted((lo, rank) for rank in members for lo, _ in arcs[rank]) for members in groups]
-    return all(
-        _is_spread([line[bisect_right(line, (edge, len(paths))) - 1][1] for line in lines], paths, children)
-        for edge in {lo for line in lines for lo, _ in line}
+    parts, _ = in_parts(arcs)
+    begins = sorted(
+        (lo, number, rank) for number, ranks in enumerate(groups) for rank in ranks for lo, _ in parts[rank]
     )
+    holders = dict[int, int]()
+    for _, some in groupby(begins, key=itemgetter(0)):
+        holders |= {number: rank for _, number, rank in some}
+        if not _is_spread(holders.values(), paths, children):
+            return False
+    return True
 
 
-def _is_spread(holders: Sequence[int], paths: Sequence[Path], children: dict[Path, set[str | int]]) -> bool:
+def _is_spread(holders: Iterable[int], paths: Sequence[Path], children: dict[Path, set[str | int]]) -> bool:
     found: dict[Path, list[str | int]] = {}
     for rank in holders:
         for depth in range(len(paths[rank]) + 1):

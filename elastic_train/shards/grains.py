@@ -196,8 +196,12 @@ class Layout:
     @cached_property
     def trained(self) -> Int64s:
         """The numbers of the grains that the optimizer updates, ascending: all but frozen tensors'."""
-        is_trained = np.array([flat.group is not None for flat in self.flats], dtype=bool)
-        return np.flatnonzero(is_trained[self.flat_of])
+        return self.trained_of(np.arange(self.num_grains))
+
+    def trained_of(self, grains: Int64s) -> Int64s:
+        """Return those of some grains that the optimizer updates."""
+        is_trained = np.array([flat.group is not None for flat in self.flats], dtype=np.bool_)
+        return grains[is_trained[self.flat_of[grains]]]
 
     @cached_property
     def dims(self) -> CutDims:

@@ -68,13 +68,11 @@ class Column(NamedTuple):
 
     def trained_by(self, seat: Seat | None) -> Int64s:
         """Return the trained grains that a seat holds, ascending; none without a seat."""
-        grains = np.empty(0, dtype=np.int64) if seat is None else held(self.circle, seat)
-        return np.intersect1d(grains, self.layout.trained, assume_unique=True)
+        return self.layout.trained_of(grains_in(self.circle, () if seat is None else seat.arcs))
 
     def missing(self, by_rank: Iterable[Sequence[Arc]]) -> int:
         """Return how many grains are in none of several ranks' arcs."""
-        arcs = tuple(dict.fromkeys(arc for arcs in by_rank for arc in arcs))
-        return self.layout.num_grains - grains_in(self.circle, arcs).size
+        return self.layout.num_grains - grains_in(self.circle, (arc for arcs in by_rank for arc in arcs)).size
 
 
 def column_of(layout: Layout) -> Column:
@@ -82,49 +80,61 @@ def column_of(layout: Layout) -> Column:
     return Column(layout, circle_of(layout))
 
 
-def held(circle: Circle, seat: Seat) -> Int64s:
-    """Return the numbers of the grains that a seat holds, ascending: those that begin in its arcs of the circle."""
-    return grains_in(circle, seat.arcs)
-
-
-def grains_in(circle: Circle, arcs: Sequence[Arc]) -> Int64s:
+def grains_in(circle: Circle, arcs: Iterable[Arc]) -> Int64s:
     """Return the numbers of the grains that begin in some arcs of the circle, which may overlap, ascending."""
-    slices = [circle.grains[_edge(circle, lo) : _edge(circle, hi)] for lo, hi in arcs]
-    return np.unique(np.concatenate([circle.grains[:0], *slices]))
+    edges = _edges(circle, (end for arc in arcs for end in arc))
+    slices = [circle.grains[lo:hi] for lo, hi in zip(edges[::2], edges[1::2], strict=True)]
+    grains = np.sort(np.concatenate([circle.grains[:0], *slices]))
+    return grains[np.diff(grains, prepend=-1) > 0]
 
 
 def all_held(circle: Circle, seats: Sequence[Seat]) -> list[Int64s]:
-    """Return what every rank of a world holds, by rank."""
-    return [held(circle, seat) for seat in seats]
+    """Return the numbers of the grains that every rank of a world holds, by rank."""
+    return [grains_in(circle, seat.arcs) for seat in seats]
 
 
-def _edge(circle: Circle, at: Fraction) -> int:
-    """Return how many grains begin before a part of the circle's length."""
-    return int(np.searchsorted(circle.starts, -(-at.numerator * circle.length // at.denominator)))
+def shared_with(mine: Int64s, theirs: Sequence[Int64s]) -> list[Int64s]:
+    """Return which of some grains are in each of several holdings."""
+    is_mine = np.zeros(1 + max((int(grains[-1]) for grains in (mine, *theirs) if grains.size), default=-1), np.bool_)
+    is_mine[mine] = True
+    return [grains[is_mine[grains]] for grains in theirs]
+
+
+def _edges(circle: Circle, ends: Iterable[Fraction]) -> list[int]:
+    """Return how many grains begin before some parts of the circle's length."""
+    lengths = [-(-at.numerator * circle.length // at.denominator) for at in ends]
+    return list(map(int, np.searchsorted(circle.starts, np.array(lengths, dtype=np.int64))))
 
 
 def sections_of(circle: Circle, num_sections: int) -> Int64s:
     """Return in which of the circle's equal sections each grain begins, by its number; shape (grains,)."""
-    edges = [_edge(circle, Fraction(section, num_sections)) for section in range(1, num_sections)]
+    edges = _edges(circle, (Fraction(section, num_sections) for section in range(num_sections + 1)))
     sections = np.empty_like(circle.grains)
-    sections[circle.grains] = np.searchsorted(edges, np.arange(circle.grains.size), side="right")
+    sections[circle.grains] = np.repeat(np.arange(num_sections), np.diff(edges))
     return sections
 
 
 def runs_of(layout: Layout, grains: Int64s, sections: Int64s | None = None) -> list[Run]:
     """Return where grains are, their padding included, as the fewest runs of flat vectors; by flat vector, ascending.
 
-    `grains` are ascending. An arc has one run of each flat vector at most; with `sections` of grains, one in each.
+    An arc has one run of each flat vector at most; with `sections` of grains, one in each.
     """
-    runs: list[Run] = []
-    last = 0
-    for number in grains[np.lexsort((layout.start[grains], layout.flat_of[grains]))].tolist():
-        flat, lo = int(layout.flat_of[number]), int(layout.start[number])
-        is_one = sections is None or sections[number] == sections[last]
-        if is_one and runs and runs[-1].flat == flat and runs[-1].hi == lo:
-            lo = runs.pop().lo
-        last = number
-        runs.append(Run(flat, lo, int(layout.start[number] + layout.span[number])))
+    return runs_of_each(layout, [grains], sections)[0]
+
+
+def runs_of_each(layout: Layout, holdings: Sequence[Int64s], sections: Int64s | None = None) -> list[list[Run]]:
+    """Return the runs of each of several holdings."""
+    numbers = np.repeat(np.arange(len(holdings)), [grains.size for grains in holdings])
+    grains = np.concatenate([layout.flat_of[:0], *holdings])
+    order = np.lexsort((layout.start[grains], layout.flat_of[grains], numbers))
+    numbers, grains = numbers[order], grains[order]
+    flats, los = layout.flat_of[grains], layout.start[grains]
+    his = los + layout.span[grains]
+    alike = (numbers, flats) if sections is None else (numbers, flats, sections[grains])
+    first, end = _stretches(los, his, *alike)
+    runs: list[list[Run]] = [[] for _ in holdings]
+    for number, *run in np.stack([numbers[first], flats[first], los[first], his[end - 1]], axis=1).tolist():
+        runs[number].append(Run(*run))
     return runs
 
 
@@ -133,19 +143,23 @@ def grains_side_by_side(layout: Layout, grains: Int64s, held: Sequence[Run]) -> 
 
     `grains` are ascending, and `held` are the runs that they are in.
     """
-    found: list[tuple[Run, tuple[int, ...]]] = []
+    flats, los, lengths = layout.flat_of[grains], layout.start[grains], layout.hi[grains] - layout.lo[grains]
     begins = {(run.flat, run.lo) for run in held}
-    starts, lengths = layout.start[grains].tolist(), (layout.hi - layout.lo)[grains].tolist()
-    flats, tensors = layout.flat_of[grains].tolist(), layout.tensor_of[grains].tolist()
-    last = -1
-    for flat, tensor, start, length in zip(flats, tensors, starts, lengths, strict=True):
-        if found and tensor == last and found[-1][0].hi == start and (flat, start) not in begins:
-            run, others = found[-1]
-            found[-1] = Run(flat, run.lo, start + length), (*others, length)
-        else:
-            found.append((Run(flat, start, start + length), (length,)))
-        last = tensor
-    return found
+    run_of = np.cumsum([at in begins for at in zip(flats.tolist(), los.tolist(), strict=True)])
+    first, end = _stretches(los, los + lengths, layout.tensor_of[grains], run_of)
+    runs = np.stack([flats[first], los[first], (los + lengths)[end - 1]], axis=1).tolist()
+    parts = zip(runs, first.tolist(), end.tolist(), strict=True)
+    return [(Run(*run), tuple(lengths[lo:hi].tolist())) for run, lo, hi in parts]
+
+
+def _stretches(los: Int64s, his: Int64s, *alike: Int64s) -> tuple[Int64s, Int64s]:
+    """Return where stretches of rows begin, and end: rows that begin where the one before ends, and are `alike`."""
+    begins = np.ones(los.size, dtype=np.bool_)
+    begins[1:] = los[1:] != his[:-1]
+    for column in alike:
+        begins[1:] |= column[1:] != column[:-1]
+    firsts = np.flatnonzero(begins)
+    return firsts, np.append(firsts, los.size)[1:]
 
 
 def by_flat(runs: Sequence[Run]) -> dict[int, list[Run]]:

@@ -8,7 +8,7 @@ rounding to whole grains, which also makes the largest load smallest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,8 +72,8 @@ def plan_recut(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) ->
     """
     furthest = max((holder.reached for holder in had if holder.grains.size), default=(0, 0))
     has = [holder.grains if holder.reached == furthest else _none() for holder in had]
-    kinds = list(_kinds(has, wants, spans.size))
-    lost = [kind.grains for kind in kinds if kind.takers and not kind.holders]
+    kinds = _kinds(has, wants, spans.size)
+    lost = [kind.grains for kind in kinds if not kind.holders]
     if lost:
         return Recut(furthest, lost=np.sort(np.concatenate(lost)))
     wanted = [(kind, taker) for kind in kinds for taker in kind.takers]
@@ -86,16 +86,25 @@ def plan_recut(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) ->
     return Recut(furthest, tuple(transfers))
 
 
-def _kinds(has: Sequence[Int64s], wants: Sequence[Int64s], num_grains: int) -> Iterator[_Kind]:
-    """Yield the grains that somebody holds or wants, by the ranks that do."""
-    labels, count = _refine([*has, *wants], num_grains)
-    order = np.argsort(labels, kind="stable")
-    edges = np.searchsorted(labels[order], np.arange(count + 1))
-    holding, wanting = _table(has, labels, count), _table(wants, labels, count)
-    for label in range(count):
-        holders = np.flatnonzero(holding[:, label]).tolist()
-        takers = np.flatnonzero(wanting[:, label] & ~holding[:, label]).tolist()
-        yield _Kind(order[edges[label] : edges[label + 1]], tuple(holders), tuple(takers))
+def _kinds(has: Sequence[Int64s], wants: Sequence[Int64s], num_grains: int) -> list[_Kind]:
+    """Return the grains that somebody wants and does not hold, by the ranks that hold and that want them."""
+    moves, holder = np.zeros(num_grains, dtype=np.bool_), np.full(num_grains, -1)
+    for rank, (own, wanted) in enumerate(zip(has, wants, strict=True)):
+        holder[own] = rank
+        moves[wanted[holder[wanted] != rank]] = True
+    moving, number = np.flatnonzero(moves), np.cumsum(moves) - 1
+    sets = [number[grains[moves[grains]]] for grains in (*has, *wants)]
+    labels, count = _refine(sets, moving.size)
+    holding, wanting = _table(sets[: len(has)], labels, count), _table(sets[len(has) :], labels, count)
+    by_label = moving[np.argsort(labels, kind="stable")]
+    parts = np.split(by_label, np.cumsum(np.bincount(labels, minlength=count))[:-1])
+    return list(map(_Kind, parts, _marked(holding), _marked(wanting & ~holding)))
+
+
+def _marked(table: npt.NDArray[np.bool_]) -> list[tuple[int, ...]]:
+    """Return the sets that have each label, ascending."""
+    labels, sets = np.nonzero(table.T)
+    return [tuple(some.tolist()) for some in np.split(sets, np.searchsorted(labels, np.arange(1, table.shape[1])))]
 
 
 def _refine(sets: Sequence[Int64s], num_grains: int) -> tuple[Int64s, int]:
@@ -132,35 +141,44 @@ def _even_out(holders: Sequence[tuple[int, ...]], amounts: Sequence[int]) -> lis
     (Bertsekas: Nonlinear Programming, 2nd edition, section 2.7).
     """
     given: list[dict[int, int]] = [{} for _ in amounts]
-    totals: dict[int, int] = {}
+    totals = dict.fromkeys((rank for ranks in holders for rank in ranks), 0)
+    changed, poured, now = dict.fromkeys(totals, 0), [-1] * len(amounts), 0
     for _ in range(_PASSES):
-        before = [dict(shares) for shares in given]
+        began = now
         for number, (ranks, amount) in enumerate(zip(holders, amounts, strict=True)):
-            for rank, share in given[number].items():
-                totals[rank] -= share
-            given[number] = _pour(amount, {rank: totals.get(rank, 0) for rank in ranks})
-            for rank, share in given[number].items():
-                totals[rank] = totals.get(rank, 0) + share
-        if given == before:
+            if max(map(changed.__getitem__, ranks)) <= poured[number]:
+                continue  # it would come to the same
+            old = given[number]
+            new = given[number] = _pour(amount, sorted([(totals[rank] - old.get(rank, 0), rank) for rank in ranks]))
+            poured[number] = now = now + (new != old)
+            for rank in ranks:
+                if more := new.get(rank, 0) - old.get(rank, 0):
+                    totals[rank] += more
+                    changed[rank] = now
+        if now == began:
             break
     return given
 
 
-def _pour(amount: int, totals: dict[int, int]) -> dict[int, int]:
-    """Share an amount out so that the lowest totals rise to one level; what does not divide goes to the first ranks."""
-    ranks = sorted(totals, key=lambda rank: (totals[rank], rank))
+def _pour(amount: int, totals: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Share an amount out so that the lowest totals rise to one level; what does not divide goes to the first ranks.
+
+    `totals` are those of ranks, ascending, and the ranks.
+    """
     below = 0
-    for count, rank in enumerate(ranks, start=1):
-        below += totals[rank]
+    for count, (total, _) in enumerate(totals, start=1):
+        below += total
         level, rest = divmod(amount + below, count)
-        if count == len(ranks) or level < totals[ranks[count]]:
+        if count == len(totals) or level < totals[count][0]:
             break
-    shares = {rank: level - totals[rank] + (place < rest) for place, rank in enumerate(ranks[:count])}
-    return {rank: share for rank, share in shares.items() if share}
+    shares = ((rank, level - total + (place < rest)) for place, (total, rank) in enumerate(totals[:count]))
+    return {rank: share for rank, share in shares if share}
 
 
 def _deal(grains: Int64s, spans: Int64s, shares: dict[int, int]) -> list[tuple[int, Int64s]]:
     """Cut grains into one run per rank, as near to their shares in elements as whole grains allow."""
+    if len(shares) == 1:
+        return [(rank, grains) for rank in shares]
     middles = np.cumsum(spans[grains]) - spans[grains] / 2
     edges = np.searchsorted(middles, np.cumsum(list(shares.values()))[:-1])
     parts = zip(shares, np.split(grains, edges), strict=True)

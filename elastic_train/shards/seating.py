@@ -8,11 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-import numpy as np
-
 from elastic_train.core.arrays import Int64s
 from elastic_train.shards.grains import Layout
-from elastic_train.shards.holdings import Circle, Run, all_held, runs_of, sections_of
+from elastic_train.shards.holdings import (
+    Circle,
+    Column,
+    Run,
+    all_held,
+    runs_of,
+    runs_of_each,
+    sections_of,
+    shared_with,
+)
 from elastic_train.shards.owners import owned_of
 from elastic_train.shards.seats import Seat
 
@@ -42,12 +49,12 @@ class Seating:
     @cached_property
     def trained(self) -> list[Int64s]:
         """The grains that each rank holds and the optimizer updates, by rank."""
-        return [self._trained_of(grains) for grains in self.holdings]
+        return list(map(self.layout.trained_of, self.holdings))
 
     @cached_property
     def owned(self) -> list[Int64s]:
         """The trained grains whose sums each rank finishes, by rank; see `owners`."""
-        return [self._trained_of(grains) for grains in owned_of(self.holdings, self.layout.span)]
+        return list(map(self.layout.trained_of, self._spoken_for))
 
     @cached_property
     def summed(self) -> list[Int64s]:
@@ -63,36 +70,38 @@ class Seating:
             if len({self.seats[rank].slot for rank in ranks}) < len(ranks):
                 owned = owned_of([self.holdings[rank] for rank in ranks], self.layout.span)
                 for rank, grains in zip(ranks, owned, strict=True):
-                    found[rank] = self._trained_of(grains)
+                    found[rank] = self.layout.trained_of(grains)
         return found
 
     def are_sole_holders(self, ranks: Sequence[bool]) -> bool:
         """Say whether some ranks, marked by rank, hold grains that no other rank does."""
-        kept = [grains for grains, is_marked in zip(self.holdings, ranks, strict=True) if not is_marked]
-        return np.unique(np.concatenate([*kept, self.held[:0]])).size < np.unique(np.concatenate(self.holdings)).size
+        kept = (seat.arcs for seat, is_marked in zip(self.seats, ranks, strict=True) if not is_marked)
+        return Column(self.layout, self.circle).missing(kept) > 0
 
     def all_owned(self) -> list[Int64s]:
         """Return the grains of which each rank is the one that speaks for all holders, by rank; frozen ones, too."""
+        return self._spoken_for
+
+    @cached_property
+    def _spoken_for(self) -> list[Int64s]:
         return owned_of(self.holdings, self.layout.span)
 
     def owned_runs(self) -> list[list[Run]]:
         """Return the runs that each rank finishes, by rank."""
-        return [runs_of(self.layout, grains) for grains in self.owned]
+        return runs_of_each(self.layout, self.owned)
 
     def given_runs(self) -> list[list[Run]]:
         """Return, by holder, the runs that this rank gives each other one of what it has finished."""
-        return [self._shared_runs(self.rank, holder) for holder in range(len(self.seats))]
+        return self._shared_runs(self.owned[self.rank], self.trained)
 
     def taken_runs(self) -> list[list[Run]]:
         """Return, by owner, the runs that this rank is given of what each other one has finished."""
-        return [self._shared_runs(owner, self.rank) for owner in range(len(self.seats))]
+        return self._shared_runs(self.trained[self.rank], self.owned)
 
-    def _shared_runs(self, owner: int, holder: int) -> list[Run]:
-        """Return the runs that one rank finishes and another one holds, too."""
-        owned, held = self.owned[owner], self.trained[holder]
-        if owner == holder or not owned.size or not held.size:
-            return []
-        return runs_of(self.layout, np.intersect1d(owned, held, assume_unique=True))
+    def _shared_runs(self, mine: Int64s, theirs: Sequence[Int64s]) -> list[list[Run]]:
+        """Return the runs of grains of this rank that are each other rank's, too."""
+        shared = shared_with(mine, theirs)
+        return runs_of_each(self.layout, [*shared[: self.rank], mine[:0], *shared[self.rank + 1 :]])
 
     def sections_of(self, rank: int) -> Int64s:
         """Return the sections of the grains, by number, at whose ends what a rank holds is cut: its group's bases.
@@ -113,6 +122,3 @@ class Seating:
         """Return the other ranks of this rank's group, its right neighbour first."""
         others = [rank for rank, seat in enumerate(self.seats) if seat.group == self.seat.group and rank != self.rank]
         return sorted(others, key=lambda rank: (self.seats[rank].slot - self.seat.slot) % self.seat.size)
-
-    def _trained_of(self, grains: Int64s) -> Int64s:
-        return np.intersect1d(grains, self.layout.trained, assume_unique=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from elastic_train.shards.arcs import Arc, arcs_of, kept_part, length, overlap
+from elastic_train.shards.arcs import Arc, arcs_of, in_parts, kept_part, length, overlap
 from elastic_train.shards.domains import Groups, Path, are_apart, cut_groups
 
 _LEAST_SIZE = Fraction(4, 5)
@@ -236,9 +236,6 @@ def _is_fit(kept: Sequence[Seat], new: Sequence[Seat], paths: Sequence[Path]) ->
 
 def _moved(seats: Sequence[Seat], had: Sequence[Seat | None]) -> Fraction:
     """Return how much ranks get that they did not hold, in parts of the whole."""
-    got = (_got(seat, old.arcs if old else ()) for seat, old in zip(seats, had, strict=True))
-    return sum(got, Fraction(0))
-
-
-def _got(seat: Seat, had: tuple[Arc, ...]) -> Fraction:
-    return Fraction(0) if seat.arcs == had else length(seat.arcs) - overlap(seat.arcs, had)
+    arcs, num_parts = in_parts([*(seat.arcs for seat in seats), *(old.arcs if old else () for old in had)])
+    pairs = zip(arcs[: len(seats)], arcs[len(seats) :], strict=True)
+    return Fraction(sum(length(now) - overlap(now, before) for now, before in pairs), num_parts)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import numpy as np
-
 from elastic_train.core.lanes import Part, owned_lanes, parts_of, settle
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements
@@ -18,7 +16,7 @@ from elastic_train.planning.arithmetic.model import ModelFacts
 from elastic_train.shards.deal import Counter, deal_lanes, group_lanes
 from elastic_train.shards.domains import cut_groups
 from elastic_train.shards.grains import Layout as Cut
-from elastic_train.shards.holdings import circle_of, held, num_elements
+from elastic_train.shards.holdings import all_held, circle_of, num_elements
 from elastic_train.shards.seats import Seat, seats_of
 
 MOST_EXACT = 16
@@ -91,13 +89,12 @@ def shares(cut: Cut | None, size: int, replicas: int, copies: int, cluster: Clus
     if cut is None or replicas > MOST_EXACT:
         return 1 / size, 1 / size
     paths = [(f"node-{rank // cluster.per_node}",) for rank in range(replicas)]
-    circle, trained = circle_of(cut), cut.trained
-    holdings = [held(circle, seat) for seat in seats_of(paths, copies)]
+    holdings = all_held(circle_of(cut), seats_of(paths, copies))
     whole = sum(flat.numel for flat in cut.flats)
-    own = [num_elements(cut, np.intersect1d(one, trained, assume_unique=True)) for one in holdings]
+    own = [num_elements(cut, cut.trained_of(grains)) for grains in holdings]
     return (
         max(num_elements(cut, one) for one in holdings) / max(1, whole),
-        max(own) / max(1, num_elements(cut, trained)),
+        max(own) / max(1, num_elements(cut, cut.trained)),
     )
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_train.shards.arcs import overlap
 from elastic_train.shards.grains import GRAIN, Listed, lay_out
-from elastic_train.shards.holdings import all_held, circle_of, held, num_elements, runs_of, sections_of
+from elastic_train.shards.holdings import all_held, circle_of, grains_in, num_elements, runs_of, sections_of
 from elastic_train.shards.seats import seats_of
 from tests.elastic_train.shards.laws import blocks, check_atoms, check_balance, check_partition, check_runs, models
 
@@ -45,7 +45,7 @@ def test_a_seat_has_one_run_of_each_flat_vector_at_most(listed: list[Listed], si
     layout = lay_out(listed)
     circle = circle_of(layout)
     for seat in seats_of([()] * size, 1):
-        grains = held(circle, seat)
+        grains = grains_in(circle, seat.arcs)
         runs = runs_of(layout, grains)
         check_runs(layout, grains, runs)
         assert len({run.flat for run in runs}) == len(runs)
@@ -68,7 +68,7 @@ def test_who_keeps_a_base_keeps_the_runs_that_it_had_of_it(
         before = seats[rank]
         if (seat.group, seat.base, seat.num_base) == (before.group, before.base, before.num_base):
             sections = sections_of(circle, seat.num_base)
-            kept, now = held(circle, before), held(circle, seat)
+            kept, now = grains_in(circle, before.arcs), grains_in(circle, seat.arcs)
             runs = runs_of(layout, now, sections)
             assert set(runs_of(layout, kept, sections)) <= set(runs)
             assert sum(run.hi - run.lo for run in runs) == num_elements(layout, now)
@@ -80,7 +80,7 @@ def test_every_flat_vector_is_held_in_nearly_equal_parts(listed: list[Listed], s
     layout = lay_out(listed)
     circle = circle_of(layout)
     for seat in seats_of([()] * size, 1):
-        grains = held(circle, seat)
+        grains = grains_in(circle, seat.arcs)
         for number, flat in enumerate(layout.flats):
             if flat.numel:
                 share = int(layout.span[grains[layout.flat_of[grains] == number]].sum())
@@ -116,7 +116,7 @@ def test_cutting_each_block_by_itself_would_favour_the_same_slots() -> None:
 def test_one_rank_holds_everything(listed: list[Listed]) -> None:
     """The replicated state is the world of one slot."""
     layout = lay_out(listed)
-    grains = held(circle_of(layout), seats_of([()], 2)[0])
+    grains = grains_in(circle_of(layout), seats_of([()], 2)[0].arcs)
     assert grains.tolist() == list(range(layout.num_grains))
     assert [run[1:] for run in runs_of(layout, grains)] == [(0, flat.numel) for flat in layout.flats if flat.numel]
 
@@ -127,5 +127,5 @@ def test_seats_whose_arcs_share_nothing_share_no_grain_whatever_their_groups_siz
     circle = circle_of(blocks(5, 23))
     for one in seats_of([()] * sizes[0], 1):
         for other in seats_of([()] * sizes[1], 1):
-            both = np.intersect1d(held(circle, one), held(circle, other))
+            both = np.intersect1d(grains_in(circle, one.arcs), grains_in(circle, other.arcs))
             assert both.size == 0 or overlap(one.arcs, other.arcs)
