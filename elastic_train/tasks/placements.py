@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -18,7 +18,10 @@ from elastic_train.tasks.task import Batch, LaneLoss
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How many ranks, or stages, share a model along each axis; `sequence` as in `parallel.sequence`."""
+    """How many ranks share a model along each axis; `sequence` as in `parallel.sequence`.
+
+    `stages` counts all stages of a pipeline, also where a rank has several (`schedule: interleaved`).
+    """
 
     tensor: int = 1
     sequence: bool = False
@@ -40,6 +43,7 @@ tokens, size). `split`: each rank keeps its tokens of the module's output. `ente
 of its first argument. `tokens`: the module runs on each rank's tokens; its gradients are added. `dropout`: a dropout
 that does, and draws for all tokens. `gather`: a module with column layers that gets all tokens. `join`: the module gets
 all tokens again. Column layers get all tokens in any case, row layers return some."""
+CUTS, TOKEN_USES = get_args(CutUse), get_args(TokenUse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,13 @@ class Placements:
     tensor: Mapping[str, Use] = field(default_factory=dict)
     stages: Sequence[Sequence[str]] = ()
     context: bool = False
+
+    def __post_init__(self) -> None:
+        for name, use in self.tensor.items():
+            if use not in (*CUTS, *TOKEN_USES):
+                raise ValueError(f"`tensor` has '{name}': {use!r}; it knows {', '.join((*CUTS, *TOKEN_USES))}")
+        if wrong := [one for one in self.stages if isinstance(one, str)]:
+            raise TypeError(f"`stages` has '{wrong[0]}': give a list of modules for each stage")
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,12 +18,11 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.shards.grains import MOST_DEGREE, CutDims
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
-from elastic_train.tasks.placements import CutUse, Degrees, Placements, Placing, Running, TokenUse, Use
+from elastic_train.tasks.placements import CUTS, TOKEN_USES, Degrees, Placements, Placing, Running, Use
 from elastic_train.tasks.task import Task
 
 DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
 """Which dimension is cut of a linear layer's weight, (outputs, inputs): its transpose is what has columns and rows."""
-_CUTS, _TOKEN_USES = get_args(CutUse), get_args(TokenUse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ _DEMANDS = (
         "that says how its model is cut",
         "`tensor` of `placements`",
         Placing,
-        lambda placed: any(use in _CUTS for use in placed.tensor.values()),
+        lambda placed: any(use in CUTS for use in placed.tensor.values()),
         _IN_SHARES,
     ),
     _Demand(
@@ -76,7 +75,7 @@ _DEMANDS = (
         "that says which modules run on some tokens each",
         "uses of tokens in `tensor` of `placements`",
         Placing,
-        lambda placed: any(use in _TOKEN_USES for use in placed.tensor.values()),
+        lambda placed: any(use in TOKEN_USES for use in placed.tensor.values()),
         "set it to false",
     ),
     _Demand(
@@ -102,7 +101,7 @@ def _unmet(task: Task, parallel: ParallelConfig, placed: Placements | None) -> I
     """Yield what is asked that a task has no methods for, or that is not in what it has returned."""
     for one in _DEMANDS:
         value = getattr(parallel, one.key)
-        is_asked = value not in (1, False)
+        is_asked = value is True or value > 1
         if is_asked and not (isinstance(task, one.methods) and (placed is None or one.is_met(placed))):
             yield (
                 f"parallel.{one.key}: {str(value).lower()} needs a task {one.task}, and {type(task).__name__} does not "
@@ -148,7 +147,7 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     if not parallel.cell.holds_parts and not parallel.has_shares:
         return None
     tensor = placed.tensor if parallel.tensor > 1 else {}
-    tensor = {name: use for name, use in tensor.items() if parallel.sequence or use in _CUTS}
+    tensor = {name: use for name, use in tensor.items() if parallel.sequence or use in CUTS}
     _check_uses(tensor, model, parallel.tensor)
     pieces = placed.stages if parallel.pipeline > 1 else ()
     if pieces and (wrong := list(_mistakes(pieces, model, parallel.num_pieces))):
@@ -192,9 +191,6 @@ def _placements_of(task: Task, model: nn.Module, degrees: Degrees, *, may_refuse
         raise ConfigError(f"{call} raises {type(error).__name__}: {error}; {must}") from error
     if not isinstance(placed, Placements):
         raise ConfigError(f"{call} returns {placed!r}, which is no Placements; {must}")
-    known = (*_CUTS, *_TOKEN_USES)
-    if unknown := [f"'{name}': {use!r}" for name, use in placed.tensor.items() if use not in known]:
-        raise ConfigError(f"{call} has {unknown[0]}; it knows {', '.join(known)}")
     return replace(placed, tensor=_named(placed.tensor, model), stages=tuple(tuple(one) for one in placed.stages))
 
 
@@ -276,6 +272,9 @@ def _mistakes(stages: Sequence[Sequence[str]], model: nn.Module, num_stages: int
     where, modules = "the task's `Placements.stages`", dict(model.named_modules())
     if len(stages) != num_stages:
         yield f"{where} has {len(stages)} stages, not {num_stages}"
+        return
+    if empty := [number for number, stage in enumerate(stages) if not stage]:
+        yield f"{where} has no modules in stage {empty[0]}"
         return
     if unknown := [name for stage in stages for name in stage if name not in modules]:
         yield f"{where} names '{unknown[0]}', which the model does not have"

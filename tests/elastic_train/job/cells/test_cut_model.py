@@ -207,10 +207,11 @@ class Failing(Witness):
     ("plan", "message"),
     [
         (None, "returns None.* also for 1"),
+        ({1: ["up"]}, "raises AttributeError: 'list' object has no attribute 'items'"),
         ({2: {"up": "column"}}, "raises KeyError: 1.* also for 1"),
         (
             {1: {"up": "colwise"}},
-            "has 'up': 'colwise'; it knows column, row",
+            r"raises ValueError: `tensor` has 'up': 'colwise'; it knows column, row",
         ),
     ],
 )

@@ -196,7 +196,9 @@ class Scale(nn.Module):
     [
         ([["a", "tied"], ["b"], []], {}, "has 3 stages, not 2"),
         ([["a", "tied"], ["c"]], {}, "names 'c', which the model does not have"),
-        ([["a", "tied"], []], {}, "has 'b.weight' in no stage"),
+        (["a", "tied"], {}, "raises TypeError: `stages` has 'a': give a list of modules for each stage"),
+        ([["a", "tied", "b"], []], {}, "has no modules in stage 1"),
+        ([["a", "tied"], ["c"]], {"c": nn.Linear(2, 2)}, "has 'b.weight' in no stage"),
         ([["a"], ["b", "tied"]], {}, "has 'a.weight' in the stages 0, 1: its gradient would be added in another order"),
         ([["a", "tied"], ["b", "c"]], {"c": Scale()}, "'c.scale' is a number, which cannot be left out of a stage"),
         ([["a", "tied"], ["b", "c"]], {"c": nn.BatchNorm1d(2)}, "without persistent buffers, and this one has 'c.runn"),
