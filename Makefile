@@ -99,7 +99,7 @@ check: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo --no-cache
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 release: setup
 	@$(BIN)/python -m release $(DIST)
@@ -115,7 +115,7 @@ image: setup
 	$$builder build $$format -f deploy/Containerfile $(IMAGE) -t elastic-train:$$(ls build/image/*.whl | cut -d- -f2) build/image
 
 docs: setup
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "docs: site/index.html"
 
 format: setup

@@ -1,8 +1,8 @@
 """What a step pays for its lines in the history and the metrics, and what a folder that hangs costs it.
 
 python -m benchmarks.run_files. A step computes for a millisecond and then says what it did, as rank 0 does. Lines that
-the call itself writes (as before decision 0089) are compared with lines that a thread writes, to a folder that answers
-and to one that hangs (a FIFO that nobody reads, in place of the history).
+the call itself writes are compared with lines that a thread writes, to a folder that answers and to one that hangs (a
+FIFO that nobody reads, in place of the history).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ RECIPES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_an_update_is_fused_and_shows_no_cut(device: str, name: str) -> None:
-    """If the kernel shows one, the loop is used in its place: then the changelog and decision 0134 promise too much."""
+    """If the kernel shows one, the loop is used in its place: then decision 0134 promises too much."""
     choice = choose(OptimizerConfig(name=name), device)
     assert shows_no_cut(choice.make, {}, device)
     [group] = choice.tried().param_groups

@@ -19,7 +19,7 @@ UNCUT_OUTPUTS = 6
 """How many tensors of its output's size a block keeps that tensor ranks do not share out: of two norms the input, what
 is left of it before weights, and what they return (`python -m benchmarks.cells --only tp2_kept_ratio`)."""
 ROOMS_BYTES = 2 * (32 << 20)
-"""Two blocks of what is offloaded are on the device at a time (decision 0150)."""
+"""Two blocks of what is offloaded are on the device at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class Experts(nn.Module):
         change.
 
         Without any token one expert has the empty product, so that weights have a gradient, of zeros: ranks that hold
-        parts of a block have to have gradients of it all or none, since exchanges follow from them (decision 0257).
+        parts of a block have to have gradients of it all or none, since exchanges follow from them.
         """
         least = 1 if any(counts) else 0
         made = [

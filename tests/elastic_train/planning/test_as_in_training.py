@@ -87,7 +87,7 @@ def test_dealt_gradients_send_what_their_chunks_say(world: int, copies: int) -> 
 @pytest.mark.parametrize("copies", [1, 2, 4])
 @pytest.mark.parametrize("shards", ["none", "optimizer"])
 def test_whole_gradients_send_an_all_reduces_volume_whatever_the_copies(shards: Shards, copies: int) -> None:
-    """Decision 0124: (W - 1) / W to owners, (R - 1) / W to holders, (S - 1) / S of the weights in the group in all."""
+    """A rank sends (W - 1) / W to owners, (R - 1) / W to holders, (S - 1) / S of the weights in the group in all."""
     model, world = facts(), 4
     batch = Batch(world, 1)
     exchanges = exchanges_of(model, Layout(shards, copies), batch, parse_cluster(f"{world}xCPU"))

@@ -64,7 +64,7 @@ def test_a_new_member_gets_its_share_and_nothing_else_moves(size: int) -> None:
 def test_a_change_moves_what_it_must_and_a_part_of_the_line(
     group: tuple[list[int | None], int], data: st.DataObject
 ) -> None:
-    """The bound of decision 0114: what others get of a loss is the lost share, and as much as the line had at most."""
+    """What others get of a loss is the lost share, and as much as the line had at most."""
     bases, num_base = group
     if len(bases) == 1:
         return

@@ -105,7 +105,7 @@ def test_equal_blocks_are_held_in_equal_parts_each_and_in_all(num_blocks: int, g
 
 
 def test_cutting_each_block_by_itself_would_favour_the_same_slots() -> None:
-    """The example of decision 0113: 32 blocks of 100 grains over 64 slots, each cut alone, give 32 and 64 grains."""
+    """32 blocks of 100 grains over 64 slots, each cut alone, give 32 and 64 grains."""
     alone = [32 * ((slot + 1) * 100 // 64 - slot * 100 // 64) for slot in range(64)]
     assert (min(alone), max(alone)) == (32, 64)
     circle = circle_of(blocks(32, 100))

@@ -147,7 +147,7 @@ def test_a_lost_rank_moves_half_as_much_again_as_it_held_at_most(size: int, copi
     [(16, 2, 1), (16, 3, Fraction(64, 63)), (8, 2, 1), (8, 3, Fraction(68, 9)), (4, 2, Fraction(15, 4))],
 )
 def test_what_a_lost_node_moves(num_nodes: int, copies: int, worst: Fraction | int) -> None:
-    """Nodes of eight ranks, in parts of what the node held; the figures of decision 0114.
+    """Nodes of eight ranks, in parts of what the node held.
 
     With four nodes, groups have to be cut again: kept ones would have 8 and 16 ranks, new ones have 12 each.
     """
