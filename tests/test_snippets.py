@@ -134,7 +134,7 @@ def test_the_task_of_the_guide_is_cut_and_runs_in_stages() -> None:
     names: dict[str, Any] = {}
     exec(the_snippet("docs/guides/parallelism.md", "class Mine"), names)
     kind, layers = names["Mine"], (nn.Sequential(OrderedDict(up=nn.Linear(4, 8), down=nn.Linear(8, 4))) for _ in "0123")
-    kind.loss_of = lambda self, x, batch: et.LaneLoss(x.square().sum(), float(len(x)))
+    kind.loss_from = lambda self, x, batch: et.LaneLoss(x.square().sum(), float(len(x)))
     task, model, batch, given = kind(), nn.Sequential(*layers), {"x": torch.ones(3, 4)}, None
     plan = cell_plan_of(task, model, ParallelConfig(tensor=2, pipeline=2))
     assert plan is not None and plan.tensor["3.down"] == "row" and plan.dims["0.up.weight"] == 0

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.figures import Effort
-from elastic_train.job.cells.context import lone_part, loss_of_part
+from elastic_train.job.cells.context import lone_part
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.placements import loss_of
 from elastic_train.tasks.task import LaneLoss
 
 SHAPE = DecoderShape(vocabulary=8192, dim=256, depth=6, heads=8, kv_heads=2)
@@ -26,7 +27,7 @@ def kept_ratio(effort: Effort) -> dict[str, object]:
     tokens = torch.randint(0, SHAPE.vocabulary, (1, width))
     batch = {"tokens": tokens, "places": torch.arange(width - 1), "targets": tokens[0, 1:]}
     whole = _kept_bytes(model, lambda: task.loss(model, batch))
-    part = _kept_bytes(model, lambda: loss_of_part(task, model, batch, lone_part(2)))
+    part = _kept_bytes(model, lambda: loss_of(task, model, batch, lone_part(2)))
     effort.say(f"{width} tokens: {whole / 2**20:.0f} MiB kept of the whole row, {part / 2**20:.0f} MiB of a half")
     return {"cp2_kept_ratio": round(part / whole, 3)}
 

@@ -16,7 +16,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.job.cells.cell_state import CellState
-from elastic_train.job.cells.context import lone_part, loss_of_part
+from elastic_train.job.cells.context import lone_part
 from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.held_state import HeldState
@@ -24,7 +24,7 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CALLS
 from elastic_train.job.units.recompute import comparing_blocks
 from elastic_train.job.units.same_bits import same_bits
-from elastic_train.tasks.placements import Running
+from elastic_train.tasks.placements import Running, loss_of
 from elastic_train.tasks.preparing import try_metrics
 from elastic_train.tasks.task import Batch, LaneLoss, Task, weight_of
 
@@ -190,7 +190,7 @@ def _loss_alone(plan: Plan, model: nn.Module, tensors: Batch) -> LaneLoss:
     if parallel.context == 1:
         return plan.task.loss(model, tensors)
     assert isinstance(plan.task, Running), "it was checked"
-    return loss_of_part(plan.task, model, tensors, lone_part(parallel.context, parallel.token_multiple))
+    return loss_of(plan.task, model, tensors, lone_part(parallel.context, parallel.token_multiple))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from elastic_train.tasks.models.adapters import Adapter, frozen_groups
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source
 from elastic_train.tasks.models.sampling import check_prompt, go_on
-from elastic_train.tasks.placements import WHOLE, Degrees, Piece, Placements
+from elastic_train.tasks.placements import Degrees, Piece, Placements, loss_of
 from elastic_train.tasks.rows.token_parts import part_of
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns, why_not_in_parts
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
@@ -149,9 +149,7 @@ class CausalLM:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
-        loss = self.run(model, batch, WHOLE)
-        assert isinstance(loss, LaneLoss), "the whole model returns a loss"
-        return loss
+        return loss_of(self, model, batch)
 
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | LaneLoss:
         mine = batch if piece.part is None else part_of(batch, piece.part)

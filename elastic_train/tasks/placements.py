@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 from torch import Tensor, nn
@@ -71,6 +72,18 @@ class Placements:
             raise TypeError(f"`stages` has '{wrong[0]}': give a list of modules for each stage")
 
 
+def deal(modules: Sequence[str], num_stages: int, blocks: range | None = None) -> list[Sequence[str]]:
+    """Deal modules, in the order in which they run, to stages of about as many blocks each; the last ones have more.
+
+    `blocks` are the numbers of the blocks among them, all by default; a module before or after stays with the block
+    next to it.
+    """
+    blocks = blocks or range(len(modules))
+    ends = [blocks.start + stage * len(blocks) // num_stages for stage in range(num_stages + 1)]
+    ends[0], ends[-1] = 0, len(modules)
+    return [modules[lo:hi] for lo, hi in pairwise(ends)]
+
+
 @runtime_checkable
 class Placing(Protocol):
     """A task that says how ranks share its model (`parallel.tensor`, `sequence`)."""
@@ -113,9 +126,6 @@ class Piece:
     is_last: bool = True
 
 
-WHOLE = Piece()
-
-
 @runtime_checkable
 class Running(Placing, Protocol):
     """A task whose model runs in pieces (`parallel.pipeline`, `context`)."""
@@ -123,11 +133,18 @@ class Running(Placing, Protocol):
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | LaneLoss:
         """Run a piece; the last stage returns the loss, any other the tensor that the next one is given.
 
-        All stages, one after the other, compute the loss of all modules, to the last bit; `WHOLE` has the result of
-        `loss`. Losses and weights of all parts add up to those of whole rows, to rounding; a forward pass of a part
+        All stages, one after the other, compute the loss of all modules, to the last bit; `Piece()` has the result
+        of `loss`. Losses and weights of all parts add up to those of whole rows, to rounding; a forward pass of a part
         changes no buffer. Random numbers are drawn by torch's generator, whose state goes from stage to stage with the
         tensors, and is another one for each part. Parameters of other stages have no elements.
         """
+
+
+def loss_of(task: Running, model: nn.Module, batch: Batch, part: ContextPart | None = None) -> LaneLoss:
+    """Compute the loss of whole rows, or of a part of each, by the whole model."""
+    loss = run_piece(task, model, batch, Piece(part=part))
+    assert isinstance(loss, LaneLoss), "it is of the last modules"
+    return loss
 
 
 def run_piece(task: Running, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | LaneLoss:

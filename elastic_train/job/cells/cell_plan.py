@@ -7,7 +7,7 @@ What a task says is checked in full before anything is built on it; a mistake na
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -50,67 +50,48 @@ class CellPlan:
 
 
 class _Demand(NamedTuple):
-    """A key of `parallel` and what it needs of a task: its methods, and something in what `placements` returns."""
+    """A key of `parallel` and what it needs of a task: its methods, and a field of what `placements` returns."""
 
     key: str
     task: str
-    said_by: str
     methods: type
-    is_met: Callable[[Placements], bool]
+    field: str
     instead: str
+    uses: Sequence[str] = ()
+
+    def is_met(self, placed: Placements) -> bool:
+        found = getattr(placed, self.field)
+        return not set(self.uses).isdisjoint(found.values()) if self.uses else bool(found)
 
 
 _IN_SHARES = "set it to 1, or use parallel.shards to hold less on each rank"
+_AGAIN = "set it to 1, or use parallel.recompute to keep less of each row"
+_ON_TOKENS = "that says which modules run on some tokens each"
 _DEMANDS = (
-    _Demand(
-        "tensor",
-        "that says how its model is cut",
-        "`tensor` of `placements`",
-        Placing,
-        lambda placed: any(use in CUTS for use in placed.tensor.values()),
-        _IN_SHARES,
-    ),
-    _Demand(
-        "sequence",
-        "that says which modules run on some tokens each",
-        "uses of tokens in `tensor` of `placements`",
-        Placing,
-        lambda placed: any(use in TOKEN_USES for use in placed.tensor.values()),
-        "set it to false",
-    ),
-    _Demand(
-        "pipeline",
-        "whose model runs in stages",
-        "`stages` of `placements`, `run`",
-        Running,
-        lambda placed: bool(placed.stages),
-        _IN_SHARES,
-    ),
-    _Demand(
-        "context",
-        "that computes a part of a row's tokens",
-        "`context` of `placements`, `run`",
-        Running,
-        lambda placed: placed.context,
-        "set it to 1, or use parallel.recompute to keep less of each row",
-    ),
+    _Demand("tensor", "that says how its model is cut", Placing, "tensor", _IN_SHARES, CUTS),
+    _Demand("sequence", _ON_TOKENS, Placing, "tensor", "set it to false", TOKEN_USES),
+    _Demand("pipeline", "whose model runs in stages", Running, "stages", _IN_SHARES),
+    _Demand("context", "that computes a part of a row's tokens", Running, "context", _AGAIN),
 )
 
 
 def _unmet(task: Task, parallel: ParallelConfig, placed: Placements | None) -> Iterator[str]:
     """Yield what is asked that a task has no methods for, or that is not in what it has returned."""
+    kind = type(task).__name__
     for one in _DEMANDS:
         value = getattr(parallel, one.key)
-        is_asked = value is True or value > 1
-        if is_asked and not (isinstance(task, one.methods) and (placed is None or one.is_met(placed))):
+        if not (value is True or value > 1):
+            continue
+        asked, also = f"parallel.{one.key}: {str(value).lower()}", ", `run`" if one.methods is Running else ""
+        if not isinstance(task, one.methods) or not (placed is None or one.is_met(placed)):
             yield (
-                f"parallel.{one.key}: {str(value).lower()} needs a task {one.task}, and {type(task).__name__} does not "
-                f"({one.said_by}): {one.instead}"
+                f"{asked} needs a task {one.task}, and {kind} does not (`{one.field}` of `placements`{also}): "
+                f"{one.instead}"
             )
-        elif is_asked and one.methods is Running and _replaces_loss(type(task)):
+        elif one.methods is Running and _replaces_loss(type(task)):
             yield (
-                f"parallel.{one.key}: {value} calls `run` of a task in place of `loss`, and {type(task).__name__} "
-                "replaces `loss` alone: replace `run`, which returns the same for a `Piece()`"
+                f"{asked} calls `run` of a task in place of `loss`, and {kind} replaces `loss` alone: replace `run`, "
+                "which returns the same for a `Piece()`"
             )
 
 

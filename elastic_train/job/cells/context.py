@@ -17,7 +17,7 @@ from elastic_train.parallel.cells.graph_edges import LoneGroup
 from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import tree_sum
-from elastic_train.tasks.placements import ContextPart, Piece, Running, run_piece
+from elastic_train.tasks.placements import ContextPart, Running, loss_of
 from elastic_train.tasks.task import Batch, LaneLoss
 
 
@@ -60,7 +60,7 @@ class Context:
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         """Compute this rank's part of a lane's loss."""
-        return loss_of_part(self.task, model, batch, self.part)
+        return loss_of(self.task, model, batch, self.part)
 
     def add_up(self, found: Mapping[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:
         """Return losses and weights of lanes, in ascending order, from those of all parts; alike for all of these."""
@@ -80,13 +80,6 @@ def context_of(task: Running, mesh: Mesh, cell: Group, num_lanes: int, multiple:
     peers = along_axis(cell, mesh, "context")
     part = ContextPart(peers.rank, peers.size, Gathering(peers), multiple)
     return Context(task, part, peers, num_lanes)
-
-
-def loss_of_part(task: Running, model: nn.Module, batch: Batch, part: ContextPart) -> LaneLoss:
-    """Compute the loss of a part of each row's tokens by the whole model."""
-    loss = run_piece(task, model, batch, Piece(part=part))
-    assert isinstance(loss, LaneLoss), "it is of the last modules"
-    return loss
 
 
 def lone_part(degree: int, multiple: int = 1) -> ContextPart:

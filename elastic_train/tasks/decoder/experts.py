@@ -47,10 +47,6 @@ class RouterLosses:
         self.terms.append(self.balance * num_experts * (shares * likely).sum())
         self.terms.append(self.z * logits.logsumexp(-1).square().sum())
 
-    def total(self) -> Tensor:
-        """Return what all blocks have added."""
-        return torch.stack(self.terms).sum()
-
 
 def with_terms(out: Tensor, losses: RouterLosses) -> Tensor:
     """Return in one vector what a stage gives to the next: its output, and what routers so far add to the loss."""

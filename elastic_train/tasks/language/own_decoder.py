@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -16,16 +16,27 @@ from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.decoder.experts import RouterLosses, with_terms, without_terms
 from elastic_train.tasks.decoder.model import Decoder, drawn_weights
-from elastic_train.tasks.decoder.plans import USES, stages_of
 from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.language.language_model import Logits, Weights
 from elastic_train.tasks.models.folders import begin_llama
-from elastic_train.tasks.placements import Degrees, Piece, Placements
+from elastic_train.tasks.placements import Degrees, Piece, Placements, Use, deal
 from elastic_train.tasks.rows.token_parts import bias_of, causal_within
 from elastic_train.tasks.rows.token_rows import TokenColumns
 from elastic_train.tasks.task import Batch
 
 _SIZES = [each.name for each in fields(DecoderShape)]
+_USES: Mapping[str, Use] = {
+    **{f"blocks.*.attention.{name}": "column" for name in "qkv"},
+    "blocks.*.attention.o": "row",
+    **{f"blocks.*.mlp.{name}": "column" for name in ("gate", "up", "shared.gate", "shared.up")},
+    **{f"blocks.*.mlp.{name}": "row" for name in ("down", "shared.down")},
+    "dropout": "split",
+    **{f"blocks.*.{name}": "tokens" for name in ("norm_attention", "norm_mlp")},
+    "blocks.*.dropout": "dropout",
+    "norm": "join",
+}
+"""Tensor ranks have some heads of each attention, and a part of each MLP's width; experts are dealt out. Tokens are
+shared out from the embedding to the last norm, but for attention and MLPs."""
 
 
 class OwnDecoder:
@@ -67,30 +78,10 @@ class OwnDecoder:
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
         if not isinstance(model, Decoder):  # a subclass of the task builds another one
             return Placements()
-        wrong, shape = list[str](), model.shape
-        for name in ("heads", "kv_heads", "shared_hidden" if shape.experts else "hidden"):
-            if (size := getattr(shape, name)) % degrees.tensor:
-                wrong.append(
-                    f"parallel.tensor: {degrees.tensor} does not divide task.params.model.{name}, which is {size}: "
-                    "change either"
-                )
-        if shape.experts and degrees.sequence:
-            wrong.append(
-                "parallel.sequence: true shares out tokens, all of which routers look at, and "
-                f"task.params.model.experts is {shape.experts}: set it to false"
-            )
-        if shape.experts and degrees.context > 1:
-            wrong.append(
-                f"parallel.context: {degrees.context}: routers weigh whole rows, and task.params.model.experts is "
-                f"{shape.experts}: set either to its default"
-            )
-        try:
-            stages = stages_of(shape, model.parts, degrees.stages) if degrees.stages > 1 else ()
-        except ValueError as error:
-            wrong += [f"parallel.pipeline, in {degrees.stages} stages: task.params.model.{why}" for why in error.args]
-        if wrong:
+        if wrong := list(_mistakes(model.shape, degrees)):
             raise ConfigError(*wrong)
-        return Placements(USES, stages, context=True)
+        blocks = range(1, 1 + model.shape.depth)
+        return Placements(_USES, deal(model.parts, degrees.stages, blocks), context=True)
 
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | Logits:
         """Run a piece; with the output of a stage go the losses of its routers, and of those before."""
@@ -120,3 +111,26 @@ class OwnDecoder:
 
     def begin_export(self, folder: Path) -> Mapping[str, str] | None:
         return begin_llama(self.shape, folder)
+
+
+def _mistakes(shape: DecoderShape, degrees: Degrees) -> Iterator[str]:
+    """Yield the reasons why a decoder cannot be placed."""
+    params, num_stages = "task.params.model", degrees.stages
+    for name in ("heads", "kv_heads", "shared_hidden" if shape.experts else "hidden"):
+        if (size := getattr(shape, name)) % degrees.tensor:
+            yield f"parallel.tensor: {degrees.tensor} does not divide {params}.{name}, which is {size}: change either"
+    if shape.experts and degrees.sequence:
+        yield (
+            f"parallel.sequence: true shares out tokens, all of which routers look at, and {params}.experts is "
+            f"{shape.experts}: set it to false"
+        )
+    if shape.experts and degrees.context > 1:
+        yield (
+            f"parallel.context: {degrees.context}: routers weigh whole rows, and {params}.experts is {shape.experts}: "
+            "set either to its default"
+        )
+    where = f"parallel.pipeline, in {num_stages} stages: {params}"
+    if num_stages > shape.depth:
+        yield f"{where}.depth {shape.depth} is less than {num_stages} stages, each of which has a block at least"
+    if num_stages > 1 and shape.tied:
+        yield f"{where}.tied: true has one matrix in the first stage and in the last: set it to false"

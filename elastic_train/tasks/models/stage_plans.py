@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import first_line
-from elastic_train.tasks.decoder.plans import deal
 from elastic_train.tasks.models.folder_weights import weights_to_try
 from elastic_train.tasks.models.hugging_face import model_of_transformers
+from elastic_train.tasks.placements import deal
 
 _GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h", "transformer.ln_f", "lm_head")
 _PLANS: Mapping[str, Sequence[str]] = {"gpt2": _GPT2, "gpt_bigcode": _GPT2}
@@ -40,8 +40,8 @@ class Parts:
     after: tuple[str, ...]
 
     def dealt(self, num_stages: int) -> list[Sequence[str]]:
-        parts = (*self.before, *self.layers, *self.after)
-        return deal(parts, len(self.before), len(self.layers), num_stages)
+        first = len(self.before)
+        return deal((*self.before, *self.layers, *self.after), num_stages, range(first, first + len(self.layers)))
 
 
 def parts_of(model: nn.Module, num_stages: int) -> Parts:

@@ -16,13 +16,14 @@ from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.cells.cell_plan import cell_plan_of, cut_dims_of
 from elastic_train.job.cells.cell_state import CellState
-from elastic_train.job.cells.context import context_of, lone_part, loss_of_part
+from elastic_train.job.cells.context import context_of, lone_part
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.placements import loss_of
 from elastic_train.tasks.rows.token_rows import TokenColumns
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.witness import Witness
@@ -132,7 +133,7 @@ def test_parts_add_up_to_whole_rows(size: int, on_devices: bool) -> None:
 def test_a_lone_part_runs_without_peers() -> None:
     """With what it computes itself in place of theirs: for a pass whose results nobody uses."""
     model = make_model()
-    losses = run(model, lambda batch: loss_of_part(TASK, model, batch, lone_part(2)))
+    losses = run(model, lambda batch: loss_of(TASK, model, batch, lone_part(2)))
     assert all(torch.isfinite(torch.tensor(loss)) for loss, _ in losses)
     assert all(bool(one.grad.any()) for one in model.parameters() if one.grad is not None)
 

@@ -16,7 +16,7 @@ from elastic_train.tasks.image_classifier import ImageClassifier
 from elastic_train.tasks.language.language_model import Logits
 from elastic_train.tasks.models.adapters import Adapter, heads_of
 from elastic_train.tasks.models.hugging_face import Source
-from elastic_train.tasks.placements import WHOLE
+from elastic_train.tasks.placements import Piece
 from elastic_train.tasks.sequence_classifier import SequenceClassifier
 from elastic_train.tasks.task import Task, load_task
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS, described, lists
@@ -212,6 +212,6 @@ class TestPrompts:
         with torch.no_grad():
             weight.copy_(base.get_input_embeddings().weight[[8, 9, 10]])
             expected = base.eval()(input_ids=torch.tensor([[8, 9, 10, 5, 6, 7]])).logits[:, 3:]
-            found = task.language_model.run(model, {"tokens": torch.tensor([[5, 6, 7]])}, WHOLE)
+            found = task.language_model.run(model, {"tokens": torch.tensor([[5, 6, 7]])}, Piece())
         assert isinstance(found, Logits)
         torch.testing.assert_close(found.values, expected)
