@@ -9,7 +9,8 @@ held, so every rank finds the same.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -98,7 +99,8 @@ def seats_of(paths: Sequence[Path], copies: int, before: Sequence[Seat | None] =
     num = min(copies, len(paths))
     ranks = sorted(range(len(paths)), key=_keys(had).__getitem__)
     groups = cut_groups(ranks, paths, num)
-    new = _seated([[_Member(rank, base) for base, rank in enumerate(members)] for members in groups], map(len, groups))
+    cut = [[_Member(rank, base) for base, rank in enumerate(members)] for members in groups]
+    new = _seated(cut, dict(enumerate(map(len, groups))))
     kept = _keeping(ranks, paths, had, num, new)
     return min([*kept, new], key=lambda seats: _moved(seats, had))
 
@@ -111,12 +113,19 @@ def _keeping(
     if sorted(num_bases) != list(range(num)):
         return []  # another number of copies, or a group has nobody left
     newcomers = [rank for rank in ranks if had[rank] is None]
-    in_gaps, by_domains = _kept(ranks, had, num), _kept(ranks, had, num)
+    in_gaps, by_domains, with_mates = (_kept(ranks, had, num) for _ in range(3))
     _add_in_gaps(in_gaps, newcomers, num_bases)
     _add_by_domains(by_domains, newcomers, num_bases, paths)
     ways = [in_gaps, by_domains] if in_gaps != by_domains else [in_gaps]
     found = (_first_fit(groups, num_bases, had, new, paths) for groups in ways)
-    return [seats for seats in found if seats is not None]
+    if fit := [seats for seats in found if seats is not None]:
+        return fit
+    _add_by_domains(with_mates, newcomers, num_bases, paths, joins_mates=True)
+    cleared = (
+        _cleared(with_mates, num_bases, [path[:depth] for path in paths])
+        for depth in range(max(map(len, paths)), 0, -1)
+    )
+    return [seats for groups in cleared if _is_fit(seats := _seated(groups, num_bases), new, paths)]
 
 
 def _keys(had: Sequence[Seat | None]) -> list[int]:
@@ -135,14 +144,14 @@ def _last_groups(had: Sequence[Seat | None]) -> dict[int, int]:
     return dict(groups) if is_one_world else {}
 
 
-def _seated(groups: Iterable[Sequence[_Member]], num_bases: Iterable[int]) -> list[Seat]:
+def _seated(groups: Sequence[Sequence[_Member]], num_bases: Mapping[int, int]) -> list[Seat]:
     """Return the seats of groups of members, by rank."""
     seats: dict[int, Seat] = {}
-    for number, (members, num_base) in enumerate(zip(groups, num_bases, strict=True)):
+    for number, members in enumerate(groups):
         ordered = sorted(members, key=lambda member: (member.base is None, member.base or 0))
-        arcs = arcs_of([member.base for member in ordered], num_base)
+        arcs = arcs_of([member.base for member in ordered], num_bases[number])
         for slot, (rank, base) in enumerate(ordered):
-            seats[rank] = Seat(number, slot, len(members), len(seats), base, num_base, arcs[slot])
+            seats[rank] = Seat(number, slot, len(members), len(seats), base, num_bases[number], arcs[slot])
     return [seats[rank] for rank in range(len(seats))]
 
 
@@ -164,16 +173,61 @@ def _add_in_gaps(groups: _Members, newcomers: Sequence[int], num_bases: Mapping[
 
 
 def _add_by_domains(
-    groups: _Members, newcomers: Sequence[int], num_bases: Mapping[int, int], paths: Sequence[Path]
+    groups: _Members,
+    newcomers: Sequence[int],
+    num_bases: Mapping[int, int],
+    paths: Sequence[Path],
+    *,
+    joins_mates: bool = False,
 ) -> None:
-    """Add new ranks by domains, each to the group that is smallest then, on bases that are free if there are any."""
+    """Add new ranks by domains, each to the group that is smallest then, on bases that are free if there are any.
+
+    A domain that `joins_mates` goes to the group that has most of its ranks already, if any has.
+    """
     domains: dict[Path, list[int]] = {}
     for rank in newcomers:
         domains.setdefault(paths[rank] or (str(rank),), []).append(rank)
-    for domain in domains.values():
-        number = _smallest(groups)
+    for path, domain in domains.items():
+        mates = [sum(joins_mates and paths[member.rank] == path for member in members) for members in groups]
+        number = mates.index(max(mates)) if any(mates) else _smallest(groups)
         bases = itertools.chain(_free(groups[number], num_bases[number]), itertools.repeat(None))
         groups[number] += [_Member(rank, base) for rank, base in zip(domain, bases, strict=False)]
+
+
+def _cleared(groups: _Members, num_bases: Mapping[int, int], domains: Sequence[Path]) -> _Members:
+    """Keep a group's domains from taking over what they have a copy of; `domains` are by rank.
+
+    All of a group take over what is free, so one alone takes a free base that another of their domains has a copy of:
+    a member that has no copy of it, and whose own base is then free for all. So twice what was lost moves, not all.
+    """
+    cleared: _Members = []
+    for number, members in enumerate(groups):
+        here, copies = {domains[rank] for rank, _ in members}, _copies(groups, number, num_bases, domains)
+        bases = dict(members)
+        for base in _free(members, num_bases[number]):
+            takers = (
+                rank
+                for rank, own in bases.items()
+                if own is not None and here.isdisjoint(copies[own]) and domains[rank] not in copies[base]
+            )
+            if not here.isdisjoint(copies[base]) and (taker := next(takers, None)) is not None:
+                bases[taker] = base
+        cleared.append([_Member(*pair) for pair in bases.items()])
+    return cleared
+
+
+def _copies(
+    groups: _Members, number: int, num_bases: Mapping[int, int], domains: Sequence[Path]
+) -> Mapping[int, set[Path]]:
+    """Return the domains in which other groups hold something of each base of a group by bases of their own."""
+    found: dict[int, set[Path]] = defaultdict(set)
+    for other, members in enumerate(groups):
+        for rank, base in members if other != number else ():
+            if base is not None:
+                lo, hi = base * num_bases[number], (base + 1) * num_bases[number]
+                for at in range(lo // num_bases[other], -(-hi // num_bases[other])):
+                    found[at].add(domains[rank])
+    return found
 
 
 def _first_fit(
@@ -185,7 +239,7 @@ def _first_fit(
 ) -> list[Seat] | None:
     """Return the seats of groups as soon as they are even enough to be fit; None if they are not even then."""
     for members in _evened(groups, num_bases, had):
-        seats = _seated(members, [num_bases[number] for number in range(len(groups))])
+        seats = _seated(members, num_bases)
         if _is_fit(seats, new, paths):
             return seats
     return None

@@ -163,6 +163,31 @@ def test_what_a_lost_node_moves(num_nodes: int, copies: int, worst: Fraction | i
     assert max(parts) == worst
 
 
+@pytest.mark.parametrize("num_nodes", [3, 5, 7])
+@pytest.mark.parametrize("each", [4, 8])
+@pytest.mark.parametrize("is_rack", [False, True])
+def test_where_two_groups_share_a_domain_twice_what_a_lost_rank_held_moves_at_most(
+    num_nodes: int, each: int, *, is_rack: bool
+) -> None:
+    """Its ranks hold other things in each group, and may not take over what they have a copy of.
+
+    A rank that joins the domain gets its share, and nothing else moves.
+    """
+    size = num_nodes * each
+    paths: list[Path] = [(f"{rank // each}", f"{rank // 2}" if is_rack else "") for rank in range(size)]
+    before = seats_of(paths, 2)
+    for lost in range(size):
+        stay = [rank for rank in range(size) if rank != lost]
+        had, left = [before[rank] for rank in stay], [paths[rank] for rank in stay]
+        after = seats_of(left, 2, had)
+        assert moved(list(had), after) < 2 * length(before[lost].arcs)
+        check_apart(left, all_held(CIRCLE, after), LAYOUT.num_grains)
+    had = [*seats_of(paths[:-1], 2), None]
+    after = seats_of(paths, 2, had)
+    assert moved(had, after) == length(after[-1].arcs)
+    check_apart(paths, all_held(CIRCLE, after), LAYOUT.num_grains)
+
+
 @pytest.mark.parametrize(("num_nodes", "each", "copies"), [(9, 1, 2), (9, 1, 3), (4, 3, 2), (8, 2, 2)])
 def test_a_long_life_keeps_every_law(num_nodes: int, each: int, copies: int) -> None:
     """Nodes go and come a hundred times: in every world groups hold everything once, and copies stay apart.
