@@ -178,10 +178,10 @@ def _lane_step(
     gradients = make_gradient_sum("canonical", list(model.parameters()), group, case.num_lanes)
 
     def step() -> None:
-        gradients.begin(lanes)
+        gradients.begin()
         rows: dict[int, list[float | int]] = {}
         for lane in lanes:
-            with gradients.lane(lane):
+            with gradients.turn(lane):
                 torch.manual_seed(lane_seed(0, state.step, lane))
                 loss = _loss(model, batches[lane, state.step % 7])
                 loss.backward()  # type: ignore[no-untyped-call]

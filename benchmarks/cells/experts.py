@@ -24,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.cells.pairs import TIMEOUT_S, Times, medians, meet, part_ways, timed
 from benchmarks.figures import Effort
 from elastic_train.config.parallel import ParallelConfig
+from elastic_train.core.lanes import lanes_by_cell
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
-from elastic_train.parallel.cells.expert_sum import expert_sum
 from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.gradient_sum import TreeSum, tree_of
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.experts import Experts
@@ -87,14 +88,18 @@ def _our_step(group: Group, num_tokens: int) -> tuple[nn.Module, Step]:
     cut.take_place(group.rank)
     [links], [(whole, parts)] = cut.experts, cut.by_spread()
     lanes, alone = mesh.assigned(LANES), Group(0, 1, None, TIMEOUT_S)
-    gradients = expert_sum(whole, parts, group, alone, lanes, links, BUCKET_BYTES)
+    [of_cell] = lanes_by_cell(lanes, DEGREE)
+    experts = tree_of("canonical", parts, alone, [of_cell])._replace(placed=())
+    gradients = TreeSum([tree_of("canonical", whole, group, lanes), experts], BUCKET_BYTES)
 
     def step() -> None:
-        gradients.begin(lanes[mesh.owner])
-        for lane in lanes[mesh.owner]:
-            with gradients.lane(lane):
+        gradients.begin()
+        for turn, lane in enumerate(lanes[mesh.owner]):
+            with gradients.turn(lane), links.turn(trains=True):
                 _loss(model, lane, num_tokens).backward()  # type: ignore[no-untyped-call]
-        gradients.serve()
+            for one, leaf in zip(of_cell[turn * DEGREE :], links.take_leaves(), strict=False):
+                with gradients.turn(one, 1):
+                    links.add(leaf)
         gradients.finish(1.0)
 
     return model, step

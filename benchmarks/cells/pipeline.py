@@ -21,13 +21,13 @@ from benchmarks.cells.pairs import Times, medians, meet, part_ways, timed
 from benchmarks.figures import Effort
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
-from elastic_train.core.schedules import Kind, Pass
 from elastic_train.job.cells.cell_plan import CellPlan, cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.parallel.cells.links import CellLinks
-from elastic_train.parallel.cells.pipeline import run_schedule
+from elastic_train.parallel.cells.pipeline import Passes, run_program
 from elastic_train.parallel.group import Group
+from elastic_train.program.schedules import Kind, Pass
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
@@ -103,15 +103,14 @@ def _our_stage(group: Group, kind: Kind) -> Stage:
     return stage_of(TASK, model, plan, kind, Mesh(group.rank, STAGES, parallel.cell), group)
 
 
-class _Lanes:
+class _Lanes(Passes):
     """The passes of our stage, without what training does around them."""
 
     def __init__(self, stage: Stage, batches: list[Batch]) -> None:
         self.stage, self._batches, self.peak = stage, batches, 0
 
     def step(self) -> None:
-        self.peak = run_schedule(self.stage.actions(LANES), self.stage.links, self)
-        self.stage.links.finish()
+        self.peak = run_program(self.stage.actions(LANES), self.stage.links, self)
 
     def key(self, number: int) -> Hashable | None:
         return tuple(tensor.shape for tensor in self._batches[number].values())
@@ -120,13 +119,9 @@ class _Lanes:
         made = self.stage.run(one.chunk, self._batches[one.number], given)
         return made if isinstance(made, Tensor) else made.total
 
-    def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
+    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
+        assert made is not None, "all lanes have samples"
         torch.autograd.backward(made, gradient)
-
-    def left_out(self, one: Pass) -> None:
-        """All lanes have samples."""
-
-    def waited(self) -> None: ...
 
 
 class _Part(nn.Module):

@@ -149,12 +149,12 @@ class Job:
     ) -> Tensor:
         """Leave a step's mean gradient where it is held; return what this rank measures of it."""
         state = self.state
-        self.gradients.begin(self.lanes)
-        for lane in self.lanes:
-            with self.gradients.lane(lane):
-                torch.autograd.backward(self.work.loss(state.model, state.step, lane))
-                in_lane()
-        self.gradients.serve()
+        self.gradients.begin()
+        for lane in (*self.lanes, None):  # others of the group may have a lane more
+            with self.gradients.turn(lane):
+                if lane is not None:
+                    torch.autograd.backward(self.work.loss(state.model, state.step, lane))
+                    in_lane()
         self.gradients.finish(float(self.work.num_samples))
         before_update()
         return state.measure()

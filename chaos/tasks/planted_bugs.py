@@ -21,10 +21,9 @@ from elastic_train.health.proof import Proof
 from elastic_train.job.state import AppliedState, Reached, StepFacts
 from elastic_train.parallel import exchange
 from elastic_train.parallel.point_to_point import PointToPoint
-from elastic_train.training import commits, step
+from elastic_train.training import commits, turns
 from elastic_train.training.session import Session
-from elastic_train.training.step import Unread
-from elastic_train.training.step_sums import LaneSums
+from elastic_train.training.turns import Made
 from rendezvous.etcd import connection
 
 
@@ -57,17 +56,17 @@ def wrong_tree() -> None:
 
 def rank_seeded_dropout() -> None:
     """Random numbers of a forward pass are drawn from the rank, not from the lane."""
-    run_lane, rank = step._run_lane, [0]
+    forward, rank = turns._forward, [0]
 
-    def run_on_rank(session: Session, batch: LaneBatch) -> LaneSums | Unread:
+    def run_on_rank(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> Made:
         rank[0] = session.world.group.rank
-        return run_lane(session, batch)
+        return forward(session, batch, chunk, given)
 
     def seed_of_rank(seed: int, number: int, lane: int) -> int:
         return lanes.lane_seed(seed, number, rank[0])
 
-    step._run_lane = run_on_rank
-    vars(step)["lane_seed"] = seed_of_rank
+    turns._forward = run_on_rank
+    vars(turns)["lane_seed"] = seed_of_rank
 
 
 def moments_not_handed_over() -> None:

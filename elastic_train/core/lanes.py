@@ -5,6 +5,8 @@ covers the lanes [i * 2^level, (i+1) * 2^level), clipped at L. A node without a 
 replica adds its own lanes up to the largest whole subtrees (`parts_of`), and `merge_plan` names the additions that are
 left once all replicas' parts are together. Floating-point addition commutes, so only the tree matters; the tree is
 fixed by L alone, so no sum depends on the world.
+
+Where several ranks compute some tokens of a lane each, each part is a leaf (`leaf_of`): a tree has L leaves for each.
 """
 
 from __future__ import annotations
@@ -63,6 +65,30 @@ Assignment = tuple[range, ...]
 def contiguous(num_replicas: int, num_lanes: int) -> Assignment:
     """Return the assignment that gives each replica one run of neighbouring lanes."""
     return tuple(owned_lanes(replica, num_replicas, num_lanes) for replica in range(num_replicas))
+
+
+def leaf_of(lane: int, part: int, num_lanes: int) -> int:
+    """Return the leaf that one of the ranks computes that compute a lane together, in [0, parts * num_lanes).
+
+    Those of one part are neighbours, so a rank keeps no more partial sums than one that computes whole rows.
+    """
+    return part * num_lanes + lane
+
+
+def leaves_of(lanes: Assignment, num_parts: int) -> Assignment:
+    """Return the leaves of each rank, owner by owner and part by part, from the owners' lanes."""
+    num_lanes = sum(map(len, lanes))
+    return tuple(
+        range(leaf_of(some.start, part, num_lanes), leaf_of(some.stop, part, num_lanes), some.step)
+        for some in lanes
+        for part in range(num_parts)
+    )
+
+
+def lanes_by_cell(lanes: Assignment, size: int) -> tuple[Lanes, ...]:
+    """Return the lanes of every cell, from those of every owner, of which a cell has so many: neighbours in a turn."""
+    cells = [lanes[first : first + size] for first in range(0, len(lanes), size)]
+    return tuple(tuple(sorted(lane for owner in cell for lane in owner)) for cell in cells)
 
 
 def root_of(num_lanes: int) -> Part:

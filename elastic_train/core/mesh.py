@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from elastic_train.core.lanes import Assignment, contiguous
+from elastic_train.core.lanes import Assignment, contiguous, leaf_of
 
 Axis = Literal["stage", "tensor", "expert", "context"]
 _AXES: tuple[Axis, ...] = ("stage", "tensor", "expert", "context")
@@ -178,6 +178,10 @@ class Mesh:
     def assigned(self, num_lanes: int) -> Assignment:
         """Return the lanes of every owner; see `Cell.assigned`."""
         return self.cell.assigned(self.num_replicas, num_lanes)
+
+    def leaf(self, lane: int, num_lanes: int) -> int:
+        """Return the leaf that this rank computes of a lane: whose random numbers it draws, and what it adds."""
+        return leaf_of(lane, self.cell.number_along(self.place, "context")[0], num_lanes)
 
     def num_lanes(self, assigned: Sequence[Sequence[int]]) -> list[int]:
         """Return how many lanes each rank computes, by rank, of what each owner is assigned."""

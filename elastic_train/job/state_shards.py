@@ -31,8 +31,9 @@ from elastic_train.job.majority import name_others
 from elastic_train.job.optimizers.optimizer_memory import OWN, Names, OptimizerMemory, names_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates, regroup, set_rates
 from elastic_train.parallel.devices.squares import squares_of_tensors
-from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction, make_gradient_sum
+from elastic_train.parallel.gradient_sum import GradientSum, OfPart, make_gradient_sum
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.reductions import Reduction
 from elastic_train.shards.grains import CutDims, cut_along
 from elastic_train.shards.norm import clip_factor, total_norm
 

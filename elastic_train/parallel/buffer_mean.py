@@ -90,14 +90,14 @@ class BufferMean:
     def is_tracking(self) -> bool:
         return self._sum is not None
 
-    def begin(self, lanes: range) -> None:
+    def begin(self) -> None:
         """Start a step: the buffers as they are now are what every lane starts from."""
         self.has_changed = False
         self._num_begun += 1
         if self._sum is not None:
             for slot in self._slots:
                 slot.keep()
-            self._sum.begin(lanes)
+            self._sum.begin()
             assert self._increments is not None
             self._increments.zero_()
 
@@ -112,7 +112,7 @@ class BufferMean:
             by_value = self._num_begun == 1
             self.has_changed |= any(slot.has_changed(by_value=by_value) for slot in self._slots)
             return
-        with self._sum.lane(lane):
+        with self._sum.turn(lane):
             if not is_empty:
                 self._reset()
             yield

@@ -1,54 +1,52 @@
-"""The gradient sum: along one fixed tree of lanes, so that no bit depends on the world; or fast, so that they may.
+"""The gradient sum: along one fixed tree of leaves, so that no bit depends on the world; or fast, so that they may.
 
 Gradients live in one flat buffer per dtype, and every parameter's `.grad` is a view of it. A leaf starts from zeros,
-so no negative zero survives, and the backward pass of a lane's right sibling into the same buffer *is* their sum. The
-larger subtrees of a replica are kept by a binary counter of at most log2 L more buffers.
+so no negative zero survives, and the backward pass of a leaf's right sibling into the same buffer *is* their sum. The
+larger subtrees of a rank are kept by a binary counter of at most log2 L more buffers.
 
-While a replica's last lane computes, parts of the sum that are complete are exchanged beside it (`buckets`).
+A leaf is what one rank computes of one lane: `core.lanes.leaf_of`. A sum has several trees where parameters are not all
+added over the same ranks, or at the same time: of each chunk of a stage, and of the experts that a chunk has here.
+
+While a rank's last leaf computes, parts of the sum that are complete are exchanged beside it (`buckets`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from elastic_train.core.lanes import (
-    Lanes,
-    Part,
-    contiguous,
-    parts_of,
-    settle,
-)
+from elastic_train.core.lanes import Lanes, Part, contiguous, parts_of, settle
 from elastic_train.parallel.buckets import Beside, Bucket, Placed, Turns, cut_buckets
-from elastic_train.parallel.exchange import Scratch, exchange
+from elastic_train.parallel.exchange import Scratch
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Aside, PointToPoint
+from elastic_train.parallel.reductions import Everywhere, InAnyOrder, Reduce, Reduction, Subtrees
 from elastic_train.system.huge_pages import on_huge_pages
 
-Reduction = Literal["canonical", "fast"]
 OfPart = tuple[str, Tensor]
 """A tensor that a rank holds, and which of the parts of its memory it is, in the words of `elastic-train plan`."""
 
 
 class GradientSum(Protocol):
-    """From the lanes' backward passes to one mean gradient, the same on every rank."""
+    """From the leaves' backward passes to one mean gradient, the same on every rank that holds it."""
 
-    def begin(self, lanes: Lanes) -> None:
+    def begin(self) -> None:
         """Start a step: forget the last one's gradients."""
 
-    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which one lane's backward pass runs; lanes come in ascending order."""
+    def turn(self, leaf: int | None, tree: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a turn's backward pass, which adds to a tree; a rank's leaves come in ascending order.
 
-    def serve(self) -> None:
-        """Take part in what other ranks' lanes need; after this rank's own, and before it waits for anything else."""
+        A rank without a leaf in the turn takes part in what others' leaves need.
+        """
 
     def finish(self, divisor: float) -> None:
-        """Leave (sum over all lanes) / divisor in every parameter's `.grad`, or where it is held."""
+        """Leave (sum over all leaves) / divisor in every parameter's `.grad`, or where it is held."""
 
     def close(self) -> None:
         """Leave the model's parameters alone from now on."""
@@ -57,10 +55,23 @@ class GradientSum(Protocol):
         """Yield all that it holds, each with the part of memory that it belongs to."""
 
 
+class Tree(NamedTuple):
+    """Flat gradients that ranks add up: `leaves` are those of each of the `ranks`.
+
+    What is `placed` in them is exchanged beside the backward pass of the last leaf.
+    """
+
+    flats: Sequence[Tensor]
+    ranks: Group
+    leaves: Sequence[Lanes]
+    reduce: Reduce
+    placed: Sequence[Placed] = ()
+
+
 def make_gradient_sum(
     kind: Reduction,
     parameters: Sequence[nn.Parameter],
-    replicas: Group,
+    ranks: Group,
     num_lanes: int,
     bucket_bytes: float | None = None,
 ) -> GradientSum:
@@ -68,20 +79,23 @@ def make_gradient_sum(
 
     With `bucket_bytes` slices of about that size are exchanged beside the backward pass.
     """
+    return TreeSum([tree_of(kind, parameters, ranks, contiguous(ranks.size, num_lanes))], bucket_bytes)
+
+
+def tree_of(kind: Reduction, parameters: Sequence[nn.Parameter], ranks: Group, leaves: Sequence[Lanes]) -> Tree:
+    """Bind the parameters' gradients to buffers and return the tree along which every rank gets their sum."""
     flats, placed = place_gradients(parameters)
-    if kind == "fast":
-        return FastSum(flats, replicas)
-    total = CanonicalSum(flats, replicas, contiguous(replicas.size, num_lanes))
-    total.exchange_beside(placed, bucket_bytes)
-    return total
+    return Tree(flats, ranks, leaves, reduce_of(kind), placed)
 
 
-def make_sum(kind: Reduction, flats: list[Tensor], replicas: Group, assigned: Sequence[Lanes]) -> GradientSum:
-    """Return the sum of whatever lanes add to flat tensors; `replicas` has one rank of every replica, by replica.
+def make_sum(kind: Reduction, flats: list[Tensor], ranks: Group, leaves: Sequence[Lanes]) -> GradientSum:
+    """Return the sum of whatever leaves add to flat tensors."""
+    return TreeSum([Tree(flats, ranks, leaves, reduce_of(kind))])
 
-    `assigned` are the replicas' lanes.
-    """
-    return CanonicalSum(flats, replicas, assigned) if kind == "canonical" else FastSum(flats, replicas)
+
+def reduce_of(kind: Reduction) -> Reduce:
+    """Return the way to a sum that is whole on every rank."""
+    return Everywhere() if kind == "canonical" else InAnyOrder()
 
 
 def bind_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -115,58 +129,59 @@ def _placed_as(memory: Tensor, parameter: Tensor) -> Tensor:
 
 
 class LaneTree:
-    """This replica's part of the tree: its lanes' sums, up to the largest whole subtrees.
+    """This rank's part of a tree: its leaves' sums, up to the largest whole subtrees.
 
-    The flat buffers hold the open subtree's sum, in which the running lane's backward pass adds.
+    The flat buffers hold the open subtree's sum, in which the running leaf's backward pass adds.
     """
 
-    def __init__(self, flats: list[Tensor], replica: int, assigned: Sequence[Lanes]) -> None:
-        self._flats, self._num_lanes = flats, sum(map(len, assigned))
-        self.layout = [parts_of(lanes, self._num_lanes) for lanes in assigned]
-        """The subtrees of every replica."""
-        self._mine, self._lanes = self.layout[replica], assigned[replica]
+    def __init__(self, flats: Sequence[Tensor], rank: int, leaves: Sequence[Lanes]) -> None:
+        self._flats, self.num_leaves = flats, sum(map(len, leaves))
+        self.layout = [parts_of(of_rank, self.num_leaves) for of_rank in leaves]
+        """The subtrees of every rank."""
+        self._mine, self.last = self.layout[rank], leaves[rank][-1] if leaves[rank] else None
         self._open: Part | None = None  # the subtree whose sum the flat buffers hold
         self._stack: list[tuple[Part, list[Tensor]]] = []
         self._free: list[list[Tensor]] = []
 
-    def begin(self, lanes: Lanes) -> None:
-        assert lanes == self._lanes, f"{lanes} are not this replica's"
+    def begin(self) -> None:
         self._free += [buffers for _, buffers in self._stack]
         self._stack.clear()
         self._open = None
         self._zero()
 
     @contextlib.contextmanager
-    def lane(self, lane: int) -> Iterator[None]:
-        leaf = Part(0, lane)
-        if self._open is not None and self._open != leaf.sibling:
+    def adding(self, leaf: int) -> Iterator[None]:
+        """Return the context in which a leaf is added to the flat buffers; leaves come in ascending order."""
+        part = Part(0, leaf)
+        if self._open is not None and self._open != part.sibling:
             self._push()
         yield
-        self._open = leaf.parent if self._open is not None else leaf
-        self._open = settle(self._open, self._num_lanes)
+        self._open = part.parent if self._open is not None else part
+        self._open = settle(self._open, self.num_leaves)
 
-    def sums(self) -> dict[Part, list[Tensor]]:
-        """Return the buffers of each of this replica's subtrees, all of whose lanes must have been run."""
+    def sums(self) -> dict[Part, Sequence[Tensor]]:
+        """Return the buffers of each of this rank's subtrees, all of whose leaves must have been run."""
         self._merge_stack()
         mine = {part: buffers for part, buffers in [*self._stack, (self._open, self._flats)] if part is not None}
         self.check_complete(mine)
         return mine
 
     def check_complete(self, sums: Iterable[Part]) -> None:
-        """Raise AssertionError unless these are all of this replica's subtrees, and all of its lanes were run."""
-        assert sorted(sums) == sorted(self._mine), "not all of this replica's lanes were run"
+        """Raise AssertionError unless these are all of this rank's subtrees, and all of its leaves were run."""
+        assert sorted(sums) == sorted(self._mine), "not all of this rank's leaves were run"
 
-    def foresee(self) -> tuple[list[list[Tensor]], dict[Part, list[Tensor]]]:
-        """Return what the lane that runs now, this replica's last, leads to: buffers to add, and the sums then.
+    def foresee(self) -> tuple[list[list[Tensor]], dict[Part, Sequence[Tensor]]]:
+        """Return what the leaf that runs now, this rank's last, leads to: buffers to add, and the sums then.
 
-        The buffers are added in their order to the flat ones, which hold the sum that the lane completes.
+        The buffers are added in their order to the flat ones, which hold the sum that the leaf completes.
         """
-        leaf = Part(0, self._lanes[-1])
-        final = settle(leaf.parent if self._open is not None else leaf, self._num_lanes)
+        assert self.last is not None, "it runs"
+        leaf = Part(0, self.last)
+        final = settle(leaf.parent if self._open is not None else leaf, self.num_leaves)
         merged, stack = list[list[Tensor]](), list(self._stack)
         while stack and stack[-1][0] == final.sibling:
             merged.append(stack.pop()[1])
-            final = settle(final.parent, self._num_lanes)
+            final = settle(final.parent, self.num_leaves)
         return merged, {**dict(stack), final: self._flats}
 
     def put_aside(self) -> Iterator[Tensor]:
@@ -192,137 +207,118 @@ class LaneTree:
             for flat, buffer in zip(self._flats, buffers, strict=True):
                 flat.add_(buffer)
             self._free.append(buffers)
-            self._open = settle(self._open.parent, self._num_lanes)
+            self._open = settle(self._open.parent, self.num_leaves)
 
     def _zero(self) -> None:
         for flat in self._flats:
             flat.zero_()
 
 
-class TreeSum(ABC):
-    """What sums along the tree share: a replica's lanes add into whole gradients, and need nobody else for that."""
+@dataclass(slots=True)
+class _Adding:
+    """A tree in the midst of a step."""
 
-    def __init__(self, flats: list[Tensor], replicas: Group, assigned: Sequence[Lanes]) -> None:
-        self._flats, self._replicas, self._num_lanes = flats, replicas, sum(map(len, assigned))
-        self._tree = LaneTree(flats, replicas.rank, assigned)
-        self._last = assigned[replicas.rank][-1] if assigned[replicas.rank] else None
-        self._scratch = Scratch()
-        self._beside: Beside | None = None
-        self._own_turns: Turns | None = None
-        self._aside = Aside(replicas)
-        self._merged: list[list[Tensor]] = []
-        self._mine: dict[Part, list[Tensor]] = {}
+    tree: Tree
+    own: LaneTree
+    aside: Aside
+    beside: Beside | None = None
+    mine: dict[Part, Sequence[Tensor]] = field(default_factory=dict)
+    """The sums of this rank's subtrees, once its last leaf runs."""
+    merged: list[list[Tensor]] = field(default_factory=list)
+    """Buffers that are added to the flat ones by then."""
 
-    def exchange_beside(self, placed: Sequence[Placed], bucket_bytes: float | None, turns: Turns | None = None) -> None:
-        """Exchange buckets of about so many bytes beside the backward pass of the last lane; not at all for None.
 
-        Sums whose exchanges would meet share `turns`, which are closed with none of them. On a GPU nothing is exchanged
-        so: it would need streams, and NCCL's order of calls another group.
+class TreeSum:
+    """Sums along trees to which a rank adds whole gradients, for which it needs nobody else until its last leaf."""
+
+    def __init__(self, trees: Sequence[Tree], bucket_bytes: float | None = None) -> None:
+        """Exchange buckets of about so many bytes beside the backward pass of a last leaf; not at all for None.
+
+        On a GPU nothing is exchanged so: it would need streams, and NCCL's order of calls another group.
         """
-        is_on_device = any(flat.is_cuda or self._replicas.is_on_device(flat) for flat in self._flats)
-        if bucket_bytes is not None and self._replicas.size > 1 and not is_on_device:
-            buckets = cut_buckets(placed, self._flats, bucket_bytes)
-            if turns is None:
-                turns = self._own_turns = Turns(self._replicas)
-            self._beside = Beside(buckets, turns, self._finish_bucket)
+        self._trees = [_Adding(one, LaneTree(one.flats, one.ranks.rank, one.leaves), Aside(one.ranks)) for one in trees]
+        self._scratch = Scratch()
+        self._turns: Turns | None = None
+        for one in self._trees:
+            if bucket_bytes is not None and one.tree.placed and _may_be_beside(one.tree):
+                self._turns = self._turns or Turns(one.tree.ranks)
+                buckets = cut_buckets(one.tree.placed, one.tree.flats, bucket_bytes)
+                one.beside = Beside(buckets, self._turns, partial(self._finish_bucket, one))
 
-    def begin(self, lanes: Lanes) -> None:
-        if self._beside is not None:
-            self._beside.join()  # of a step that was not applied after all
-            self._mine = {}
-        self._tree.begin(lanes)
+    def begin(self) -> None:
+        self._join()  # of a step that was not applied after all
+        for one in self._trees:
+            one.mine = {}
+            one.own.begin()
 
     @contextlib.contextmanager
-    def lane(self, lane: int) -> Iterator[None]:
-        with self._tree.lane(lane):
-            if self._beside is None or lane != self._last:
+    def turn(self, leaf: int | None, tree: int = 0) -> Iterator[None]:
+        one = self._trees[tree]
+        if leaf is None or not one.tree.reduce.is_ordered:
+            yield  # it needs nobody else, or is added in any order
+            return
+        with one.own.adding(leaf):
+            if one.beside is None or leaf != one.own.last:
                 yield
             else:
-                self._merged, self._mine = self._tree.foresee()
-                self._tree.check_complete(self._mine)
-                with self._beside.filling():
+                one.merged, one.mine = one.own.foresee()
+                one.own.check_complete(one.mine)
+                with one.beside.filling():
                     yield
 
-    def serve(self) -> None:  # noqa: B027 - what all of these sums do
-        """Lanes need nobody else."""
-
     def finish(self, divisor: float) -> None:
-        """Wait for what was exchanged beside the last lane, or exchange all now."""
-        if self._beside is None:
-            self._mine = self._tree.sums()
-            for number, flat in enumerate(self._flats):
-                self.reduce(number, 0, flat.numel(), self._mine, self._replicas)
-        else:
-            waited_s = self._replicas.waited_s
-            self._beside.join()
-            waited_s = self._replicas.waited_s - waited_s
-            self._replicas.beside_s += max(0.0, self._beside.turns.take_busy_s() - waited_s)
-            self._tree.check_complete(self._mine)
-            self._replicas.num_bytes, self._aside.num_bytes = self._replicas.num_bytes + self._aside.num_bytes, 0
-        self.divide(divisor)
+        """Wait for what was exchanged beside the last leaves, and exchange the rest now."""
+        self._join_timed()
+        for one in reversed(self._trees):
+            flats, ranks, _, reduce, _ = one.tree
+            if one.beside is None:
+                one.mine = one.own.sums() if reduce.is_ordered else {}
+                for number, flat in enumerate(flats):
+                    self._reduce(one, number, 0, flat.numel(), ranks)
+            else:
+                one.own.check_complete(one.mine)
+                ranks.num_bytes, one.aside.num_bytes = ranks.num_bytes + one.aside.num_bytes, 0
+            reduce.divide(flats, divisor, ranks)
 
     def close(self) -> None:
-        if self._beside is not None:
-            self._beside.close()
-        if self._own_turns is not None:
-            self._own_turns.close()
+        for one in self._trees:
+            if one.beside is not None:
+                one.beside.close()
+        if self._turns is not None:
+            self._turns.close()
 
     def tensors(self) -> Iterator[OfPart]:
-        yield from (("gradients", flat) for flat in self._flats)
-        yield from (("sums", buffer) for buffer in self._tree.put_aside())
+        for one in self._trees:
+            yield from (("gradients", flat) for flat in one.tree.flats)
+            yield from (("sums", buffer) for buffer in one.own.put_aside())
         yield from (("exchange", kept) for kept in self._scratch.tensors())
 
-    @abstractmethod
-    def reduce(self, number: int, lo: int, hi: int, mine: Mapping[Part, list[Tensor]], ranks: PointToPoint) -> None:
-        """Finish the tree over elements [lo, hi) of a flat gradient, from all ranks' parts of them."""
-
-    @abstractmethod
-    def divide(self, divisor: float) -> None:
-        """Divide what was reduced; share what others need of it."""
-
-    def _finish_bucket(self, bucket: Bucket) -> None:
+    def _finish_bucket(self, one: _Adding, bucket: Bucket) -> None:
         cut = slice(bucket.lo, bucket.hi)
-        for buffers in self._merged:
-            self._flats[bucket.flat][cut].add_(buffers[bucket.flat][cut])
-        self.reduce(bucket.flat, bucket.lo, bucket.hi, self._mine, self._aside)
+        for buffers in one.merged:
+            one.tree.flats[bucket.flat][cut].add_(buffers[bucket.flat][cut])
+        self._reduce(one, bucket.flat, bucket.lo, bucket.hi, one.aside)
+
+    def _reduce(self, one: _Adding, number: int, lo: int, hi: int, ranks: PointToPoint) -> None:
+        flat, own = one.tree.flats[number], one.own
+        elements = Subtrees(flat, number, lo, hi, one.mine, own.layout, own.num_leaves)
+        one.tree.reduce.reduce(elements, ranks, self._scratch)
+
+    def _join(self) -> None:
+        """Wait for what is exchanged beside backward passes."""
+        for one in self._trees:
+            if one.beside is not None:
+                one.beside.join()
+
+    def _join_timed(self) -> None:
+        if self._turns is None:
+            return
+        ranks = next(one.tree.ranks for one in self._trees if one.beside is not None)
+        waited_s = ranks.waited_s
+        self._join()
+        ranks.beside_s += max(0.0, self._turns.take_busy_s() - (ranks.waited_s - waited_s))
 
 
-class CanonicalSum(TreeSum):
-    """The sum along the tree, whole on every rank."""
-
-    def reduce(self, number: int, lo: int, hi: int, mine: Mapping[Part, list[Tensor]], ranks: PointToPoint) -> None:
-        if self._replicas.size > 1:
-            parts = {part: buffers[number][lo:hi] for part, buffers in mine.items()}
-            exchange(self._flats[number][lo:hi], parts, self._tree.layout, ranks, self._num_lanes, self._scratch)
-
-    def divide(self, divisor: float) -> None:
-        for flat in self._flats:
-            flat.div_(divisor)
-
-
-class FastSum:
-    """All lanes into one buffer, then all_reduce: coverage stays exact, rounding varies with the world."""
-
-    def __init__(self, flats: list[Tensor], replicas: Group) -> None:
-        self._flats, self._replicas = flats, replicas
-
-    def begin(self, lanes: Lanes) -> None:
-        for flat in self._flats:
-            flat.zero_()
-
-    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def serve(self) -> None:
-        """Lanes need nobody else."""
-
-    def finish(self, divisor: float) -> None:
-        for flat in self._flats:
-            self._replicas.all_reduce(flat)
-            flat.div_(divisor)
-
-    def close(self) -> None:
-        """There are no hooks."""
-
-    def tensors(self) -> Iterator[OfPart]:
-        yield from (("gradients", flat) for flat in self._flats)
+def _may_be_beside(tree: Tree) -> bool:
+    is_on_device = any(flat.is_cuda or tree.ranks.is_on_device(flat) for flat in tree.flats)
+    return tree.ranks.size > 1 and tree.reduce.is_ordered and not is_on_device

@@ -32,7 +32,7 @@ def group_lanes(seat: Seat, num_ranks: int, num_lanes: int) -> range:
 def deal_lanes(seat: Seat, num_ranks: int, num_lanes: int) -> list[range]:
     """Return the lanes of every turn of a seat's group, by turn; slot s computes the turn's lane s, if there is one.
 
-    A slot without a lane in a turn serves: it sends what others need of its holdings, and adds what comes.
+    A slot without a lane in a turn sends what others need of its holdings, and adds what comes.
     """
     lanes = group_lanes(seat, num_ranks, num_lanes)
     return [lanes[lo : lo + seat.size] for lo in range(0, len(lanes), seat.size)]

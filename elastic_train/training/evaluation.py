@@ -72,13 +72,14 @@ def evaluate(
 
     In a pipeline the last stage alone learns of losses, and tells the others what they come to.
     """
+    cut = stage if stage is not None and stage.is_cut else None
     metrics = {name: metric.to(device) for name, metric in task.metrics().items()}
     sums: dict[int, list[float]] = {}
     modes, was_training = TrainingModes(model), model.training
     model.eval()
     try:
         turns = shards.turns(world.owners, (batch for step in steps for batch in step))
-        for batch, loss in _losses(task, model, turns, device) if stage is None else stage.losses(turns, device):
+        for batch, loss in _losses(task, model, turns, device) if cut is None else cut.losses(turns, device):
             row = sums.setdefault(batch.lane, [0.0, 0.0, 0.0, 0.0])
             if loss is None:
                 continue
@@ -96,7 +97,7 @@ def evaluate(
     total, weight, samples, num_nan = (tree_sum([row[place] for row in table]) for place in range(4))
     mean = mean_loss(total, weight)
     judged = _merge(metrics, world.owners, is_nan=num_nan > 0)
-    if stage is not None:
+    if cut is not None:
         judged = _told(world, judged)
     if mean is None:
         remark("no sample of the validation set has a target: its loss and metrics are no numbers, and decide nothing")

@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 
 from elastic_train.core.accounting import check_epoch
+from elastic_train.core.arrays import ranges_of
 from elastic_train.core.mixture.account import check_passes
 from elastic_train.core.mixture.dealing import Mixture
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import NoProgressError
 from elastic_train.job.state import StepFacts, add_sources
 from elastic_train.system.failpoints import reach
-from elastic_train.training.nonfinite import report_nonfinite
 from elastic_train.training.session import Session
 from elastic_train.training.step import Computed, compute_step, meet
 from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, STOP, UNABLE, StepSums
@@ -115,7 +115,7 @@ def _apply(session: Session, lanes: Sequence[LaneBatch], computed: Computed, sta
     seconds = time.perf_counter() - started
     session.record_step(sums, float(norm), seconds, standing="settled" if lost is None else "unsettled")
     if state.reached.num_nonfinite:
-        report_nonfinite(session, lanes, sums, float(norm))
+        _report_nonfinite(session, lanes, sums, float(norm))
     if lost is not None:
         raise lost
     session.note_targets(sums)
@@ -218,3 +218,28 @@ def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
     if sums.any_flags & LEAVE:
         return _departure(session)
     return Outcome.REGROUP if sums.any_flags & GROW else None
+
+
+def _report_nonfinite(session: Session, lanes: Sequence[LaneBatch], sums: StepSums, norm: float) -> None:
+    """Report the step that was just applied; raise NoProgressError, on every rank, after too many in a row.
+
+    Its loss or gradient is NaN or infinite, so its update was left out, and commits stay finite.
+    Where no lane's loss says which lanes did it, because the gradient alone is not finite, all lanes are listed.
+    """
+    state, config = session.state, session.plan.config.optimizer
+    suspects = set(sums.nonfinite_lanes) or set(range(session.plan.num_lanes))
+    samples = {batch.lane: ranges_of(batch.ids) for batch in lanes if batch.lane in suspects}
+    session.world.history.nonfinite(step=state.step, loss=sums.loss, norm=norm, samples=samples)
+    if state.reached.num_nonfinite == 1:
+        where = f"lanes {list(sums.nonfinite_lanes)}" if sums.nonfinite_lanes else "no lane alone"
+        what = "used all the same" if config.on_nonfinite == "keep" else "left out"
+        session.world.announce(
+            f"step {state.step}: loss {sums.mean}, gradient norm {norm}, by {where}; its update is {what}"
+        )
+        session.commits.pin_newest()
+    if config.on_nonfinite == "fail" and state.reached.num_nonfinite >= config.nonfinite_limit:
+        raise NoProgressError(
+            f"loss or gradient of {config.nonfinite_limit} steps in a row, up to step {state.step}, was not finite; "
+            f"the samples are in {session.plan.config.run.dir}/history (op nonfinite), and the last commit is pinned. "
+            "Lower optimizer.lr, remove the samples, or set optimizer.on_nonfinite to skip or keep"
+        )

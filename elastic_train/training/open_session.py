@@ -30,11 +30,10 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
 from elastic_train.job.warm_up import FIRST_LOSS, FirstLoss
 from elastic_train.parallel.buffer_mean import BufferMean
-from elastic_train.parallel.cells.chunk_sum import by_chunk
-from elastic_train.parallel.cells.expert_sum import ExpertSum
 from elastic_train.parallel.devices.device_times import device_times_of
-from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_sum
+from elastic_train.parallel.gradient_sum import GradientSum, make_sum
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.reductions import Reduction
 from elastic_train.system.file_systems import hazards
 from elastic_train.system.wording import counted, size
 from elastic_train.tasks.placements import Running
@@ -87,12 +86,8 @@ def _open_in(process: Process, world: World) -> Session:
     tracker = start_tracker(process, world, head)
     cadence, clock = open_cadence(process, world, head), StepClock(world.group, device_times_of(plan.device))
     buffers = open_buffers(plan, world, state, kind, assigned)
-    stage, context = _open_stage(plan, world, state), _open_context(plan, world)
-    auditor = _open_auditor(plan, world, state, kind, buffers, assigned, stage, context)
-    if auditor is not None:
-        for one in by_chunk(gradients):
-            if isinstance(one, ExpertSum):
-                one.see = auditor.see
+    stage = _open_stage(plan, world, state)
+    auditor = _open_auditor(plan, world, state, kind, buffers, assigned, stage)
     session = Session(
         plan=plan,
         world=world,
@@ -123,7 +118,6 @@ def _open_in(process: Process, world: World) -> Session:
         reduction=kind,
         auditor=auditor,
         stage=stage,
-        context=context,
         clock=clock,
         page=process.page,
         tracer=open_tracer(plan.config, world, clock, state.step),
@@ -219,14 +213,15 @@ def _first_loss(process: Process, world: World, kind: Reduction) -> FirstLoss | 
     return FirstLoss(process.plan, process.state.model, tries_metrics=process.state.step == 0)
 
 
-def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage | None:
-    """Return this rank's stage, None without a pipeline."""
-    parallel, task, shards = plan.config.parallel, plan.task, state.shards
+def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage:
+    """Return what this rank runs of its lanes: a stage of the model, or all of it."""
+    parallel, task, context = plan.config.parallel, plan.task, _open_context(plan, world)
+    cut = state.shards.cut if isinstance(state.shards, CellState) else None
+    experts = [] if cut is None else cut.experts
     if parallel.pipeline == 1:
-        return None
-    assert isinstance(task, Running) and isinstance(shards, CellState) and world.cell is not None, "it was checked"
-    cut = shards.cut
-    return stage_of(task, state.model, cut.plan, parallel.schedule, world.mesh, world.cell, cut.experts)
+        return Stage(task, state.model, experts=experts, context=context)
+    assert isinstance(task, Running) and cut is not None and world.cell is not None, "it was checked"
+    return stage_of(task, state.model, cut.plan, parallel.schedule, world.mesh, world.cell, experts, context)
 
 
 def _open_context(plan: Plan, world: World) -> Context | None:
@@ -234,7 +229,7 @@ def _open_context(plan: Plan, world: World) -> Context | None:
     if plan.config.parallel.context == 1:
         return None
     assert isinstance(plan.task, Running) and world.cell is not None, "it was checked"
-    return context_of(plan.task, world.mesh, world.cell, plan.num_lanes, plan.config.parallel.token_multiple)
+    return context_of(plan.task, world.mesh, world.cell, plan.config.parallel.token_multiple)
 
 
 def _open_auditor(
@@ -244,8 +239,7 @@ def _open_auditor(
     kind: Reduction,
     buffers: BufferMean,
     assigned: Assignment,
-    stage: Stage | None,
-    context: Context | None,
+    stage: Stage,
 ) -> Auditor | None:
     """Return what has lanes computed twice; None where none is to be, or ranks may round differently."""
     every = plan.config.run.audit_lanes
@@ -253,8 +247,7 @@ def _open_auditor(
         world.announce("no lanes are audited in this world: its ranks may have different bits")
     if every is None or kind == "fast":
         return None
-    experts = state.shards.cut.experts if isinstance(state.shards, CellState) else []
-    return Auditor(every, plan, state, buffers, assigned, world.group, world.mesh, world.cell, stage, context, experts)
+    return Auditor(every, plan, state, buffers, assigned, world.group, world.mesh, world.cell, stage)
 
 
 def _redundancy_of(shards: HeldState) -> str:

@@ -27,14 +27,14 @@ from elastic_train.insight.recovery_traces import RecoveryTraces
 from elastic_train.insight.totals import PhaseTotals
 from elastic_train.insight.tracing import Tracer
 from elastic_train.job.auditing.auditor import Auditor, WrongGradient
-from elastic_train.job.cells.context import Context
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import FirstLoss
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.devices.switches import KeptSwitches
-from elastic_train.parallel.gradient_sum import GradientSum, Reduction
+from elastic_train.parallel.gradient_sum import GradientSum
+from elastic_train.parallel.reductions import Reduction
 from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
@@ -111,6 +111,8 @@ class Session:
     plan: Plan
     world: World
     state: AppliedState
+    stage: Stage
+    """What this rank runs of its lanes."""
     gradients: GradientSum
     buffers: BufferMean
     assigned: Assignment
@@ -123,10 +125,6 @@ class Session:
     reduction: Reduction = "canonical"
     auditor: Auditor | None = None
     """Has lanes computed twice, if some are to be."""
-    stage: Stage | None = None
-    """This rank's stage of a pipeline; None where each rank runs the whole model."""
-    context: Context | None = None
-    """This rank's part of rows that several compute together; None where each computes whole rows."""
     clock: StepClock = field(default_factory=StepClock)
     watch: Watch | None = None
     """Rank 0's."""

@@ -1,15 +1,12 @@
 """One step's sums: run this replica's lanes, share the results with all ranks, and leave the step's mean gradient.
 
-`run_lanes` is the seam: what makes a gradient out of lanes, one lane after another, or along a pipeline's schedule, in
-which a rank runs its stage of each. Nothing of the applied state changes here.
+`run_lanes` is the seam: what makes a gradient out of lanes (`turns`). Nothing of the applied state changes here.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,22 +14,14 @@ from torch import Tensor
 
 from elastic_train.core.arrays import Int64s, ranges_of
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.lanes import lane_seed
 from elastic_train.core.mixture.account import sums_of_sources
 from elastic_train.core.mixture.dealing import Mixture, RunOrder
-from elastic_train.core.schedules import Pass
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.job.auditing.auditor import WrongGradient
-from elastic_train.job.cells.context import Context
-from elastic_train.job.cells.stage import Stage, key_of
-from elastic_train.job.generators import seed_generators
-from elastic_train.parallel.cells.chunk_sum import by_chunk
-from elastic_train.parallel.cells.pipeline import run_schedule
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
 from elastic_train.system.failpoints import reach
-from elastic_train.tasks.task import Batch, LaneLoss, weight_of
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import (
     ABLE,
@@ -49,14 +38,7 @@ from elastic_train.training.step_sums import (
     StepSums,
     fold,
 )
-
-
-class Unread(NamedTuple):
-    """What one lane gave, as `LaneSums`, while its loss is still being computed by a device."""
-
-    loss: Tensor
-    weight: float
-    buffers: int
+from elastic_train.training.turns import run_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,172 +114,31 @@ def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSum
     """
     if session.world.cell is not None and not _is_readable(session.world.cell, lanes):
         lanes = [replace(batch, tensors=None) for batch in lanes]
-    session.gradients.begin(session.lanes)
-    session.buffers.begin(session.lanes)
-    results: dict[int, LaneSums | Unread] = {}
-    if session.stage is not None:
-        results = _run_stage(session, session.stage, lanes)
-    else:
-        for batch in lanes:
-            with session.gradients.lane(batch.lane), session.buffers.lane(batch.lane, is_empty=batch.tensors is None):
-                results[batch.lane] = _run_lane(session, batch)
-    read, session.lane = _read(results), None
-    session.clock.mark("backward")
-    session.gradients.serve()
+    session.gradients.begin()
+    session.buffers.begin()
+    results = run_turns(session, lanes)
     session.buffers.restore()
-    return read if session.context is None else _add_parts(session, session.context, read)
+    return _add_parts(session, results)
 
 
-def _add_parts(session: Session, context: Context, results: dict[int, LaneSums]) -> dict[int, LaneSums]:
+def _add_parts(session: Session, results: dict[int, LaneSums]) -> dict[int, LaneSums]:
     """Return what lanes give, of what each rank of the cell has computed of their tokens."""
+    if session.world.mesh.cell.context == 1:
+        return results
     if session.buffers.has_changed:
         raise ConfigError(
             "the model's forward pass changes a buffer, from which rows in parts would get another value on each rank: "
             "set parallel.context to 1"
         )
     session.clock.mark("rest")
-    added = context.add_up({lane: (one.loss, one.weight) for lane, one in results.items()})
+    added = session.stage.add_up({lane: (one.loss, one.weight) for lane, one in results.items()})
     session.clock.mark("wait")
     return {lane: replace(one, loss=added[lane][0], weight=added[lane][1]) for lane, one in results.items()}
-
-
-def _given(loss: Tensor, weight: float, buffers: int = 0) -> LaneSums | Unread:
-    """Return what a lane gave; where a device computes it, without waiting: the next lane is asked for meanwhile."""
-    loss = loss.detach()
-    return Unread(loss, weight, buffers) if loss.is_cuda else LaneSums(float(loss), weight, buffers)
-
-
-def _read(results: Mapping[int, LaneSums | Unread]) -> dict[int, LaneSums]:
-    """Return what lanes gave, once a device has computed it, and all that it was asked before."""
-    unread = [one.loss.double().reshape(()) for one in results.values() if isinstance(one, Unread)]
-    losses = iter(torch.stack(unread).tolist() if unread else ())
-    return {
-        lane: LaneSums(next(losses), one.weight, one.buffers) if isinstance(one, Unread) else one
-        for lane, one in results.items()
-    }
 
 
 def _is_readable(cell: Group, lanes: Sequence[LaneBatch]) -> bool:
     """Say whether all ranks of a cell have all samples of its lanes, alike on all of them."""
     return not bool(cell.all_gather(torch.tensor(int(any(batch.unreadable for batch in lanes)))).any())
-
-
-def _run_stage(session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums | Unread]:
-    """Run this rank's stage of its replica's lanes; the last stage alone learns what they give."""
-    passes = _StagePasses(session, stage, lanes)
-    session.clock.mark("rest")
-    # All ranks keep to one schedule: those of a stage exchange gradients with those of others in it, pass by pass.
-    run_schedule(stage.actions(max(map(len, session.assigned))), stage.links, passes)
-    stage.links.finish()
-    session.clock.mark("wait")
-    return passes.results
-
-
-def _num_turns(session: Session) -> int:
-    """Return how many lanes those of this cell's ranks have that have most."""
-    mesh = session.world.mesh
-    first = mesh.replica * mesh.cell.expert
-    return max(len(lanes) for lanes in session.assigned[first : first + mesh.cell.expert])
-
-
-class _StagePasses:
-    """The passes of a stage within a step."""
-
-    def __init__(self, session: Session, stage: Stage, lanes: Sequence[LaneBatch]) -> None:
-        self._session, self._stage, self._lanes = session, stage, lanes
-        self._keys, self._sums = [key_of(batch) for batch in lanes], by_chunk(session.gradients)
-        self._num_turns = _num_turns(session)
-        self.results: dict[int, LaneSums | Unread] = {batch.lane: LaneSums() for batch in lanes}
-
-    def key(self, number: int) -> Hashable | None:
-        return self._keys[number] if number < len(self._keys) else None
-
-    def forward(self, one: Pass, given: Tensor | None) -> Tensor:
-        session, batch = self._session, self._lanes[one.number]
-        session.lane = batch.lane
-        assert batch.tensors is not None, "it has samples"
-        if given is None:  # with what is given comes the generator's state
-            _seed(session, batch.lane)
-        tensors = session.to_device(batch.tensors)
-        session.clock.mark("to_device")
-        reach("forward")
-        part = None if session.context is None else session.context.part
-        with session.plan.autocast(), self._stage.passing(one, trains=True):
-            made = self._stage.run(one.chunk, tensors, given, part)
-        session.clock.mark("forward")
-        if isinstance(made, Tensor):
-            return made
-        self.results[batch.lane] = _given(made.total, weight_of(made))
-        return session.state.scaler.scale(made.total)
-
-    def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
-        lane = self._session.lane = self._lanes[one.number].lane
-        reach("backward")
-        with self._sums[one.chunk].lane(lane):
-            if made.requires_grad:
-                with _audited(self._session, lane):
-                    torch.autograd.backward(made, gradient)
-        self._session.clock.mark("backward")
-
-    def left_out(self, one: Pass) -> None:
-        """Take part in what others do with their lanes; where they have one more, this rank has none left."""
-        total = self._sums[one.chunk]
-        if one.direction == "forward":
-            if one.number >= self._num_turns:
-                return
-            with self._stage.passing(one, trains=True):
-                pass
-        elif one.number < len(self._lanes):
-            with total.lane(self._lanes[one.number].lane):
-                pass
-        else:
-            total.serve()
-
-    def waited(self) -> None:
-        self._session.clock.mark("wait")
-
-
-def _run_lane(session: Session, batch: LaneBatch) -> LaneSums | Unread:
-    """Add one lane's gradient. A lane without samples adds zero."""
-    if batch.tensors is None:
-        return LaneSums()
-    clock, context, session.lane = session.clock, session.context, batch.lane
-    clock.mark("rest")
-    _seed(session, batch.lane)
-    tensors = session.to_device(batch.tensors)
-    clock.mark("to_device")
-    reach("forward")
-    compute = session.plan.task.loss if context is None else context.loss
-    first, session.first = session.first, None
-    with session.plan.autocast(), contextlib.nullcontext() if first is None else first.watching():
-        loss = compute(session.state.model, tensors)
-    clock.mark("forward")
-    reach("backward")
-    with _audited(session, batch.lane):
-        torch.autograd.backward(session.state.scaler.scale(loss.total))
-    if first is not None:
-        first.check(loss, lambda: _again(session, batch.lane, tensors))
-    given = _given(loss.total, weight_of(loss), session.buffers.digest())
-    clock.mark("backward")
-    return given
-
-
-def _again(session: Session, lane: int, tensors: Batch) -> LaneLoss:
-    """Compute a lane's loss another time."""
-    _seed(session, lane)
-    with session.plan.autocast():
-        return session.plan.task.loss(session.state.model, tensors)
-
-
-def _seed(session: Session, lane: int) -> None:
-    """Begin the random numbers of a lane, or of this rank's part of it."""
-    leaf = lane if session.context is None else session.context.leaf(lane)
-    seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, leaf))
-
-
-def _audited(session: Session, lane: int) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which a lane's backward pass is looked at, if it is to be."""
-    return contextlib.nullcontext() if session.auditor is None else session.auditor.watching(lane)
 
 
 def _flags(session: Session, lanes: Sequence[LaneBatch]) -> int:

@@ -27,19 +27,16 @@ class RealSum(SampleCounts):
         super().__init__(len(model.counts), group)
         self._model, self._sum = model, state.shards.sum_of(group, num_lanes)
 
-    def begin(self, lanes: range) -> None:
-        super().begin(lanes)
-        self._sum.begin(lanes)
+    def begin(self) -> None:
+        super().begin()
+        self._sum.begin()
 
-    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
-        return self._sum.lane(lane)
+    def turn(self, leaf: int | None, tree: int = 0) -> contextlib.AbstractContextManager[None]:
+        return self._sum.turn(leaf, tree)
 
     def add(self, ids: Int64s) -> None:
         super().add(ids)
         self._model.add_gradient(tuple(ids.tolist()))
-
-    def serve(self) -> None:
-        self._sum.serve()
 
     def finish(self, divisor: float) -> None:
         self._model.gradient = self.counted()
@@ -55,7 +52,7 @@ class CountedBuffers:
     def __init__(self, state: AppliedState) -> None:
         self._state = state
 
-    def begin(self, lanes: range) -> None: ...
+    def begin(self) -> None: ...
     def restore(self) -> None: ...
 
     def lane(self, lane: int, *, is_empty: bool) -> contextlib.AbstractContextManager[None]:

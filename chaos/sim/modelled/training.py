@@ -29,7 +29,7 @@ from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.core.order import Cursor
 from elastic_train.job.state import Reached, StepFacts
 from elastic_train.job.state_shards import Place
-from elastic_train.parallel.gradient_sum import CanonicalSum
+from elastic_train.parallel.gradient_sum import make_sum
 
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
@@ -208,14 +208,11 @@ class SampleCounts:
         self._num_rows, self._group = num_rows, group
         self._ids: list[Int64s] = []
 
-    def begin(self, lanes: range) -> None:
+    def begin(self) -> None:
         self._ids = []
 
     def add(self, ids: Int64s) -> None:
         self._ids.append(ids)
-
-    def serve(self) -> None:
-        """Lanes need nobody else."""
 
     def counted(self) -> Gradient:
         """Return what all ranks' lanes add up to."""
@@ -234,7 +231,7 @@ class ModelledSum(SampleCounts):
         super().__init__(len(weights.counts), group)
         self._weights = weights
 
-    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
+    def turn(self, leaf: int | None, tree: int = 0) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def finish(self, divisor: float) -> None:
@@ -250,14 +247,14 @@ class VectorSum(ModelledSum):
     def __init__(self, weights: Weights, group: SimGroup, num_lanes: int) -> None:
         super().__init__(weights, group)
         self._flat = torch.zeros(VECTOR)
-        self._sum = CanonicalSum([self._flat], group, contiguous(group.size, num_lanes))
+        self._sum = make_sum("canonical", [self._flat], group, contiguous(group.size, num_lanes))
 
-    def begin(self, lanes: range) -> None:
-        super().begin(lanes)
-        self._sum.begin(lanes)
+    def begin(self) -> None:
+        super().begin()
+        self._sum.begin()
 
-    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
-        return self._sum.lane(lane)
+    def turn(self, leaf: int | None, tree: int = 0) -> contextlib.AbstractContextManager[None]:
+        return self._sum.turn(leaf, tree)
 
     def add(self, ids: Int64s) -> None:
         super().add(ids)

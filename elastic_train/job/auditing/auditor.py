@@ -27,15 +27,14 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.auditing.choice import Audit, audits_of, others
 from elastic_train.job.auditing.staged_lane import StagedLane, look_at
-from elastic_train.job.cells.context import Context
 from elastic_train.job.cells.stage import Stage, key_of
 from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
-from elastic_train.parallel.cells.expert_links import ExpertLinks, Leaf
+from elastic_train.parallel.cells.expert_links import Leaf
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.task import Batch
+from elastic_train.tasks.task import Batch, LaneLoss
 
 _NOTHING = -1
 """In place of a checksum: this rank has not computed that."""
@@ -58,9 +57,8 @@ class WrongGradient:
 class Auditor:
     """A rank's part in the audits of one world, in which one lane of `every` is computed twice.
 
-    `group` has all ranks, `cell` those of this one's cell, None where every rank is a replica; `stage` is this one's
-    in it, None where a cell does not run in stages; `context` is its part of rows, if a cell computes them together,
-    and `experts` are its links to ranks with others, by chunk.
+    `group` has all ranks, `cell` those of this one's cell, None where every rank is a replica; `stage` is what this one
+    runs in it.
     """
 
     def __init__(
@@ -73,16 +71,13 @@ class Auditor:
         group: Group,
         mesh: Mesh,
         cell: Group | None,
-        stage: Stage | None,
-        context: Context | None = None,
-        experts: Sequence[ExpertLinks] = (),
+        stage: Stage,
     ) -> None:
         self._every, self._plan, self._state = every, plan, state
         self._buffers, self._assigned = buffers, assigned
         self._group, self._mesh, self._cell, self._stage = group, mesh, cell, stage
-        self._context, self._experts = context, experts
         self._parameters = [one for one in state.model.parameters() if one.requires_grad]
-        self._spread = {id(one) for links in experts for unit in links.units for one in unit.stacked}
+        self._spread = {id(one) for links in stage.experts for unit in links.units for one in unit.stacked}
         self._audits: Sequence[Audit] = ()
         self._seen: dict[int, list[int]] = {}
 
@@ -181,12 +176,12 @@ class Auditor:
         with torch.random.fork_rng(devices), self._buffers.untouched():
             if batch is not None and batch.tensors is not None:
                 lane = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
-                leaf = audit.lane if self._context is None else self._context.leaf(audit.lane)
+                leaf = self._mesh.leaf(audit.lane, plan.num_lanes)
                 seed_generators(lane_seed(plan.config.run.seed, state.step, leaf))
-            if self._stage is None:
+            if not self._stage.is_cut:
                 return _joined(self._sums_of_pass(lane, number))
-            part, key = None if self._context is None else self._context.part, None if batch is None else key_of(batch)
-            return _joined(StagedLane(self._stage, plan, state, key, lane, self._parameters, part, number).run())
+            key = None if batch is None else key_of(batch)
+            return _joined(StagedLane(self._stage, plan, state, key, lane, self._parameters, number).run())
 
     def _sums_of_pass(self, batch: Batch | None, number: int) -> list[int]:
         """Return the checksums of a lane's gradients; without a batch, of those that others' lane gives here.
@@ -195,17 +190,17 @@ class Auditor:
         """
         plan, state, sums = self._plan, self._state, [0] * len(self._parameters)
         with contextlib.ExitStack() as turn:
-            for links in self._experts:
+            for links in self._stage.experts:
                 turn.enter_context(links.turn(trains=True))
             if batch is not None:
-                compute = plan.task.loss if self._context is None else self._context.loss
                 with plan.autocast():
-                    loss = compute(state.model, batch)
+                    loss = self._stage.run(0, batch, None)
+                assert isinstance(loss, LaneLoss), "all of the model is run"
                 scaled = state.scaler.scale(loss.total)
-                wanted = [*self._parameters, *(links.anchor for links in self._experts)]
+                wanted = [*self._parameters, *(links.anchor for links in self._stage.experts)]
                 found = torch.autograd.grad(scaled, wanted, allow_unused=True)[: len(sums)]
                 sums = [0 if gradient is None else checksum(gradient) for gradient in found]
-        for links in self._experts:
+        for links in self._stage.experts:
             look_at(links.take_leaves()[number], self._parameters, sums)
         return sums
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.checkpoint.format.weights_digest import checksum
-from elastic_train.core.schedules import Pass
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.cells.expert_links import Leaf
-from elastic_train.parallel.cells.pipeline import run_schedule
-from elastic_train.tasks.placements import ContextPart
+from elastic_train.parallel.cells.pipeline import Passes, run_program
+from elastic_train.program.schedules import Pass
 from elastic_train.tasks.task import Batch
 
 
@@ -28,11 +27,11 @@ def look_at(leaf: Leaf, parameters: Sequence[nn.Parameter], sums: list[int]) -> 
 
 
 @dataclass(slots=True)
-class StagedLane:
+class StagedLane(Passes):
     """The passes of a lane in a stage; all stages of the cell run theirs.
 
-    `lane` is the key of lanes with micro-batches of such shapes, `part` the rank's part of its rows. Without a batch,
-    what the lane of another `crew` gives to this rank's experts.
+    `lane` is the key of lanes with micro-batches of such shapes. Without a batch, what the lane of another `crew` gives
+    to this rank's experts.
     """
 
     stage: Stage
@@ -41,7 +40,6 @@ class StagedLane:
     lane: Hashable | None
     batch: Batch | None
     parameters: Sequence[nn.Parameter]
-    part: ContextPart | None = None
     crew: int = 0
     sums: list[int] = field(init=False)
     """The checksum of each parameter's gradient, 0 for what other stages have."""
@@ -52,24 +50,26 @@ class StagedLane:
 
     def run(self) -> list[int]:
         """Return the sums, once all passes have run."""
-        run_schedule(self.stage.actions(1), self.stage.links, self)
-        self.stage.links.finish()
+        run_program(self.stage.actions(1), self.stage.links, self)
         return self.sums
 
     def key(self, number: int) -> Hashable | None:
         return self.lane
 
-    def forward(self, one: Pass, given: Tensor | None) -> Tensor:
+    def forward(self, one: Pass, given: Tensor | None) -> Tensor | None:
         if given is not None:
             self._given[one.chunk] = given
-        assert self.batch is not None, "it has samples"
-        with self.plan.autocast(), self.stage.passing(one, trains=True):
-            made = self.stage.run(one.chunk, self.batch, given, self.part)
+        with self.stage.passing(one, trains=True):
+            if self.batch is None:
+                return None
+            with self.plan.autocast():
+                made = self.stage.run(one.chunk, self.batch, given)
         return made if isinstance(made, Tensor) else self.state.scaler.scale(made.total)
 
-    def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
+    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
         with self._seeing_experts(one):
-            self._backward(one, made, gradient)
+            if made is not None:
+                self._backward(one, made, gradient)
 
     def _backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
         given = self._given.pop(one.chunk, None)
@@ -84,20 +84,10 @@ class StagedLane:
         if given is not None:
             given.grad = found[-1]
 
-    def left_out(self, one: Pass) -> None:
-        """Take part in what another crew does with its lane."""
-        with self.stage.passing(one, trains=True) if one.direction == "forward" else self._seeing_experts(one):
-            pass
-
     @contextlib.contextmanager
     def _seeing_experts(self, one: Pass) -> Iterator[None]:
         """Look at what the backward pass inside, or another crew's beside it, gives to this rank's experts."""
-        if not self.stage.experts:
+        with self.stage.passing(one, trains=True):
             yield
-            return
-        links = self.stage.experts[one.chunk]
-        with links.backward_pass(one.number):
-            yield
-        look_at(links.take_leaves()[self.crew], self.parameters, self.sums)
-
-    def waited(self) -> None: ...
+        if self.stage.experts:
+            look_at(self.stage.experts[one.chunk].take_leaves()[self.crew], self.parameters, self.sums)

@@ -21,20 +21,17 @@ from elastic_train.checkpoint.format.layout import State, weight_of
 from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
-from elastic_train.core.lanes import Assignment
+from elastic_train.core.lanes import Assignment, lanes_by_cell, leaves_of
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.cells.cut_model import Cut, CutModel
 from elastic_train.job.cells.state_parts import cut_at, filled_parts, in_whole, with_tensors, written_by_turns
 from elastic_train.job.majority import name_others
 from elastic_train.job.state_shards import ReplicatedState
-from elastic_train.parallel.buckets import Turns
-from elastic_train.parallel.cells.chunk_sum import ChunkSum, chunk_sum, fast_sum
-from elastic_train.parallel.cells.context_sum import context_sum
-from elastic_train.parallel.cells.expert_sum import expert_sum
 from elastic_train.parallel.devices.squares import squares_of_tensors
-from elastic_train.parallel.gradient_sum import GradientSum, Reduction
+from elastic_train.parallel.gradient_sum import GradientSum, TreeSum, tree_of
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.reductions import Reduction
 from elastic_train.shards import grains as shards
 from elastic_train.shards.norm import lengths_of, total_norm
 
@@ -106,25 +103,16 @@ class CellState(ReplicatedState):
     def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         """Sum over the ranks that hold the same: `replicas` has one of each owner of lanes."""
         assert self._holders is not None, "no world has given this rank a place"
-        degree, experts = self.cell.context, self.cut.experts
-        if not experts and self.cut.plan.num_chunks == degree == 1:
-            return ReplicatedState.sum_of(self, replicas, num_lanes, kind)
         if self._sum is not None:
             self._sum.close()
-        lanes, bucket_bytes = self._mesh.assigned(num_lanes), self.bucket_bytes
-        if experts:
-            column, turns, is_staged = self._holders, Turns(replicas), self.cell.stage > 1
-            sums = [
-                expert_sum(*some, replicas, column, lanes, links, bucket_bytes, turns, kind=kind, is_staged=is_staged)
-                for some, links in zip(self.cut.by_spread(), experts, strict=True)
-            ]
-            self._sum = ChunkSum(sums, turns)
-        elif kind == "fast":
-            self._sum = fast_sum(self.cut.by_chunk(), self._holders)
-        elif self.cut.plan.num_chunks > 1:
-            self._sum = chunk_sum(self.cut.by_chunk(), self._holders, num_lanes, bucket_bytes, degree)
-        else:
-            self._sum = context_sum(list(self.model.parameters()), self._holders, lanes, degree, bucket_bytes)
+        experts, lanes = self.cut.experts, self._mesh.assigned(num_lanes)
+        ranks = replicas if experts or self.cell.context == self.cut.plan.num_chunks == 1 else self._holders
+        leaves, by_cell = leaves_of(lanes, self.cell.context), lanes_by_cell(lanes, self.cell.expert)
+        chunks = list(self.cut.by_spread()) if experts else [(chunk, []) for chunk in self.cut.by_chunk()]
+        trees = [tree_of(kind, whole, ranks, leaves) for whole, _ in chunks]
+        if experts:  # all of a cell's lanes give to the experts of a place
+            trees += [tree_of(kind, parts, self._holders, by_cell)._replace(placed=()) for _, parts in chunks]
+        self._sum = TreeSum(trees, self.bucket_bytes)
         return self._sum
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:

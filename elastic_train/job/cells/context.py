@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from elastic_train.core.lanes import leaves_of
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cut_model import along_axis
 from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.cells.context_links import Gathering
-from elastic_train.parallel.cells.context_sum import context_sum, leaf_of
 from elastic_train.parallel.cells.graph_edges import LoneGroup
-from elastic_train.parallel.gradient_sum import GradientSum, Reduction
+from elastic_train.parallel.gradient_sum import GradientSum, TreeSum, tree_of
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.reductions import Reduction
 from elastic_train.parallel.step_tables import tree_sum
 from elastic_train.tasks.placements import ContextPart, Running, loss_of
 from elastic_train.tasks.task import Batch, LaneLoss
@@ -38,9 +39,9 @@ class ContextState(ReplicatedState):
             return ReplicatedState.sum_of(self, self._ranks, num_lanes, kind)
         if self._sum is not None:
             self._sum.close()
-        lanes = self.assigned(self.mesh.num_replicas, num_lanes)
+        leaves = leaves_of(self.assigned(self.mesh.num_replicas, num_lanes), self.mesh.cell.context)
         parameters = list(self.model.parameters())
-        self._sum = context_sum(parameters, self._ranks, lanes, self.mesh.cell.context, self.bucket_bytes)
+        self._sum = TreeSum([tree_of(kind, parameters, self._ranks, leaves)], self.bucket_bytes)
         return self._sum
 
 
@@ -52,11 +53,6 @@ class Context:
     part: ContextPart
     peers: Group
     """The ranks that compute the other parts, and this one, by part."""
-    num_lanes: int
-
-    def leaf(self, lane: int) -> int:
-        """Return the number of this rank's part of a lane, by which its random numbers are drawn."""
-        return leaf_of(lane, self.part.number, self.num_lanes)
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         """Compute this rank's part of a lane's loss."""
@@ -75,11 +71,11 @@ def _by_lane(rows: Tensor) -> list[list[list[float]]]:
     return found
 
 
-def context_of(task: Running, mesh: Mesh, cell: Group, num_lanes: int, multiple: int = 1) -> Context:
+def context_of(task: Running, mesh: Mesh, cell: Group, multiple: int = 1) -> Context:
     """Return the part of a rank in its cell, which has a multiple of so many tokens; all ranks of the cell call it."""
     peers = along_axis(cell, mesh, "context")
     part = ContextPart(peers.rank, peers.size, Gathering(peers), multiple)
-    return Context(task, part, peers, num_lanes)
+    return Context(task, part, peers)
 
 
 def lone_part(degree: int, multiple: int = 1) -> ContextPart:

@@ -26,26 +26,22 @@ from elastic_train.checkpoint.format.layout import State, weight_of
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.lanes import Assignment
+from elastic_train.core.lanes import Assignment, lanes_by_cell, leaves_of
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.cut_model import Cut, CutModel
 from elastic_train.job.cells.state_parts import filled_parts, in_whole, written_spans
 from elastic_train.job.model_layout import Laid, layout_of
 from elastic_train.job.sharded.elementwise import Slots
-from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.sharded.held_state import HeldState, OfFlats
 from elastic_train.job.sharded.held_tree import Cuts, Held, Spare, cuts_of
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.streamed_update import Offload
 from elastic_train.job.units.blocks import unit_names, unit_of
-from elastic_train.parallel.buckets import Turns
-from elastic_train.parallel.cells.chunk_sum import ChunkSum
-from elastic_train.parallel.cells.context_sum import ContextSum, leaves_of
-from elastic_train.parallel.cells.expert_sum import ExpertSum, lanes_by_cell
-from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
+from elastic_train.parallel.gradient_sum import GradientSum, OfPart
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
-from elastic_train.parallel.unit_weights import UnitWeights
+from elastic_train.parallel.reductions import Reduction
 from elastic_train.shards.holdings import Column, column_of
 from elastic_train.shards.norm import squares_of_holders
 from elastic_train.shards.owners import owned_of
@@ -133,42 +129,34 @@ class SeatedCellState(CellState):
         assert kind == "canonical", "copies have to have the same bits"
         self.share.begin_sums()
         weights = self.share.gathering(self.column, by_unit=not kept)
-        if self.cut.experts:
-            self._sum = self._expert_sum(replicas, num_lanes, weights)
-            return self._sum
-        turns, placed = Turns(self.column), self.share.flat.placed()
-        chunks = [{id(one) for one in parameters} for parameters in self.cut.by_chunk()]
-        numbers = [{one.flat for one in placed if id(one.parameter) in chunk} for chunk in chunks]
-        leaves = leaves_of(self.assigned(self._mesh.num_replicas, num_lanes), degree)
-        by_turn, by_step = (None, weights) if kept else (weights, None)
-        sums = [self.share.sum_of_flats(self.column, leaves, some, turns, weights=by_turn) for some in numbers]
-        self._sum = ChunkSum([ContextSum(one, self.column.rank % degree, num_lanes) for one in sums], turns, by_step)
+        trees = self._trees_of_experts(replicas, num_lanes) if self.cut.experts else self._trees_of_chunks(num_lanes)
+        self._sum = self.share.sum_over(trees, weights, by_turn=not kept)
         return self._sum
+
+    def _trees_of_chunks(self, num_lanes: int) -> list[OfFlats]:
+        leaves = leaves_of(self.assigned(self._mesh.num_replicas, num_lanes), self.cell.context)
+        return [OfFlats(self._flats_of(chunk), self.column, leaves) for chunk in self.cut.by_chunk()]
+
+    def _flats_of(self, parameters: Sequence[nn.Parameter]) -> set[int]:
+        some = {id(one) for one in parameters}
+        return {one.flat for one in self.share.flat.placed() if id(one.parameter) in some}
 
     @property
     def keeps_whole(self) -> bool:
         """Whether weights that are gathered stay for a step: several lanes are under way, or others' need experts."""
         return self.cell.stage * self.cell.expert > 1
 
-    def _expert_sum(self, replicas: Group, num_lanes: int, weights: UnitWeights | None) -> GradientSum:
-        """Return the sum of what all owners of lanes have over these, and of experts over the column."""
-        lanes, turns = self.assigned(self._mesh.num_replicas, num_lanes), Turns(replicas)
-        placed, by_cell = self.share.flat.placed(), lanes_by_cell(lanes, self.cell.expert)
-        is_staged = self.cell.stage > 1
-        seats = [seat for seat in self.share.seated.seats for _ in range(self.cell.expert)]
+    def _trees_of_experts(self, replicas: Group, num_lanes: int) -> list[OfFlats]:
+        """Return those of what all owners of lanes have over these, and then those of experts over the column."""
+        lanes, degree = self.assigned(self._mesh.num_replicas, num_lanes), self.cell.expert
+        by_cell, chunks = lanes_by_cell(lanes, degree), list(self.cut.by_spread())
+        seats = [seat for seat in self.share.seated.seats for _ in range(degree)]
         everybody = Seating(*self.columns[self.part], seats, replicas.rank)
-        sums: list[GradientSum] = []
-        for (whole, experts), links in zip(self.cut.by_spread(), self.cut.experts, strict=True):
-            of_all, of_experts = (
-                {one.flat for one in placed if id(one.parameter) in {id(other) for other in some}}
-                for some in (whole, experts)
-            )
-            total = self.share.sum_of_flats(replicas, lanes, of_all, turns, everybody)
-            parts = self.share.sum_of_flats(
-                self.column, by_cell, of_experts, per_turn=self.cell.expert, is_beside=False
-            )
-            sums.append(ExpertSum(total, parts, experts, by_cell[self.column.rank], links, is_staged=is_staged))
-        return ChunkSum(sums, turns, weights)
+        trees = [OfFlats(self._flats_of(whole), replicas, lanes, everybody) for whole, _ in chunks]
+        return trees + [
+            OfFlats(self._flats_of(experts), self.column, by_cell, per_turn=degree, is_beside=False)
+            for _, experts in chunks
+        ]
 
     def _close_sums(self) -> None:
         """Leave the model's parameters alone from now on."""

@@ -1,54 +1,88 @@
-"""A rank's stage of a pipeline in one world: which modules it runs, when, and who goes on with what they make."""
+"""What a rank runs of its lanes in one world: its stage of the model, when, and who goes on with what it makes."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from elastic_train.core.mesh import Mesh
-from elastic_train.core.schedules import Action, Kind, Pass, Pipeline, schedule
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.cells.cell_plan import CellPlan
+from elastic_train.job.cells.context import Context
 from elastic_train.job.generators import seed_host_generators, seed_validated
 from elastic_train.parallel.cells.expert_links import ExpertLinks
-from elastic_train.parallel.cells.pipeline import run_schedule
-from elastic_train.parallel.cells.stage_links import StageLinks
+from elastic_train.parallel.cells.pipeline import Links, Passes, run_program
+from elastic_train.parallel.cells.stage_links import NoLinks, StageLinks
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.placements import ContextPart, Piece, Running, run_piece
-from elastic_train.tasks.task import Batch, LaneLoss
+from elastic_train.program.schedules import Kind, Pass, Pipeline, Scheduled, schedule
+from elastic_train.program.step_program import Action, step_program
+from elastic_train.tasks.placements import Piece, Running, run_piece
+from elastic_train.tasks.task import Batch, LaneLoss, Task
+
+Given = tuple[float, float]
+"""A lane's loss sum and weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage `number` of a model in stages, each of which runs some of the modules, in one chunk or in several."""
+    """Stage `number` of a model, each of whose stages runs some of the modules, in one chunk or in several.
 
-    task: Running
+    A model whose `plan` names no pieces is one stage, which runs all of it at once.
+    """
+
+    task: Task
     model: nn.Module
-    plan: CellPlan
-    number: int
-    kind: Kind
-    links: StageLinks
+    plan: CellPlan = field(default_factory=CellPlan)
+    number: int = 0
+    kind: Kind = "1f1b"
+    links: Links = field(default_factory=NoLinks)
     experts: Sequence[ExpertLinks] = ()
     """Those to ranks of this stage that have other experts, by chunk, if they are spread."""
+    context: Context | None = None
+    """This rank's part of rows that several compute together; None where each computes whole rows."""
 
-    def actions(self, num_lanes: int, kind: Kind | None = None) -> Sequence[Action]:
-        """Return what this stage does in a step of so many lanes; by its own kind of schedule, or by another."""
-        return schedule(Pipeline(kind or self.kind, self.plan.num_stages, num_lanes, self.plan.num_chunks), self.number)
+    @property
+    def is_cut(self) -> bool:
+        """Whether other stages run the rest of the model."""
+        return self.plan.num_stages > 1
 
-    def run(self, chunk: int, batch: Batch, given: Tensor | None, part: ContextPart | None = None) -> Tensor | LaneLoss:
-        """Run the modules of a chunk on a lane's micro-batch, or a part of its rows, and what the piece before has
-        made."""
+    def _pipeline(self, num_turns: int, kind: Kind | None = None) -> Pipeline:
+        return Pipeline(kind or self.kind, max(1, self.plan.num_stages), num_turns, self.plan.num_chunks)
+
+    def actions(self, num_turns: int, kind: Kind | None = None) -> Sequence[Scheduled]:
+        """Return the passes of so many turns, and what is sent between them; by this kind of schedule, or another."""
+        return schedule(self._pipeline(num_turns, kind), self.number)
+
+    def program(self, num_turns: int) -> Sequence[Action]:
+        """Return what this stage does in a step of so many turns."""
+        return step_program(self._pipeline(num_turns), self.number, has_experts=bool(self.experts))
+
+    def run(self, chunk: int, batch: Batch, given: Tensor | None, *, trains: bool = True) -> Tensor | LaneLoss:
+        """Run the modules of a chunk on a lane's micro-batch and what the piece before has made.
+
+        Ranks that share out rows run their part of them; outside of training, all of it.
+        """
+        context = self.context if trains else None
+        if not self.is_cut:
+            return self.task.loss(self.model, batch) if context is None else context.loss(self.model, batch)
         number = chunk * self.plan.num_stages + self.number
         is_last = number == len(self.plan.pieces) - 1
         if given is not None:  # with which the state of torch's generators has come, and no other's
+            assert isinstance(self.links, StageLinks), "it came over them"
             seed_host_generators(zlib.crc32(self.links.generators.state().numpy().data))
+        assert isinstance(self.task, Running), "it was checked"
+        part = None if context is None else context.part
         return run_piece(self.task, self.model, batch, Piece(self.plan.pieces[number], given, part, is_last))
+
+    def add_up(self, found: Mapping[int, Given]) -> Mapping[int, Given]:
+        """Return lanes' losses and weights from what this rank and those with other parts of their rows have found."""
+        return found if self.context is None else self.context.add_up(found)
 
     def losses(self, batches: Iterable[LaneBatch], device: torch.device) -> Iterator[tuple[LaneBatch, LaneLoss | None]]:
         """Run forward passes alone; yield each lane's loss on the last stage, and None on the others.
@@ -59,23 +93,27 @@ class Stage:
         left = iter(batches)
         while num := self._num_together(found := list(islice(left, size))):
             passes = _Forward(self, found, device)
-            run_schedule(self.actions(num, "forward"), self.links, passes)
+            run_program(self.actions(num, "forward"), self.links, passes)
             yield from zip(found, passes.losses, strict=True)
-        self.links.finish()
 
     def passing(self, one: Pass, *, trains: bool) -> AbstractContextManager[None]:
-        """Return the context of a forward pass whose tokens go to experts, wherever these are.
+        """Return the context of a pass whose tokens go to experts, wherever these are.
 
         If none is run in it, this rank takes part in the others' with its experts.
         """
-        return self.experts[one.chunk].forward_pass(one.number, trains=trains) if self.experts else nullcontext()
+        if not self.experts:
+            return nullcontext()
+        links = self.experts[one.chunk]
+        if one.direction == "backward":
+            return links.backward_pass(one.number)
+        return links.forward_pass(one.number, trains=trains)
 
     def _num_together(self, found: Sequence[LaneBatch]) -> int:
         """Return how many lanes go round together on all ranks of the stage: all keep to one schedule."""
         return self.experts[0].most(len(found)) if self.experts else len(found)
 
 
-class _Forward:
+class _Forward(Passes):
     """Forward passes outside of a step."""
 
     def __init__(self, stage: Stage, batches: Sequence[LaneBatch], device: torch.device) -> None:
@@ -85,37 +123,37 @@ class _Forward:
     def key(self, number: int) -> Hashable | None:
         return key_of(self._batches[number], trains=False) if number < len(self._batches) else None
 
-    def forward(self, one: Pass, given: Tensor | None) -> Tensor:
-        tensors = self._batches[one.number].tensors
-        assert tensors is not None, "it has samples"
-        batch = {name: tensor.to(self._device) for name, tensor in tensors.items()}
-        if given is None:
-            seed_validated(self._batches[one.number])
+    def forward(self, one: Pass, given: Tensor | None) -> Tensor | None:
         with self._stage.passing(one, trains=False):
-            made = self._stage.run(one.chunk, batch, given)
+            if self.key(one.number) is None:
+                return None
+            made = self._run(one, given)
         if isinstance(made, Tensor):
             return made
         self.losses[one.number] = made
         return made.total
 
-    def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
+    def _run(self, one: Pass, given: Tensor | None) -> Tensor | LaneLoss:
+        batch = self._batches[one.number]
+        assert batch.tensors is not None, "it has samples"
+        tensors = {name: tensor.to(self._device) for name, tensor in batch.tensors.items()}
+        if given is None:
+            seed_validated(batch)
+        return self._stage.run(one.chunk, tensors, given, trains=False)
+
+    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
         """The schedule has none."""
-
-    def left_out(self, one: Pass) -> None:
-        with self._stage.passing(one, trains=False):
-            pass
-
-    def waited(self) -> None: ...
 
 
 def stage_of(
-    task: Running,
+    task: Task,
     model: nn.Module,
     plan: CellPlan,
     kind: Kind,
     mesh: Mesh,
     cell: Group,
     experts: Sequence[ExpertLinks] = (),
+    context: Context | None = None,
 ) -> Stage:
     """Return the stage of a rank in its cell."""
     number, stride = mesh.coordinates.stage, mesh.cell.stage_size
@@ -123,7 +161,7 @@ def stage_of(
     before = (mesh.place - stride) % mesh.cell.size if number or goes_round else None
     after = (mesh.place + stride) % mesh.cell.size if number < plan.num_stages - 1 or goes_round else None
     device = next(model.parameters()).device
-    return Stage(task, model, plan, number, kind, StageLinks(cell, before, after, device), experts)
+    return Stage(task, model, plan, number, kind, StageLinks(cell, before, after, device), experts, context)
 
 
 def key_of(batch: LaneBatch, *, trains: bool = True) -> Hashable | None:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from elastic_train.core.lanes import Assignment, Lanes
+from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import ALONE, Cell
-from elastic_train.job.sharded.held_state import HeldState
-from elastic_train.parallel.buckets import Turns
-from elastic_train.parallel.dealt_sum import DealtSum, within
+from elastic_train.job.sharded.held_state import HeldState, OfFlats
+from elastic_train.parallel.dealt_sum import DealtSum, DealtTree, within
 from elastic_train.parallel.gradient_sum import GradientSum
-from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.deal import lanes_by_owner
 from elastic_train.shards.holdings import Run
-from elastic_train.shards.seating import Seating
 
 
 class DealtState(HeldState):
     """No gradient is whole: of each flat vector there is only a `home` of what this rank holds of its mean."""
 
     _homes: dict[int, Tensor]
-    _dealt: Sequence[DealtSum] = ()
+    _dealt: DealtSum | None = None
 
     def make_gradients(self) -> None:
         """There are none until a seat is taken."""
@@ -46,35 +43,26 @@ class DealtState(HeldState):
         return lanes_by_owner(self.seated.seats, num_lanes, cell.context, cell.expert)
 
     def begin_sums(self) -> None:
-        if any(one.is_dirty for one in self._dealt):  # what may still arrive goes to the old memory
+        if self._dealt is not None and self._dealt.is_dirty:  # what may still arrive goes to the old memory
             self._homes = {}
             self.make_room()
             self.bind_gradients()
-        self._dealt = ()
+        self._dealt = None
 
-    def sum_of_flats(
-        self,
-        replicas: Group,
-        lanes: Sequence[Lanes],
-        numbers: Container[int],
-        turns: Turns | None = None,
-        seating: Seating | None = None,
-        *,
-        per_turn: int = 1,
-        is_beside: bool = True,
-        weights: UnitWeights | None = None,
+    def sum_over(
+        self, trees: Sequence[OfFlats], weights: UnitWeights | None = None, *, by_turn: bool = True
     ) -> GradientSum:
-        units = [[flat for flat in unit if flat.number in numbers] for unit in self.flat.units()]
-        total = DealtSum(
-            [unit for unit in units if unit or weights is not None],
-            self._homes,
-            replicas,
-            lanes,
-            self.seated if seating is None else seating,
-            weights,
-            self._wire,
-            per_turn=per_turn,
-            is_beside=is_beside and seating is None,  # experts' ranks are at different places of a pass
+        trees_ = [self._dealt_tree(one, by_block=weights is not None and by_turn) for one in trees]
+        self._dealt = DealtSum(trees_, self._homes, weights, self._wire, by_turn=by_turn)
+        return self._dealt
+
+    def _dealt_tree(self, one: OfFlats, *, by_block: bool) -> DealtTree:
+        units = [[flat for flat in unit if flat.number in one.numbers] for unit in self.flat.units()]
+        return DealtTree(
+            [unit for unit in units if unit or by_block],
+            one.ranks,
+            one.leaves,
+            self.seated if one.seating is None else one.seating,
+            one.per_turn,
+            one.is_beside and one.seating is None,  # experts' ranks are at different places of a pass
         )
-        self._dealt = (*self._dealt, total)
-        return total

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,11 @@ from elastic_train.job.sharded.settings import Settings
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state_shards import stillness_of
-from elastic_train.parallel.buckets import Turns
 from elastic_train.parallel.devices.squares import squares_of_vectors
-from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Reduction
+from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Tree, TreeSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
-from elastic_train.parallel.owned_sum import OwnedSum, Shares
+from elastic_train.parallel.reductions import AtOwners, Reduction, Shares
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.grain_tables import Lengths
 from elastic_train.shards.grains import Layout
@@ -64,6 +63,21 @@ from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat
 
 T = TypeVar("T")
+
+
+class OfFlats(NamedTuple):
+    """Flat vectors, by number, whose gradients are added along one tree: `leaves` are those of each of the `ranks`.
+
+    A rank computes `per_turn` of them at a time, and nothing is exchanged meanwhile unless `is_beside`. `seating` has
+    what each rank holds, if they are not the ranks of the state's own.
+    """
+
+    numbers: Container[int]
+    ranks: Group
+    leaves: Sequence[Lanes]
+    seating: Seating | None = None
+    per_turn: int = 1
+    is_beside: bool = True
 
 
 class HeldState:
@@ -258,7 +272,7 @@ class HeldState:
         self.begin_sums()
         lanes = self.assigned(replicas.size, num_lanes)
         weights = self.gathering(replicas)
-        return self.sum_of_flats(replicas, lanes, range(len(self.layout.flats)), weights=weights)
+        return self.sum_over([OfFlats(range(len(self.layout.flats)), replicas, lanes)], weights)
 
     def gathering(self, replicas: Group, *, by_unit: bool = True) -> UnitWeights | None:
         """Return what gathers weights, unit by unit for a pass, or all for a step; None if they are whole."""
@@ -268,32 +282,18 @@ class HeldState:
         """Make gradients ready for the sums of a new world."""
         self.flat.bind()
 
-    def sum_of_flats(
-        self,
-        replicas: Group,
-        lanes: Sequence[Lanes],
-        numbers: Container[int],
-        turns: Turns | None = None,
-        seating: Seating | None = None,
-        *,
-        per_turn: int = 1,
-        is_beside: bool = True,
-        weights: UnitWeights | None = None,
+    def sum_over(
+        self, trees: Sequence[OfFlats], weights: UnitWeights | None = None, *, by_turn: bool = True
     ) -> GradientSum:
-        """Return the sum of some flat vectors, by number, once `begin_sums` was called; see `TreeSum` for `turns`.
+        """Return the sum of flat vectors, once `begin_sums` was called; `weights` are gathered for a turn or a step."""
+        return TreeSum([self._tree_of(one) for one in trees], self._bucket_bytes)
 
-        `lanes` are the leaves of each rank of `replicas`, which computes `per_turn` at a time, and `seating` has what
-        each of them holds, if they are not the ranks of this seating. Unless `is_beside` nothing is exchanged while
-        leaves are computed. `weights` are those that are gathered for each of its turns.
-        """
-        seated = self.seated if seating is None else seating
+    def _tree_of(self, one: OfFlats) -> Tree:
+        seated = self.seated if one.seating is None else one.seating
         shares = Shares(seated.owned_runs(), seated.given_runs(), seated.taken_runs())
-        flats = [flat if number in numbers else flat[:0] for number, flat in enumerate(self.flat.gradients)]
-        total = OwnedSum(flats, replicas, lanes, shares.within(numbers))
-        placed = [one for one in self.flat.placed() if one.flat in numbers]
-        if is_beside:
-            total.exchange_beside(placed, self._bucket_bytes, turns)
-        return total
+        flats = [flat if number in one.numbers else flat[:0] for number, flat in enumerate(self.flat.gradients)]
+        placed = [each for each in self.flat.placed() if each.flat in one.numbers] if one.is_beside else []
+        return Tree(flats, one.ranks, one.leaves, AtOwners(shares.within(one.numbers)), placed)
 
     def refresh(self, group: Group, *, everything: bool = False) -> None:
         """Get the weights that peers have updated; with `everything`, also those that nobody updates."""

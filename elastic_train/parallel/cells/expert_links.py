@@ -128,6 +128,13 @@ class ExpertLinks:
                     self.forward_again(unit, None, ())
                 self.backward(unit, one, None)
 
+    def add(self, leaf: Leaf) -> None:
+        """Add a lane's gradients to those of the experts here."""
+        for unit in self.here:
+            for one in unit.stacked:
+                if (gradient := leaf.pop(id(one), None)) is not None:
+                    one.grad = gradient if one.grad is None else one.grad.add_(gradient)
+
     def take_leaves(self) -> Sequence[Leaf]:
         """Return the turn's leaves, and keep them no longer."""
         leaves, self.leaves = self.leaves, ()

@@ -6,7 +6,7 @@ stage continues where that one has ended, as one rank would. So what is drawn do
 The form of an activation follows from the shapes of its lane's micro-batch, so it is sent once for each of these; both
 ends know it from then on. What one exchange sends is under way while the stage computes, until the next exchange; what
 it takes, until a pass needs it. All messages of one exchange begin together: a device makes its exchanges one after
-another, and both ends of a message meet in the same one (`core.schedules`). Two stages send each other at most one
+another, and both ends of a message meet in the same one (`program.schedules`). Two stages send each other at most one
 message at a time, so nothing else tells an activation from a gradient, also where a neighbour is on both sides.
 """
 
@@ -151,6 +151,21 @@ class StageLinks:
     def _content_of(self, memory: Tensor, form: Form) -> Tensor:
         """Return the activation in a message; it begins where kernels like tensors to begin."""
         return memory[self._head_bytes // form.dtype.itemsize :].view(form.shape)
+
+
+class NoLinks:
+    """The links of a model in one stage: nothing is sent, and nothing comes."""
+
+    def exchange(
+        self, *, activation: Activation | None = None, gradient: Tensor | None = None, takes: Sequence[Awaited] = ()
+    ) -> None:
+        raise AssertionError("there are no neighbours")
+
+    def arrived(self, name: Hashable) -> Tensor | None:
+        return None
+
+    def finish(self) -> None:
+        """Nothing is under way."""
 
 
 def _known(place: int | None) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, fields
 
-from elastic_train.core.schedules import Kind, Pipeline, passes_of, peak_lanes
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_parts, rest_share
 from elastic_train.planning.arithmetic.model import ModelFacts, Unit
 from elastic_train.planning.arithmetic.seating import Seated, seat_of
+from elastic_train.program.schedules import Kind, Pipeline, passes_of, peak_lanes
 
 UNCUT_OUTPUTS = 6
 """How many tensors of its output's size a block keeps that tensor ranks do not share out: of two norms the input, what

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.lanes import leaves_of, owned_lanes
 from elastic_train.core.mesh import Cell, Mesh
 
 degrees = st.integers(1, 3)
@@ -111,3 +111,16 @@ def test_ranks_with_experts_compute_lanes_of_their_own(cell: Cell, num_replicas:
         ranks = lanes[replica * degree : (replica + 1) * degree]
         turns = [one[turn] for turn in range(len(ranks[0])) for one in ranks if turn < len(one)]
         assert turns == list(owned_lanes(replica, num_replicas, num_lanes))
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_each_rank_of_a_cell_has_leaves_of_its_own(context: int) -> None:
+    """All together have every leaf once, and those that a rank adds are the ones that it computes."""
+    num_lanes, cell = 7, Cell(context=context, tensor=2)
+    meshes = [Mesh(rank, 3 * cell.size, cell) for rank in range(3 * cell.size)]
+    column = [mesh for mesh in meshes if mesh.coordinates.tensor == 1]
+    assigned = leaves_of(meshes[0].assigned(num_lanes), context)
+    for mesh, leaves in zip(column, assigned, strict=True):
+        lanes = mesh.assigned(num_lanes)[mesh.owner]
+        assert [mesh.leaf(lane, num_lanes) for lane in lanes] == list(leaves)
+    assert sorted(leaf for leaves in assigned for leaf in leaves) == list(range(context * num_lanes))

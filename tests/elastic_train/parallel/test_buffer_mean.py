@@ -89,11 +89,11 @@ def train(group: Group, num_lanes: int, make: Callable[[], nn.Module] = Net, ste
 def run(net: nn.Module, gradients: object, buffers: BufferMean, lanes: range, step: int) -> dict[int, int]:
     """Run a rank's lanes; return their checksums of integer buffers."""
     digests = {}
-    gradients.begin(lanes)  # type: ignore[attr-defined]
-    buffers.begin(lanes)
+    gradients.begin()  # type: ignore[attr-defined]
+    buffers.begin()
     for lane in lanes:
         is_empty = lane == EMPTY and step % 2 == 1
-        with gradients.lane(lane), buffers.lane(lane, is_empty=is_empty):  # type: ignore[attr-defined]
+        with gradients.turn(lane), buffers.lane(lane, is_empty=is_empty):  # type: ignore[attr-defined]
             if not is_empty:
                 net(batch(step, lane)).square().sum().backward()
                 digests[lane] = buffers.digest()
@@ -162,7 +162,7 @@ def test_a_model_that_changes_no_buffer_has_nothing_in_the_sum() -> None:
     net.register_buffer("constant", torch.ones(5))
     group = Group(0, 1, None, 60)
     buffers = BufferMean(net, [], group, lambda flats: pytest.fail("there is nothing to sum"))
-    buffers.begin(range(2))
+    buffers.begin()
     for lane in range(2):
         with buffers.lane(lane, is_empty=False):
             net(torch.ones(1, 7))

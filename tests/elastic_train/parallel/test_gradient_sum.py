@@ -62,9 +62,9 @@ def train(
     else:
         gradients = make_gradient_sum("canonical", list(net.parameters()), group, num_lanes, bucket_bytes)
     for step in range(steps):
-        gradients.begin(lanes)
+        gradients.begin()
         for lane in lanes:
-            with gradients.lane(lane):
+            with gradients.turn(lane):
                 if lane == EMPTY and step % 2:
                     continue
                 torch.manual_seed(lane_seed(1, step, lane))
@@ -110,11 +110,11 @@ def test_lanes_must_be_run_by_their_owner() -> None:
     """A rank that skips one of its lanes is caught before anything is exchanged."""
     net = nn.Linear(2, 2)
     gradients = make_gradient_sum("canonical", list(net.parameters()), Group(0, 1, None, 60), 4)
-    gradients.begin(range(4))
+    gradients.begin()
     for lane in (0, 1, 3):
-        with gradients.lane(lane):
+        with gradients.turn(lane):
             net(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(AssertionError, match="not all of this replica's lanes"):
+    with pytest.raises(AssertionError, match="not all of this rank's leaves"):
         gradients.finish(1.0)
 
 
@@ -148,8 +148,8 @@ def beside(rank: int, size: int, folder: str) -> None:
     net = nn.Linear(3, 2)
     gradients = make_gradient_sum("canonical", list(net.parameters()), group, size, 1)
     for _ in range(2):
-        gradients.begin(range(rank, rank + 1))
-        with gradients.lane(rank):
+        gradients.begin()
+        with gradients.turn(rank):
             net(torch.full((1, 3), float(rank + 1))).sum().backward()
     gradients.finish(1.0)
     assert net.weight.grad is not None
@@ -194,9 +194,9 @@ def twice(rank: int, size: int, folder: str) -> None:
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     net, message = nn.Linear(4, 4), ""
     gradients = make_gradient_sum("canonical", list(net.parameters()), group, size, 1)
-    gradients.begin(range(rank, rank + 1))
+    gradients.begin()
     try:
-        with gradients.lane(rank):
+        with gradients.turn(rank):
             x = torch.ones(1, 4, requires_grad=True)
             x = checkpoint(net, checkpoint(net, x, use_reentrant=True), use_reentrant=True)
             x.sum().backward()

@@ -67,9 +67,9 @@ def test_sums_put_aside_are_those_of_the_tree(num_lanes: int, world: int) -> Non
     assigned = contiguous(world, num_lanes)
     for rank, lanes in enumerate(assigned):
         tree, most = LaneTree([torch.zeros(1)], rank, assigned), 0
-        tree.begin(lanes)
+        tree.begin()
         for lane in lanes:
-            with tree.lane(lane):
+            with tree.adding(lane):
                 most = max(most, len(tree._stack))
         assert most_put_aside(lanes, num_lanes) == most
 
@@ -126,8 +126,8 @@ def kept_for_arrivals(rank: int, size: int, folder: str, bucket_bytes: float | N
     group = Group(rank, size, FileStore(f"{folder}/{bucket_bytes}", size), 60)
     weights = [nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(2)]
     total = make_gradient_sum("canonical", weights, group, size, bucket_bytes)
-    total.begin(range(rank, rank + 1))
-    with total.lane(rank):
+    total.begin()
+    with total.turn(rank):
         torch.stack(weights).sum().backward()
     total.finish(1.0)
     kept = sum(tensor.nbytes for part, tensor in total.tensors() if part == "exchange")

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from elastic_train.config.schema import Config
 from elastic_train.core.lanes import owned_lanes
-from elastic_train.core.schedules import Kind, Pipeline, timetable
 from elastic_train.errors import ConfigError
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.goodput import Reliability
@@ -21,6 +20,7 @@ from elastic_train.planning.arithmetic.model import Sizes
 from elastic_train.planning.page import render
 from elastic_train.planning.report import make_report
 from elastic_train.planning.search import LESS_IS_BETTER, Job, best, compare, scaling, work_out
+from elastic_train.program.schedules import Kind, Pipeline, timetable
 from tests.elastic_train.planning.shapes import LLAMA_7B, LLAMA_70B, Transformer
 
 OWN = Sizes(4.0, 4.0, 8.0)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from elastic_train.checkpoint.commits.improvement import Improvement
 from elastic_train.config.recipe import EarlyStoppingConfig, ValidationConfig
 from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import PeerLostError
 from elastic_train.insight.phases import StepClock
+from elastic_train.job.cells.stage import Stage
 from elastic_train.job.state import Reached
 from elastic_train.parallel.step_tables import StepTables
-from elastic_train.training import loop, step
+from elastic_train.training import loop, step, turns
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums
 
@@ -27,7 +30,13 @@ from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums
 def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not after the next: one step may take all the time that a machine is given to leave."""
     session = MagicMock()
-    session.lanes, session.stage, session.world.cell = range(1), None, None
+    session.stage, session.assigned, session.auditor, session.world.cell = (
+        Stage(MagicMock(), nn.Module()),
+        [[0]],
+        None,
+        None,
+    )
+    session.world.mesh = Mesh(0, 1)
     session.leave.is_set = session.commits.is_busy = False
     session.plan.config.run.forensic = False
     commits = session.commits
@@ -36,11 +45,11 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
     commits.is_vouching = False
     session.buffers.has_changed, session.clock, session.watch = False, StepClock(), None
 
-    def run_lane(_: object, batch: object) -> LaneSums:
+    def forward(*_: object) -> turns.Made:
         session.leave.is_set = True
-        return LaneSums(1.0, 1.0)
+        return turns.Made(None, LaneSums(1.0, 1.0))
 
-    monkeypatch.setattr(step, "_run_lane", run_lane)
+    monkeypatch.setattr(turns, "_forward", forward)
     monkeypatch.setattr(step, "_coverage_of", lambda lanes: CoverageSums())
     monkeypatch.setattr(step, "gather_tables", lambda _, __, ___, lanes, rank: StepTables(list(lanes.values()), [rank]))
     batch = SimpleNamespace(lane=0, num_left_out=0, num_truncated=0, unreadable=None, tensors={})
@@ -52,36 +61,37 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
 @pytest.mark.parametrize("others_lack_it", [False, True])
 def test_ranks_of_a_cell_leave_a_step_out_together(monkeypatch: pytest.MonkeyPatch, others_lack_it: bool) -> None:
     """Where one of them cannot read a sample, the others would wait in vain for what it gives to the lane."""
-    session, run = MagicMock(stage=None, context=None, lanes=range(1)), list[LaneBatch]()
+    session, run = MagicMock(stage=Stage(MagicMock(), nn.Module()), assigned=[[0]]), list[LaneBatch]()
+    session.world.mesh, session.plan.num_lanes = Mesh(0, 1), 1
     session.world.cell.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(others_lack_it))])
 
-    def run_lane(_: object, batch: LaneBatch) -> LaneSums:
+    def forward(_: object, batch: LaneBatch, *rest: object) -> turns.Made:
         run.append(batch)
-        return LaneSums()
+        return turns.Made(None)
 
-    monkeypatch.setattr(step, "_run_lane", run_lane)
+    monkeypatch.setattr(turns, "_forward", forward)
     step.run_lanes(session, [LaneBatch(0, 0, 0, 2, np.arange(2), {})])
-    assert [batch.tensors for batch in run] == [None if others_lack_it else {}]
-    assert session.gradients.begin.called and session.gradients.serve.called, "others of its column wait for it"
+    assert len(run) == (0 if others_lack_it else 1)
+    assert session.gradients.turn.call_args_list == [call(0, 0)], "others of its column wait for its leaf"
 
 
 def test_losses_that_are_read_late_are_those_of_their_lanes() -> None:
     """Whatever their type, and where a task's loss has a dimension of one element."""
     unread = {
-        4: step.Unread(torch.tensor(1.5, dtype=torch.bfloat16), 2.0, 7),
+        4: turns.Unread(torch.tensor(1.5, dtype=torch.bfloat16), 2.0, 7),
         5: LaneSums(),
-        6: step.Unread(torch.tensor([0.1]), 3.0, 0),
-        7: step.Unread(torch.tensor(-math.inf), 1.0, 0),
+        6: turns.Unread(torch.tensor([0.1]), 3.0, 0),
+        7: turns.Unread(torch.tensor(-math.inf), 1.0, 0),
     }
     tenth = float(torch.tensor(0.1))
-    assert step._read(unread) == {
+    assert turns._read(unread) == {
         4: LaneSums(1.5, 2.0, 7),
         5: LaneSums(),
         6: LaneSums(tenth, 3.0, 0),
         7: LaneSums(-math.inf, 1.0, 0),
     }
-    assert math.isnan(step._read({1: step.Unread(torch.tensor(math.nan), 1.0, 0)})[1].loss)
-    assert step._read({}) == {}
+    assert math.isnan(turns._read({1: turns.Unread(torch.tensor(math.nan), 1.0, 0)})[1].loss)
+    assert turns._read({}) == {}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +154,7 @@ def test_a_validation_that_a_fault_has_kept_a_rank_from_is_done_before_the_next_
     plan.config.validation = ValidationConfig(every_steps=3, early_stopping=EarlyStoppingConfig())
     state.reached = Reached(step=6, improvement=Improvement("min loss", 1.0, 3, 6 if has_it else 3, int(has_it)))
     world.group.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(not others_lack_it))])
-    session = Session(plan, world, state, *[MagicMock()] * 7, None)
+    session = Session(plan, world, state, *[MagicMock()] * 8, None)
     assert session.is_validation_missed() == (others_lack_it or not has_it)
     session._note({"loss": 2.0})
     assert state.reached.improvement == Improvement("min loss", 1.0, 3, 6, 1)

@@ -6,6 +6,8 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
+from torch import Tensor
+
 from chaos.sim.job.host import Host
 from chaos.sim.job.install.replacement import Replacement, within
 from chaos.sim.machine.rank_group import SimGroup
@@ -20,16 +22,20 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.seated_cell import SeatedCellState
+from elastic_train.job.cells.stage import Stage
 from elastic_train.job.reseating import brought, pending_step
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel import group, step_tables
+from elastic_train.program.schedules import Pass
 from elastic_train.shards.norm import norm_of_grains
 from elastic_train.system.failpoints import reach
-from elastic_train.training import step_sums
+from elastic_train.training import step_sums, turns
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
+from elastic_train.training.turns import Made
 from elastic_train.world import handover, uniformity
 
+_FORWARD = turns._Turns.forward
 _NORM_OF, _NORM_OF_SHARES = CellState.norm_of, SeatedCellState.norm_of
 NUM_LANES_READ = 1 << 12
 """Lanes of steps that some process has still to count: the same for all that read them."""
@@ -49,28 +55,30 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
             return training.VectorSum(state.model, group, lanes)
         return training.ModelledSum(state.model, group)
 
-    def run_lane(session: Session, batch: LaneBatch) -> LaneSums:
-        if batch.lane == session.lanes.start:
-            reach("forward")
-            host.compute(len(session.lanes))
-            reach("backward")
-        if batch.tensors is None:
-            return LaneSums()
+    def forward(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> Made:
         sums = session.gradients
         assert isinstance(sums, training.SampleCounts)
         sums.add(batch.ids)
         coverage = coverage_of_lane(batch.ids)
         step = session.state.step
         loss = math.nan if host.takes_loss_away(step) else float(coverage.sum_a % 65521 + step)
-        return LaneSums(loss, float(coverage.count))
+        return Made(None, LaneSums(loss, float(coverage.count)))
 
     def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
         return sum((coverage_of_lane(batch.ids) for batch in lanes), CoverageSums())
 
+    def first_forward(passes: turns._Turns, one: Pass, given: Tensor | None) -> Tensor | None:
+        if one.number == 0 and (num_lanes := len(passes._session.lanes)):
+            reach("forward")
+            host.compute(num_lanes)
+            reach("backward")
+        return _FORWARD(passes, one, given)
+
     yield from within(
         "elastic_train.training.open_session",
         sum_of_gradients=gradient_sum,
-        _open_stage=lambda *_: None,  # every rank of a cell works out its lanes as a whole
+        # Every rank of a cell works out its lanes as a whole.
+        _open_stage=lambda plan, world, state: Stage(plan.task, state.model),
     )
     decided, deciding = Known(), uniformity.deciding
     yield from within(
@@ -79,9 +87,9 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
         # Of the one plan that all processes of a job have: their code's version may differ.
         deciding=lambda plan: decided(uniformity._version("elastic-train"), lambda: deciding(plan)),
     )
-    yield from within(
-        "elastic_train.training.step", _run_lane=run_lane, _coverage_of=coverage_of, fold=memory_of(step_sums.fold)
-    )
+    yield from within("elastic_train.training.step", _coverage_of=coverage_of, fold=memory_of(step_sums.fold))
+    yield from within("elastic_train.training.turns", _forward=forward)
+    yield turns._Turns, "forward", first_forward
     for name in ("identity", "to_yaml"):  # of the one configuration that all processes of a job have
         yield Config, name, memory_of(getattr(Config, name))
     yield from within("elastic_train.parallel.group", _objects_in=memory_of(group._objects_in))

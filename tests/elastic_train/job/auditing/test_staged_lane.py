@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.checkpoint.format.weights_digest import checksum
-from elastic_train.core.schedules import Pass
 from elastic_train.job.auditing.staged_lane import StagedLane
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.group import Group
+from elastic_train.program.schedules import Pass
 from elastic_train.tasks.decoder.experts import Experts
 
 
 def passes_of(module: nn.Linear) -> StagedLane:
     stage = SimpleNamespace(
-        run=lambda chunk, batch, given, part: module(batch["x"] if given is None else given),
+        run=lambda chunk, batch, given: module(batch["x"] if given is None else given),
         passing=lambda one, trains: contextlib.nullcontext(),
         experts=(),
     )

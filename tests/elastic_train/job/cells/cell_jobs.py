@@ -27,7 +27,7 @@ from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import Context
 from elastic_train.job.cells.cut_model import along_axis
 from elastic_train.job.cells.seated_cell import SeatedCellState
-from elastic_train.job.cells.stage import stage_of
+from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.job.reseating import bring, leave_out_unfinished, reseat_columns, roll_forward
 from elastic_train.job.reseating.pending_step import settle_pending
 from elastic_train.job.reseating.placing import take_place
@@ -174,7 +174,7 @@ def compute(ranks: Ranks, state: AppliedState, schedule: Kind = "1f1b") -> Tenso
     assigned = state.shards.assigned(ranks.mesh.num_replicas, NUM_LANES)
     lanes, gradients = assigned[ranks.mesh.owner], state.shards.sum_of(ranks.owners, NUM_LANES)
     if not isinstance(state.model, Decoder):
-        return compute_lanes(state, lanes, gradients, ranks.world)
+        return compute_lanes(state, lanes, gradients, ranks.world, ranks.mesh.coordinates.context)
     run_lanes(_session_of(ranks, state, gradients, assigned, schedule), [_batch_of(state, lane) for lane in lanes])
     ranks.world.barrier()  # as the training loop gathers its tables here
     gradients.finish(3.0 * NUM_LANES)
@@ -190,18 +190,20 @@ def _session_of(
     task, context = TASK, None
     if cut.plan.shares_tokens:
         part = ContextPart(ranks.tokens.rank, ranks.tokens.size, Gathering(ranks.tokens), mesh.cell.tensor)
-        task, context = TOKENS_TASK, Context(TOKENS_TASK, part, ranks.tokens, NUM_LANES)
-    stage = stage_of(task, state.model, cut.plan, schedule, mesh, ranks.cell, cut.experts)
+        task, context = TOKENS_TASK, Context(TOKENS_TASK, part, ranks.tokens) if mesh.cell.context > 1 else None
+    if mesh.cell.stage > 1:
+        stage = stage_of(task, state.model, cut.plan, schedule, mesh, ranks.cell, cut.experts, context)
+    else:
+        stage = Stage(task, state.model, experts=cut.experts, context=context)
     return SimpleNamespace(  # type: ignore[return-value]
-        plan=SimpleNamespace(config=config, task=task, autocast=contextlib.nullcontext),
+        plan=SimpleNamespace(config=config, task=task, num_lanes=NUM_LANES, autocast=contextlib.nullcontext),
         world=SimpleNamespace(mesh=mesh, cell=ranks.cell),
         state=state,
         gradients=gradients,
         buffers=mock.Mock(has_changed=False, lane=lambda lane, is_empty: contextlib.nullcontext(), digest=lambda: 0),
         lanes=assigned[mesh.owner],
         assigned=assigned,
-        stage=stage if mesh.cell.stage > 1 else None,
-        context=context if mesh.cell.context > 1 else None,
+        stage=stage,
         auditor=None,
         first=None,
         to_device=lambda tensors: tensors,

@@ -5,24 +5,26 @@ Ranks in memory, with a real plan, warm-up and compiler. Each process compiles b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
 from elastic_train.config import sources
-from elastic_train.core.lanes import lane_seed
 from elastic_train.errors import PeerLostError
-from elastic_train.job.cells.context import ContextState, context_of
-from elastic_train.job.generators import seed_generators
+from elastic_train.job.cells.context import ContextState
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.reseating.placing import take_place
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.placements import Running
+from elastic_train.training.open_session import _open_stage
+from elastic_train.training.step import run_lanes
 from elastic_train.world.world import World, form_cells
 from tests.conftest import write_rows
 from tests.elastic_train.job.sharded.shard_jobs import facts_of
@@ -94,26 +96,27 @@ def enter(plan: Plan, state: AppliedState, group: Group, term: int) -> World:
 
 def train(plan: Plan, state: AppliedState, world: World) -> str:
     """Apply steps as the training loop does; return the digest of the weights."""
-    shards, mesh, context, compute = state.shards, world.mesh, None, plan.task.loss
-    if plan.config.parallel.context > 1:
-        assert isinstance(plan.task, Running) and world.cell is not None, "it was checked"
-        context = context_of(plan.task, mesh, world.cell, plan.num_lanes, plan.config.parallel.token_multiple)
-        compute = context.loss
-    lanes = mesh.assigned(plan.num_lanes)[mesh.owner]
-    total = shards.sum_of(world.owners, plan.num_lanes)
+    shards, mesh = state.shards, world.mesh
+    assigned, gradients = mesh.assigned(plan.num_lanes), shards.sum_of(world.owners, plan.num_lanes)
+    session: Any = SimpleNamespace(
+        plan=plan,
+        world=world,
+        state=state,
+        gradients=gradients,
+        buffers=mock.Mock(has_changed=False, lane=lambda lane, is_empty: contextlib.nullcontext(), digest=lambda: 0),
+        assigned=assigned,
+        stage=_open_stage(plan, world, state),
+        auditor=None,
+        first=None,
+        to_device=lambda tensors: tensors,
+        clock=mock.Mock(),
+    )
     while state.step < STEPS:
         cursor = plan.order.cursor_at(state.step, plan.micro_batch)
-        [batches] = plan.feed.training(plan.order, lanes, cursor, num_steps=1)
-        total.begin(lanes)
-        for batch in batches:
-            assert batch.tensors is not None, "every lane has samples"
-            with total.lane(batch.lane):
-                leaf = batch.lane if context is None else context.leaf(batch.lane)
-                seed_generators(lane_seed(plan.config.run.seed, state.step, leaf))
-                compute(state.model, batch.tensors).total.backward()  # type: ignore[no-untyped-call]
-        total.serve()
+        [batches] = plan.feed.training(plan.order, assigned[mesh.owner], cursor, num_steps=1)
+        run_lanes(session, batches)
         world.group.barrier()
-        total.finish(300.0)
+        gradients.finish(300.0)
         state.apply(facts_of(state), shards.norm_of(world.group.all_gather(state.measure())))
     return shards.digest(world.group)
 

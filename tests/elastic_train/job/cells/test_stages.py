@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
-from elastic_train.core.schedules import Pass, Pipeline, passes_of, peak_lanes
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.parallel.cells.links import CellLinks
-from elastic_train.parallel.cells.pipeline import run_schedule
+from elastic_train.parallel.cells.pipeline import Passes, run_program
+from elastic_train.program.schedules import Pass, Pipeline, passes_of, peak_lanes
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder, drawn_weights
 from elastic_train.tasks.decoder.shape import DecoderShape
@@ -70,7 +70,7 @@ def losses_of_whole(task: CausalLM, model: nn.Module) -> list[float]:
     return losses
 
 
-class Lanes:
+class Lanes(Passes):
     """The passes of a stage."""
 
     def __init__(self, stage: Stage) -> None:
@@ -79,7 +79,10 @@ class Lanes:
     def key(self, number: int) -> Hashable | None:
         return WIDTHS[number] or None
 
-    def forward(self, one: Pass, given: Tensor | None) -> Tensor:
+    def forward(self, one: Pass, given: Tensor | None) -> Tensor | None:
+        if not WIDTHS[one.number]:
+            assert given is None, "nothing comes of a lane without samples"
+            return None
         if given is None:
             torch.manual_seed(one.number)
         made = self.stage.run(one.chunk, batch_of(one.number), given)
@@ -88,13 +91,9 @@ class Lanes:
         self.losses.append(float(made.total.detach()))
         return made.total
 
-    def backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
-        torch.autograd.backward(made, gradient)
-
-    def left_out(self, one: Pass) -> None:
-        assert not WIDTHS[one.number]
-
-    def waited(self) -> None: ...
+    def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
+        if made is not None:
+            torch.autograd.backward(made, gradient)
 
 
 def of_rank(rank: int, size: int, kind: str, make: Callable[[], Subject] = decoder, name: str = "world") -> None:
@@ -118,8 +117,7 @@ def of_rank(rank: int, size: int, kind: str, make: Callable[[], Subject] = decod
     assert own == {name for name, _ in model.named_parameters() if name.startswith(named)}
     stage = stage_of(subject.task, model, plan, parallel.schedule, mesh, group)
     lanes = Lanes(stage)
-    most = run_schedule(stage.actions(len(WIDTHS)), stage.links, lanes)
-    stage.links.finish()
+    most = run_program(stage.actions(len(WIDTHS)), stage.links, lanes)
     assert lanes.losses == (losses if rank == size - 1 else [])
     for name, one in model.named_parameters():
         expected = whole.get_parameter(name)

@@ -13,7 +13,7 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.lanes import lane_seed
+from elastic_train.core.lanes import lane_seed, leaf_of
 from elastic_train.core.order import Cursor
 from elastic_train.job import state as state_module
 from elastic_train.job.sharded.held_state import HeldState
@@ -107,13 +107,18 @@ def compute(group: Group, state: AppliedState) -> Tensor:
     return compute_lanes(state, lanes, state.shards.sum_of(group, NUM_LANES), group)
 
 
-def compute_lanes(state: AppliedState, lanes: Sequence[int], gradients: GradientSum, world: Group) -> Tensor:
-    """Compute lanes of the next step, and finish the sum of all; return what this rank measures of it."""
-    gradients.begin(lanes)
-    for lane in lanes:
-        with gradients.lane(lane):
-            state.scaler.scale(loss_of(state, lane)).backward()
-    gradients.serve()
+def compute_lanes(
+    state: AppliedState, lanes: Sequence[int], gradients: GradientSum, world: Group, part: int = 0
+) -> Tensor:
+    """Compute lanes of the next step, and finish the sum of all; return what this rank measures of it.
+
+    Of those that would compute some tokens of a lane each, this rank is one: `part`.
+    """
+    gradients.begin()
+    for lane in (*lanes, None):  # others may have a lane more
+        with gradients.turn(None if lane is None else leaf_of(lane, part, NUM_LANES)):
+            if lane is not None:
+                state.scaler.scale(loss_of(state, lane)).backward()
     world.barrier()  # as the training loop gathers its tables here
     gradients.finish(3.0 * NUM_LANES)
     return state.measure()

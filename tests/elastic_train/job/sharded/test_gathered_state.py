@@ -164,8 +164,8 @@ def test_blocks_without_gradients_hold_no_others_back() -> None:
     take_first_seats(group, shards_of(state), newcomers(1))
     gradients = state.shards.sum_of(group, 1)
     assert isinstance(gradients, DealtSum)
-    gradients.begin(range(1))
-    with gradients.lane(0):
+    gradients.begin()
+    with gradients.turn(0):
         state.model(torch.zeros(3, 4, dtype=torch.int64)).sum().backward()
         assert all(parameter.grad is None for parameter in state.model.parameters())
 

@@ -143,8 +143,8 @@ def test_what_arrives_late_reaches_no_gradient() -> None:
     train(group, state, 1)
     old = [shards_of(state).gradients_at(one.run) for one in shards_of(state).trained_runs]
     gradients = state.shards.sum_of(group, NUM_LANES)
-    gradients.begin(range(NUM_LANES))
-    with pytest.raises(PeerLostError), gradients.lane(0):
+    gradients.begin()
+    with pytest.raises(PeerLostError), gradients.turn(0):
         state.model(torch.ones(1, 2, dtype=torch.int64)).sum().backward()
         raise PeerLostError("in the middle of a lane")
     measured = compute(group, state)

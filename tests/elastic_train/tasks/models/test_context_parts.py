@@ -136,7 +136,7 @@ def of_rank(rank: int, size: int, folder: str, kind: str) -> None:
     config = {"model_type": kind, **SIZES}
     task = CausalLM(hf={"config": config}, z_loss=0.1)
     whole, model = built(config), built(config)
-    context = context_of(task, Mesh(rank, size, Cell(context=size)), group, num_lanes=3)
+    context = context_of(task, Mesh(rank, size, Cell(context=size)), group)
     expected, found = [], {}
     for lane, batch in enumerate(batches()):
         loss, mine = task.loss(whole, batch), context.loss(model, batch)

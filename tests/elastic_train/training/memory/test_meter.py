@@ -18,7 +18,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.insight.memory import MemoryFacts, facts_of
 from elastic_train.job.reseating import take_first_seats
 from elastic_train.job.state import AppliedState, StepFacts, build_state
-from elastic_train.parallel.gradient_sum import FastSum, GradientSum, bind_gradients
+from elastic_train.parallel.gradient_sum import GradientSum, bind_gradients, make_sum
 from elastic_train.parallel.group import Group
 from elastic_train.shards.holdings import num_elements
 from elastic_train.training.memory.meter import Meter, held_by, storages
@@ -51,9 +51,9 @@ def built(**parallel: object) -> AppliedState:
 
 def trained(state: AppliedState, gradients: GradientSum) -> None:
     """Take a step of LANES lanes."""
-    gradients.begin(range(LANES))
+    gradients.begin()
     for lane in range(LANES):
-        with gradients.lane(lane):
+        with gradients.turn(lane):
             state.model(torch.randn(4, 40)).square().sum().backward()
     gradients.finish(LANES * 4.0)
     state.apply(StepFacts(Cursor(0, 1), CoverageSums(), 1, SampleAccount()), state.measure())
@@ -87,7 +87,7 @@ def test_what_a_rank_holds_is_counted_once_and_by_part() -> None:
 
 def test_a_fast_sum_puts_nothing_aside() -> None:
     state = built()
-    gradients = FastSum(bind_gradients(list(state.model.parameters())), Group(0, 1, None, 60))
+    gradients = make_sum("fast", bind_gradients(list(state.model.parameters())), Group(0, 1, None, 60), [range(LANES)])
     trained(state, gradients)
     parts = Meter(CPU).measure(held_by(state, gradients, SaveMemory())).parts
     assert (parts["gradients"], parts["sums"]) == (4 * ELEMENTS, 0)

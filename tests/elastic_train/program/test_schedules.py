@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.core.schedules import (
-    Action,
+from elastic_train.program.schedules import (
     Exchange,
     Kind,
     Pass,
     Pipeline,
+    Scheduled,
     bubble,
     passes_of,
     peak_lanes,
@@ -133,7 +133,7 @@ def source_of(one: Pass, stage: int, pipeline: Pipeline) -> int:
     return needs[2] % pipeline.num_stages
 
 
-def blocked(actions: list[list[Action]], pipeline: Pipeline) -> list[int]:
+def blocked(actions: list[list[Scheduled]], pipeline: Pipeline) -> list[int]:
     """Run stages whose exchanges end when all of their messages have met their other ends; return who does not end."""
     cell = Running(actions, pipeline)
     while any(cell.goes_on(stage) for stage in range(len(actions))):
@@ -144,7 +144,7 @@ def blocked(actions: list[list[Action]], pipeline: Pipeline) -> list[int]:
 class Running:
     """The stages of a cell; a message meets its other end while both stages are in the exchanges that have it."""
 
-    def __init__(self, actions: list[list[Action]], pipeline: Pipeline) -> None:
+    def __init__(self, actions: list[list[Scheduled]], pipeline: Pipeline) -> None:
         self._actions, self.pipeline, self._at = actions, pipeline, [0] * len(actions)
         self._done: set[tuple[str, int, int]] = set()  # direction, number, and the piece that goes on with it
         self.meet()
@@ -154,7 +154,7 @@ class Running:
         """The stages that have not ended."""
         return [stage for stage in range(len(self._actions)) if self.now(stage) is not None]
 
-    def now(self, stage: int) -> Action | None:
+    def now(self, stage: int) -> Scheduled | None:
         mine, at = self._actions[stage], self._at[stage]
         return mine[at] if at < len(mine) else None
 
@@ -206,18 +206,18 @@ def blocked_cells(cells: list[Running]) -> list[tuple[int, int]]:
     return [(number, stage) for number, cell in enumerate(cells) for stage in cell.left]
 
 
-def is_backward(action: Action | None) -> TypeGuard[Pass]:
+def is_backward(action: Scheduled | None) -> TypeGuard[Pass]:
     return isinstance(action, Pass) and action.direction == "backward"
 
 
 def test_cells_that_come_to_lanes_in_other_orders_are_seen_to_be_blocked() -> None:
     """The check above can fail: a stage that is to be in two backward passes at once waits for ever."""
     pipeline = Pipeline("1f1b", 1, 2)
-    actions: list[Action] = [Pass("backward", 0), Pass("backward", 1)]
+    actions: list[Scheduled] = [Pass("backward", 0), Pass("backward", 1)]
     assert blocked_cells([Running([list(actions)], pipeline), Running([actions[::-1]], pipeline)]) == [(0, 0), (1, 0)]
 
 
-def ends_of(stage: int, action: Action, pipeline: Pipeline) -> set[tuple[str, int, int]]:
+def ends_of(stage: int, action: Scheduled, pipeline: Pipeline) -> set[tuple[str, int, int]]:
     if isinstance(action, Pass):
         return set()
     ends = {(one.direction, one.number, pipeline.piece(one, stage)) for one in action.takes}

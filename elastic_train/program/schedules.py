@@ -45,7 +45,7 @@ class Exchange:
     takes: tuple[Pass, ...]
 
 
-Action = Pass | Exchange
+Scheduled = Pass | Exchange
 
 
 class Pipeline(NamedTuple):
@@ -76,10 +76,10 @@ class Pipeline(NamedTuple):
 
 
 @lru_cache(64)
-def schedule(pipeline: Pipeline, stage: int) -> tuple[Action, ...]:
+def schedule(pipeline: Pipeline, stage: int) -> tuple[Scheduled, ...]:
     """Return what a stage does in a step, in order."""
     assert 0 <= stage < pipeline.num_stages, f"no stage {stage} of {pipeline.num_stages}"
-    actions: list[Action] = []
+    actions: list[Scheduled] = []
     for tick in timetable(pipeline):
         mine = tick[stage]
         if mine is not None:

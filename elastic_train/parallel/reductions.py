@@ -1,0 +1,158 @@
+"""How the sums of subtrees that ranks have become one: at whom an element's tree is finished, and who gets it.
+
+Where every rank holds the gradient, all of it is finished everywhere (`exchange`). Where ranks hold shards, each rank
+sends every owner its part of that one's grains, which is the first half of an all-reduce, (W - 1) / W of the elements;
+and each owner sends what it has finished to the other holders, (copies - 1) / W. What a rank does not hold is left
+unfinished. Who finishes a grain shows in no bit: the tree is the same. Or the ranks' sums are added in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from elastic_train.core.lanes import Part, merge_plan
+from elastic_train.parallel.exchange import Scratch, exchange
+from elastic_train.parallel.group import Group
+from elastic_train.parallel.point_to_point import PointToPoint
+from elastic_train.shards.holdings import Run
+
+Reduction = Literal["canonical", "fast"]
+Runs = Sequence[Run]
+
+
+class Subtrees(NamedTuple):
+    """Elements [lo, hi) of flat gradient `number`, of which each rank has the sums of the subtrees in `layout`.
+
+    `mine` has this rank's, as buffers for all flat gradients; one of them is `flat`.
+    """
+
+    flat: Tensor
+    number: int
+    lo: int
+    hi: int
+    mine: Mapping[Part, Sequence[Tensor]]
+    layout: Sequence[Sequence[Part]]
+    num_leaves: int
+
+
+class Reduce(Protocol):
+    """A way to make one sum of those that ranks have."""
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether a rank's leaves are added along the tree; else all go into one buffer."""
+
+    def reduce(self, elements: Subtrees, ranks: PointToPoint, scratch: Scratch) -> None:
+        """Finish the sum over some elements of a flat gradient."""
+
+    def divide(self, flats: Sequence[Tensor], divisor: float, ranks: Group) -> None:
+        """Divide what was reduced; share what others need of it."""
+
+
+class Everywhere:
+    """The sum along the tree, whole on every rank."""
+
+    is_ordered = True
+
+    def reduce(self, elements: Subtrees, ranks: PointToPoint, scratch: Scratch) -> None:
+        if ranks.size > 1:
+            flat, number, lo, hi, mine, layout, num_leaves = elements
+            parts = {part: buffers[number][lo:hi] for part, buffers in mine.items()}
+            exchange(flat[lo:hi], parts, layout, ranks, num_leaves, scratch)
+
+    def divide(self, flats: Sequence[Tensor], divisor: float, ranks: Group) -> None:
+        for flat in flats:
+            flat.div_(divisor)
+
+
+class InAnyOrder(Everywhere):
+    """all_reduce: coverage stays exact, rounding varies with the world."""
+
+    is_ordered = False
+
+    def reduce(self, elements: Subtrees, ranks: PointToPoint, scratch: Scratch) -> None:
+        assert isinstance(ranks, Group), "nothing is exchanged beside a pass"
+        ranks.all_reduce(elements.flat)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Runs of the flat gradients, by rank: what each owns, and what this one gives others of its own, and is given."""
+
+    owned: Sequence[Runs]
+    given: Sequence[Runs]
+    taken: Sequence[Runs]
+
+    def within(self, flats: Container[int]) -> Shares:
+        """Return what they have of some flat vectors, by number."""
+        owned, given, taken = (
+            [[run for run in runs if run.flat in flats] for runs in by_rank]
+            for by_rank in (self.owned, self.given, self.taken)
+        )
+        return Shares(owned, given, taken)
+
+
+@dataclass(frozen=True, slots=True)
+class AtOwners:
+    """The sum along the tree, on its holders alone; flat gradients are the layout's."""
+
+    shares: Shares
+
+    @property
+    def is_ordered(self) -> bool:
+        return True
+
+    def reduce(self, elements: Subtrees, ranks: PointToPoint, scratch: Scratch) -> None:
+        """Finish this rank's grains among the elements; other ranks finish theirs."""
+        flat, number, lo, hi, mine, layout, num_leaves = elements
+        rank, others = ranks.rank, list(_others(ranks))
+        shares = [_within(number, lo, hi, runs) for runs in self.shares.owned]
+        theirs = [(other, part, run) for other in others[::-1] for part in layout[other] for run in shares[rank]]
+        arrived = scratch.split([run.hi - run.lo for _, _, run in theirs], flat)
+        ranks.exchange(
+            [
+                (other, mine[part][number][run.lo : run.hi])
+                for other in others
+                for part in layout[rank]
+                for run in shares[other]
+            ],
+            [(other, tensor) for (other, _, _), tensor in zip(theirs, arrived, strict=True)],
+        )
+        for run in shares[rank]:
+            sums = {part: buffers[number][run.lo : run.hi] for part, buffers in mine.items()}
+            sums |= {part: tensor for (_, part, one), tensor in zip(theirs, arrived, strict=True) if one == run}
+            whole = next(iter(sums.values()))
+            for left, right, parent in merge_plan(list(sums), num_leaves):
+                whole = sums[parent] = sums.pop(left).add_(sums.pop(right))
+            if whole.data_ptr() != flat[run.lo :].data_ptr():
+                flat[run.lo : run.hi].copy_(whole)
+
+    def divide(self, flats: Sequence[Tensor], divisor: float, ranks: Group) -> None:
+        """Divide what this rank has finished, give it to its other holders, and take what they have finished."""
+        for run in self.shares.owned[ranks.rank]:
+            _at(run, flats).div_(divisor)
+        others, given, taken = list(_others(ranks)), self.shares.given, self.shares.taken
+        ranks.exchange(
+            [(other, _at(run, flats)) for other in others for run in given[other]],
+            [(other, _at(run, flats)) for other in others[::-1] for run in taken[other]],
+        )
+
+
+def _others(ranks: PointToPoint) -> Iterator[int]:
+    """Yield all other ranks, from the right neighbour on, so that no receiver is flooded by all at once."""
+    for distance in range(1, ranks.size):
+        yield (ranks.rank + distance) % ranks.size
+
+
+def _at(run: Run, flats: Sequence[Tensor]) -> Tensor:
+    return flats[run.flat][run.lo : run.hi]
+
+
+def _within(number: int, lo: int, hi: int, runs: Runs) -> Runs:
+    """Return what runs have of elements [lo, hi) of a flat vector."""
+    cuts = [Run(number, max(run.lo, lo), min(run.hi, hi)) for run in runs if run.flat == number]
+    return [run for run in cuts if run.lo < run.hi]
