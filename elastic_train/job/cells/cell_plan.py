@@ -223,14 +223,15 @@ def _experts_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> tuple
 
 
 def _named(patterns: Mapping[str, Use], model: nn.Module) -> Mapping[str, Use]:
-    """Return uses with full names."""
-    modules = dict(model.named_modules())
-    return {name: use for pattern, use in patterns.items() for name in modules if _is_like(name, pattern)}
-
-
-def _is_like(name: str, pattern: str) -> bool:
-    """Say whether a module's name fits a pattern, in which * stands for one part of a name."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
+    """Return uses with full names; * stands for one part of a name. Plans of adapters name each of many modules."""
+    modules, named = dict(model.named_modules()), dict[str, Use]()
+    for pattern, use in patterns.items():
+        if "*" in pattern:
+            fits = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
+            named |= {name: use for name in modules if fits(name)}
+        elif pattern in modules:
+            named[pattern] = use
+    return named
 
 
 def _check_uses(uses: Mapping[str, Use], model: nn.Module, degree: int) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
-from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.task import Sampling
 
 
@@ -27,19 +26,19 @@ def check_prompt(ids: Sequence[int], vocabulary: int, most: int | None, sampling
 
 
 def go_on(model: nn.Module, ids: Sequence[int], sampling: Sampling) -> list[int]:
-    """Return the tokens that follow on `ids`: by transformers, which keeps keys and values, or for our decoder here."""
+    """Return the tokens that follow on `ids`: by transformers, which keeps keys and values, or one by one."""
     device = next(model.parameters()).device
     tokens = torch.tensor([list(ids)], device=device)
-    if isinstance(model, Decoder):
-        for _ in range(sampling.num_tokens):
-            tokens = torch.cat((tokens, choose(model(tokens)[:, -1].float(), sampling)), dim=1)
-    else:
+    if hasattr(model, "generate"):
         found: Any = model
         how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         if sampling.temperature > 0:
             how = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": None}
         mask = torch.ones_like(tokens)
         tokens = found.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=sampling.num_tokens, **how)
+    else:
+        for _ in range(sampling.num_tokens):
+            tokens = torch.cat((tokens, choose(model(tokens)[:, -1].float(), sampling)), dim=1)
     following: list[int] = tokens[0, len(ids) :].tolist()
     return following
 

@@ -13,11 +13,13 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.rows.tokenizing import write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_tokenizer
+from elastic_train.tasks.task import Sampling
 from tests.elastic_train.tasks.language_rows import VOCABULARY, described, lists, prepared
 
 TOKENS = lists([5, 6, 7, 8], [9, 10], [11], [], [12, 13, 14])
@@ -255,3 +257,12 @@ def test_a_models_own_tokenizer_goes_along(tmp_path: Path) -> None:
     write_tokenizer(folder, described(tmp_path / "rows", {"input_ids": TOKENS}, tokenizer="x.json"), target)
     assert sorted(path.name for path in target.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
     assert (target / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_a_model_of_a_subclass_goes_on_token_by_token() -> None:
+    """It is called as the package's decoder is, which has no loop of its own."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))
+    following = CausalLM(model={"vocabulary": 11}).continue_ids(model, [3], Sampling(num_tokens=2))
+    expected = model(torch.arange(11)).argmax(-1).tolist()
+    assert following == [expected[3], expected[expected[3]]]
