@@ -10,7 +10,6 @@ import pytest
 from cyclopts import App
 
 from chaos.cli import app as chaos_app
-from chaos.scenario.kinds import KINDS
 from elastic_train.cli.main import app as train_app
 from elastic_train.config.schema import keys
 from tests.conftest import ROOT
@@ -107,11 +106,6 @@ def test_named_configuration_keys_exist(name: str) -> None:
     sections = "|".join({key.partition(".")[0] for key in KEYS if "." in key})
     named = {found for line in CODE[name] for found in re.findall(rf"^((?:{sections})\.\w+)(?:$|[:=] )", line)}
     assert named - KEYS <= {"run.py", "task.py", "optimizer.step"}
-
-
-def test_the_chaos_page_names_every_kind_of_fault() -> None:
-    _, _, section = PAGES["docs/chaos.md"].partition("### Kinds of fault")
-    assert {name for name in KINDS if name not in section} == set()
 
 
 def test_every_command_on_a_page_about_a_place_is_taken_from_it_by_a_test() -> None:

@@ -78,18 +78,3 @@ def sentences(found: Iterable[Refusal], as_set: Mapping[Feature, str]) -> list[s
     """
     by_text = {(as_set[one], as_set[other]): why for one, other, why in found}
     return [f"{one} does not work with {other} yet, since {why}: set one back" for (one, other), why in by_text.items()]
-
-
-def matrix() -> str:
-    """Return the table of all pairs in Markdown: `x` for a pair that is refused, `.` for one that works."""
-    columns = FEATURES[FEATURES.index("context") :]
-    rows = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for place, feature in enumerate(FEATURES[:-1]):
-        marks = [_mark(feature, other) if other in FEATURES[place + 1 :] else "" for other in columns]
-        rows.append(f"| {feature} | " + " | ".join(marks) + " |")
-    return "\n".join(rows)
-
-
-def _mark(one: Feature, other: Feature) -> str:
-    is_one_key = ":" in one and one.partition(":")[0] == other.partition(":")[0]
-    return "" if is_one_key else "x" if refusals((one, other)) else "."

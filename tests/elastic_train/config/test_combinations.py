@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_train.config.combinations import FEATURES, Feature, matrix, refusals
+from elastic_train.config.combinations import FEATURES, RULES, Feature, refusals
 from elastic_train.config.schema import Config
 from elastic_train.planning.arithmetic.layouts import Layout
 from tests.conftest import ROOT
@@ -87,9 +87,11 @@ def test_refusals_only_become_fewer() -> None:
     assert len(pairs) <= 9
 
 
-def test_the_page_of_limits_has_the_table() -> None:
+def test_the_page_of_limits_has_every_rule() -> None:
     page = (ROOT / "docs" / "limits.md").read_text()
-    assert matrix() in page, f"docs/limits.md: replace the table of features by\n{matrix()}"
+    named = [[" or ".join(f"`{feature}`" for feature in features) for features in rule[:2]] for rule in RULES]
+    table = "\n".join(f"| {ones} | {others} | {rule.why} |" for (ones, others), rule in zip(named, RULES, strict=True))
+    assert table in page, f"docs/limits.md: replace the rows of the table of features by\n{table}"
 
 
 def test_a_pair_is_named_once_whatever_comes_with_it(tmp_path: Path) -> None:
