@@ -9,11 +9,9 @@ rounding to whole grains, which also makes the largest load smallest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from elastic_train.core.arrays import Int64s
 
@@ -24,16 +22,14 @@ _PASSES = 32
 """Bound on the passes that even the loads out; each brings the sum of squares down, and few are needed."""
 
 
-def _none() -> Int64s:
-    return np.empty(0, dtype=np.int64)
+_NONE: Int64s = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """What a rank brings into a world: the numbers of the grains that it holds, ascending, and how far they are."""
 
     reached: Reached = (0, 0)
-    grains: Int64s = field(default_factory=_none)
+    grains: Int64s = _NONE
 
 
 class Transfer(NamedTuple):
@@ -44,8 +40,7 @@ class Transfer(NamedTuple):
     grains: Int64s
 
 
-@dataclass(frozen=True, slots=True)
-class Recut:
+class Recut(NamedTuple):
     """The plan: transfers by giver and taker, and the numbers of the grains that no rank holds, ascending.
 
     Where any grain is lost there is nothing to transfer: the state has to come from a commit.
@@ -53,7 +48,7 @@ class Recut:
 
     reached: Reached
     transfers: tuple[Transfer, ...] = ()
-    lost: Int64s = field(default_factory=_none)
+    lost: Int64s = _NONE
 
 
 class _Kind(NamedTuple):
@@ -71,7 +66,7 @@ def plan_recut(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) ->
     counts as lost if somebody wants it and nobody holds it at the furthest step of those who hold anything.
     """
     furthest = max((holder.reached for holder in had if holder.grains.size), default=(0, 0))
-    has = [holder.grains if holder.reached == furthest else _none() for holder in had]
+    has = [holder.grains if holder.reached == furthest else _NONE for holder in had]
     kinds = _kinds(has, wants, spans.size)
     lost = [kind.grains for kind in kinds if not kind.holders]
     if lost:
@@ -92,45 +87,22 @@ def _kinds(has: Sequence[Int64s], wants: Sequence[Int64s], num_grains: int) -> l
     for rank, (own, wanted) in enumerate(zip(has, wants, strict=True)):
         holder[own] = rank
         moves[wanted[holder[wanted] != rank]] = True
-    moving, number = np.flatnonzero(moves), np.cumsum(moves) - 1
-    sets = [number[grains[moves[grains]]] for grains in (*has, *wants)]
-    labels, count = _refine(sets, moving.size)
-    holding, wanting = _table(sets[: len(has)], labels, count), _table(sets[len(has) :], labels, count)
-    by_label = moving[np.argsort(labels, kind="stable")]
-    parts = np.split(by_label, np.cumsum(np.bincount(labels, minlength=count))[:-1])
-    return list(map(_Kind, parts, _marked(holding), _marked(wanting & ~holding)))
+    number, labels = np.cumsum(moves) - 1, np.zeros(np.count_nonzero(moves), dtype=np.int64)
+    sets: list[list[int]] = [[]]  # by label: the grains with it are in these, and in no others
+    for place, grains in enumerate((*has, *wants)):
+        inside = number[grains[moves[grains]]]
+        if inside.size:
+            is_split = np.zeros(len(sets), dtype=np.bool_)
+            is_split[labels[inside]] = True
+            labels[inside] = (np.cumsum(is_split) + len(sets) - 1)[labels[inside]]
+            sets += [[*sets[label], place] for label in np.flatnonzero(is_split).tolist()]
+    parts = np.split(np.flatnonzero(moves)[np.argsort(labels, kind="stable")], np.cumsum(np.bincount(labels)))
+    return [_kind(grains, some, len(has)) for grains, some in zip(parts, sets, strict=False) if grains.size]
 
 
-def _marked(table: npt.NDArray[np.bool_]) -> list[tuple[int, ...]]:
-    """Return the sets that have each label, ascending."""
-    labels, sets = np.nonzero(table.T)
-    return [tuple(some.tolist()) for some in np.split(sets, np.searchsorted(labels, np.arange(1, table.shape[1])))]
-
-
-def _refine(sets: Sequence[Int64s], num_grains: int) -> tuple[Int64s, int]:
-    """Label the grains so that two have one label if and only if they are in the same sets; and count the labels."""
-    labels, count = np.zeros(num_grains, dtype=np.int64), 1
-    for numbers in sets:
-        again, num_inside = _renumbered(labels[numbers], count)
-        labels[numbers] = count + again
-        count += num_inside
-    return _renumbered(labels, count)
-
-
-def _renumbered(labels: Int64s, below: int) -> tuple[Int64s, int]:
-    """Return labels, all of them below a number, as their places among those that are used; and count these."""
-    is_used = np.zeros(below, dtype=np.int64)
-    is_used[labels] = 1
-    places = np.cumsum(is_used)
-    return places[labels] - 1, int(places[-1])
-
-
-def _table(sets: Sequence[Int64s], labels: Int64s, count: int) -> npt.NDArray[np.bool_]:
-    """Return which set has the grains of which label; shape (sets, labels)."""
-    table = np.zeros((len(sets), count), dtype=np.bool_)
-    for number, grains in enumerate(sets):
-        table[number, labels[grains]] = True
-    return table
+def _kind(grains: Int64s, sets: Sequence[int], num_ranks: int) -> _Kind:
+    holders = tuple(number for number in sets if number < num_ranks)
+    return _Kind(grains, holders, tuple(n - num_ranks for n in sets if n >= num_ranks and n - num_ranks not in holders))
 
 
 def _even_out(holders: Sequence[tuple[int, ...]], amounts: Sequence[int]) -> list[dict[int, int]]:
