@@ -118,15 +118,15 @@ def _even_out(holders: Sequence[tuple[int, ...]], amounts: Sequence[int]) -> lis
     for _ in range(_PASSES):
         began = now
         for number, (ranks, amount) in enumerate(zip(holders, amounts, strict=True)):
-            if max(map(changed.__getitem__, ranks)) <= poured[number]:
+            if max([changed[rank] for rank in ranks]) <= poured[number]:
                 continue  # it would come to the same
             old = given[number]
-            new = given[number] = _pour(amount, sorted([(totals[rank] - old.get(rank, 0), rank) for rank in ranks]))
+            others = sorted([(totals[rank] - old.get(rank, 0), rank) for rank in ranks])
+            new = given[number] = _pour(amount, others)
             poured[number] = now = now + (new != old)
-            for rank in ranks:
-                if more := new.get(rank, 0) - old.get(rank, 0):
-                    totals[rank] += more
-                    changed[rank] = now
+            for total, rank in others:
+                if (total := total + new.get(rank, 0)) != totals[rank]:
+                    totals[rank], changed[rank] = total, now
         if now == began:
             break
     return given
@@ -137,14 +137,19 @@ def _pour(amount: int, totals: Sequence[tuple[int, int]]) -> dict[int, int]:
 
     `totals` are those of ranks, ascending, and the ranks.
     """
-    below = 0
-    for count, (total, _) in enumerate(totals, start=1):
+    shares: dict[int, int] = {}
+    below = count = 0
+    for total, _ in totals:
         below += total
+        count += 1
         level, rest = divmod(amount + below, count)
         if count == len(totals) or level < totals[count][0]:
             break
-    shares = ((rank, level - total + (place < rest)) for place, (total, rank) in enumerate(totals[:count]))
-    return {rank: share for rank, share in shares if share}
+    for total, rank in totals[:count]:
+        if share := level - total + (rest > 0):
+            shares[rank] = share
+        rest -= 1
+    return shares
 
 
 def _deal(grains: Int64s, spans: Int64s, shares: dict[int, int]) -> list[tuple[int, Int64s]]:
