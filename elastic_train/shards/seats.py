@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -117,15 +117,16 @@ def _keeping(
     _add_in_gaps(in_gaps, newcomers, num_bases)
     _add_by_domains(by_domains, newcomers, num_bases, paths)
     ways = [in_gaps, by_domains] if in_gaps != by_domains else [in_gaps]
-    found = (_first_fit(groups, num_bases, had, new, paths) for groups in ways)
-    if fit := [seats for seats in found if seats is not None]:
-        return fit
+
+    def fit(ways: Iterable[_Members]) -> Iterator[list[Seat]]:
+        return (seats for groups in ways if _is_fit(seats := _seated(groups, num_bases), new, paths))
+
+    # Groups are taken as soon as they are even enough to be fit, or left if they are not even then.
+    if kept := [seats for groups in ways for seats in itertools.islice(fit(_evened(groups, num_bases, had)), 1)]:
+        return kept
     _add_by_domains(with_mates, newcomers, num_bases, paths, joins_mates=True)
-    cleared = (
-        _cleared(with_mates, num_bases, [path[:depth] for path in paths])
-        for depth in range(max(map(len, paths)), 0, -1)
-    )
-    return [seats for groups in cleared if _is_fit(seats := _seated(groups, num_bases), new, paths)]
+    levels = ([path[:depth] for path in paths] for depth in range(max(map(len, paths)), 0, -1))
+    return list(fit(_cleared(with_mates, num_bases, domains) for domains in levels))
 
 
 def _keys(had: Sequence[Seat | None]) -> list[int]:
@@ -205,13 +206,10 @@ def _cleared(groups: _Members, num_bases: Mapping[int, int], domains: Sequence[P
         here, copies = {domains[rank] for rank, _ in members}, _copies(groups, number, num_bases, domains)
         bases = dict(members)
         for base in _free(members, num_bases[number]):
-            takers = (
-                rank
-                for rank, own in bases.items()
-                if own is not None and here.isdisjoint(copies[own]) and domains[rank] not in copies[base]
-            )
-            if not here.isdisjoint(copies[base]) and (taker := next(takers, None)) is not None:
-                bases[taker] = base
+            if here & copies[base]:
+                able = (rank for rank, own in bases.items() if own is not None and not here & copies[own])
+                taker = next((rank for rank in able if domains[rank] not in copies[base]), None)
+                bases |= {} if taker is None else {taker: base}
         cleared.append([_Member(*pair) for pair in bases.items()])
     return cleared
 
@@ -228,21 +226,6 @@ def _copies(
                 for at in range(lo // num_bases[other], -(-hi // num_bases[other])):
                     found[at].add(domains[rank])
     return found
-
-
-def _first_fit(
-    groups: _Members,
-    num_bases: Mapping[int, int],
-    had: Sequence[Seat | None],
-    new: Sequence[Seat],
-    paths: Sequence[Path],
-) -> list[Seat] | None:
-    """Return the seats of groups as soon as they are even enough to be fit; None if they are not even then."""
-    for members in _evened(groups, num_bases, had):
-        seats = _seated(members, num_bases)
-        if _is_fit(seats, new, paths):
-            return seats
-    return None
 
 
 def _evened(groups: _Members, num_bases: Mapping[int, int], had: Sequence[Seat | None]) -> Iterator[_Members]:
