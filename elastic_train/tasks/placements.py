@@ -117,7 +117,7 @@ class Piece:
     """The share of a forward pass that one rank computes; without arguments the whole model, on whole rows.
 
     `modules` are those of a stage, all if there are none; `given` is the output of the stage before, None for the
-    first; `part` is some tokens of each row, None for all.
+    first; `part` is some tokens of each row, None for all. `is_last`: whether the modules end with the loss.
     """
 
     modules: Sequence[str] = ()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TransformersModel:
-    """What a source has, for rows of up to `max_tokens` tokens; `adapter` is what is trained of it, None for all."""
+    """The model of a source, for rows of up to `max_tokens` tokens; with an `adapter` its base is not trained."""
 
     def __init__(self, source: Source, adapter: Adapter | None, max_tokens: int) -> None:
         self.source, self._adapter, self._max_tokens = source, adapter, max_tokens
