@@ -82,7 +82,9 @@ def _room(connection: Connection) -> Iterator[Finding]:
     names = [{1: "NOSPACE", 2: "CORRUPT"}.get(alarm, str(alarm)) for alarm in alarms]
     taken = f"{size(status.db_size)} of a database of {size(DEFAULT_QUOTA)} by default; version {status.version}"
     if names:
-        yield fail("etcd's room", f"alarm: {', '.join(names)}; {taken}", "the runbook says how to clear it")
+        yield fail(
+            "etcd's room", f"alarm: {', '.join(names)}; {taken}", "docs/operations/recover.md says how to clear it"
+        )
     elif status.db_size > FULL * DEFAULT_QUOTA:
         yield warn("etcd's room", taken, "set --auto-compaction-retention, and defragment it (etcdctl defrag)")
     else:
