@@ -9,17 +9,16 @@ sums it up, and gives the others the mean.
 The ranks of a group compute leaves of a turn, and hold shares: which rank does what are two tables. A leaf is what one
 rank computes of one lane, and a rank may compute several in a turn; all but the last are kept whole until that one.
 
-Units are exchanged in one fixed order on all ranks, the last of the model first, whatever the order in which a backward
-pass comes to them: a unit that is ready waits for those before it. A unit's exchange is under way while the backward
-pass computes the next one's gradients. A rank without a lane in a turn only receives.
-
-Where weights are shared out, too, they are gathered in between (`unit_weights`, ZeRO-3).
+Units are exchanged in one fixed order on all ranks (`program.unit_turn`), the last of the model first, whatever the
+order in which a backward pass comes to them: a unit that is ready waits for those before it. A rank without a lane in a
+turn only receives. Where weights are shared out, too, they are gathered in between (`unit_weights`, ZeRO-3).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +36,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import FlatGradient, Leaf, Leaves, Spare, Units, Wire, forget_gradients
 from elastic_train.parallel.point_to_point import Work
 from elastic_train.parallel.unit_weights import UnitWeights
+from elastic_train.program.unit_turn import Begin, End, UnitAction, Walk, reducing_turn
 from elastic_train.shards.deal import Counter, subtrees_of, sum_chunks
 from elastic_train.shards.holdings import Run, by_flat, runs_of
 from elastic_train.shards.seating import Seating
@@ -161,8 +161,9 @@ class DealtSum:
         """The tree that the running pass adds to."""
         self._missing: list[int] = []
         """Of the running pass: parameters of each unit whose gradient has not come."""
-        self._next = 0
-        self._in_flight: _Flight | None = None
+        self._walk = Walk((), lambda action: None)
+        """The running pass's way through its turn."""
+        self._in_flight = deque[_Flight]()
         self.is_dirty = False
         """Whether something is on its way that may reach the homes however late."""
         self._spare = Spare(2 * sum(len(one.tree.seating.seats) for one in self._courses))
@@ -175,8 +176,6 @@ class DealtSum:
             for flat in unit
             for parameter, _ in flat.parameters
         ]
-        if weights is not None:
-            weights.before_backward = self._send_later_than
 
     def _totals_of(self, course: _Course) -> Mapping[int, Tensor]:
         """Return memory for the mean of what this rank sums up: the homes, unless others give it some of that."""
@@ -208,7 +207,8 @@ class DealtSum:
             self._counters |= {number: Counter(course.num_leaves, self._add) for number in course.numbers}
             course.turn, course.earlier = 0, {}
             forget_gradients(course.units)
-        self._running, self._in_flight = None, None
+        self._running = None
+        self._in_flight.clear()
 
     @contextlib.contextmanager
     def turn(self, leaf: int | None, tree: int = 0) -> Iterator[None]:
@@ -219,32 +219,50 @@ class DealtSum:
             yield
             course.earlier[leaf] = {flat.number: self._leaves.take(flat) for unit in course.units for flat in unit}
         elif course.of_turn:
-            self._running, self._next = course, 0
+            self._running = course
             self._missing = [sum(len(flat.parameters) for flat in unit) for unit in course.units]
             self._seen.clear()
             try:
-                with self._gathering(course):
+                with self._walking(course) as self._walk:
                     yield
-                    while self._next < len(course.units):
-                        self._send_next(course)
-                    self._land_last(course)
             finally:
-                self._running, self._in_flight = None, None
+                self._running = None
+                self._in_flight.clear()
+            self.is_dirty = False
             course.turn, course.earlier = course.turn + 1, {}
         else:
             yield
 
-    def _gathering(self, course: _Course) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a turn for which units are gathered, if they are."""
-        if self._weights is None or not self._by_turn:
-            return contextlib.nullcontext()
-        return self._weights.turn([rank for rank, leaves in course.of_turn.items() if leaves], has_backward=True)
+    @contextlib.contextmanager
+    def _walking(self, course: _Course) -> Iterator[Walk]:
+        """Return the context of a turn, at whose end all of its actions are done; units are gathered for it, if they
+        are."""
+        if self._gathers:
+            assert self._weights is not None
+            computing = [rank for rank, leaves in course.of_turn.items() if leaves]
+            with self._weights.turn(computing, trains=True, reduce=partial(self._reduce, course)) as walk:
+                yield walk
+            return
+        walk = Walk(reducing_turn(len(course.units)), partial(self._reduce, course))
+        yield walk
+        walk.finish()
 
-    def _send_later_than(self, block: int) -> None:
-        """Send the gradients of all blocks after one, whose backward passes have been."""
-        course = self._running
-        while course is not None and self._next < len(course.units) - 2 - block:
-            self._send_next(course)
+    @property
+    def _gathers(self) -> bool:
+        """Whether units are gathered for each turn."""
+        return self._weights is not None and self._by_turn
+
+    def _reduce(self, course: _Course, action: UnitAction) -> None:
+        """Begin to exchange a unit's gradients, or wait for what was begun before."""
+        match action:
+            case Begin(unit=unit):
+                self._send(course, self._number_of(course, unit))
+            case End():
+                self._land(course)
+
+    def _number_of(self, course: _Course, unit: int) -> int:
+        """Return which of a tree's units one of a turn is: where units are gathered it is a block's number, or REST."""
+        return len(course.units) - 2 - unit if self._gathers else unit
 
     def finish(self, divisor: float) -> None:
         assert all(course.turn == len(course.turns) for course in self._courses), "not all turns were taken"
@@ -274,21 +292,22 @@ class DealtSum:
             return  # a pass outside of any step, such as warming up
         check_once(parameter, self._seen)
         self._missing[unit] -= 1
-        while self._next < len(course.units) and self._missing[self._next] == 0:
-            if self._weights is not None and self._by_turn and not course.units[self._next]:
-                return  # weights of blocks that are frozen are gathered when their turn comes, not all at once
-            self._send_next(course)
+        while (
+            isinstance(due := self._walk.next, Begin)
+            and due.what == "reduce"
+            and self._missing[self._number_of(course, due.unit)] == 0
+        ):
+            self._walk.step()
+            if isinstance(before := self._walk.next, End) and before.unit != due.unit:
+                self._walk.step()
 
-    def _send_next(self, course: _Course) -> None:
-        """Cut the next unit's leaves, and forget them; what no lane uses is zero."""
-        if self._weights is not None and self._by_turn:  # those of the block before it are exchanged before
-            self._weights.back_to(len(course.units) - 3 - self._next)
-        unit, leaves = course.units[self._next], course.of_turn[course.ranks.rank]
+    def _send(self, course: _Course, number: int) -> None:
+        """Cut a unit's leaves, and forget them; what no lane uses is zero."""
+        unit, leaves = course.units[number], course.of_turn[course.ranks.rank]
         taken = dict(course.earlier)
         if leaves:
             taken[leaves[-1]] = {flat.number: self._leaves.take(flat) for flat in unit}
-        self._exchange(course, self._next, taken)
-        self._next += 1
+        self._exchange(course, number, taken)
 
     def _exchange(self, course: _Course, number: int, leaves: Mapping[int, Mapping[int, Leaf]]) -> None:
         """Begin to give the others of the group what they sum up of a unit's leaves, and to take what they give."""
@@ -310,26 +329,19 @@ class DealtSum:
                     part.copy_(leaf[flat].memory[run.lo : run.hi])
         self.is_dirty = True
         begun = course.ranks.begin_exchange(sends, receives)
-        begun_s = time.perf_counter()
-        self._land(course)  # what was begun before this has had a block's time
         sent = [(flat, leaf[flat.number]) for leaf in leaves.values() for flat in unit]
-        self._in_flight = _Flight(*begun, sent, chunks, begun_s)
+        self._in_flight.append(_Flight(*begun, sent, chunks, time.perf_counter()))
 
     def _land(self, course: _Course) -> None:
-        """Wait for the exchange that is under way, if any, and add what has come, in the lanes' order."""
-        flight, self._in_flight = self._in_flight, None
-        if flight is not None:
-            course.ranks.beside_s += time.perf_counter() - flight.begun_s
-            course.ranks.wait(flight.arriving + flight.leaving)
-            for flat, leaf in flight.leaves:
-                self._leaves.give_back(flat, leaf)
-            for lane, chunks in sorted(flight.chunks.items()):
-                for number, chunk in chunks.items():
-                    self._counters[number].push(Part(0, lane), self._widened(course, number, lane, chunk))
-
-    def _land_last(self, course: _Course) -> None:
-        self._land(course)
-        self.is_dirty = False
+        """Wait for the exchange that was begun first of those under way, and add what has come, in the lanes' order."""
+        flight = self._in_flight.popleft()
+        course.ranks.beside_s += time.perf_counter() - flight.begun_s
+        course.ranks.wait(flight.arriving + flight.leaving)
+        for flat, leaf in flight.leaves:
+            self._leaves.give_back(flat, leaf)
+        for lane, chunks in sorted(flight.chunks.items()):
+            for number, chunk in chunks.items():
+                self._counters[number].push(Part(0, lane), self._widened(course, number, lane, chunk))
 
     def _room(self, course: _Course, number: int, lane: int) -> Tensor:
         """Return memory for what this rank sums up of a leaf: that of the mean for the group's first one."""

@@ -1,10 +1,7 @@
 """Weights of which every rank holds a share: a unit's are gathered when it is used, and let go of after that (ZeRO-3).
 
-A turn is one forward and backward pass on some ranks of a group. All ranks of the group post a turn's exchanges in one
-fixed order, whatever a pass does: the rest of the model; the blocks' weights, first to last; then, from the last block
-to the first, the weights of the block before it, and its gradients (see `dealt_sum`). So a block's weights are on their
-way while the next one computes, and nobody waits for something that another rank will never send. What a pass leaves
-out is exchanged all the same. A rank that has no lane in a turn only sends.
+A turn is one forward and backward pass on some ranks of a group, whose actions are a list (`program.unit_turn`): hooks
+of the blocks only report how far the pass is. A rank that has no lane in a turn only sends.
 
 The last block's weights stay from the forward to the backward pass; the rest's stay from the first turn to the last.
 Where passes of several lanes are under way at once there are no blocks: all is the rest, gathered once for a step.
@@ -28,12 +25,11 @@ from elastic_train.errors import ConfigError
 from elastic_train.parallel.devices.host_memory import Event, HostMemory
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Work
+from elastic_train.program.unit_turn import REST, Begin, End, Free, UnitAction, Walk, gathering_turn
 from elastic_train.shards.holdings import Run
 from elastic_train.system.huge_pages import on_huge_pages
 
 T = TypeVar("T")
-REST = -1
-"""The number of the unit that is no block."""
 _NOT_THERE = "storage of size 0", "data is not allocated"
 """What torch says of a tensor whose memory was let go of."""
 
@@ -79,9 +75,10 @@ class UnitWeights:
         """Memory that what leaves is read from, if it is not held there."""
         self._whole: set[int] = set()
         self._is_running, self._has_rest, self._is_dirty = False, False, False
-        self._forward, self._back = 0, 0
-        self.before_backward: Callable[[int], None] = lambda number: None
-        """Called with a block's number before its backward pass: gradients of later blocks are complete."""
+        self._walk = Walk((), self._act)
+        self._reduce: Callable[[UnitAction], None] | None = None
+        self._forward = 0
+        """The block after the last one that the running forward pass has come to."""
         self._hooks = [
             hook
             for number, block in enumerate(blocks)
@@ -111,32 +108,28 @@ class UnitWeights:
     def gather(self) -> None:
         """Make whole, on all ranks of the group at once, what stays from turn to turn."""
         self.end_pass()
-        with self.turn([self._group.rank, *self._others], has_backward=False):
+        with self.turn([self._group.rank, *self._others], trains=False):
             pass
 
     @contextlib.contextmanager
-    def turn(self, receivers: Collection[int], *, has_backward: bool) -> Iterator[None]:
+    def turn(
+        self, receivers: Collection[int], *, trains: bool, reduce: Callable[[UnitAction], None] | None = None
+    ) -> Iterator[Walk]:
         """Return the context of a turn in which these ranks compute; in the first one of a pass all do that ever will.
 
-        At its end what has not been exchanged is, and all is let go of but what stays.
+        `reduce` makes the exchanges of gradients, if any are to be between those of weights. At its end what has not
+        been exchanged is, and all is let go of but what stays.
         """
         self._is_dirty = True
-        self._receivers, self._forward, self._back = receivers, 0, len(self._blocks) - 1
+        self._receivers, self._forward, self._reduce = receivers, 0, reduce
         self._is_running = self._group.rank in receivers
+        actions = gathering_turn(len(self._blocks), has_rest=self._has_rest, trains=trains, reduces=reduce is not None)
+        self._walk = Walk(actions, self._act)
         try:
-            if not self._has_rest:
-                self._post(REST)
-                self._has_rest = True
-                self._await(REST)
-            if self._blocks:
-                self._post(0)
-            yield
-            if has_backward:
-                self.back_to(0)
-            else:
-                self._end_forward()
-            for number in self._resident():
-                self._release(number)
+            while self._walk.next in (Begin("gather", REST), End("gather", REST), Begin("gather", 0)):
+                self._walk.step()
+            yield self._walk
+            self._walk.finish()
             self._group.wait(self._leaving)
         except BaseException as error:
             self._arriving.clear()  # or they would keep the group's connections
@@ -148,17 +141,21 @@ class UnitWeights:
                 ) from error
             raise
         finally:
-            self._leaving, self._lent, self._is_running = [], [], False
+            self._leaving, self._lent, self._is_running, self._reduce = [], [], False, None
         self._is_dirty = False
 
-    def back_to(self, number: int) -> None:
-        """Post the weights of blocks before the backward passes of those after them, down to a block's."""
-        self._end_forward()
-        while self._back > max(number, 0):
-            self._back -= 1
-            for late in [one for one in self._resident() if one > self._back + 1]:
-                self._release(late)
-            self._post(self._back)
+    def _act(self, action: UnitAction) -> None:
+        match action:
+            case Begin("gather", unit):
+                self._post(unit)
+                self._has_rest |= unit == REST
+            case End("gather", unit):
+                self._await(unit)
+            case Free(unit):
+                self._release(unit)
+            case Begin() | End():
+                assert self._reduce is not None, "nothing is to be reduced"
+                self._reduce(action)
 
     def turns(self, items: Iterator[T], world: Group) -> Iterator[T]:
         """Yield what this rank runs forward passes with, and take part in those of its group until nobody has more."""
@@ -169,7 +166,7 @@ class UnitWeights:
             has_more = world.all_gather(torch.tensor(int(item is not None))).flatten().tolist()
             if not any(has_more):
                 break
-            with self.turn([rank for rank in ranks if has_more[rank]], has_backward=False):
+            with self.turn([rank for rank in ranks if has_more[rank]], trains=False):
                 if item is not None:
                     yield item
         self.end_pass()
@@ -178,17 +175,14 @@ class UnitWeights:
         if not self._is_running:
             return
         if is_in_backward():  # it is computed once more, instead of what it would have kept
-            self._enter_backward(number)
+            self._walk.enter("backward", number)
             return
         if number < self._forward:
             raise ConfigError(
                 f"'{self._blocks[number].name}' runs after '{self._blocks[self._forward - 1].name}' in a forward pass: "
                 "parallel.shards: parameters needs blocks that run once each, in one order; set it to gradients"
             )
-        self._pass_over(number)
-        self._await(number)
-        if number + 1 < len(self._blocks):
-            self._post(number + 1)
+        self._walk.enter("forward", number)
         self._forward = number + 1
 
     def _leave(self, number: int, module: nn.Module, arguments: object, output: Any) -> None:
@@ -198,35 +192,12 @@ class UnitWeights:
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
-        if number + 1 < len(self._blocks):
-            self._release(number)
+        if self._walk.next == Free(number) and number + 1 < len(self._blocks):
+            self._walk.step()
 
     def _on_gradient(self, number: int, gradient: Tensor) -> None:
         if self._is_running:
-            self._enter_backward(number)
-
-    def _enter_backward(self, number: int) -> None:
-        self.before_backward(number)
-        self.back_to(number)
-        self._await(number)
-        for late in [one for one in self._resident() if one > number]:
-            self._release(late)
-        self.back_to(number - 1)
-
-    def _end_forward(self) -> None:
-        self._pass_over(len(self._blocks))
-
-    def _pass_over(self, number: int) -> None:
-        """Exchange the weights of blocks that the forward pass leaves out."""
-        while self._forward < number:
-            if self._forward + 1 < len(self._blocks):
-                self._await(self._forward)
-                self._post(self._forward + 1)
-                self._release(self._forward)
-            self._forward += 1
-
-    def _resident(self) -> list[int]:
-        return [number for number in (*self._whole, *self._arriving) if number != REST]
+            self._walk.enter("backward", number)
 
     def _post(self, number: int) -> None:
         """Send this rank's share of a unit's weights, and begin to receive the others'."""

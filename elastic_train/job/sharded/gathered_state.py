@@ -150,7 +150,7 @@ class GatheredState(DealtState):
     def computing(self, replicas: Collection[int]) -> Iterator[None]:
         assert self._units is not None, "there is a world"
         self._units.end_pass()
-        with self._units.turn(replicas, has_backward=True):
+        with self._units.turn(replicas, trains=True):
             yield
         self._units.end_pass()
 
