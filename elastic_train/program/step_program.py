@@ -52,6 +52,8 @@ def step_program(pipeline: Pipeline, stage: int, *, has_experts: bool = False) -
 
 def _with_leaves(pipeline: Pipeline, stage: int, *, has_experts: bool) -> Iterator[Action]:
     first = "forward" if pipeline.num_stages == 1 else "backward"
+    if pipeline.num_stages == 1:
+        pipeline = pipeline._replace(kind="1f1b")  # no lane waits for other stages
     for action in schedule(pipeline, stage):
         if isinstance(action, Exchange):
             yield action

@@ -1,0 +1,73 @@
+"""A turn by units: what a pass needs is there, little is whole at once, and all is done whatever the pass does."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from elastic_train.program.unit_turn import (
+    REST,
+    Begin,
+    End,
+    Enter,
+    Free,
+    UnitAction,
+    Walk,
+    gathering_turn,
+    reducing_turn,
+)
+
+
+def turn(num_blocks: int, *, trains: bool = True, reduces: bool = True) -> tuple[UnitAction, ...]:
+    return gathering_turn(num_blocks, has_rest=False, trains=trains, reduces=reduces)
+
+
+@pytest.mark.parametrize("num_blocks", range(6))
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_pass_comes_to_blocks_that_are_there_and_two_are_whole_at_most(num_blocks: int, trains: bool) -> None:
+    begun, there = set[int](), set[int]()
+    for action in turn(num_blocks, trains=trains, reduces=trains):
+        match action:
+            case Begin("gather", unit):
+                assert unit not in begun | there
+                begun.add(unit)
+            case End("gather", unit):
+                begun.remove(unit)
+                there.add(unit)
+            case Free(unit):
+                there.remove(unit)
+            case Enter(unit=unit):
+                assert {REST, unit} <= there
+        assert len((begun | there) - {REST}) <= 2
+    assert there == {REST} and not begun, "the rest of the model stays"
+
+
+@pytest.mark.parametrize("num_blocks", range(6))
+def test_gradients_go_in_the_opposite_order_of_blocks_one_after_the_other(num_blocks: int) -> None:
+    """Each is under way during the pass of the next unit, and no longer."""
+    reduced = [action for action in turn(num_blocks) if isinstance(action, Begin | End) and action.what == "reduce"]
+    units = [*reversed(range(num_blocks)), REST]
+    assert [one.unit for one in reduced if isinstance(one, Begin)] == units
+    assert [one.unit for one in reduced if isinstance(one, End)] == units
+    numbers = {REST: num_blocks} | {block: num_blocks - 1 - block for block in range(num_blocks)}
+    plain = [type(one)("reduce", numbers[one.unit]) for one in reduced]
+    assert list(reducing_turn(num_blocks + 1)) == plain
+
+
+def test_a_pass_may_leave_blocks_out_and_come_to_them_again() -> None:
+    """All actions are done all the same, once, and in the same order as on a rank without a lane."""
+    actions = turn(4)
+    enters = [action for action in actions if isinstance(action, Enter)]
+    for seed in range(20):
+        drawn = random.Random(seed)
+        done = list[UnitAction]()
+        walk = Walk(actions, done.append)
+        for enter in enters:
+            for _ in range(drawn.randrange(3)):
+                walk.enter(enter.direction, enter.unit)
+                assert enter in done
+        walk.finish()
+        assert done == list(actions) and walk.next is None
+    assert not any(one == other for one, other in itertools.pairwise(actions))
