@@ -172,7 +172,10 @@ def _placements_of(task: Task, model: nn.Module, degrees: Degrees, *, may_refuse
         raise ConfigError(f"{call} raises {type(error).__name__}: {error}; {must}") from error
     if not isinstance(placed, Placements):
         raise ConfigError(f"{call} returns {placed!r}, which is no Placements; {must}")
-    return replace(placed, tensor=_named(placed.tensor, model), stages=tuple(tuple(one) for one in placed.stages))
+    tensor = _named(placed.tensor, model)
+    if degrees.tensor > 1 and placed.tensor and not tensor:
+        raise ConfigError(f"{call} names '{next(iter(placed.tensor))}', and the model has no such module")
+    return replace(placed, tensor=tensor, stages=tuple(tuple(one) for one in placed.stages))
 
 
 def dims_of(uses: Mapping[str, Use], model: nn.Module) -> CutDims:

@@ -185,6 +185,7 @@ class Block(nn.Module):
         ({"up": "column"}, "2 does not divide the 3 columns of 'up'"),
         ({"norm": "column"}, "'norm' by columns, which a LayerNorm cannot be"),
         ({"down": "row"}, "2 does not divide the 3 rows of 'down'"),
+        ({"*.up": "column"}, r"names '\*.up', and the model has no such module"),
     ],
 )
 def test_a_plan_that_does_not_fit_its_model_is_refused(plan: dict[str, str], message: str) -> None:
