@@ -15,6 +15,8 @@ _BINS, _UNIT = 15, 1 << 30
 _MOST_ROWS = 1 << 21
 """Distinct scores, over all classes, up to which an area is exact: 64 MB. Of more, close ones become equal."""
 _CLASS, _KEY = 0, 1
+_CUT = -2
+"""The class of a row that has, in place of a score, how many low bits were dropped of those in its table."""
 
 
 class PositiveF1(BinaryF1Score):
@@ -30,7 +32,8 @@ class AreaUnderCurve(Metric):
     The state is a table of integers: class, score, and how many targets with this score are of other classes, and of
     this one. A score is the ordered bits of its double, so areas are scikit-learn's, ties and saturated scores
     included. A longer table than `most_rows` drops the fewest low bits of all scores that shorten it enough. A part of
-    the samples never drops more bits than all of them, so the result is the same for any division among ranks.
+    the samples never drops more bits than all of them, and tables that are put together drop as many as any of them
+    has, so the result is the same for any division among ranks.
 
     Classes without a sample are left out of the mean, and `remark` names them. The value is NaN if a score is NaN, or
     no class has both kinds of samples.
@@ -63,6 +66,7 @@ class AreaUnderCurve(Metric):
         undefined = torch.tensor(torch.nan, dtype=torch.float64)
         table = self.rows if isinstance(self.rows, Tensor) else torch.cat([_NO_ROWS, *(row.cpu() for row in self.rows)])
         rows = _merged(table.cpu(), self._most_rows)
+        rows = rows[rows[:, _CLASS] != _CUT]
         if not len(rows) or bool((rows[:, _CLASS] < 0).any()):
             return undefined
         areas, absent = [], []
@@ -90,17 +94,21 @@ def _ordered(scores: Tensor) -> Tensor:
 
 def _merged(rows: Tensor, most: int) -> Tensor:
     """Return a table with one row for each class and score, sorted by them, of about `most` rows at most."""
+    is_cut = rows[:, _CLASS] == _CUT
+    num_bits = max(rows[is_cut, _KEY].tolist(), default=0)
+    rows = rows[~is_cut]
+    rows[:, _KEY] = (rows[:, _KEY] >> num_bits) << num_bits
     for column in (_KEY, _CLASS):
         rows = rows[rows[:, column].argsort(stable=True)]
     rows = _added(rows)
-    if len(rows) <= most:
-        return rows
-    lo, hi = 0, 63
-    while hi - lo > 1:
-        middle = (lo + hi) // 2
-        lo, hi = (lo, middle) if int(_begins(rows, middle).sum()) <= most else (middle, hi)
-    rows[:, _KEY] = (rows[:, _KEY] >> hi) << hi
-    return _added(rows)
+    if len(rows) > most:
+        lo, num_bits = num_bits, 63
+        while num_bits - lo > 1:
+            middle = (lo + num_bits) // 2
+            lo, num_bits = (lo, middle) if int(_begins(rows, middle).sum()) <= most else (middle, num_bits)
+        rows[:, _KEY] = (rows[:, _KEY] >> num_bits) << num_bits
+        rows = _added(rows)
+    return torch.cat([rows.new_tensor([[_CUT, num_bits, 0, 0]]), rows]) if num_bits else rows
 
 
 def _added(rows: Tensor) -> Tensor:

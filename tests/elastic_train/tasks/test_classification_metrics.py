@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score, roc_auc_score
 
@@ -72,6 +72,7 @@ def test_the_area_of_eleven_classes_is_the_mean_over_those_that_are_there(most_r
     st.integers(0, 40),
     st.sampled_from([3, 8, 1 << 21]),
 )
+@example([(0.0, 1.0, 0), (0.0, 1.0, 0), (0.0, 0.5, 0), (1.0, 0.25, 2), (0.5, 0.0, 0)], 1, 8)
 def test_any_division_among_ranks_gives_the_same_bits(
     rows: list[tuple[float, float, int]], cut: int, most_rows: int
 ) -> None:
