@@ -181,7 +181,7 @@ class Mesh:
 
     def leaf(self, lane: int, num_lanes: int) -> int:
         """Return the leaf that this rank computes of a lane: whose random numbers it draws, and what it adds."""
-        return leaf_of(lane, self.cell.number_along(self.place, "context")[0], num_lanes)
+        return leaf_of(lane, self.place % self.cell.context, num_lanes)
 
     def num_lanes(self, assigned: Sequence[Sequence[int]]) -> list[int]:
         """Return how many lanes each rank computes, by rank, of what each owner is assigned."""

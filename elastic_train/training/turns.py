@@ -60,10 +60,8 @@ class _Turns(Passes):
 
     def __init__(self, session: Session, lanes: Sequence[LaneBatch]) -> None:
         self._session, self._stage, self._lanes = session, session.stage, lanes
-        self._keys = [key_of(batch) for batch in lanes]
-        mesh = session.world.mesh
-        by_cell = lanes_by_cell(session.assigned, mesh.cell.expert) if self._stage.experts else [()]
-        self._of_cell = by_cell[mesh.replica] if self._stage.experts else ()
+        mesh, has_experts = session.world.mesh, bool(self._stage.experts)
+        self._of_cell = lanes_by_cell(session.assigned, mesh.cell.expert)[mesh.replica] if has_experts else ()
         """The lanes of this rank's cell, each of whose ranks with other experts computes one of them in a turn."""
         self.leaf = contextlib.ExitStack()
         """The leaf that is open."""
@@ -72,7 +70,8 @@ class _Turns(Passes):
         self.results: dict[int, LaneSums | Unread] = {batch.lane: LaneSums() for batch in lanes}
 
     def key(self, number: int) -> Hashable | None:
-        return self._keys[number] if number < len(self._keys) else None
+        batch = self._lane(number)
+        return None if batch is None else key_of(batch)
 
     def open(self, one: Open) -> None:
         session, batch = self._session, self._lane(one.number)
@@ -139,8 +138,9 @@ class _Turns(Passes):
 
     def _passing(self, one: Pass) -> contextlib.AbstractContextManager[None]:
         """Return the context of a pass, in which others of the cell may need this rank's experts."""
-        is_needed = self._turn_of_cell(one.number)
-        return self._stage.passing(one, trains=True) if is_needed else contextlib.nullcontext()
+        if not self._turn_of_cell(one.number):
+            return contextlib.nullcontext()
+        return self._stage.passing(one, trains=True)
 
 
 def _forward(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> Made:
