@@ -45,6 +45,9 @@ def test_worlds_that_follow_one_another(listed: list[Listed], size: int, copies:
         for some, holder in zip(arcs, brought, strict=True):
             assert grains_in(circle, some).tolist() == holder.grains.tolist()
         check_seating(Seating(layout, circle, seats, rank), brought)
+        # Experts: two ranks have each seat.
+        twice = [seat for seat in seats for _ in range(2)]
+        check_seating(Seating(layout, circle, twice, 2 * rank), [holder for holder in brought for _ in range(2)])
         staying = [number for number in range(len(seats)) if data.draw(st.integers(0, 3)) or len(seats) == 1]
         left = [arcs for number, arcs in enumerate(seat.arcs for seat in seats) if number in staying]
         missing = layout.num_grains - len(oracle.grains_in(circle, [arc for arcs in left for arc in arcs]))
@@ -84,9 +87,16 @@ def check_seating(seating: Seating, brought: Sequence[Holder]) -> None:
     assert seating.given_runs() == [oracle.runs_of(layout, grains) for grains in shared]
     assert seating.taken_runs() == [oracle.runs_of(layout, grains) for grains in taken]
     others = [(rank + turn) % len(seats) for turn in range(1, len(seats))]
-    both = [(to, [grain for grain in trained[to] if grain in trained[rank]]) for to in others]
+    summed = list(trained)
+    for ranks in ([rank for rank, seat in enumerate(seats) if seat.group == group] for group in range(len(seats))):
+        if len({seats[rank].slot for rank in ranks}) < len(ranks):
+            by_member = oracle.owned_of([seating.holdings[rank] for rank in ranks], span)
+            for member, grains in zip(ranks, by_member, strict=True):
+                summed[member] = oracle.trained_of(layout, grains)
+    assert as_lists(seating.summed) == summed
+    both = [(to, [grain for grain in summed[to] if grain in summed[rank]]) for to in others]
     chunks = [(to, grains) for to, grains in both if grains and seats[to].group != seats[rank].group]
-    assert [(to, grains.tolist()) for to, grains in sum_chunks(rank, seats, seating.trained)] == chunks
+    assert [(to, grains.tolist()) for to, grains in sum_chunks(rank, seats, seating.summed)] == chunks
     runs = runs_of(layout, seating.trained[rank], seating.sections_of(rank))
     assert runs == oracle.runs_of(layout, trained[rank], sections)
     side_by_side = oracle.side_by_side(layout, trained[rank], runs)
