@@ -69,7 +69,7 @@ def check_once(parameter: Tensor, seen: set[int]) -> None:
     seen.add(id(parameter))
 
 
-class Turns:
+class ExchangeQueue:
     """Another thread, which makes exchanges one after another, none after one that could not be made; it must be
     closed."""
 
@@ -116,8 +116,8 @@ class Turns:
 class Beside:
     """Finishes buckets in turn, beside the pass that fills them; it must be closed."""
 
-    def __init__(self, buckets: Sequence[Bucket], turns: Turns, finish: Callable[[Bucket], None]) -> None:
-        self._buckets, self.turns, self._finish = list(buckets), turns, finish
+    def __init__(self, buckets: Sequence[Bucket], queue: ExchangeQueue, finish: Callable[[Bucket], None]) -> None:
+        self._buckets, self.queue, self._finish = list(buckets), queue, finish
         self._num_full = 0
         self._missing: list[int] | None = None
         self._seen: set[int] = set()
@@ -140,7 +140,7 @@ class Beside:
     def join(self) -> None:
         """Wait until all buckets that were full are finished; raises what went wrong there."""
         self._num_full = 0
-        self.turns.join()
+        self.queue.join()
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
@@ -159,5 +159,5 @@ class Beside:
 
     def _hand_out(self, num_full: int) -> None:
         for bucket in self._buckets[self._num_full : num_full]:
-            self.turns.begin(partial(self._finish, bucket))
+            self.queue.begin(partial(self._finish, bucket))
         self._num_full = num_full

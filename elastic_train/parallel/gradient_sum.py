@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.core.lanes import Lanes, Part, contiguous, parts_of, settle
-from elastic_train.parallel.buckets import Beside, Bucket, Placed, Turns, cut_buckets
+from elastic_train.parallel.buckets import Beside, Bucket, ExchangeQueue, Placed, cut_buckets
 from elastic_train.parallel.exchange import Scratch
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Aside, PointToPoint
@@ -238,12 +238,12 @@ class TreeSum:
         """
         self._trees = [_Adding(one, LaneTree(one.flats, one.ranks.rank, one.leaves), Aside(one.ranks)) for one in trees]
         self._scratch = Scratch()
-        self._turns: Turns | None = None
+        self._queue: ExchangeQueue | None = None
         for one in self._trees:
             if bucket_bytes is not None and one.tree.placed and _may_be_beside(one.tree):
-                self._turns = self._turns or Turns(one.tree.ranks)
+                self._queue = self._queue or ExchangeQueue(one.tree.ranks)
                 buckets = cut_buckets(one.tree.placed, one.tree.flats, bucket_bytes)
-                one.beside = Beside(buckets, self._turns, partial(self._finish_bucket, one))
+                one.beside = Beside(buckets, self._queue, partial(self._finish_bucket, one))
 
     def begin(self) -> None:
         self._join()  # of a step that was not applied after all
@@ -284,8 +284,8 @@ class TreeSum:
         for one in self._trees:
             if one.beside is not None:
                 one.beside.close()
-        if self._turns is not None:
-            self._turns.close()
+        if self._queue is not None:
+            self._queue.close()
 
     def tensors(self) -> Iterator[OfPart]:
         for one in self._trees:
@@ -311,12 +311,12 @@ class TreeSum:
                 one.beside.join()
 
     def _join_timed(self) -> None:
-        if self._turns is None:
+        if self._queue is None:
             return
         ranks = next(one.tree.ranks for one in self._trees if one.beside is not None)
         waited_s = ranks.waited_s
         self._join()
-        ranks.beside_s += max(0.0, self._turns.take_busy_s() - (ranks.waited_s - waited_s))
+        ranks.beside_s += max(0.0, self._queue.take_busy_s() - (ranks.waited_s - waited_s))
 
 
 def _may_be_beside(tree: Tree) -> bool:

@@ -175,7 +175,7 @@ class UnitWeights:
         if not self._is_running:
             return
         if is_in_backward():  # it is computed once more, instead of what it would have kept
-            self._walk.enter("backward", number)
+            self._enter_backward(number)
             return
         if number < self._forward:
             raise ConfigError(
@@ -183,6 +183,7 @@ class UnitWeights:
                 "parallel.shards: parameters needs blocks that run once each, in one order; set it to gradients"
             )
         self._walk.enter("forward", number)
+        self._await(number)
         self._forward = number + 1
 
     def _leave(self, number: int, module: nn.Module, arguments: object, output: Any) -> None:
@@ -197,7 +198,11 @@ class UnitWeights:
 
     def _on_gradient(self, number: int, gradient: Tensor) -> None:
         if self._is_running:
-            self._walk.enter("backward", number)
+            self._enter_backward(number)
+
+    def _enter_backward(self, number: int) -> None:
+        self._walk.enter("backward", number)
+        self._await(number)
 
     def _post(self, number: int) -> None:
         """Send this rank's share of a unit's weights, and begin to receive the others'."""

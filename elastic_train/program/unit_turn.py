@@ -47,7 +47,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """A pass comes to a block, whose weights are there."""
+    """A pass comes to a block, and waits for its weights; one that leaves it out does not."""
 
     direction: Direction
     unit: int
@@ -77,26 +77,23 @@ def _gathering(num_blocks: int, *, has_rest: bool, trains: bool, reduces: bool) 
     if num_blocks:
         yield Begin("gather", 0)
     for block in range(num_blocks):
-        yield End("gather", block)
         if block < last:
-            yield Begin("gather", block + 1)
+            yield from (End("gather", block), Begin("gather", block + 1))
         yield Enter("forward", block)
         if block < last:
             yield Free(block)
     if trains:
         yield from _backward(num_blocks, reduces=reduces)
-    elif num_blocks:
-        yield Free(last)
+    else:
+        yield from _let_go(last, num_blocks)
 
 
 def _backward(num_blocks: int, *, reduces: bool) -> Iterator[UnitAction]:
-    """Yield the actions from the end of a forward pass on: the last block's weights are there."""
+    """Yield the actions from the end of a forward pass on: the last block's weights stay."""
     before: int | None = None
     for block in reversed(range(num_blocks)):
-        if block + 1 < num_blocks:
-            yield End("gather", block)
-            yield Free(block + 1)
         if block:
+            yield from _let_go(block + 1, num_blocks)
             yield Begin("gather", block - 1)
         yield Enter("backward", block)
         if reduces:
@@ -104,8 +101,14 @@ def _backward(num_blocks: int, *, reduces: bool) -> Iterator[UnitAction]:
             before = block
     if reduces:
         yield from (*_reduce(REST, before), End("reduce", REST))
-    if num_blocks:
-        yield Free(0)
+    for block in (1, 0):
+        yield from _let_go(block, num_blocks)
+
+
+def _let_go(block: int, num_blocks: int) -> Iterator[UnitAction]:
+    """Let go of a block's weights, if there is such a block; nobody waited for them if no pass came to it."""
+    if 0 <= block < num_blocks:
+        yield from (End("gather", block), Free(block))
 
 
 def _reduce(unit: int, before: int | None) -> Iterator[UnitAction]:

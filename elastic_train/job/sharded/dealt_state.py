@@ -52,8 +52,8 @@ class DealtState(HeldState):
     def sum_over(
         self, trees: Sequence[OfFlats], weights: UnitWeights | None = None, *, by_turn: bool = True
     ) -> GradientSum:
-        trees_ = [self._dealt_tree(one, by_block=weights is not None and by_turn) for one in trees]
-        self._dealt = DealtSum(trees_, self._homes, weights, self._wire, by_turn=by_turn)
+        dealt = [self._dealt_tree(one, by_block=weights is not None and by_turn) for one in trees]
+        self._dealt = DealtSum(dealt, self._homes, weights, self._wire, by_turn=by_turn)
         return self._dealt
 
     def _dealt_tree(self, one: OfFlats, *, by_block: bool) -> DealtTree:

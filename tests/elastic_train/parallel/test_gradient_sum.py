@@ -20,7 +20,7 @@ from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import Assignment, contiguous, lane_seed, owned_lanes
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, PeerLostError
-from elastic_train.parallel.buckets import Beside, Bucket, Turns, cut_buckets
+from elastic_train.parallel.buckets import Beside, Bucket, ExchangeQueue, cut_buckets
 from elastic_train.parallel.exchange import halving_turns
 from elastic_train.parallel.gradient_sum import bind_gradients, make_gradient_sum, make_sum, place_gradients
 from elastic_train.parallel.group import Group
@@ -128,15 +128,15 @@ def test_after_a_bucket_that_could_not_be_exchanged_none_is() -> None:
         begun.append(bucket)
         raise PeerLostError("gone")
 
-    turns = Turns(Group(0, 1, None, 60))
-    beside = Beside(buckets, turns, finish)
+    queue = ExchangeQueue(Group(0, 1, None, 60))
+    beside = Beside(buckets, queue, finish)
     with beside.filling():
         net(torch.ones(1, 3)).sum().backward()
     with pytest.raises(PeerLostError, match="gone"):
         beside.join()
-    turns._thread.begin(lambda: None).result(PATIENCE_S)  # after all that it was given before
+    queue._thread.begin(lambda: None).result(PATIENCE_S)  # after all that it was given before
     beside.close()
-    turns.close()
+    queue.close()
     assert len(buckets) > 1 and begun == buckets[:1]
 
 

@@ -175,6 +175,8 @@ class _Rank:
         for block in range(self.world.num_blocks):
             unit = block if one.direction == "forward" else self.world.num_blocks - 1 - block
             yield from self._until(Enter(one.direction, unit), one)
+            if self.gathers and computes:
+                yield Wait(("gather", unit, one.number, one.chunk))
             for axis in ("tensor", "context") if computes else ():
                 if len(self.along[axis]) > 1:
                     yield from self._all(axis, (axis, one, unit), self.along[axis])
