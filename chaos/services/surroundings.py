@@ -1,6 +1,6 @@
 """What a job stands on, as far as its faults need it: etcd, proxies before it, a cable, a tracker, a small disk.
 
-Made for the kinds that a scenario names; what this machine cannot provide is in `missing`, with the reason.
+ForwardOutput for the kinds that a scenario names; what this machine cannot provide is in `missing`, with the reason.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from elastic_train.parallel import exchange
 from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.training import commits, turns
 from elastic_train.training.session import Session
-from elastic_train.training.turns import Made
+from elastic_train.training.turns import ForwardOutput
 from rendezvous.etcd import connection
 
 
@@ -58,7 +58,7 @@ def rank_seeded_dropout() -> None:
     """Random numbers of a forward pass are drawn from the rank, not from the lane."""
     forward, rank = turns._forward, [0]
 
-    def run_on_rank(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> Made:
+    def run_on_rank(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> ForwardOutput:
         rank[0] = session.world.group.rank
         return forward(session, batch, chunk, given)
 

@@ -35,11 +35,14 @@ class Unread(NamedTuple):
     buffers: int
 
 
-class Made(NamedTuple):
-    """What a forward pass leaves: an activation for the next piece, or the loss that the backward pass begins with."""
+class ForwardOutput(NamedTuple):
+    """The result of a forward pass: an activation for the next piece, or the loss that the backward pass begins with.
+
+    `sums` are those of a lane whose loss was computed.
+    """
 
     tensor: Tensor | None
-    gave: LaneSums | Unread | None = None
+    sums: LaneSums | Unread | None = None
     loss: LaneLoss | None = None
 
 
@@ -91,11 +94,11 @@ class _Turns(Passes):
             if batch is None or batch.tensors is None:
                 return None
             self._session.lane = batch.lane
-            made = _forward(self._session, batch, one.chunk, given)
-        if made.gave is not None:
-            self.results[batch.lane] = made.gave
-        self._loss = None if self._session.first is None else made.loss
-        return made.tensor
+            output = _forward(self._session, batch, one.chunk, given)
+        if output.sums is not None:
+            self.results[batch.lane] = output.sums
+        self._loss = None if self._session.first is None else output.loss
+        return output.tensor
 
     def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
         with self._passing(one):
@@ -143,7 +146,7 @@ class _Turns(Passes):
         return self._stage.passing(one, trains=True)
 
 
-def _forward(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> Made:
+def _forward(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> ForwardOutput:
     """Run a chunk's forward pass of a lane that has samples."""
     clock = session.clock
     if given is None:  # with what is given comes the generator's state
@@ -158,14 +161,14 @@ def _forward(session: Session, batch: LaneBatch, chunk: int, given: Tensor | Non
         made = session.stage.run(chunk, tensors, given)
     clock.mark("forward")
     if isinstance(made, Tensor):
-        return Made(made)
+        return ForwardOutput(made)
     loss, weight = made.total.detach(), weight_of(made)  # where a device computes, it is asked for the next lane first
-    gave = Unread(loss, weight, 0) if loss.is_cuda else LaneSums(float(loss), weight)
-    return Made(session.state.scaler.scale(made.total), gave, made)
+    sums = Unread(loss, weight, 0) if loss.is_cuda else LaneSums(float(loss), weight)
+    return ForwardOutput(session.state.scaler.scale(made.total), sums, made)
 
 
-def _with_buffers(gave: LaneSums | Unread, buffers: int) -> LaneSums | Unread:
-    return Unread(gave.loss, gave.weight, buffers) if isinstance(gave, Unread) else replace(gave, buffers=buffers)
+def _with_buffers(sums: LaneSums | Unread, buffers: int) -> LaneSums | Unread:
+    return Unread(sums.loss, sums.weight, buffers) if isinstance(sums, Unread) else replace(sums, buffers=buffers)
 
 
 def _read(results: Mapping[int, LaneSums | Unread]) -> dict[int, LaneSums]:

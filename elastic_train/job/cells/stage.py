@@ -25,7 +25,7 @@ from elastic_train.program.step_program import Action, step_program
 from elastic_train.tasks.placements import Piece, Running, run_piece
 from elastic_train.tasks.task import Batch, LaneLoss, Task
 
-Given = tuple[float, float]
+LossAndWeight = tuple[float, float]
 """A lane's loss sum and weight."""
 
 
@@ -80,7 +80,7 @@ class Stage:
         part = None if context is None else context.part
         return run_piece(self.task, self.model, batch, Piece(self.plan.pieces[number], given, part, is_last))
 
-    def add_up(self, found: Mapping[int, Given]) -> Mapping[int, Given]:
+    def add_up(self, found: Mapping[int, LossAndWeight]) -> Mapping[int, LossAndWeight]:
         """Return lanes' losses and weights from what this rank and those with other parts of their rows have found."""
         return found if self.context is None else self.context.add_up(found)
 

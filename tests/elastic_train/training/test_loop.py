@@ -45,9 +45,9 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
     commits.is_vouching = False
     session.buffers.has_changed, session.clock, session.watch = False, StepClock(), None
 
-    def forward(*_: object) -> turns.Made:
+    def forward(*_: object) -> turns.ForwardOutput:
         session.leave.is_set = True
-        return turns.Made(None, LaneSums(1.0, 1.0))
+        return turns.ForwardOutput(None, LaneSums(1.0, 1.0))
 
     monkeypatch.setattr(turns, "_forward", forward)
     monkeypatch.setattr(step, "_coverage_of", lambda lanes: CoverageSums())
@@ -65,9 +65,9 @@ def test_ranks_of_a_cell_leave_a_step_out_together(monkeypatch: pytest.MonkeyPat
     session.world.mesh, session.plan.num_lanes = Mesh(0, 1), 1
     session.world.cell.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(others_lack_it))])
 
-    def forward(_: object, batch: LaneBatch, *rest: object) -> turns.Made:
+    def forward(_: object, batch: LaneBatch, *rest: object) -> turns.ForwardOutput:
         run.append(batch)
-        return turns.Made(None)
+        return turns.ForwardOutput(None)
 
     monkeypatch.setattr(turns, "_forward", forward)
     step.run_lanes(session, [LaneBatch(0, 0, 0, 2, np.arange(2), {})])

@@ -32,7 +32,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.training import step_sums, turns
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
-from elastic_train.training.turns import Made
+from elastic_train.training.turns import ForwardOutput
 from elastic_train.world import handover, uniformity
 
 _FORWARD = turns._Turns.forward
@@ -55,14 +55,14 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
             return training.VectorSum(state.model, group, lanes)
         return training.ModelledSum(state.model, group)
 
-    def forward(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> Made:
+    def forward(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> ForwardOutput:
         sums = session.gradients
         assert isinstance(sums, training.SampleCounts)
         sums.add(batch.ids)
         coverage = coverage_of_lane(batch.ids)
         step = session.state.step
         loss = math.nan if host.takes_loss_away(step) else float(coverage.sum_a % 65521 + step)
-        return Made(None, LaneSums(loss, float(coverage.count)))
+        return ForwardOutput(None, LaneSums(loss, float(coverage.count)))
 
     def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
         return sum((coverage_of_lane(batch.ids) for batch in lanes), CoverageSums())
