@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.job.state import build_state
+from elastic_train.job.build import build_state
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.shards.digest import digests_of

@@ -37,7 +37,8 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import contiguous, lane_seed, owned_lanes, parts_of
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
-from elastic_train.job.state import StepFacts, build_state
+from elastic_train.job.build import build_state
+from elastic_train.job.state import StepFacts
 from elastic_train.parallel.exchange import Scratch, exchange
 from elastic_train.parallel.gradient_sum import make_gradient_sum
 from elastic_train.parallel.group import Group

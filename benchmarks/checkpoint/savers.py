@@ -19,7 +19,8 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
-from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.job.build import build_state
+from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.world.fencing import StoreFence
 
 OURS = "elastic_train"

@@ -22,7 +22,7 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.insight.phases import RankFacts, StepClock
 from elastic_train.insight.totals import PhaseTotals
-from elastic_train.job.state import build_state
+from elastic_train.job.build import build_state
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.parallel.step_tables import _packed

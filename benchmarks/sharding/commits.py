@@ -57,14 +57,14 @@ class SavingJob:
     @property
     def num_bytes(self) -> int:
         """How many bytes this rank writes."""
-        plan = plan_attempt(self.job.state.shards.held(), len(self.writers))
+        plan = plan_attempt(self.job.state.shards.to_save(), len(self.writers))
         return plan.parts[self.job.group.rank].num_bytes
 
     def save(self) -> tuple[float, CommitRecord]:
         """Save the state beside a step; return the seconds that this rank's training waited, and the commit."""
         state, shards = self.job.state, self.job.state.shards
         started = time.perf_counter()
-        self.saves.begin(shards.held(), _facts(self.job), state.reached.intervals, shards.stillness())
+        self.saves.begin(shards.to_save(), _facts(self.job), state.reached.intervals, shards.stillness())
         stall_s = time.perf_counter() - started
 
         def await_copy() -> None:

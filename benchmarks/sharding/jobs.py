@@ -15,13 +15,13 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
+from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
-from elastic_train.job.reseating import Brought, bring, reseat, roll_forward, take_first_seats
-from elastic_train.job.sharded.held_state import HeldState
-from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.job.build import build_state
+from elastic_train.job.reseating import Brought, bring, roll_forward, take_first_seat, take_state
+from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
-from elastic_train.world.handover import gather_places, hand_over
 
 Mode = Literal["none", "optimizer", "gradients", "parameters"]
 MODES: tuple[Mode, ...] = get_args(Mode)[1:]
@@ -98,9 +98,8 @@ class Job:
         self.state: AppliedState = build_state(
             work.build(), OPTIMIZER, TOTAL_STEPS, "cpu", is_fp16=False, parallel=parallel
         )
-        if isinstance(self.state.shards, HeldState):
-            with self.state.shards.recording():
-                work.loss(self.state.model, 0, 0)
+        with self.state.shards.recording():
+            work.loss(self.state.model, 0, 0)
         self.enter(group, term)
 
     def enter(self, group: Group, term: int = 1) -> Sequence[Brought]:
@@ -110,27 +109,23 @@ class Job:
         to `begin_anew`.
         """
         self.group, self.term, state = group, term, self.state
-        if isinstance(state.shards, HeldState):
-            brought: Sequence[Brought] = bring(group, state, state.shards, self._path, counts=True)
-            brought = roll_forward(group, state, state.shards, brought)
-            if reseat(group, state, state.shards, brought).size:
-                return brought
-        else:
-            hand_over(group, state, gather_places(group, state))
+        state.shards.enter(Mesh(group.rank, group.size), None, group)
+        brought: Sequence[Brought] = bring(group, state, state.shards, self._path)
+        brought = roll_forward(group, state, state.shards, brought)
+        if take_state(group, state, state.shards, brought).lost.size:
+            return brought
         self._bind()
         return []
 
     def begin_anew(self, brought: Sequence[Brought]) -> None:
         """Take a seat whose content a commit is to bring."""
-        assert isinstance(self.state.shards, HeldState), "the state is sharded"
         self.state.drop_pending()
-        take_first_seats(self.group, self.state.shards, brought)
+        take_first_seat(self.group, self.state.shards, brought)
         self._bind()
 
     def _bind(self) -> None:
-        if isinstance(self.state.shards, HeldState):
-            self.state.shards.agree_on_order(self.group)
-            self.state.shards.trained_in = self.term
+        self.state.shards.share.agree_on_order(self.group)
+        self.state.shards.trained_in = self.term
         self.gradients = self.state.shards.sum_of(self.group, self.work.num_lanes)
         self.lanes = self.state.shards.assigned(self.group.size, self.work.num_lanes)[self.group.rank]
 

@@ -11,8 +11,7 @@ import torch
 from benchmarks.figures import Effort
 from benchmarks.sharding.jobs import MODES, WIDE, Job, Mode
 from benchmarks.sharding.ranks import Meeting, run
-from elastic_train.job.reseating import Brought, bring, reseat, roll_forward
-from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.reseating import Brought, bring, roll_forward, take_state
 from elastic_train.parallel.group import Group
 
 
@@ -45,13 +44,12 @@ def _move(meeting: Meeting, shards: Mode, rounds: int) -> dict[str, float]:
 def _moved(left: Group, job: Job) -> tuple[float, float]:
     """Return the GB a second of taking seats, and of an exchange in a ring of as many bytes."""
     shards = job.state.shards
-    assert isinstance(shards, HeldState), "the state is sharded"
     left.barrier()
     started = time.perf_counter()
-    brought: Sequence[Brought] = bring(left, job.state, shards, ("", str(left.rank)), counts=True)
+    brought: Sequence[Brought] = bring(left, job.state, shards, ("", str(left.rank)))
     brought = roll_forward(left, job.state, shards, brought)
     before = left.num_bytes
-    lost = reseat(left, job.state, shards, brought)
+    lost = take_state(left, job.state, shards, brought).lost
     seconds = time.perf_counter() - started
     num_bytes = int(left.all_gather(torch.tensor(left.num_bytes - before)).max()) // 2
     assert not lost.size, "three ranks hold everything"

@@ -15,7 +15,6 @@ from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.plan import Plan
 from elastic_train.job.reseating import placing
 from elastic_train.job.sample_streams import Feed
@@ -72,7 +71,6 @@ def neighbours_part() -> None:
         )
 
     def keep_part(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group, holders: Group) -> None:
-        assert isinstance(state.shards, CellState), "it trains in cells"
         if state.shards.cut.place is not None:
             state.shards.cut.place = mesh.place
         take_place(plan, state, mesh, cell, holders)
@@ -86,7 +84,6 @@ def stage_misses_a_step() -> None:
     apply, counted = AppliedState.apply, set[int]()
 
     def apply_or_miss(state: AppliedState, facts: StepFacts, norm: Tensor) -> None:
-        assert isinstance(state.shards, CellState), "it trains in cells"
         mesh = state.shards.mesh
         if mesh is None or mesh.place != 1 or facts.term == 1 or facts.term in counted:
             apply(state, facts, norm)

@@ -163,7 +163,7 @@ class Mesh:
     @property
     def by_part(self) -> Sequence[Sequence[int]]:
         """The ranks that hold each part of the state, by part: as long as one of them is left, it is held."""
-        return _ranks_by_part(self.size, self.cell)
+        return ranks_by_part(self.size, self.cell)
 
     @property
     def owner(self) -> int:
@@ -204,7 +204,8 @@ class Mesh:
 
 
 @lru_cache(8)
-def _ranks_by_part(num_ranks: int, cell: Cell) -> tuple[tuple[int, ...], ...]:
+def ranks_by_part(num_ranks: int, cell: Cell) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of a world that hold each part of the state, by part."""
     return tuple(
         tuple(rank + at for rank in range(first, num_ranks, cell.size) for at in range(cell.context))
         for first in range(0, cell.size, cell.context)

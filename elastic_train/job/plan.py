@@ -26,6 +26,7 @@ from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
 from elastic_train.data.dataset.run_order import count_steps, fingerprint_of, order_of
 from elastic_train.data.dataset.training_sources import Source, join, load_sources
 from elastic_train.errors import ConfigError, DataError
+from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, cut_dims_of
 from elastic_train.job.cells.cut_model import all_weights
 from elastic_train.job.model_layout import check_memory_is_apart
@@ -43,8 +44,7 @@ from elastic_train.job.plan_facts import (
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.sharded.elementwise import slots_of
 from elastic_train.job.sharded.first_weights import without_memory
-from elastic_train.job.sharded.gathered_state import GatheredState
-from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile
 from elastic_train.parallel.devices.switches import begin_training
 from elastic_train.system.wording import counted, did_you_mean, nearest
@@ -123,8 +123,8 @@ class Plan:
         state = build_state(model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, *how)
         state.compiled = compiled
         state.keep_recipe(Recipe(config.optimizer, self.total_steps, config.compile))
-        if sketch is not None and isinstance(state.shards, GatheredState):
-            state.shards.begin_with(self._initial_weights)
+        if sketch is not None and not config.parallel.cell.holds_parts:
+            state.shards.share.begin_with(self._initial_weights)
         return state
 
     def _seed_weights(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,56 +16,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.commits.improvement import Improvement
-from elastic_train.checkpoint.format.layout import AVERAGE, State
-from elastic_train.config.parallel import ParallelConfig
+from elastic_train.checkpoint.format.layout import State
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
-from elastic_train.errors import ConfigError
-from elastic_train.job.cells.cell_plan import CellPlan
-from elastic_train.job.cells.cell_state import CellState
-from elastic_train.job.cells.context import ContextState
-from elastic_train.job.cells.cut_model import CutModel
-from elastic_train.job.cells.gathered_cell import GatheredCellState
-from elastic_train.job.cells.seated_cell import SeatedCellState, columns_of, holding
-from elastic_train.job.model_layout import describe_layout, layout_of, store_in_memory_order
-from elastic_train.job.optimizers.averaging import keep_average
-from elastic_train.job.optimizers.choice import choose
-from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names_of
-from elastic_train.job.optimizers.parameter_groups import FirstStates, build_groups, describe_groups
 from elastic_train.job.optimizers.recipe_changes import Recipe, read_recipe, say_changes
-from elastic_train.job.optimizers.schedule import rate_factor
-from elastic_train.job.sharded.dealt_state import DealtState
-from elastic_train.job.sharded.elementwise import Slots, numbers_of_atomic, slots_of
-from elastic_train.job.sharded.gathered_state import GatheredState
-from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.shared_scaler import SharedScaler
-from elastic_train.job.sharded.streamed_update import Offload
-from elastic_train.job.state_shards import Place, ReplicatedState, StateShards
-from elastic_train.job.units.blocks import unit_names, unit_of
+from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.job.units.compiled import CompiledBlocks
-from elastic_train.job.units.recompute import recompute_blocks
-from elastic_train.parallel.cells.links import CellLinks
-from elastic_train.parallel.devices.host_memory import host_memory_of
-from elastic_train.shards.grains import CutDims, Layout
-from elastic_train.tasks.task import ParameterGroup
-
-SHARDED: Mapping[str, type[HeldState]] = {"optimizer": HeldState, "gradients": DealtState, "parameters": GatheredState}
-
-Made = tuple[nn.Module, Optimizer, LambdaLR, SharedScaler]
-"""What holds a state: the model, its optimizer, their schedule and the scaler of losses."""
+from elastic_train.shards.grains import Layout
 
 _RECIPE = "recipe"
 """The attribute of the scheduler that has the recipe."""
-
-MadeWhole = tuple[nn.Module, Optimizer, LambdaLR, SharedScaler, OptimizerMemory, FirstStates]
-"""The same with what the optimizer keeps, and begins with, where each parameter is whole or a part of one."""
-
-EVERYWHERE = 1 << 30
-"""More copies than there are ranks: each holds all. So is whole state held where it is offloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,143 +248,3 @@ class AppliedState:
         """Let commits hold a recipe, with the schedule that it has."""
         self.recipe = recipe
         vars(self.scheduler)[_RECIPE] = recipe.to_text()  # torch's scheduler saves its attributes
-
-
-def build_state(
-    model: nn.Module,
-    config: OptimizerConfig,
-    total_steps: int,
-    device: str,
-    is_fp16: bool,
-    groups: Sequence[ParameterGroup] = (),
-    parallel: ParallelConfig | None = None,
-    cell_plan: CellPlan | None = None,
-    dims: CutDims | None = None,
-) -> AppliedState:
-    """Build optimizer, schedule and scaler around a model that is on its device; freezes what `groups` say.
-
-    With a `cell_plan` cells of several ranks hold the model; without one `dims` says what cells of some degree cut.
-
-    Raises ConfigError if the groups do not fit the model, or the model cannot be sharded as `parallel` says.
-    """
-    dims = (dims or {}) if cell_plan is None else cell_plan.dims
-    store_in_memory_order(model, dims)
-    recompute_blocks(model, "none" if parallel is None else parallel.recompute)
-    choice = choose(config, device, is_fp16=is_fp16)
-    built = build_groups(model, groups, config, choice.settings_of(model))
-    try:
-        optimizer = choice.make(built)
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # it takes matrices, or one group, alone
-        raise ConfigError(f"optimizer.name: '{config.name}' refuses the model's parameters: {error}") from error
-    memory = OptimizerMemory(optimizer, names_of(model))
-    scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # a first step may leave out its update; torch would warn
-    scaler = SharedScaler(device, enabled=is_fp16)
-    kind = None if parallel is None or not parallel.has_shares else SHARDED.get(parallel.shards, HeldState)
-    units = unit_names(model) if kind is not None else []
-    slots: list[Slots] = []
-    if kind is not None or cell_plan is not None:
-        slots = slots_of(optimizer, choice.make, next(model.parameters()).device)
-    atomic = numbers_of_atomic(slots)
-    layout = layout_of(model, optimizer, dims, lambda name: unit_of(name, units), atomic=atomic)
-    outline = {
-        "the parameters": describe_layout(layout),
-        "the list of parameter groups": describe_groups(model, optimizer),
-    }
-
-    if config.ema is not None:
-        slots = [one.with_moment(AVERAGE) for one in slots]
-    made = (model, optimizer, scheduler, scaler)
-    whole = (*made, memory, FirstStates(optimizer, choice.make, keeps_average=config.ema is not None))
-    if parallel is None or (kind is None and cell_plan is None):
-        shards = _make_whole(whole, parallel, dims)
-    elif cell_plan is not None:
-        shards = _make_cell(whole, parallel, cell_plan, kind, slots, dims, config.name)
-    else:
-        assert kind is not None, "no cells, and not whole"
-        shards = _make_shards(made, parallel, kind, layout, slots)
-    state = AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
-    if config.ema is not None:
-        keep_average(optimizer, config.ema.decay, lambda: state.num_updates)
-    return state
-
-
-def _make_whole(made: MadeWhole, parallel: ParallelConfig | None, dims: CutDims) -> StateShards:
-    """Return state of which every rank holds all."""
-    kind = ContextState if parallel is not None and parallel.context > 1 else ReplicatedState
-    return kind(*made, _bucket_bytes(parallel), dims)
-
-
-def _make_cell(
-    made: MadeWhole,
-    parallel: ParallelConfig,
-    cell_plan: CellPlan,
-    kind: type[HeldState] | None,
-    slots: Sequence[Slots],
-    dims: CutDims,
-    name: str,
-) -> StateShards:
-    """Return state of which each rank of a cell holds a part, or with a kind of shards a share of that part's state."""
-    model, optimizer, *_ = made
-    cut, bucket_bytes = CutModel(model, cell_plan, parallel.cell, CellLinks()), _bucket_bytes(parallel)
-    atomic = numbers_of_atomic(slots)
-    _check_stays_whole(cut, optimizer, atomic, name)
-    if kind is None:
-        return CellState(*made, bucket_bytes, dims, cut=cut)
-    if kind is GatheredState:
-        _check_state_is_whole(model)
-    columns = columns_of(model, optimizer, cut, parallel.cell, atomic)
-    hold = holding(kind, *made[:4], slots, _copies(parallel), bucket_bytes, parallel.wire, _offload(model, parallel))
-    return (GatheredCellState if kind is GatheredState else SeatedCellState)(
-        *made, bucket_bytes, dims, cut=cut, columns=columns, hold=hold
-    )
-
-
-def _make_shards(
-    made: Made, parallel: ParallelConfig, kind: type[HeldState], layout: Layout, slots: Sequence[Slots]
-) -> StateShards:
-    """Return state of which every rank holds a share by its seat."""
-    model, *_ = made
-    if kind is GatheredState:
-        _check_state_is_whole(model)
-    offload, copies = _offload(model, parallel), _copies(parallel)
-    return kind(*made, layout, slots, copies, _bucket_bytes(parallel), parallel.wire, offload)
-
-
-def _offload(model: nn.Module, parallel: ParallelConfig) -> Offload | None:
-    """Return what keeps state in host memory, None if it is on the device."""
-    if not parallel.has_offload:
-        return None
-    return Offload(host_memory_of(next(model.parameters()).device), parallel.offload == "all")
-
-
-def _copies(parallel: ParallelConfig) -> int:
-    """Return how many ranks hold each share: all of them where nothing is in shards."""
-    return parallel.copies if parallel.shards != "none" else EVERYWHERE
-
-
-def _bucket_bytes(parallel: ParallelConfig | None) -> float | None:
-    return None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
-
-
-def _check_stays_whole(cut: CutModel, optimizer: Optimizer, atomic: Container[int], optimizer_name: str) -> None:
-    """Refuse parts of parameters that an optimizer updates as a whole."""
-    groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
-    for name, one in cut.model.named_parameters():
-        if groups.get(id(one)) in atomic and name in cut.cuts and cut.cuts[name].is_in_parts:
-            raise ConfigError(
-                f"optimizer.name: '{optimizer_name}' updates '{name}' as a whole, of which ranks would have parts: set "
-                "parallel.tensor and parallel.expert to 1 (parallel.shards and pipeline may stay), or optimizer.name "
-                "to adamw"
-            )
-
-
-def _check_state_is_whole(model: nn.Module) -> None:
-    """Refuse trained weights that a commit would not have: lost ranks may take the only copies of shares along."""
-    saved, named = set(model.state_dict()), model.named_parameters(remove_duplicate=False)
-    others = [name for name, one in named if one.requires_grad and name not in saved]
-    if others:
-        raise ConfigError(
-            f"parallel.shards: parameters needs all trained weights in commits, and the model's state has no "
-            f"'{others[0]}' and {len(others) - 1} others: set it to gradients, or let state_dict return them"
-        )

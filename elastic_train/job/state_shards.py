@@ -1,41 +1,46 @@
-"""What of the applied state a rank holds: commits, hand-over, comparison and clipping go through these six questions.
+"""What of the applied state a rank holds: its place's part of each tensor, and its share of that part.
 
-By default every rank holds a whole copy, the state in one shard (`ReplicatedState`). Sharded states hold pieces, and a
-place in a cell holds parts.
+Three numbers say all of it: into how many parts a replica's ranks cut the state (`Cell.num_parts`), how many ranks hold
+each part (a *column*, all ranks where there are no parts), and how many copies of the part a column keeps. Where every
+rank holds the whole state there is one part, and as many copies as ranks.
+
+Ranks give one another what they hold. A commit has whole tensors, of which a rank writes what it speaks for, and what
+is read from one are parts and shares again; so commits continue at any degree and in any mode.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    set_model_state_dict,
-)
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_train.checkpoint.format.layout import AVERAGE, State
+from elastic_train.checkpoint.format.layout import State, weight_of
+from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.checkpoint.format.weights_digest import weights_digest
-from elastic_train.core.lanes import Assignment, contiguous
+from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.lanes import Assignment, lanes_by_cell, leaves_of
+from elastic_train.core.mesh import Cell, Mesh, ranks_by_part
 from elastic_train.errors import WeightsDifferError
+from elastic_train.job.cells.counted_once import CountedOnce
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.state_parts import cut_at, in_whole, with_tensors, written_by_turns, written_spans
 from elastic_train.job.majority import name_others
-from elastic_train.job.optimizers.optimizer_memory import OWN, Names, OptimizerMemory, names_of
-from elastic_train.job.optimizers.parameter_groups import FirstStates, regroup, set_rates
-from elastic_train.parallel.devices.squares import squares_of_tensors
-from elastic_train.parallel.gradient_sum import GradientSum, OfPart, make_gradient_sum
+from elastic_train.job.sharded.held_tree import Cuts, Spare
+from elastic_train.job.sharded.share import Share, Summed
+from elastic_train.job.units.blocks import recording_order
+from elastic_train.parallel.gradient_sum import GradientSum, OfPart
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction
-from elastic_train.shards.grains import CutDims, cut_along
-from elastic_train.shards.norm import clip_factor, total_norm
+from elastic_train.shards.holdings import Column
+from elastic_train.shards.norm import clip_factor, squares_of_holders, total_norm
+from elastic_train.shards.seats import Seat
 
 T = TypeVar("T")
 
@@ -47,82 +52,286 @@ class Place(NamedTuple):
     term: int
 
 
-class Transfer(NamedTuple):
-    """One rank gives what it holds to another."""
+@dataclass(slots=True, kw_only=True)
+class StateShards:
+    """The pieces of weights, optimizer, scheduler and scaler that a rank holds.
 
-    giver: int
-    taker: int
+    `cut` is the model, which has no part until a world gives this rank a place; `hold` makes the share of a column,
+    once the model has the part that is laid out. `columns` are by part.
+    """
 
+    model: nn.Module
+    cell: Cell
+    cut: CutModel
+    columns: Sequence[Column]
+    hold: Callable[[Column], Share]
+    gathers: bool = False
+    """Whether weights are in shares, which are gathered for a pass."""
+    mesh: Mesh | None = None
+    """Where this rank is in the present world."""
+    trained_in: int = 0
+    """The last world in which this rank trained, by its term."""
+    _share: Share | None = None
+    _ranks: Group | None = None
+    """The ranks of the present world that hold the same part."""
+    _order: Sequence[str] | None = None
+    """In which order blocks run, once a pass has shown it."""
+    _sum: GradientSum | None = None
+    _writers: Sequence[int] = ()
+    _spans: Sequence[Cuts] = ()
+    """By part: which spans of each of its tensors each rank of its column speaks for, in commits."""
+    _written: dict[StatePath, tuple[Tensor | Pieces, Tensor | Pieces]] = field(default_factory=dict)
+    """What a commit is given, by path, beside what is held, of which it was made."""
+    _counted: CountedOnce | None = None
 
-class StateShards(Protocol):
-    """The pieces of weights, optimizer, scheduler and scaler that a rank holds."""
+    def __post_init__(self) -> None:
+        if not self.cell.holds_parts:
+            self.cut.place = 0
+            self._share = self.hold(self.columns[0])
 
-    def held(self) -> State:
-        """Return this rank's pieces as a nested dict, parameters by their full names; its tensors are the live ones."""
+    # Where it is in a world.
 
-    def to_save(self) -> State:
-        """Return what a commit is made of, as `held` has it; all ranks of a world call it."""
+    @property
+    def share(self) -> Share:
+        """What this rank holds of its place's part."""
+        assert self._share is not None, "no world has given this rank a place"
+        return self._share
 
-    def stillness(self) -> Callable[[StatePath], bool]:
-        """Return whether `apply` alone changes the tensor at a path of `held`; others a forward pass may change."""
+    @property
+    def has_weights(self) -> bool:
+        """Whether the model was built with its weights, so that it can compute before there is a world."""
+        return self.cut.has_weights
 
-    def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
-        """Take over what `held` gave to a commit or a peer, as `fill` reads it back; gradients stay bound.
+    @property
+    def place(self) -> int:
+        """Where this rank is in its replica."""
+        return self.cut.place or 0
 
-        With `keeps_rates` learning rate, betas, decay and parameter groups stay those that the state was built with: a
-        configuration or a task may have changed since what it takes over was saved.
+    @property
+    def part(self) -> int:
+        """Which part of the state this rank holds."""
+        return self.cell.part_of(self.place)
+
+    def column_of(self, rank: int) -> int:
+        """Return the column that a rank of the present world is in: which part it holds."""
+        return self.cell.holder_of(rank)[0]
+
+    @property
+    def seat(self) -> Seat | None:
+        """This rank's seat in its column; None before its first world, and where every rank holds all."""
+        return self.share.seat
+
+    @property
+    def spare(self) -> Spare:
+        """What this rank holds beside its seat."""
+        return self.share.spare
+
+    def holds_part_of(self, mesh: Mesh) -> bool:
+        """Say whether this rank holds the part already that it is to hold in a world."""
+        return self.cut.place is not None and self.part == self.cell.part_of(mesh.place)
+
+    def enter(
+        self, mesh: Mesh, cell: Group | None, column: Group, weights: Iterable[tuple[str, Tensor]] | None = None
+    ) -> None:
+        """Take the place that a world gives this rank, of `weights` to begin with where it does not have them.
+
+        `column` are the ranks that hold the same part, by replica; `cell` those of this rank's, None if it is alone.
         """
+        is_new = not self.holds_part_of(mesh)
+        if is_new:
+            self._close_sums()  # the old share's, before the model has another part
+        self.mesh, self._ranks = mesh, column
+        self.cut.become_part()  # at the end of a world that broke it may have become whole
+        if cell is not None:
+            self.cut.bind(mesh, cell)
+        if not is_new:
+            self.cut.place = mesh.place
+            return
+        self.cut.take_place(mesh.place, weights)
+        self._share = self.hold(self.columns[self.part])
+        if self._order is not None and not self.keeps_whole:
+            self._share.take_order(self._order)
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights and buffers that every rank has as a whole, by name; all must have the same bits."""
+    def _column(self, group: Group) -> Group:
+        """Return the ranks of this rank's column, all of a group if there are no cells."""
+        if self.cell.size == 1:
+            return group
+        assert self._ranks is not None, "no world has given this rank a place"
+        return self._ranks
+
+    # Weights.
 
     def outlined(self) -> Mapping[str, Tensor]:
         """Return all weights and buffers as they are in a whole model, by name; for names, shapes and types alone."""
+        return self.cut.outline
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the weights and buffers that every rank has as a whole, by name; all must have the same bits."""
+        known = self.model.state_dict() if self._share is None else self._share.weights()
+        return {name: tensor for name, tensor in known.items() if name not in self.cut.cuts}
+
+    def cut_weights(self) -> Mapping[str, Tensor]:
+        """Return the parts that ranks of other columns do not have, by name."""
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name in self.cut.cuts}
+
+    def digest(self, group: Group) -> str:
+        """Return the digest of all weights and buffers (`weights_digest`); all ranks of the world call it."""
+        share, column = self.share, self._column(group)
+        if not self.cell.holds_parts:
+            return share.digest(column)
+        with share.showing_whole(column, self.cell.context):
+            if not share.is_shared_out:
+                return self._digest_of_parts()
+            found = self._digest_of_parts() if column.rank < self.cell.context else ""
+        return str(group.broadcast_object(found, 0))
+
+    def _digest_of_parts(self) -> str:
+        named, dims = self.model.state_dict().items(), self.cut.plan.dims
+        return join_digests({name: digest_of(self._whole(name, tensor), dims.get(name)) for name, tensor in named})
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        return self.cut.whole(name, tensor) if name in self.cut.cuts else tensor
+
+    def digest_alone(self) -> str:
+        """Return the digest as far as this rank can say; empty if it holds but a part or a share of the weights."""
+        return "" if self.cell.holds_parts else self.share.digest_alone()
+
+    def check_copies(self, group: Group, step: int) -> None:
+        """Raise WeightsDifferError on every rank if two hold other weights that `weights` does not have."""
+        if not self.cell.holds_parts:
+            self.share.check_copies(self._column(group), step)
+        elif not self.share.is_shared_out:
+            self._check_parts(group, step)
+        else:
+            said = ""
+            try:
+                self.share.check_copies(self._column(group), step)
+            except WeightsDifferError as error:
+                said = str(error)
+            if found := [one for one in group.all_gather_objects(said) if one]:
+                raise WeightsDifferError(found[0])
+
+    def _check_parts(self, group: Group, step: int) -> None:
+        """Raise WeightsDifferError on every rank if ranks that hold one part have other weights of it."""
+        mine = torch.tensor([checksum(tensor) for tensor in self.cut_weights().values()], dtype=torch.int64)
+        seen = group.all_gather(torch.tensor(checksum(mine))).flatten().tolist()
+        for part, ranks in enumerate(ranks_by_part(group.size, self.cell)):
+            of_part = [seen[rank] for rank in ranks]
+            if len(set(of_part)) > 1:
+                who, _ = name_others(of_part, ranks=ranks)
+                raise WeightsDifferError(
+                    f"step {step}: of the ranks {list(ranks)}, which hold part {part} of the model, {who}: a kernel is "
+                    "not deterministic, or a device computes wrongly. The last commit is intact: all ranks end, and "
+                    "the next start continues from it"
+                )
+
+    def make_whole(self, group: Group) -> None:
+        """Make the model's weights whole on rank 0, for whoever reads them at the end; all ranks call it."""
+        column = self._column(group)
+        self.share.make_whole(column, self.cell.context)
+        if self.cut.cuts and (not self.share.is_shared_out or column.rank < self.cell.context):
+            self.cut.become_whole()
+
+    # Computing.
 
     def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
-        """Return which lanes each replica runs."""
+        """Return the lanes of every owner of lanes."""
+        return self.share.assigned(num_replicas, num_lanes, self.cell)
 
-    def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
+    def sum_of(self, owners: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         """Bind the gradients, and return the sum over all lanes that leaves a mean where it is held.
 
-        The sum of the world before is closed.
+        `owners` has one rank of every owner of lanes. The sum of the world before is closed.
         """
+        self._close_sums()
+        share, column = self.share, self._column(owners)
+        lanes = self.assigned(column.size // self.cell.context, num_lanes)
+        share.begin_sums()
+        keeps_whole = share.is_shared_out and self.keeps_whole
+        weights = share.gathering(column, by_unit=not keeps_whole)
+        self._sum = share.sum_over(self._trees(owners, column, lanes), kind, weights, by_turn=not keeps_whole)
+        return self._sum
+
+    def _trees(self, owners: Group, column: Group, lanes: Assignment) -> list[Summed]:
+        """Return what is added along a tree each: by chunk of a stage, and, after these, the experts of each chunk.
+
+        What all owners of lanes have is added over these, and experts over the column, since all of a cell's lanes give
+        to them.
+        """
+        degree, leaves = self.cell.expert, leaves_of(lanes, self.cell.context)
+        if not self.cut.experts:
+            return [Summed(chunk, column, leaves) for chunk in self.cut.by_chunk()]
+        chunks, by_cell = list(self.cut.by_spread()), lanes_by_cell(lanes, degree)
+        trees = [Summed(whole, owners, leaves, repeats=degree) for whole, _ in chunks]
+        return trees + [Summed(some, column, by_cell, per_turn=degree, is_beside=False) for _, some in chunks]
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether weights that are gathered stay for a step: several lanes are under way, or others need experts."""
+        return self.cell.stage * self.cell.expert > 1
+
+    def _close_sums(self) -> None:
+        """Leave the model's parameters alone from now on."""
+        if self._share is not None:
+            self._share.close()
+        if self._sum is not None:
+            self._sum.close()
+            self._sum = None
 
     def refresh(self, group: Group) -> None:
         """Get what peers alone have updated."""
+        self.share.refresh(self._column(group))
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a pass before the first world, from which the order of the model's parts is learnt."""
+        return recording_order(self.model, self._take_order) if self.gathers else contextlib.nullcontext()
+
+    def _take_order(self, names: list[str]) -> None:
+        self._order = names
+        if self._share is not None:
+            self._share.take_order(names)
 
     def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
         """Yield what this rank runs forward passes with outside of a step; peers may take part in it."""
+        if self.cell.stage == 1 and self.cut.experts:  # stages agree on turns as they go
+            items = self.cut.experts[0].turns(items)
+        return self.share.turns(self._column(group), items)
 
     def computing(self, replicas: Collection[int]) -> contextlib.AbstractContextManager[None]:
         """Return the context in which some replicas compute a lane, forward and backward, outside of a step's sum.
 
         All ranks of a world enter it, as what these need may be with others.
         """
+        context = self.cell.context
+        return self.share.computing([replica * context + at for replica in replicas for at in range(context)])
 
     def averaged(self, group: Group) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model has the averages of its weights; all ranks enter and leave it.
 
         There must be averages, and nothing may change the state in it. What is saved stays as it is.
         """
+        return self.share.averaged(self._column(group))
 
-    def digest(self, group: Group) -> str:
-        """Return the digest of all weights and buffers (`weights_digest`); all ranks of the world call it."""
+    # The gradient's norm.
 
-    def digest_alone(self) -> str:
-        """Return the digest as far as this rank can say; empty if it holds but a share of the weights."""
-
-    def check_copies(self, group: Group, step: int) -> None:
-        """Raise WeightsDifferError on every rank if two hold other weights that `weights` does not have."""
-
-    def make_whole(self, group: Group) -> None:
-        """Make the model's weights whole on rank 0, for whoever reads them at the end; all ranks call it."""
+    @property
+    def _knows_norm(self) -> bool:
+        """Whether each rank has all of the gradient."""
+        return self.share.is_whole and not self.cell.holds_parts
 
     def measure(self) -> Tensor:
         """Return what this rank knows of the reduced gradient's norm, on the CPU; of equal shape on all ranks."""
+        squares = self.share.measure()
+        if self._knows_norm:
+            return torch.tensor(total_norm(squares.numpy()), dtype=torch.float64)
+        measured = torch.zeros(self.most_grains, dtype=torch.float64)
+        measured[: squares.numel()] = squares
+        return measured
+
+    @property
+    def most_grains(self) -> int:
+        """How many grains the rank with most of them updates, at least 1."""
+        return max(1, *(grains.size for column in self.columns for grains in self.share.updated(column, 1)))
 
     def norm_of(self, gathered: Tensor) -> Tensor:
         """Return the gradient's norm over the whole model from what all ranks have measured: a float64 on the CPU.
@@ -130,24 +339,125 @@ class StateShards(Protocol):
         It is that by grains (`shards.norm`), in which neither a cut nor a number of threads shows. Raises
         WeightsDifferError if ranks have measured the same otherwise.
         """
+        if self._knows_norm:
+            check_same_norm(gathered)
+            return gathered[0]
+        by_part = ranks_by_part(len(gathered), self.cell)
+        updated = [self.share.updated(column, len(ranks)) for column, ranks in zip(self.columns, by_part, strict=True)]
+        pairs = zip(by_part, updated, strict=True)
+        return self.norm_of_rows(gathered, [pair for ranks, some in pairs for pair in zip(ranks, some, strict=True)])
+
+    def norm_of_rows(self, gathered: Tensor, holders: Sequence[tuple[int, Int64s]]) -> Tensor:
+        """Return the norm from rows of some ranks, which hold all of the grains that are trained."""
+        by_part: list[list[tuple[int, Int64s]]] = [[] for _ in self.columns]
+        for rank, grains in holders:
+            by_part[self.column_of(rank)].append((rank, grains))
+        squares = [
+            squares_of_holders(column.layout, gathered, some)
+            for column, some in zip(self.columns, by_part, strict=True)
+        ]
+        if self._counted is None:
+            self._counted = CountedOnce(self.columns, self.cut.cuts, self.cell)
+        return torch.tensor(total_norm(self._counted.of(squares)), dtype=torch.float64)
 
     def norm_alone(self, measured: Tensor) -> Tensor | None:
         """Return the norm from what this rank alone has measured, None if that does not say."""
+        return measured if self._knows_norm else None
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the reduced gradients, whose norm is `norm`, down to one of `limit` over the whole model."""
+        if (factor := clip_factor(float(norm), limit)) != 1.0:
+            self.share.clip(factor)
 
-    def assign(self, writers: Sequence[int]) -> Sequence[int]:
-        """Let ranks write commits, in the order of their places; return which ranks do."""
+    # Who holds, and who writes.
 
     def stand_alone(self) -> bool:
         """Say whether this rank holds everything; it is then the only one that writes commits."""
+        if self.cell.holds_parts or self._share is None or not self._share.holds_all():
+            return False
+        if self.mesh is not None:
+            self._assign([self.mesh.rank])
+        return True
 
     def is_taken_along(self, leaving: Sequence[bool]) -> bool:
         """Say whether ranks that leave the world, by rank, hold something that no other rank of it does."""
+        by_part = [[leaving[rank] for rank in ranks] for ranks in ranks_by_part(len(leaving), self.cell)]
+        pairs = zip(self.columns, by_part, strict=True)
+        return any(all(ranks) or self.share.are_sole_holders(column, ranks) for column, ranks in pairs)
+
+    @property
+    def num_copies(self) -> int:
+        """How many ranks hold each share of any place's part, at least."""
+        return min(map(self.share.num_copies, self.columns))
+
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
+        """Let ranks of the world write commits, in the order of their places; return which ranks do.
+
+        All do where these hold less than everything: then those that cannot say so.
+        """
+        try:
+            self._assign(writers)
+        except LookupError:
+            assert self.mesh is not None, "a world has been entered"
+            writers = range(self.mesh.size)
+            self._assign(writers)
+        return writers
+
+    def _assign(self, writers: Sequence[int]) -> None:
+        by_part: list[list[int]] = [[] for _ in self.columns]
+        for part, number in map(self.cell.holder_of, writers):
+            by_part[part].append(number)
+        self._spans = self.share.written(self.columns, by_part)
+        self._writers, self._written = tuple(writers), {}
+
+    def held(self) -> State:
+        """Return this rank's pieces as a nested dict, parameters by their full names; its tensors are the live ones."""
+        return self.share.held()
+
+    def to_save(self) -> State:
+        """Return what a commit is made of, as `held` has it, cut tensors in pieces, and who writes what of them."""
+        held, turns = self.share.held(), count()
+        if self.share.is_whole and not self.cut.cuts:
+            return held
+        return with_tensors(held, lambda path, leaf: self._to_write(path, leaf, turns))
+
+    def _to_write(self, path: StatePath, leaf: Tensor | Pieces, turns: Iterator[int]) -> Tensor | Pieces:
+        cut = cut_at(path, leaf, self.cut.cuts, self.place)
+        if isinstance(leaf, Tensor):
+            if cut is None or not cut.shape.numel():
+                return leaf
+            places = [rank % self.cell.size for rank in self._writers]
+            return in_whole(leaf, cut, self.place, written_by_turns(cut, places, next(turns)))
+        known = self._written.get(path)
+        if known is None or known[0] is not leaf:
+            number = self._numbers[weight_of(path) or ""]
+            spans = [of_part[number] for of_part in self._spans]
+            written = written_spans(spans, cut, self.cell, self._writers)
+            made = replace(leaf, written=written) if cut is None else in_whole(leaf, cut, self.place, written)
+            known = self._written[path] = leaf, made
+        return known[1]
+
+    @property
+    def _numbers(self) -> Mapping[str, int]:
+        """The number of each tensor in the layouts, by all of its names."""
+        return self.columns[0].layout.numbers
+
+    def stillness(self) -> Callable[[StatePath], bool]:
+        """Return whether `apply` alone changes the tensor at a path of `held`; others a forward pass may change."""
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)
+
+    def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
+        """Take over what `held` gave to a commit or a peer, as `fill` reads it back; gradients stay bound.
+
+        With `keeps_rates` learning rate, betas, decay and parameter groups stay those that the state was built with: a
+        configuration or a task may have changed since what it takes over was saved.
+        """
+        self.share.take(fill, self.cut.cuts, self.place, keeps_rates=keeps_rates)
 
     def tensors(self) -> Iterator[OfPart]:
         """Yield what is held beside the model's own weights, each with the part of memory that it belongs to."""
+        return iter(()) if self._share is None else self._share.tensors()
 
 
 def check_same_norm(gathered: Tensor) -> None:
@@ -159,169 +469,3 @@ def check_same_norm(gathered: Tensor) -> None:
             f"{who}, by the norm of the sum over all ranks: memory or a connection is damaged, or a device computes "
             "wrongly. The step is not applied: all ranks end, and the next start continues from the last commit"
         )
-
-
-def whole_from_furthest(places: Sequence[Place]) -> list[Transfer]:
-    """Let ranks that are at the furthest place give the whole state, in turn, to those that are not."""
-    furthest = max(places)
-    givers = [rank for rank, place in enumerate(places) if place == furthest]
-    takers = [rank for rank, place in enumerate(places) if place != furthest]
-    return [Transfer(givers[turn % len(givers)], taker) for turn, taker in enumerate(takers)]
-
-
-@dataclass(slots=True)
-class ReplicatedState:
-    """A whole copy on every rank: the state in one shard."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: LambdaLR
-    scaler: GradScaler
-    memory: OptimizerMemory
-    first: FirstStates
-    bucket_bytes: float | None = None
-    dims: CutDims = field(default_factory=dict)
-    """The parameters that cells of some degree cut; here every rank has all of them."""
-    _sum: GradientSum | None = None
-    _named: tuple[tuple[object, ...], Mapping[str, object], Names] | None = None
-
-    def names(self) -> Names:
-        return names_of(self.model)
-
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.model.state_dict()
-
-    def outlined(self) -> Mapping[str, Tensor]:
-        return self.model.state_dict()
-
-    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
-        return contiguous(num_replicas, num_lanes)
-
-    def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
-        if self._sum is not None:
-            self._sum.close()
-        self._sum = make_gradient_sum(kind, list(self.model.parameters()), replicas, num_lanes, self.bucket_bytes)
-        return self._sum
-
-    def refresh(self, group: Group) -> None:
-        """Every rank has updated everything."""
-
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
-        return items
-
-    def computing(self, replicas: Collection[int]) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def averaged(self, group: Group) -> Iterator[None]:
-        before = {one: one.data for one, kept in self.optimizer.state.items() if AVERAGE in kept}
-        for parameter in before:
-            parameter.data = self.optimizer.state[parameter][AVERAGE]
-        try:
-            yield
-        finally:
-            for parameter, weights in before.items():
-                parameter.data = weights
-
-    def digest(self, group: Group) -> str:
-        return weights_digest(self.model, self.dims)
-
-    def digest_alone(self) -> str:
-        return weights_digest(self.model, self.dims)
-
-    def check_copies(self, group: Group, step: int) -> None:
-        """All weights are whole on every rank."""
-
-    def make_whole(self, group: Group) -> None:
-        """They are."""
-
-    def measure(self) -> Tensor:
-        named = self.model.named_parameters()
-        graded = [(name, gradient) for name, one in named if (gradient := one.grad) is not None]
-        squares = squares_of_tensors((one, cut_along(one.shape, self.dims.get(name))) for name, one in graded)
-        return torch.tensor(total_norm(squares.numpy()), dtype=torch.float64)
-
-    def norm_of(self, gathered: Tensor) -> Tensor:
-        check_same_norm(gathered)
-        return gathered[0]
-
-    def norm_alone(self, measured: Tensor) -> Tensor | None:
-        return measured
-
-    def assign(self, writers: Sequence[int]) -> Sequence[int]:
-        """Any rank can write anything."""
-        return writers
-
-    def stand_alone(self) -> bool:
-        return True
-
-    def is_taken_along(self, leaving: Sequence[bool]) -> bool:
-        return all(leaving)
-
-    def tensors(self) -> Iterator[OfPart]:
-        for kept in self.optimizer.state.values():
-            yield from (("optimizer", value) for value in kept.values() if isinstance(value, Tensor))
-
-    def clip(self, limit: float, norm: Tensor) -> None:
-        if (factor := clip_factor(float(norm), limit)) != 1.0:
-            for gradient in self._gradients():
-                gradient.mul_(factor)
-
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-
-    def held(self) -> State:
-        memory = tuple(self._memory_of_weights())
-        if self._named is None or memory != self._named[0]:
-            # Naming takes longer than all else that a save does at a step boundary, and holds while the tensors do.
-            self._named = (memory, get_model_state_dict(self.model), self.names())
-        return {
-            "model": dict(self._named[1]),
-            "optimizer": self.memory.tree(self._named[2]),
-            "scheduler": self.scheduler.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
-
-    def to_save(self) -> State:
-        return self.held()
-
-    def _memory_of_weights(self) -> Iterator[object]:
-        """Yield where the memory of every weight and buffer is."""
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            yield id(tensor), tensor.data_ptr()
-
-    def stillness(self) -> Callable[[StatePath], bool]:
-        return stillness_of(self.model)
-
-    def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
-        bases = [float(base) for base in self.scheduler.base_lrs]
-        tensors: State = {"model": get_model_state_dict(self.model), "optimizer": {}, "scheduler": {}, "scaler": {}}
-        fill(tensors)
-        set_model_state_dict(self.model, tensors["model"])  # type: ignore[arg-type]
-        self._take_optimizer(tensors["optimizer"], keeps_rates=keeps_rates)  # type: ignore[arg-type]
-        self.scheduler.load_state_dict(tensors["scheduler"])  # type: ignore[arg-type]
-        if tensors["scaler"]:
-            self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
-        if keeps_rates:
-            set_rates(self.optimizer, self.scheduler, bases)
-        self._named = None
-
-    def _take_optimizer(self, saved: Mapping[str, Any], *, keeps_rates: bool) -> None:
-        names = self.names()
-        if keeps_rates:
-            state = regroup(saved, names, self.optimizer, self.first)
-        else:
-            state = saved["state"]
-            for group, given in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
-                group.update({key: value for key, value in given.items() if key != "params"})
-        self.memory.take_state(state, names)
-        self.memory.take_own(saved.get(OWN, {}), names)
-
-
-def stillness_of(model: nn.Module) -> Callable[[StatePath], bool]:
-    """Return whether only an optimizer's step changes the tensor at a path: moments and weights, and no buffers."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)

@@ -15,11 +15,9 @@ from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError
-from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import lone_part
 from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
-from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CALLS
 from elastic_train.job.units.recompute import comparing_blocks
@@ -57,9 +55,7 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
             "compile: the run's first micro-batch cannot be read, whose shape is what is compiled: restore its files, "
             "or set compile to false, on all nodes"
         )
-    if isinstance(state.shards, HeldState) and not state.shards.has_weights:
-        return
-    if isinstance(state.shards, CellState) and not state.shards.cut.has_weights:
+    if not state.shards.has_weights:
         return
     devices = [plan.device] if plan.device.type == "cuda" else []
     is_exact = plan.config.reduction == "canonical"
@@ -160,8 +156,7 @@ def _compiling(state: AppliedState) -> Iterator[None]:
     if state.compiled is None:
         yield
         return
-    part = state.shards.cut.without_peers() if isinstance(state.shards, CellState) else contextlib.nullcontext()
-    with part, state.compiled.learning():
+    with state.shards.cut.without_peers(), state.compiled.learning():
         yield
     state.outline = {**state.outline, CALLS: state.compiled.described()}
 

@@ -209,6 +209,11 @@ class Layout:
         return {name: tensor.cut.dim for tensor in self.tensors if tensor.cut is not None for name in tensor.names}
 
     @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The number of each tensor, by all of its names."""
+        return {name: number for number, tensor in enumerate(self.tensors) for name in tensor.names}
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 over everything that decides where a grain is; ranks that exchange grains must have the same."""
         tensors = [

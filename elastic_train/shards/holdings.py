@@ -57,26 +57,35 @@ def circle_of(layout: Layout) -> Circle:
     return Circle(grains, starts[layout.atom][grains], int(spans.sum()))
 
 
-class Column(NamedTuple):
-    """What ranks with one part of the state hold together, a share each by its seat: a layout's grains and circle.
+NO_GRAINS = Circle(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 0)
+"""The circle of what is not held by seats."""
 
-    Where every rank is a replica, all of them are one column, which holds the whole state.
+
+class Column(NamedTuple):
+    """What ranks with one part of the state hold together: a layout's grains, a share each by its seat on the circle.
+
+    Where every rank is a replica, all of them are one column, which holds the whole state. With no grains on the circle
+    each rank of the column holds all of it.
     """
 
     layout: Layout
-    circle: Circle
+    circle: Circle = NO_GRAINS
 
     def trained_by(self, seat: Seat | None) -> Int64s:
-        """Return the trained grains that a seat holds, ascending; none without a seat."""
+        """Return the trained grains that a rank holds by its seat, ascending; none without a seat."""
+        if self.circle is NO_GRAINS:
+            return self.layout.trained
         return self.layout.trained_of(grains_in(self.circle, () if seat is None else seat.arcs))
 
     def missing(self, by_rank: Iterable[Sequence[Arc]]) -> int:
-        """Return how many grains are in none of several ranks' arcs."""
+        """Return how many grains none of several ranks holds, by their arcs."""
+        if self.circle is NO_GRAINS:
+            return 0
         return self.layout.num_grains - grains_in(self.circle, (arc for arcs in by_rank for arc in arcs)).size
 
 
 def column_of(layout: Layout) -> Column:
-    """Return the column of ranks that hold the grains of a layout."""
+    """Return the column of ranks that hold the grains of a layout by their seats."""
     return Column(layout, circle_of(layout))
 
 

@@ -33,13 +33,3 @@ def owned_of(holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int] | 
     for transfer in plan.transfers:
         owned[transfer.giver] = transfer.grains
     return owned
-
-
-def owned_by_some(
-    holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int]
-) -> tuple[Sequence[int], list[Int64s]]:
-    """Return which ranks own grains, and what: these if they can own all of them, else all ranks."""
-    try:
-        return owners, owned_of(holdings, spans, owners)
-    except LookupError:
-        return range(len(holdings)), owned_of(holdings, spans)

@@ -24,8 +24,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.world.agreement import agree
-from elastic_train.world.handover import level
-from elastic_train.world.uniformity import check_same_weights
+from elastic_train.world.equal_weights import check_same_weights, level
 from elastic_train.world.world import World
 
 log = logging.getLogger(__name__)
@@ -188,7 +187,7 @@ class Commits:
         if not self.rounds_alike:
             self.await_staging()
             with self.watchdog.resting():
-                level(self.world.group, self.state)
+                level(self.world.holders, self.state)
         check_same_weights(self.world.group, self.state.shards.weights(), self.state.step)
         self.state.shards.check_copies(self.world.group, self.state.step)
 

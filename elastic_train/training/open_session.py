@@ -16,16 +16,14 @@ from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
 from elastic_train.insight.phases import StepClock
 from elastic_train.job.auditing.auditor import Auditor
-from elastic_train.job.cells.cell_state import CellState
-from elastic_train.job.cells.context import Context, ContextState, context_of
-from elastic_train.job.cells.seated_cell import SeatedCellState
+from elastic_train.job.cells.context import Context, context_of
 from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.job.optimizers.parameter_kinds import precision_hazard
 from elastic_train.job.optimizers.recipe_changes import say_end_of_rates
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import describe_tests
 from elastic_train.job.reseating.placing import redundancy_of, take_place
-from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.sharded.share import Share
 from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
 from elastic_train.job.warm_up import FIRST_LOSS, FirstLoss
@@ -151,10 +149,7 @@ def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
     differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile)
     check_can_be_sharded(world.group, plan, differing)
     world, before = form_cells(world, plan.config.parallel), state.reached.intervals
-    if isinstance(state.shards, ContextState):
-        state.shards.enter(world.mesh, world.holders)
-    elif world.cell is not None:
-        take_place(plan, state, world.mesh, world.cell, world.holders)
+    take_place(plan, state, world.mesh, world.cell, world.holders)
     head = restore(plan, world, state, before)
     stuck = check_progress(world, plan)
     if head is None and state.step == 0 and stuck.num_terms < TRIAL_EVERY:  # a row may end whoever looks at it
@@ -174,13 +169,10 @@ def _announce(process: Process, world: World) -> None:
         f"{counted(plan.total_steps, 'step')}, {plan.device}"
     )
     _say_of_rates(process, world)
-    if isinstance(state.shards, HeldState):
-        world.announce(_redundancy_of(state.shards))
-    if world.cell is not None:
-        world.announce(_redundancy_in_cells(world, state))
-    share = state.shards.share if isinstance(state.shards, SeatedCellState) else state.shards
-    if isinstance(share, HeldState) and share.offload is not None:
-        world.announce(_saving_of(share, plan.device))
+    if said := redundancy_of(world.mesh, state.shards):
+        world.announce(said)
+    if state.shards.share.has_offload:
+        world.announce(_saving_of(state.shards.share, plan.device))
     if plan.config.compile:
         world.announce(f"{state.compiled}")
     _say_of_tests(process, world)
@@ -216,12 +208,11 @@ def _first_loss(process: Process, world: World, kind: Reduction) -> FirstLoss | 
 def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage:
     """Return what this rank runs of its lanes: a stage of the model, or all of it."""
     parallel, task, context = plan.config.parallel, plan.task, _open_context(plan, world)
-    cut = state.shards.cut if isinstance(state.shards, CellState) else None
-    experts = [] if cut is None else cut.experts
+    cut = state.shards.cut
     if parallel.pipeline == 1:
-        return Stage(task, state.model, experts=experts, context=context)
-    assert isinstance(task, Running) and cut is not None and world.cell is not None, "it was checked"
-    return stage_of(task, state.model, cut.plan, parallel.schedule, world.mesh, world.cell, experts, context)
+        return Stage(task, state.model, experts=cut.experts, context=context)
+    assert isinstance(task, Running) and world.cell is not None, "it was checked"
+    return stage_of(task, state.model, cut.plan, parallel.schedule, world.mesh, world.cell, cut.experts, context)
 
 
 def _open_context(plan: Plan, world: World) -> Context | None:
@@ -250,31 +241,13 @@ def _open_auditor(
     return Auditor(every, plan, state, buffers, assigned, world.group, world.mesh, world.cell, stage)
 
 
-def _redundancy_of(shards: HeldState) -> str:
-    """Say what a fault will cost, by how many ranks hold each share of the state."""
-    num, what = shards.seated.num_copies, "the state is" if shards.is_shared_out else "the optimizer's state is"
-    if num == 1:
-        return (
-            f"{what} held once: a rank that is lost takes its share along, and the job goes on from the newest commit "
-            "(parallel.copies, and the number of ranks, decide)"
-        )
-    return f"{what} held {num} times: a fault that leaves one of the holders costs no applied step"
-
-
-def _redundancy_in_cells(world: World, state: AppliedState) -> str:
-    if not isinstance(state.shards, SeatedCellState):
-        return redundancy_of(world.mesh)
-    what = "state" if state.shards.share.is_shared_out else "optimizer's state"
-    return redundancy_of(world.mesh, state.shards.num_copies, what)
-
-
-def _saving_of(shards: HeldState, device: torch.device) -> str:
+def _saving_of(share: Share, device: torch.device) -> str:
     """Say what this rank has in host memory in place of its device's."""
     if device.type == "cpu":
         return f"parallel.offload saves nothing on {device}, whose memory is the host's"
     return (
-        f"{size(shards.offloaded_bytes())} of rank 0's state are in pinned host memory in place of {device}, which "
-        f"has {size(shards.room_bytes())} for what it updates at a time"
+        f"{size(share.offloaded_bytes())} of rank 0's state are in pinned host memory in place of {device}, which "
+        f"has {size(share.room_bytes())} for what it updates at a time"
     )
 
 

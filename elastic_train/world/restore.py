@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import torch
+
 from elastic_train.checkpoint import CommitRecord, Store, discover, load
 from elastic_train.checkpoint.commits.reader import ABSENT, continues, damage_of, exists, read_record, records
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at, place_of
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, StateLostError, StorageError
-from elastic_train.job.cells.cell_state import CellState
-from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import config_of, describe_changes
 from elastic_train.job.reseating import (
@@ -26,19 +26,17 @@ from elastic_train.job.reseating import (
     bring,
     is_first,
     leave_out_unfinished,
-    reseat_columns,
     roll_forward,
-    take_first_columns,
+    take_first_seat,
+    take_state,
 )
-from elastic_train.job.reseating.pending_step import furthest_whole, settle_pending
-from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, Reached
-from elastic_train.job.state_shards import Place
+from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.system.failpoints import reach
 from elastic_train.world.agreement import agree
+from elastic_train.world.equal_weights import begin_alike, level
 from elastic_train.world.fencing import Fence
 from elastic_train.world.forming import own_path
-from elastic_train.world.handover import begin_alike, gather_places, hand_over, level
 from elastic_train.world.world import Source, World, banner_of
 
 
@@ -53,20 +51,12 @@ def restore(plan: Plan, world: World, state: AppliedState, before: Sequence[Inte
     # Rank 0 asks once: nobody can publish any more but under this world's term.
     published = functools.cache(lambda: named(world.fence))
     known = _KnownCommits(world, published, plan.config.checkpoint.accept_loss)
-    found = _find(world, state, known)
+    found = _find(plan, world, state, known)
     if found.head is not None:
         plan.check_continues(found.head)
-    if isinstance(state.shards, HeldState | SeatedCellState):
-        found = _take_seats(plan, world, state, state.shards, found, known)
-    elif isinstance(state.shards, CellState):
-        found = _take_parts(plan, world, state, state.shards, found, known)
-    elif found.is_loaded:
-        _load_head(plan, world, state, found)
-    else:
-        found = _take_members_state(world, state, found)
+    found = _take_state(plan, world, state, found, known)
     if not found.is_loaded:
-        key = agree(world.group, lambda: parent_of(world.store, state, published()))
-        found = replace(found, head=read_record(world.store, key) if key else None)
+        found = replace(found, head=_parent(world, state, found, published))
     if found.head is not None and world.is_leader and published() != found.head.key:
         with contextlib.suppress(StorageError):  # if the fence does not hear of it now, it will by the next commit
             world.fence.publish(world.term, found.head.key)
@@ -76,14 +66,13 @@ def restore(plan: Plan, world: World, state: AppliedState, before: Sequence[Inte
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where a world can begin: its members' places, and the newest commit, which `is_loaded` if it is further.
+    """Where a world can begin: what its members bring, and the newest commit, which `is_loaded` if it is further.
 
-    `counts` says whether this rank's own state is of the lineage. `skipped` are commits that were passed over.
+    What is not of the lineage is not brought. `skipped` are commits that were passed over.
     `given_by` is the rank that gave this one its state. `num_lost` shards of the state are held by nobody any more.
     """
 
-    places: list[Place]
-    counts: bool
+    brought: Sequence[Brought]
     head: CommitRecord | None
     skipped: tuple[tuple[str, str], ...]
     given_by: int | None = None
@@ -133,19 +122,39 @@ def _refusal_to_go_back(url: str, by: str, key: str, lost: int, step: int, value
     )
 
 
-def _find(world: World, state: AppliedState, known: _KnownCommits) -> _Found:
-    published = known.published
-    counts, places = True, gather_places(world.group, state)
-    if max(places).step > 0:
+def _find(plan: Plan, world: World, state: AppliedState, known: _KnownCommits) -> _Found:
+    published, path = known.published, own_path(plan.config.parallel.domain)
+    brought: Sequence[Brought] = bring(world.group, state, state.shards, path, may_hold=world.writes)
+    if _furthest(brought).step > 0:
         term, fields = agree(world.group, lambda: _newest(world, published()))
         lineage = [Interval(*interval) for interval in fields]
         counts = state.reached.term > term or _is_of(lineage, state)
-        places = gather_places(world.group, state, counts=counts)
-    furthest = max(places)
-    key, skipped = agree(world.group, lambda: _find_head(world.store, published(), furthest.step, known))
+        counted = world.group.all_gather(torch.tensor(int(counts))).flatten().tolist()
+        brought = [one if is_one else one.without_state() for one, is_one in zip(brought, counted, strict=True)]
+    furthest = _furthest(brought).step
+    key, skipped = agree(world.group, lambda: _find_head(world.store, published(), furthest, known))
     head = read_record(world.store, key) if key else None
-    is_loaded = head is not None and head.step > furthest.step
-    return _Found(places, counts, head, tuple((name, why) for name, why in skipped), is_loaded=is_loaded)
+    is_loaded = head is not None and head.step > furthest
+    return _Found(brought, head, tuple((name, why) for name, why in skipped), is_loaded=is_loaded)
+
+
+def _parent(
+    world: World, state: AppliedState, found: _Found, published: Callable[[], str | None]
+) -> CommitRecord | None:
+    """Return the newest commit that the members' state continues.
+
+    That is the newest one of all, as a rule. Others may have deleted it since, if this world was frozen meanwhile.
+    """
+    head = found.head if not found.skipped else None
+    if head is not None and continues(state.reached.intervals, head):
+        return head
+    key = agree(world.group, lambda: parent_of(world.store, state, published()))
+    return read_record(world.store, key) if key else None
+
+
+def _furthest(brought: Sequence[Brought]) -> Place:
+    """Return how far the furthest rank is."""
+    return max(one.place for one in brought)
 
 
 def _load_head(plan: Plan, world: World, state: AppliedState, found: _Found) -> None:
@@ -156,83 +165,46 @@ def _load_head(plan: Plan, world: World, state: AppliedState, found: _Found) -> 
         world.announce(f"{found.head.key} was trained with another configuration: {state.changes}")
 
 
-def _take_members_state(world: World, state: AppliedState, found: _Found) -> _Found:
-    """Bring this rank to the furthest of the members' places, where states are whole."""
-    if max(found.places).step == 0:
-        begin_alike(world.group, state.shards.weights(), world.announce)
-    holders = world.mesh.across("context")
-    given_by = hand_over(world.holders, state, [found.places[rank] for rank in holders])
-    if state.reached.is_fast:
-        level(world.group, state)
-    return replace(found, given_by=None if given_by is None else holders[given_by])
-
-
-def _take_parts(
-    plan: Plan, world: World, state: AppliedState, shards: CellState, found: _Found, known: _KnownCommits
-) -> _Found:
-    """Bring this rank to the furthest step that is held as a whole, where each holds its place's part."""
-    if found.is_loaded:
-        state.drop_pending()
-    else:
-        places = settle_pending(world.group, state, shards, counts=found.counts)
-        found, whole = replace(found, places=places), furthest_whole(places, world.mesh.by_part)
-        if whole < max(places):
-            what = f"every cell has lost the same part of the state ({world.mesh.cell.size} ranks hold it together)"
-            found = _find_after_loss(plan, world, found, known, what, 1, whole.step)
-            found = replace(found, places=[place if place <= whole else Place(0, 0) for place in places])
-    if found.is_loaded:
-        _load_head(plan, world, state, found)
-    else:
-        if max(found.places).step == 0:
-            begin_alike(world.holders, shards.cut_weights(), world.announce)
-        found = _take_members_state(world, state, found)
-    shards.trained_in = world.term
-    return found
-
-
-def _take_seats(
-    plan: Plan,
-    world: World,
-    state: AppliedState,
-    shards: HeldState | SeatedCellState,
-    found: _Found,
-    known: _KnownCommits,
-) -> _Found:
-    """Bring this rank to the furthest step, on a seat; return what was found, and whether a commit had to be loaded.
-
-    Where cells hold the state, a seat is in the column of this rank's place.
-    """
-    path = own_path(plan.config.parallel.domain)
-    brought: Sequence[Brought] = bring(world.group, state, shards, path, counts=found.counts, may_hold=world.writes)
+def _take_state(plan: Plan, world: World, state: AppliedState, found: _Found, known: _KnownCommits) -> _Found:
+    """Bring this rank to the furthest step that is held as a whole; return what was found, and where it comes from."""
+    shards, brought = state.shards, found.brought
     if not found.is_loaded:
         kept, num_lost = leave_out_unfinished(shards, brought)
-        furthest, whole = max(one.place for one in brought), max(one.place for one in kept)
+        furthest, whole = _furthest(brought), _furthest(kept)
         if whole < furthest:
-            copies = plan.config.parallel.copies
-            what = f"all holders of {num_lost} of the state's shards are lost (parallel.copies: {copies})"
+            if shards.share.is_whole:
+                num_ranks = world.mesh.cell.size
+                what = f"every cell has lost the same part of the state ({num_ranks} ranks hold it together)"
+            else:
+                copies = plan.config.parallel.copies
+                what = f"all holders of {num_lost} of the state's shards are lost (parallel.copies: {copies})"
             found = _find_after_loss(plan, world, found, known, what, num_lost, whole.step)
         brought = kept
-    held = shards if isinstance(shards, HeldState) else shards.share
-    if not found.is_loaded:
+    if found.is_loaded:
+        state.drop_pending()
+        take_first_seat(world.holders, shards, brought)
+        _load_head(plan, world, state, found)
+    else:
         brought = roll_forward(world.group, state, shards, brought)
-        if is_first(held, brought):
+        if is_first(shards.share, brought):
             _begin_alike(world, shards)
-        if reseat_columns(world.holders, state, shards, brought).size:
+        taken = take_state(world.holders, state, shards, brought)
+        if taken.lost.size:
             raise StateLostError(
                 "all holders of some of the first weights are lost, before the first step: start again"
             )
-    else:
-        state.drop_pending()
-        take_first_columns(world.holders, shards, brought)
-        _load_head(plan, world, state, found)
-    held.agree_on_order(world.group)
+        if shards.share.is_whole and taken.given_by is not None:
+            found = replace(found, given_by=world.mesh.by_part[shards.part][taken.given_by])
+        if state.reached.is_fast:
+            level(world.holders, state)
+    shards.share.agree_on_order(world.group)
     shards.trained_in = world.term
     return found
 
 
-def _begin_alike(world: World, shards: HeldState | SeatedCellState) -> None:
+def _begin_alike(world: World, shards: StateShards) -> None:
     """Let all ranks begin a run with the same weights."""
-    if isinstance(shards, SeatedCellState):
+    if shards.cut.cuts:
         begin_alike(world.holders, shards.cut_weights(), world.announce)
     begin_alike(world.group, shards.weights(), world.announce)
 
@@ -256,7 +228,7 @@ def _find_after_loss(
         plan.check_continues(head)
         skips = (*found.skipped, *((name, why) for name, why in skipped))
         found, whole = replace(found, head=head, skipped=skips, is_loaded=True), head.step
-    if num_lost and whole < (step := max(found.places).step):
+    if num_lost and whole < (step := _furthest(found.brought).step):
         world.announce(f"{what}: step {step} is given up for step {whole}")
         return replace(found, num_lost=num_lost)
     return found
@@ -286,7 +258,7 @@ def _report(
         skipped=list(found.skipped),
         resumed=asdict(banner) if banner else None,
         num_lost=found.num_lost,
-        holds_nothing=isinstance(state.shards, HeldState | SeatedCellState) and state.shards.holds_nothing,
+        holds_nothing=state.shards.share.holds_nothing,
     )
     if banner is not None and world.progress is not None:
         world.progress.banner(banner)

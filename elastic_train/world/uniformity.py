@@ -7,10 +7,8 @@ what is exchanged together, or ranks would wait for each other for ever.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import socket
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.config.schema import Config
 from elastic_train.config.section import Section
-from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
-from elastic_train.job.majority import name_others
+from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.dotted_path import import_named
 from elastic_train.job.plan import Plan
 from elastic_train.job.units.compiled import CALLS, compiler_of
@@ -227,43 +223,3 @@ def _processor() -> dict[str, str]:
         "processor": fields.get("vendor_id", fields.get("CPU implementer", "")),
         "vector instructions": " ".join(vector),
     }
-
-
-def differing_weights(group: Group, weights: Mapping[str, Tensor]) -> list[int]:
-    """Return, alike on every rank, the ranks whose weights and buffers are not rank 0's bit for bit."""
-    if group.size == 1:
-        return []
-    seen = group.all_gather(torch.tensor(_checksum_of(weights))).flatten().tolist()
-    return [rank for rank in range(group.size) if seen[rank] != seen[0]]
-
-
-def _checksum_of(weights: Mapping[str, Tensor]) -> int:
-    each = torch.tensor([checksum(tensor) for tensor in weights.values()], dtype=torch.int64)
-    return zlib.crc32(each.numpy().tobytes())
-
-
-def check_same_weights(group: Group, weights: Mapping[str, Tensor], step: int) -> None:
-    """Raise WeightsDifferError, on every rank, if not all ranks hold the same weights and buffers bit for bit.
-
-    Called before a commit begins, of which every rank writes a part. Costs a checksum of the weights, and one number a
-    rank; nothing in a world of one. No rank's state may outlive the error: all have added up gradients of all ranks.
-    """
-    if group.size == 1:
-        return
-    mine = torch.tensor([checksum(tensor) for tensor in weights.values()], dtype=torch.int64)
-    whole = zlib.crc32(mine.numpy().tobytes())
-    seen = group.all_gather(torch.tensor(whole)).flatten()
-    if bool((seen == seen[0]).all()):
-        return
-    who, right = name_others(seen.tolist())
-    where = ""
-    # A rank that ends is a lost peer to one that is later here: that one must not keep its state for the next world.
-    with contextlib.suppress(PeerLostError):
-        rows = group.all_gather(mine)
-        is_other = (rows != rows[right]).any(0)
-        where = f", first in '{list(weights)[int(is_other.nonzero()[0])]}'"
-    raise WeightsDifferError(
-        f"step {step}: {who}{where}: a kernel is not deterministic, or a device computes wrongly. The last commit is "
-        f"intact: all ranks end, and the next start continues from it. This is rank {group.rank} on "
-        f"{socket.gethostname()}: leave out a machine that is named again and again"
-    )

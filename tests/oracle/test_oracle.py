@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import nn
 
-from elastic_train.job.state_shards import ReplicatedState
+from elastic_train.job.state_shards import StateShards
 from elastic_train.training.run import run
 from tests.conftest import run as run_module
 from tests.conftest import run_ranks, start, write_rows
@@ -23,8 +23,8 @@ from tests.conftest import run_ranks, start, write_rows
 FOLDER = Path(__file__).parent
 TASK = "elastic_train.tasks.text_classifier:TextClassifier"
 LANGUAGE_MODEL = "elastic_train.tasks.causal_lm:CausalLM"
-CLIP = ReplicatedState.clip
-Clip = Callable[[ReplicatedState, float, torch.Tensor], None]
+CLIP = StateShards.clip
+Clip = Callable[[StateShards, float, torch.Tensor], None]
 PARAMS = {"max_tokens": 24, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 4200}
 PARAMS |= {"numeric": ["size"], "categorical": ["kind"]}
 JOBS: dict[str, dict[str, object]] = {
@@ -98,24 +98,24 @@ def test_so_does_a_run_that_was_killed_on_two_ranks_and_continued_on_three(tmp_p
     assert result_of(tmp_path) == oracle(tmp_path)
 
 
-def clip_too_late(shards: ReplicatedState, limit: float, norm: torch.Tensor) -> None:
+def clip_too_late(shards: StateShards, limit: float, norm: torch.Tensor) -> None:
     """Clip as if the limit were a tenth higher."""
     CLIP(shards, 1.1 * limit, norm)
 
 
-def clip_by_tensor(shards: ReplicatedState, limit: float, norm: torch.Tensor) -> None:
+def clip_by_tensor(shards: StateShards, limit: float, norm: torch.Tensor) -> None:
     """Clip every tensor by its own norm."""
     for parameter in shards.model.parameters():
         nn.utils.clip_grad_norm_([parameter], limit)
 
 
-def clip_as_before(shards: ReplicatedState, limit: float, norm: torch.Tensor) -> None:
+def clip_as_before(shards: StateShards, limit: float, norm: torch.Tensor) -> None:
     """Clip by the norm of torch, which is that by grains to a few units in the last place."""
     nn.utils.clip_grad_norm_(shards.model.parameters(), limit)
 
 
 def train_with(rank: int, size: int, config: str, clip: Clip) -> None:
-    with patch.object(ReplicatedState, "clip", clip):
+    with patch.object(StateShards, "clip", clip):
         assert run(Path(config), []) == 0
 
 

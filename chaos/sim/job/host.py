@@ -10,7 +10,7 @@ from chaos.sim.job.shape import make_plan
 from chaos.sim.job.surroundings import Surroundings
 from chaos.sim.machine.kernel import Killed, Process
 from chaos.sim.machine.stdlib import host_of
-from chaos.sim.modelled.training import ModelledState
+from chaos.sim.modelled.state import ModelledState
 from elastic_train.checkpoint.saving.abandonment import LEAST_S
 from elastic_train.job.state import AppliedState
 from elastic_train.system.preemption import LeaveRequest

@@ -11,7 +11,7 @@ import torch
 
 from chaos.sim.machine.tracker import URI
 from chaos.sim.modelled.plan import ModelledManifest, ModelledPlan, ModelledTask
-from chaos.sim.modelled.training import ModelledState
+from chaos.sim.modelled.state import ModelledState
 from chaos.sim.modelled.training_data import Dataset, ModelledFeed, order_of
 from elastic_train.config.schema import Config
 from elastic_train.core.arrays import Int64s

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from chaos.sim.modelled.cells import placed_state
+from chaos.sim.modelled.state import ModelledState, modelled_state
 from chaos.sim.modelled.tiny_model import TinyModel, build_tiny_state
-from chaos.sim.modelled.training import WORDS, ModelledState, Weights
+from chaos.sim.modelled.training import WORDS, Weights
 from chaos.sim.modelled.training_data import ModelledFeed
 from elastic_train.checkpoint import Retention
 from elastic_train.checkpoint.commits.record import CommitRecord
@@ -111,7 +111,7 @@ class ModelledPlan:
         if self.is_tiny:
             return build_tiny_state(self.config, self.manifest.num_rows, self.total_steps)
         weights = self._first_weights()
-        return ModelledState(weights) if self.config.parallel.cell.size == 1 else placed_state(weights)
+        return modelled_state(weights, self.config.parallel.cell)
 
     def first_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole of the weights that every rank begins with."""
@@ -120,7 +120,7 @@ class ModelledPlan:
 
     def _first_weights(self) -> Weights:
         counts, words = np.zeros(self.manifest.num_rows, np.int64), np.zeros(WORDS * self.num_parts, np.int64)
-        return Weights(counts, words, parts=range(self.num_parts))
+        return Weights(counts, words, parts=range(self.num_parts), size=self.num_parts)
 
     def check_continues(self, record: CommitRecord) -> None:
         assert record.manifest_digest == self.manifest.digest and record.config_digest == self.config.identity()

@@ -19,12 +19,12 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.job.optimizers.cuts import MakeOptimizer
 from elastic_train.job.reseating import Brought, leave_out_unfinished, taking
 from elastic_train.job.sharded.elementwise import Slots, slots_of
-from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.held_tree import Cuts, Held, cuts_of
+from elastic_train.job.state_shards import StateShards
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.grains import Tensor as LaidOut
 from elastic_train.shards.holdings import Circle, Run, runs_of
-from elastic_train.shards.owners import owned_by_some
+from elastic_train.shards.owners import owned_of
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat
 
@@ -51,7 +51,7 @@ class SameShares:
     def seating(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> Seating:
         return _OwnSeating(self._common(seats, layout, circle), rank)
 
-    def leave_out_unfinished(self, shards: HeldState, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
+    def leave_out_unfinished(self, shards: StateShards, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
         return self._left(brought, shards)
 
     def slots_of(self, optimizer: Optimizer, make: MakeOptimizer, device: torch.device) -> list[Slots]:
@@ -62,11 +62,9 @@ class SameShares:
     def runs_of(self, layout: Layout, grains: Int64s) -> list[Run]:
         return self._runs((self._kind_of(layout), grains.tobytes()), lambda: runs_of(layout, grains))
 
-    def owned_by_some(
-        self, holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int]
-    ) -> tuple[Sequence[int], list[Int64s]]:
-        key = spans.tobytes(), _bytes_of(holdings), tuple(owners)
-        return self._owned(key, lambda: owned_by_some(holdings, spans, owners))
+    def owned_of(self, holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int] | None = None) -> list[Int64s]:
+        key = spans.tobytes(), _bytes_of(holdings), None if owners is None else tuple(owners)
+        return self._owned(key, lambda: owned_of(holdings, spans, owners))
 
     def cuts_of(self, layout: Layout, written: Sequence[Held]) -> Cuts:
         key = (

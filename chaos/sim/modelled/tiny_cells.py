@@ -1,6 +1,6 @@
 """The tiny model where cells hold it: each place has a part, and spreads that part's moments over its column.
 
-The state is the product's own, `SeatedCellState` with `HeldState` for a share. Only what a task says of a model is said
+The state is the product's own. Only what a task says of a model is said
 here: which of its parameters are in which stage, and along which dimension those of a stage are cut for its ranks. What
 a lane gives is element by element, so every rank works out that of its part by itself, and nothing is exchanged within
 a lane.
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.modelled.memory import Known
 from chaos.sim.modelled.tiny_model import CUT_DIMS, SHAPES, TinyModel, leaf_of
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell
+from elastic_train.job.build import columns_of
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cut_model import Cut, CutModel
-from elastic_train.job.cells.seated_cell import columns_of
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.shards.grains import cut_along
 from elastic_train.shards.holdings import Column
@@ -87,6 +88,12 @@ class SameColumns:
         self._known = Known()
 
     def of(
-        self, model: nn.Module, optimizer: Optimizer, cut: CutModel, cell: Cell, atomic: Container[int]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        cut: CutModel,
+        parallel: ParallelConfig,
+        units: list[str],
+        atomic: Container[int],
     ) -> list[Column]:
-        return self._known(cell, lambda: columns_of(model, optimizer, cut, cell, atomic))
+        return self._known(parallel.cell, lambda: columns_of(model, optimizer, cut, parallel, units, atomic))

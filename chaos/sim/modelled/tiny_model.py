@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from chaos.sim.modelled.training import Gradient, hash_of
 from elastic_train.config.schema import Config
 from elastic_train.core.keyed_random import derive, mix64_array
+from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import CellPlan
-from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.state import AppliedState
 from elastic_train.tasks.task import ParameterGroup
 
 SHAPES: Mapping[str, tuple[int, ...]] = {

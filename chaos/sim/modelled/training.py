@@ -7,28 +7,20 @@ witness's counts, one for every sample. Equal hashes at the end are equal weight
 from __future__ import annotations
 
 import contextlib
-import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
 
 from chaos.sim.machine.rank_group import SimGroup
-from elastic_train.checkpoint.format.layout import State
-from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive, mix64
-from elastic_train.core.lanes import Assignment, contiguous
-from elastic_train.core.order import Cursor
-from elastic_train.job.state import Reached, StepFacts
-from elastic_train.job.state_shards import Place
+from elastic_train.core.lanes import contiguous
 from elastic_train.parallel.gradient_sum import make_sum
 
 T = TypeVar("T")
@@ -57,13 +49,14 @@ class Weights:
     """The modelled weights, and the gradient that the next step adds.
 
     They have as many parts as a cell has places, each a digest of its own, of two words; `parts` are those that are
-    held, and everybody holds the counts.
+    held of `size`, and everybody holds the counts.
     """
 
     counts: Int64s
     words: Int64s = field(default_factory=lambda: np.zeros(WORDS, np.int64))
     gradient: Gradient | None = None
     parts: range = range(1)
+    size: int = 1
     dtype: ClassVar = torch.float32
     device: ClassVar = torch.device("cpu")
 
@@ -83,122 +76,13 @@ class Weights:
     def parameters(self) -> Iterator[Weights]:
         yield self
 
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Weights]]:
+        """There are none that anybody asks for."""
+        yield from ()
+
     def named_modules(self) -> Iterator[tuple[str, Weights]]:
         """There are no buffers."""
         yield from ()
-
-
-class Rate:
-    """What stands for a learning rate's schedule."""
-
-    def get_last_lr(self) -> list[float]:
-        return [1.0]
-
-
-@dataclass
-class ModelledState:
-    """What `elastic_train.job.state.AppliedState` is to its users."""
-
-    model: Weights
-    reached: Reached = field(default_factory=Reached)
-    scheduler: Rate = field(default_factory=Rate)
-    outline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    recipe: None = None
-    changes: None = None
-    compiled: None = None
-    layout: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(dims=CUT_DIMS))
-
-    @property
-    def step(self) -> int:
-        return self.reached.step
-
-    @property
-    def place(self) -> Place:
-        return Place(self.reached.step, self.reached.term)
-
-    @property
-    def cursor(self) -> Cursor:
-        return self.reached.cursor
-
-    @property
-    def coverage(self) -> CoverageSums:
-        return self.reached.coverage
-
-    def measure(self) -> torch.Tensor:
-        return _NO_NORM
-
-    def apply(self, facts: StepFacts, norm: torch.Tensor) -> None:
-        is_finite = math.isfinite(facts.loss)
-        if is_finite:
-            self.model.advance(self.step)
-        self.model.gradient = None
-        self.reached = self.reached.advance(facts, float(norm), is_finite=is_finite, is_skipped=not is_finite)
-
-    @property
-    def shards(self) -> ModelledState:
-        return self
-
-    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
-        return contiguous(num_replicas, num_lanes)
-
-    def refresh(self, group: SimGroup) -> None:
-        """Every rank has updated everything."""
-
-    def norm_of(self, gathered: torch.Tensor) -> torch.Tensor:
-        return _NO_NORM
-
-    def norm_alone(self, measured: torch.Tensor) -> torch.Tensor:
-        return _NO_NORM
-
-    def assign(self, writers: Sequence[int]) -> Sequence[int]:
-        """Any rank can write anything."""
-        return writers
-
-    def stand_alone(self) -> bool:
-        return True
-
-    def is_taken_along(self, leaving: Sequence[bool]) -> bool:
-        return all(leaving)
-
-    def weights(self) -> Mapping[str, object]:
-        return self.model.state_dict()
-
-    def outlined(self) -> Mapping[str, object]:
-        return self.model.state_dict()
-
-    def turns(self, group: SimGroup, items: Iterator[T]) -> Iterator[T]:
-        return items
-
-    def digest(self, group: SimGroup) -> str:
-        return self.digest_alone()
-
-    def digest_alone(self) -> str:
-        return weights_digest(self.model, CUT_DIMS)  # type: ignore[arg-type]  # it has the one method that counts
-
-    def check_copies(self, group: SimGroup, step: int) -> None:
-        """All weights are whole on every rank."""
-
-    def make_whole(self, group: SimGroup) -> None:
-        """They are."""
-
-    def held(self) -> State:
-        """Return the saved part; its tensors are the live ones."""
-        return {"model": self.model.state_dict()}
-
-    def to_save(self) -> State:
-        return self.held()
-
-    def stillness(self) -> Callable[[StatePath], bool]:
-        """Only `apply` changes anything."""
-        return lambda path: True
-
-    def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
-        tree = self.held()
-        fill(tree)
-        model = tree["model"]
-        assert isinstance(model, dict), "as it was saved"
-        self.model.words, self.model.counts = model["digest"].numpy().copy(), model["counts"].numpy().copy()
-        self.reached = reached
 
 
 class SampleCounts:

@@ -1,4 +1,4 @@
-"""Ranks that compute some tokens of each row: what each holds of the state, if that is all, and its part of rows."""
+"""Ranks that compute some tokens of each row: the part of each."""
 
 from __future__ import annotations
 
@@ -8,41 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from elastic_train.core.lanes import leaves_of
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cut_model import along_axis
-from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.parallel.cells.context_links import Gathering
 from elastic_train.parallel.cells.graph_edges import LoneGroup
-from elastic_train.parallel.gradient_sum import GradientSum, TreeSum, tree_of
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.reductions import Reduction
 from elastic_train.parallel.step_tables import tree_sum
 from elastic_train.tasks.placements import ContextPart, Running, loss_of
 from elastic_train.tasks.task import Batch, LaneLoss
-
-
-@dataclass(slots=True, kw_only=True)
-class ContextState(ReplicatedState):
-    """A whole copy on every rank, whose gradients are sums over the lanes and over the places of a cell."""
-
-    mesh: Mesh | None = None
-    _ranks: Group | None = None
-
-    def enter(self, mesh: Mesh, ranks: Group) -> None:
-        """Sum over all ranks of this world from now on."""
-        self.mesh, self._ranks = mesh, ranks
-
-    def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
-        assert self.mesh is not None and self._ranks is not None, "a world has been entered"
-        if kind == "fast":
-            return ReplicatedState.sum_of(self, self._ranks, num_lanes, kind)
-        if self._sum is not None:
-            self._sum.close()
-        leaves = leaves_of(self.assigned(self.mesh.num_replicas, num_lanes), self.mesh.cell.context)
-        parameters = list(self.model.parameters())
-        self._sum = TreeSum([tree_of(kind, parameters, self._ranks, leaves)], self.bucket_bytes)
-        return self._sum
 
 
 @dataclass(frozen=True, slots=True)

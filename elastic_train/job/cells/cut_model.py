@@ -246,10 +246,10 @@ class CutModel:
 
         Results are of no use, shapes and weights' strides are those of any world.
         """
-        assert self.place is None and self.has_weights, "the model is whole"
         if not self.plan.tensor:
             yield
             return
+        assert self.place is None and self.has_weights, "the model is whole"
         shape = Cell(tensor=self._degree)
         lone = CutModel(self.model, replace(self.plan, pieces=(), num_chunks=1), shape, CellLinks())
         lone.links.bind(LoneGroup(shape.tensor))

@@ -1,17 +1,17 @@
-"""Seats in a new world: what every rank brings, what becomes of a pending step, who holds what from then on."""
+"""The state in a new world: what ranks bring, what becomes of a pending step, who holds what from then on."""
 
 from elastic_train.job.reseating.brought import Brought, bring, leave_out_unfinished
-from elastic_train.job.reseating.columns import reseat_columns, take_first_columns
-from elastic_train.job.reseating.taking import is_first, reseat, roll_forward, take_first_seats
+from elastic_train.job.reseating.pending_step import roll_forward
+from elastic_train.job.reseating.taking import Taken, give_state, is_first, take_first_seat, take_state
 
 __all__ = [
     "Brought",
+    "Taken",
     "bring",
+    "give_state",
     "is_first",
     "leave_out_unfinished",
-    "reseat",
-    "reseat_columns",
     "roll_forward",
-    "take_first_columns",
-    "take_first_seats",
+    "take_first_seat",
+    "take_state",
 ]

@@ -1,7 +1,7 @@
-"""What every rank brings into a world whose state is in shards, told to all others.
+"""What every rank brings into a world, told to all others.
 
-Ranks that hold the same part of the state in all cells are a *column*, and have shares of it; where there are no cells,
-all ranks are one. A step counts as held where all columns hold all of theirs.
+Ranks that hold the same part of the state in all cells are a *column*, and have all of it or shares of it; where there
+are no cells, all ranks are one. A step counts as held where all columns hold all of theirs.
 """
 
 from __future__ import annotations
@@ -10,43 +10,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
-
-from elastic_train.core.arrays import Int64s
-from elastic_train.job.sharded.held_tree import Spare
 from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import Place
+from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.group import Group
 from elastic_train.shards.arcs import Arc
 from elastic_train.shards.domains import Path
-from elastic_train.shards.holdings import Column
 from elastic_train.shards.seats import Seat
-
-
-class Seated(Protocol):
-    """State of which a rank holds a share by its seat."""
-
-    trained_in: int
-
-    @property
-    def columns(self) -> Sequence[Column]:
-        """All columns of a world, by the parts of the state that they hold."""
-
-    def column_of(self, rank: int) -> int:
-        """Return the column that a rank of the present world is in."""
-
-    @property
-    def seat(self) -> Seat | None:
-        """This rank's seat in its column."""
-
-    @property
-    def spare(self) -> Spare:
-        """What this rank holds beside its seat."""
-
-    def norm_of_rows(self, gathered: Tensor, holders: Sequence[tuple[int, Int64s]]) -> Tensor:
-        """Return the norm from rows of some ranks, with the grains that each has measured: together, all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +39,22 @@ class Brought:
     may_hold: bool = True
     spare: tuple[Arc, ...] = ()
 
+    def without_state(self) -> Brought:
+        """Return what a rank brings whose state does not count."""
+        return replace(self, place=Place(0, 0), seat=None, pending=0, spare=())
+
 
 def bring(
-    group: Group, state: AppliedState, shards: Seated, path: Path, *, counts: bool, may_hold: bool = True
+    group: Group, state: AppliedState, shards: StateShards, path: Path, *, may_hold: bool = True
 ) -> list[Brought]:
-    """Return what every rank brings, by rank; a rank whose state does not count brings nothing.
+    """Return what every rank brings, by rank.
 
     Where no rank of a column can write commits, all of it may hold something, and so may rank 0 anyway.
     """
-    place = state.place if counts else Place(0, 0)
-    seat = shards.seat if counts else None
-    pending = state.pending.facts.term if state.pending is not None and counts else 0
+    pending = state.pending.facts.term if state.pending is not None else 0
     may_hold = may_hold or group.rank == 0
-    norm, spare = _bits(state.reached.norm), _encoded_arcs(shards.spare.arcs if counts else ())
-    mine = [*place, _encoded(seat), list(path), pending, shards.trained_in, norm, may_hold, spare]
+    norm, spare = _bits(state.reached.norm), _encoded_arcs(shards.spare.arcs)
+    mine = [*state.place, _encoded(shards.seat), list(path), pending, shards.trained_in, norm, may_hold, spare]
     brought = _read(group.all_gather_objects(mine))
     able = {shards.column_of(rank) for rank, one in enumerate(brought) if one.may_hold}
     if len(able) == len(shards.columns):
@@ -92,7 +65,7 @@ def bring(
     ]
 
 
-def by_column(shards: Seated, brought: Sequence[Brought]) -> list[list[Brought]]:
+def by_column(shards: StateShards, brought: Sequence[Brought]) -> list[list[Brought]]:
     """Return what the ranks of each column bring."""
     found: list[list[Brought]] = [[] for _ in shards.columns]
     for rank, one in enumerate(brought):
@@ -108,7 +81,7 @@ def _read(told: Sequence[Sequence[Any]]) -> list[Brought]:
     ]
 
 
-def leave_out_unfinished(shards: Seated, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
+def leave_out_unfinished(shards: StateShards, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
     """Return what ranks bring, without those that are further than all of the state is held; and how much is lost.
 
     A rank that was away while its peers' shares were lost may come back further than they are now: what it holds is of
@@ -119,7 +92,7 @@ def leave_out_unfinished(shards: Seated, brought: Sequence[Brought]) -> tuple[li
     missing = {place: _num_missing(shards, brought, place) for place in places}
     whole = next((place for place in places if not missing[place]), Place(0, 0))
     newest = max(places, key=lambda place: (place.term, place.step), default=whole)
-    kept = [one if one.place <= whole else replace(one, place=Place(0, 0), seat=None, pending=0) for one in brought]
+    kept = [one if one.place <= whole else one.without_state() for one in brought]
     return kept, missing[newest] if newest > whole else 0
 
 
@@ -128,7 +101,7 @@ def comes_to(one: Brought) -> Place:
     return Place(one.place.step + 1, one.pending)
 
 
-def _num_missing(shards: Seated, brought: Sequence[Brought], place: Place) -> int:
+def _num_missing(shards: StateShards, brought: Sequence[Brought], place: Place) -> int:
     """Return how many grains nobody of their column holds at a place, or can bring there.
 
     A column without anybody there lacks something, even if it has no grains.

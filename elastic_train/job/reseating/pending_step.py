@@ -1,107 +1,88 @@
-"""What becomes of a step that a world of cells left between the sum and its application, and how far it got as a whole.
+"""What becomes of a step that a world left between the sum of its gradient and its application.
 
-A rank that loses a peer where the ranks meet over a step's gradient holds the step as *pending*: somebody may have
-applied it.
+A rank that loses a peer where the ranks meet over a step's gradient, and does not know the norm of all of it, holds the
+step as *pending*: somebody may have applied it.
 
 * If a rank has applied it, those that hold it as pending apply it, too, with the norm that this rank knows.
-* If all that are left of its world hold it as pending, and know each part of the norm, they apply it.
-* Otherwise nobody can have applied it, and all drop it.
-
-So as long as a rank with each part is left in some cell, all of them come to one step.
+* If all that are left of its world hold it as pending, and know the norm together, they apply it.
+* If any of them does not hold it, nobody can have applied it, and all drop it.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from elastic_train.job.cells.cell_state import CellState
+from elastic_train.core.arrays import Int64s
+from elastic_train.job.reseating.brought import Brought, all_arcs_of, comes_to
 from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import Place
+from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.group import Group
+from elastic_train.shards.seats import Seat
 
 
-@dataclass(frozen=True, slots=True)
-class _Brought:
-    """How far a rank is, the term of the step that it holds as pending (0: none), the last world that it trained in,
-    and the norm of the last step that it has applied."""
-
-    place: Place
-    pending: int
-    trained_in: int
-    norm: float
-
-
-def settle_pending(group: Group, state: AppliedState, shards: CellState, *, counts: bool) -> list[Place]:
-    """Apply a pending step if it may have been applied, else drop it; return how far every rank is then, by rank.
-
-    A rank whose state does not count is where one that was just built is.
-    """
-    if not counts:
-        state.drop_pending()
-    brought = _bring(group, state, shards, counts=counts)
+def roll_forward(
+    group: Group, state: AppliedState, shards: StateShards, brought: Sequence[Brought]
+) -> Sequence[Brought]:
+    """Apply a pending step if it may have been applied, else drop it; return what ranks bring then."""
     furthest = max(one.place for one in brought)
-    late = [rank for rank, one in enumerate(brought) if one.pending and _reached_by(one) == furthest]
+    ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
+    late = [rank for rank, one in enumerate(brought) if one.pending and comes_to(one) == furthest]
     if late:
-        norm = next(one.norm for one in brought if one.place == furthest)
-        return _apply(group, state, brought, late, torch.tensor(norm, dtype=torch.float64))
-    term = max(one.pending for one in brought if one.place == furthest)
-    left = [rank for rank, one in enumerate(brought) if one.place == furthest and one.trained_in == term]
-    cell = shards.cell
-    first_with = {cell.part_of(rank % cell.size): rank for rank in reversed(left)}
-    if term == 0 or len(first_with) < cell.num_parts or any(brought[rank].pending != term for rank in left):
+        norm = torch.tensor(brought[ahead[0]].norm, dtype=torch.float64)
+        return _apply(group, state, brought, late, norm, furthest)
+    term = max(brought[rank].pending for rank in ahead)
+    able = _all_left(shards, brought, ahead, term)
+    if not able:
         state.drop_pending()
-        return [one.place for one in brought]
-    rows = group.all_gather(_measured(state, shards)).numpy()
-    of_places = np.stack([rows[first_with[cell.part_of(place)]] for place in range(cell.size)])
-    return _apply(group, state, brought, left, shards.norm_of_places(of_places))
+        return brought
+    holders = [(rank, _trained_by(shards, rank, brought[rank].seat)) for rank in able]
+    most = max(1, *(grains.size for _, grains in holders))
+    mine = torch.zeros(most, dtype=torch.float64)
+    if group.rank in able:
+        assert state.pending is not None, "this rank has said so"
+        size = _trained_by(shards, group.rank, shards.seat).size
+        mine[:size] = state.pending.measured[:size]
+    norm = shards.norm_of_rows(group.all_gather(mine), holders)
+    return _apply(group, state, brought, able, norm, Place(furthest.step + 1, term))
 
 
-def furthest_whole(places: Sequence[Place], by_part: Sequence[Sequence[int]]) -> Place:
-    """Return the furthest place at which each part of the state is held, from where all ranks are.
+def _trained_by(shards: StateShards, rank: int, seat: Seat | None) -> Int64s:
+    """Return the grains of its column that a rank holds and updates."""
+    return shards.columns[shards.column_of(rank)].trained_by(seat)
 
-    `by_part` are the ranks that may hold each part.
-    """
-    held = [{places[rank] for rank in ranks} for ranks in by_part]
-    return max(set.intersection(*held), default=Place(0, 0))
+
+def _all_left(shards: StateShards, brought: Sequence[Brought], ahead: Sequence[int], term: int) -> list[int]:
+    """Return the ranks that can apply the step that is pending since a term; none if not all left of it can."""
+    if term == 0:
+        return []
+    left = [rank for rank in ahead if brought[rank].trained_in == term]
+    if any(brought[rank].pending != term for rank in left):
+        return []
+    for number, column in enumerate(shards.columns):
+        of_column = [brought[rank] for rank in left if shards.column_of(rank) == number]
+        trained = column.layout.trained
+        held = [column.trained_by(one.seat) for one in of_column]
+        is_known = np.unique(np.concatenate([trained[:0], *held])).size == trained.size
+        if not of_column or not is_known or column.missing(map(all_arcs_of, of_column)):
+            return []  # a column that trains nothing, too, has to come to the same step as the others
+    return left
 
 
 def _apply(
-    group: Group, state: AppliedState, brought: Sequence[_Brought], ranks: Sequence[int], norm: Tensor
-) -> list[Place]:
-    """Apply the pending step on those ranks, drop it on others; return how far every rank is then."""
+    group: Group, state: AppliedState, brought: Sequence[Brought], ranks: Sequence[int], norm: Tensor, place: Place
+) -> list[Brought]:
+    """Apply the pending step on those ranks, drop it on others; return what ranks bring then."""
     if group.rank in ranks:
         assert state.pending is not None, "this rank has said so"
         state.apply(state.pending.facts, norm)
     else:
         state.drop_pending()
-    return [_reached_by(one) if rank in ranks else one.place for rank, one in enumerate(brought)]
-
-
-def _reached_by(one: _Brought) -> Place:
-    """Return where a rank is once it has applied the step that it holds as pending."""
-    return Place(one.place.step + 1, one.pending)
-
-
-def _bring(group: Group, state: AppliedState, shards: CellState, *, counts: bool) -> list[_Brought]:
-    place = state.place if counts else Place(0, 0)
-    pending = state.pending.facts.term if state.pending is not None else 0
-    [bits] = struct.unpack("<q", struct.pack("<d", state.reached.norm))
-    return _read(group.all_gather(torch.tensor([*place, pending, shards.trained_in, bits])))
-
-
-def _read(gathered: Tensor) -> list[_Brought]:
-    """Read what every rank has said of what it brings."""
     return [
-        _Brought(Place(step, term), pending, trained_in, struct.unpack("<d", struct.pack("<q", norm))[0])
-        for step, term, pending, trained_in, norm in gathered.tolist()
+        replace(one, place=place, pending=0, norm=float(norm)) if rank in ranks else one
+        for rank, one in enumerate(brought)
     ]
-
-
-def _measured(state: AppliedState, shards: CellState) -> Tensor:
-    return torch.zeros(shards.num_grains, dtype=torch.float64) if state.pending is None else state.pending.measured

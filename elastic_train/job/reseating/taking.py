@@ -1,22 +1,21 @@
 """Taking seats: ranks bring what they hold of the furthest step, and each comes to hold what its seat asks for.
 
-All ranks tell one another how far they are, by which seat they hold something, and whether they hold a step that is
-*pending*: they lost a peer where the ranks met over its gradient, so somebody may have applied it.
+What is held at the furthest step goes to where it is wanted, along one plan that all ranks of a column compute
+(`recut`); what all of them have alike, which is everything where each holds the whole part, goes in one tree to each
+that is behind. A seat is taken only when everything for it has arrived. What a rank held before it keeps as a spare
+until all ranks have met: whoever knows that all have their seats lets go of it. So a fault on the way leaves every
+share with its old holders, or with its new ones, or with both.
 
-* If a rank has applied it, those that hold it as pending apply it, too, with the norm that this rank knows.
-* If all that are left of its world hold it as pending, they know the norm together, and apply it.
-* If any of them does not hold it, nobody can have applied it, and all drop it.
-
-What is then held at the furthest step goes to where it is wanted, along one plan that all ranks compute (`recut`), and
-a seat is taken only when everything for it has arrived. What a rank held before it keeps as a spare until all ranks
-have met: whoever knows that all have their seats lets go of it. So a fault on the way leaves every share with its old
-holders, or with its new ones, or with both.
+A cell has one seat, which each of its ranks takes in the column of its part: so its ranks compute the same lanes where
+these are dealt by seats, and each knows who holds what in all columns. Where several ranks of a cell hold the same
+part, each of some tokens, those with the same tokens have a seat. Columns move what they hold among themselves; what
+step they come to, all of them have decided together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,110 +25,54 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import PeerLostError
-from elastic_train.job.reseating.brought import Brought, Seated, all_arcs_of, comes_to
-from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.reseating.brought import Brought, all_arcs_of, by_column
+from elastic_train.job.reseating.tree_transfer import give_tree, take_tree
 from elastic_train.job.sharded.held_tree import HeldRun, Spare, run_around
+from elastic_train.job.sharded.share import Share
 from elastic_train.job.state import AppliedState, Reached
-from elastic_train.job.state_shards import Place
-from elastic_train.job.tree_transfer import give_tree, take_tree
+from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.group import Group
+from elastic_train.shards.domains import paths_of_cells
 from elastic_train.shards.holdings import Run, grains_in
 from elastic_train.shards.recut import Holder, Recut, plan_recut
 from elastic_train.shards.seating import Seating
-from elastic_train.shards.seats import Seat, seats_of_holders
+from elastic_train.shards.seats import Seat, seats_of_cells, seats_of_holders
 from elastic_train.system.failpoints import reach
 from elastic_train.system.huge_pages import on_huge_pages
 
 
-def roll_forward(group: Group, state: AppliedState, shards: Seated, brought: Sequence[Brought]) -> Sequence[Brought]:
-    """Apply a pending step if it may have been applied, else drop it; return what ranks bring then."""
-    furthest = max(one.place for one in brought)
-    ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
-    late = [rank for rank, one in enumerate(brought) if one.pending and comes_to(one) == furthest]
-    if late:
-        norm = torch.tensor(brought[ahead[0]].norm, dtype=torch.float64)
-        return _apply(group, state, brought, late, norm, furthest)
-    term = max(brought[rank].pending for rank in ahead)
-    able = _all_left(shards, brought, ahead, term)
-    if not able:
-        state.drop_pending()
-        return brought
-    holders = [(rank, _trained_by(shards, rank, brought[rank].seat)) for rank in able]
-    most = max(1, *(grains.size for _, grains in holders))
-    mine = torch.zeros(most, dtype=torch.float64)
-    if group.rank in able:
-        assert state.pending is not None, "this rank has said so"
-        size = _trained_by(shards, group.rank, shards.seat).size
-        mine[:size] = state.pending.measured[:size]
-    norm = shards.norm_of_rows(group.all_gather(mine), holders)
-    return _apply(group, state, brought, able, norm, Place(furthest.step + 1, term))
+class Taken(NamedTuple):
+    """The grains of this rank's column that nobody holds any more, and the rank of it that gave what all have alike."""
+
+    lost: Int64s
+    given_by: int | None = None
 
 
-def _trained_by(shards: Seated, rank: int, seat: Seat | None) -> Int64s:
-    """Return the grains of its column that a rank holds and updates."""
-    return shards.columns[shards.column_of(rank)].trained_by(seat)
+_NOTHING: Int64s = np.empty(0, dtype=np.int64)
 
 
-def _all_left(shards: Seated, brought: Sequence[Brought], ahead: Sequence[int], term: int) -> list[int]:
-    """Return the ranks that can apply the step that is pending since a term; none if not all left of it can."""
-    if term == 0:
-        return []
-    left = [rank for rank in ahead if brought[rank].trained_in == term]
-    if any(brought[rank].pending != term for rank in left):
-        return []
-    for number, column in enumerate(shards.columns):
-        of_column = [brought[rank] for rank in left if shards.column_of(rank) == number]
-        trained = column.layout.trained
-        held = [column.trained_by(one.seat) for one in of_column]
-        is_known = np.unique(np.concatenate([trained[:0], *held])).size == trained.size
-        if not of_column or not is_known or column.missing(map(all_arcs_of, of_column)):
-            return []  # a column that trains nothing, too, has to come to the same step as the others
-    return left
+def take_state(column: Group, state: AppliedState, shards: StateShards, brought: Sequence[Brought]) -> Taken:
+    """Bring this rank to the furthest step, on the seat that it has in this world; `brought` is of all its ranks.
 
-
-def _apply(
-    group: Group, state: AppliedState, brought: Sequence[Brought], ranks: Sequence[int], norm: Tensor, place: Place
-) -> list[Brought]:
-    """Apply the pending step on those ranks, drop it on others; return what ranks bring then."""
-    if group.rank in ranks:
-        assert state.pending is not None, "this rank has said so"
-        state.apply(state.pending.facts, norm)
-    else:
-        state.drop_pending()
-    return [
-        replace(one, place=place, pending=0, norm=float(norm)) if rank in ranks else one
-        for rank, one in enumerate(brought)
-    ]
-
-
-def reseat(
-    group: Group,
-    state: AppliedState,
-    shards: HeldState,
-    brought: Sequence[Brought],
-    seats: Sequence[Seat] | None = None,
-) -> Int64s:
-    """Bring this rank to the furthest step, on the seat that it has in this world: of `seats` if they are known.
-
-    Returns the grains that nobody holds any more: if there are any, nothing has changed.
-
-    Raises PeerLostError, with state and seat as they were, if a peer is lost or something arrives damaged.
+    If any grain is lost, nothing has changed. Raises PeerLostError, with state and seat as they were, if a peer is lost
+    or something arrives damaged.
     """
-    furthest = max(one.place for one in brought)
-    if is_first(shards, brought):
-        take_first_seats(group, shards, brought, seats, begins=True)
-        return np.empty(0, dtype=np.int64)
-    mine = brought[group.rank] if brought[group.rank].place == furthest else Brought(Place(0, 0), None, ())
-    seats = seats_at(brought, shards.copies, furthest) if seats is None else seats
-    seating = Seating(shards.layout, shards.circle, seats, group.rank)
-    plan = _plan_of(brought, shards, furthest, seating)
+    share, furthest = shards.share, max(one.place for one in brought)
+    if is_first(share, brought):
+        take_first_seat(column, shards, brought, begins=True)
+        return Taken(_NOTHING)
+    of_column = by_column(shards, brought)[shards.part]
+    is_furthest = [one.place == furthest for one in of_column]
+    seating = _seating(shards, column, brought, furthest)
+    plan = _plan_of(of_column, share, furthest, seating)
     if plan.lost.size:
-        return plan.lost
-    old = [*shards.runs, *shards.spare.runs] if mine.seat is not None else []
-    runs = shards.room_for(seating, old)
+        return Taken(plan.lost)
+    old = [*share.runs, *share.spare.runs] if is_furthest[column.rank] else []
+    runs = share.room_for(seating, old)
     reach("hand-over")
-    arrived = _move(group, shards, seating, plan, runs, old)
-    given = _share_settings(group, state, shards, [one.place == furthest for one in brought])
+    arrived = _move(column, share, seating, plan, runs, old)
+    giver = _giver_to(column.rank, is_furthest)
+    given = _exchange_alike(column, state, share, is_furthest)
     # Everything for this seat is here.
     for one in runs:
         _keep(one, old)
@@ -137,63 +80,81 @@ def reseat(
         memory.copy_(weights)
     counts = None
     if given is not None:
-        settings, state.reached = given
-        counts = shards.settings.take_all(settings)
-    arcs = all_arcs_of(mine) if mine.seat is not None else ()
-    shards.sit(seating, runs, counts, Spare(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
+        alike, state.reached = given
+        counts = share.take_alike(alike)
+    arcs = all_arcs_of(of_column[column.rank]) if is_furthest[column.rank] else ()
+    share.sit(seating, runs, counts, Spare(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
     reach("hand-over")
-    group.barrier()
+    if share.circle.length:  # something is held by seats
+        column.barrier()
     # And everything for all others, so that nobody needs the spare any more.
-    shards.spare = Spare()
-    shards.refresh(group, everything=True)
-    return plan.lost
+    share.spare = Spare()
+    share.refresh(column, everything=True)
+    return Taken(_NOTHING, giver)
 
 
-def is_first(shards: HeldState, brought: Sequence[Brought]) -> bool:
+def is_first(share: Share, brought: Sequence[Brought]) -> bool:
     """Say whether ranks bring nothing but the weights that a run begins with, whole on each of them."""
-    is_shared_out = shards.is_shared_out and any(one.seat is not None for one in brought)
+    is_shared_out = share.is_shared_out and any(one.seat is not None for one in brought)
     return max(one.place for one in brought).step == 0 and not is_shared_out
 
 
-def _holder(shards: HeldState, one: Brought, furthest: Place) -> Holder:
-    if one.place != furthest or one.seat is None:
-        return Holder()
-    return Holder(furthest, grains_in(shards.circle, all_arcs_of(one)))
-
-
-def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:
-    return any(one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi for one in others)
-
-
-def take_first_seats(
-    group: Group,
-    shards: HeldState,
-    brought: Sequence[Brought],
-    seats: Sequence[Seat] | None = None,
-    *,
-    begins: bool = False,
-) -> None:
-    """Take the seats of a world that has no updates yet, and begins with the first weights, or with a commit."""
-    seats = seats_at(brought, shards.copies, None) if seats is None else seats
-    seating = Seating(shards.layout, shards.circle, seats, group.rank)
-    runs = shards.room_for(seating)
+def take_first_seat(column: Group, shards: StateShards, brought: Sequence[Brought], *, begins: bool = False) -> None:
+    """Take the seat of a world that has no updates yet, and begins with the first weights, or with a commit."""
+    share, seating = shards.share, _seating(shards, column, brought, None)
+    runs = share.room_for(seating)
     if begins:
-        shards.begin(runs)
+        share.begin(runs)
     else:
-        shards.begin_from_commit(runs)
-    shards.sit(seating, runs, [0.0] * len(shards.optimizer.param_groups))
+        share.begin_from_commit(runs)
+    share.sit(seating, runs, share.no_updates())
+
+
+def give_state(column: Group, state: AppliedState, takers: Sequence[int]) -> None:
+    """Give some ranks of a column, at the step of all, the state of the others; each holds the whole part."""
+    share = state.shards.share
+    given = _exchange_alike(column, state, share, [rank not in takers for rank in range(column.size)])
+    if given is not None:
+        alike, state.reached = given
+        share.take_alike(alike)
+
+
+def _seating(shards: StateShards, column: Group, brought: Sequence[Brought], furthest: Place | None) -> Seating:
+    """Return the seats of a column; those that ranks bring count at the furthest step, and none do without it.
+
+    A cell holds nothing if one of its ranks may not, unless no other cell can. Where it has several seats it is a
+    domain of its own, the narrowest one: it is given up as a whole if it loses a rank.
+    """
+    share, context = shards.share, shards.cell.context
+    if share.is_whole:
+        seats = [Seat(0, rank, column.size, rank, None, 1, ()) for rank in range(column.size)]
+    elif shards.cell.size == 1:
+        seats = seats_at(brought, share.copies, furthest)
+    else:
+        seated = list(zip(*by_column(shards, brought), strict=True))
+        able = [all(one.may_hold for one in ranks) for ranks in seated]
+        before = [_seats_of(of_column, furthest) for of_column in by_column(shards, brought)]
+        paths = paths_of_cells([[one.path for one in ranks] for ranks in seated])
+        if context > 1:
+            paths = [(*path, str(number // context)) for number, path in enumerate(paths)]
+        seats = seats_of_cells(paths, share.copies, before, able if any(able) else [True] * len(seated))
+    return Seating(share.layout, share.circle, seats, column.rank)
 
 
 def seats_at(brought: Sequence[Brought], copies: int, furthest: Place | None) -> list[Seat]:
-    """Return every rank's seat; those that ranks bring count at the furthest step, and none do without it."""
-    before = [one.seat if one.place == furthest else None for one in brought]
-    return seats_of_holders([one.path for one in brought], copies, before, [one.may_hold for one in brought])
+    """Return every rank's seat, of a world without cells."""
+    may_hold = [one.may_hold for one in brought]
+    return seats_of_holders([one.path for one in brought], copies, _seats_of(brought, furthest), may_hold)
 
 
-def _plan_of(brought: Sequence[Brought], shards: HeldState, furthest: Place, seating: Seating) -> Recut:
+def _seats_of(brought: Sequence[Brought], furthest: Place | None) -> list[Seat | None]:
+    return [one.seat if one.place == furthest else None for one in brought]
+
+
+def _plan_of(brought: Sequence[Brought], share: Share, furthest: Place, seating: Seating) -> Recut:
     """Return who gives what to whom, the same on all ranks."""
-    had = [_holder(shards, one, furthest) for one in brought]
-    return plan_recut(had, seating.holdings, shards.layout.span)
+    had = [_holder(share, one, furthest) for one in brought]
+    return plan_recut(had, seating.holdings, share.layout.span)
 
 
 def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
@@ -212,7 +173,7 @@ def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
 
 def _move(
     group: Group,
-    shards: HeldState,
+    share: Share,
     seating: Seating,
     plan: Recut,
     runs: Sequence[HeldRun],
@@ -227,13 +188,13 @@ def _move(
     arrived: list[tuple[Tensor, Tensor]] = []
     for giver, taker, grains in plan.transfers:
         for run in seating.runs_at(taker, grains) if group.rank in (giver, taker) else ():
-            one = _cut_out(shards, old if group.rank == giver else runs, run)
+            one = _cut_out(share, old if group.rank == giver else runs, run)
             moments = [moment for _, moment in sorted(one.moments.items())]
             if group.rank == giver:
                 sends += [(taker, tensor) for tensor in (one.weights, *moments)]
             else:
                 weights = one.weights
-                if not shards.is_shared_out:
+                if not share.is_shared_out:
                     weights = on_huge_pages(torch.empty_like(weights))
                     arrived.append((one.weights, weights))
                 receives += [(giver, tensor) for tensor in (weights, *moments)]
@@ -243,11 +204,11 @@ def _move(
     return arrived
 
 
-def _cut_out(shards: HeldState, runs: Sequence[HeldRun], run: Run) -> HeldRun:
+def _cut_out(share: Share, runs: Sequence[HeldRun], run: Run) -> HeldRun:
     """Return what held runs have of a run: live where one of them has it all, else put together."""
     if _is_within(run, runs):
         return run_around(runs, run).cut(run)
-    found = shards.new_run(run)
+    found = share.new_run(run)
     _keep(found, runs)
     return found
 
@@ -270,17 +231,32 @@ def _checksums(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Tensor]:
     return {rank: torch.tensor(found) for rank, found in sums.items()}
 
 
-def _share_settings(
-    group: Group, state: AppliedState, shards: HeldState, is_furthest: Sequence[bool]
+def _holder(share: Share, one: Brought, furthest: Place) -> Holder:
+    if one.place != furthest or one.seat is None:
+        return Holder()
+    return Holder(furthest, grains_in(share.circle, all_arcs_of(one)))
+
+
+def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:
+    return any(one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi for one in others)
+
+
+def _giver_to(rank: int, is_furthest: Sequence[bool]) -> int | None:
+    """Return which rank gives one what all have alike: those at the furthest step, in turn; None if it is there."""
+    givers = [one for one, is_it in enumerate(is_furthest) if is_it]
+    takers = [one for one, is_it in enumerate(is_furthest) if not is_it]
+    return givers[takers.index(rank) % len(givers)] if rank in takers else None
+
+
+def _exchange_alike(
+    column: Group, state: AppliedState, share: Share, is_furthest: Sequence[bool]
 ) -> tuple[State, Reached] | None:
     """Let ranks at the furthest step give what all have alike to those that are not; return what this one is given."""
-    givers = [rank for rank, is_it in enumerate(is_furthest) if is_it]
-    takers = [rank for rank, is_it in enumerate(is_furthest) if not is_it]
     given = None
-    for turn, taker in enumerate(takers):
-        giver = givers[turn % len(givers)]
-        if group.rank == giver:
-            give_tree(group, shards.settings.all(), state.reached, taker)
-        elif group.rank == taker:
-            given = take_tree(group, giver)
+    for taker in range(column.size):
+        giver = _giver_to(taker, is_furthest)
+        if giver == column.rank:
+            give_tree(column, share.alike(), state.reached, taker)
+        elif giver is not None and taker == column.rank:
+            given = take_tree(column, giver)
     return given

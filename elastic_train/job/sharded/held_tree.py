@@ -1,7 +1,7 @@
 """The nested state of a sharded rank, as a commit has it: the same paths and shapes as where states are whole.
 
 So a commit made by either is continued by the other. Buffers and plain values are whole; the moments of every parameter
-are `Pieces`: this rank's live memory, and who writes what. So are weights where they are gathered.
+are `Pieces`: this rank's live memory. So are weights where they are gathered.
 """
 
 from __future__ import annotations
@@ -98,15 +98,14 @@ def pieces_of(
     names: Sequence[str],
     spans: Sequence[Span],
     runs: Sequence[HeldRun],
-    written: Sequence[Sequence[Span]],
 ) -> TensorPieces:
-    """Return one tensor's pieces, of moments those named; `spans` are held, and `written` has each writer's."""
+    """Return one tensor's pieces, of moments those named; `spans` are held."""
     dtype = getattr(torch, layout.flats[place.flat].dtype.removeprefix("torch."))
     parts = {span: _held_at(runs, place, span) for span in spans}
 
     def pieces(memory: Callable[[HeldRun], Tensor]) -> Pieces:
         held = {span: memory(part) for span, part in parts.items()}
-        return Pieces(dtype, torch.Size(place.shape), held, written, place.cut)
+        return Pieces(dtype, torch.Size(place.shape), held, (), place.cut)
 
     return TensorPieces(pieces(lambda part: part.weights), {name: pieces(partial(_moment, name)) for name in names})
 

@@ -87,7 +87,7 @@ def commit_alone(
     """
     if not state.shards.stand_alone():
         return False
-    tensors = state.shards.held()
+    tensors = state.shards.to_save()
     num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
     call_abandonable(
         lambda on_progress: _commit_alone(plan, state, published, run_id, on_progress),
@@ -110,4 +110,4 @@ def _commit_alone(
     # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
     term, key = fence.claim(), parent_of(store, state, published, state.step - 1)
     writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
-    writer.save(state.shards.held(), describe_commit(plan, state, world_size=1), state.reached.intervals)
+    writer.save(state.shards.to_save(), describe_commit(plan, state, world_size=1), state.reached.intervals)

@@ -34,7 +34,7 @@ from chaos.sim.job.shape import Shape, Shards
 from chaos.sim.machine.kernel import Kernel, Timeless
 from elastic_train.errors import ElasticTrainError
 from elastic_train.shards.holdings import grains_in, runs_of
-from elastic_train.shards.owners import owned_by_some
+from elastic_train.shards.owners import owned_of
 from elastic_train.shards.recut import plan_recut
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import seats_of_holders
@@ -202,7 +202,7 @@ def test_shares_that_are_worked_out_once_are_those_of_every_rank(shards: Shards)
     own: dict[str, object] = {f"elastic_train.parallel.dealt_sum:{runs_of.__name__}": runs_of}
     for module, names in {
         "job.reseating.taking": (Seating, seats_of_holders, plan_recut, grains_in),
-        "job.sharded.held_state": (runs_of, owned_by_some),
+        "job.sharded.held_share": (runs_of, owned_of),
     }.items():
         own |= {f"elastic_train.{module}:{one.__name__}": one for one in names}
     found = simulate(case)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elastic_train.job.reseating.brought import Brought, leave_out_unfinished
-from elastic_train.job.reseating.taking import _all_left
+from elastic_train.job.reseating.pending_step import _all_left
 from elastic_train.job.state_shards import Place
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.holdings import column_of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,15 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.errors import WeightsDifferError
+from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import CellPlan
-from elastic_train.job.cells.cell_state import CellState
-from elastic_train.job.reseating.pending_step import furthest_whole, settle_pending
-from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.job.reseating import Brought, bring, leave_out_unfinished, roll_forward
+from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.parallel.group import Group
+from elastic_train.shards.grains import Layout
+from elastic_train.shards.holdings import Column
 from tests.conftest import PATIENCE_S
 
 TERM = 3
@@ -62,7 +65,6 @@ def make_state(mesh: Mesh, step: int) -> AppliedState:
     recipe = OptimizerConfig(lr=0.1, warmup_steps=0, clip_norm=0.5)
     plan = CellPlan({"0": "column"}, dims={"0.weight": 0, "0.bias": 0})
     state = build_state(model, recipe, 9, "cpu", False, (), ParallelConfig(tensor=2), plan, plan.dims)
-    assert isinstance(state.shards, CellState)
     state.shards.enter(mesh, Group(0, 1, None, 1.0), Group(0, 1, None, 1.0), None)
     state.shards.trained_in = TERM
     bind_gradients(list(model.parameters()))
@@ -92,16 +94,15 @@ def settle(
     states = [make_state(Mesh(rank, size, Cell(tensor=2)), step) for rank, step in enumerate(steps)]
     found: dict[int, list[Place]] = {}
     for rank, state in enumerate(states):
-        assert isinstance(state.shards, CellState)
         if pending[rank]:
             state.hold(FACTS, state.measure())
         if rank in newcomers:
             state.shards.trained_in = 0
 
     def run(rank: int) -> None:
-        state = states[rank]
-        assert isinstance(state.shards, CellState)
-        found[rank] = settle_pending(Rank(rank, size, meeting), state, state.shards, counts=True)
+        state, group = states[rank], Rank(rank, size, meeting)
+        brought = bring(group, state, state.shards, ())
+        found[rank] = [one.place for one in roll_forward(group, state, state.shards, brought)]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -150,25 +151,29 @@ def test_what_somebody_lacks_nobody_has_applied(
         assert all(torch.equal(one, other) for one, other in zip(weights_of(state), weights, strict=True))
 
 
+def whole(places: list[Place], cell: Cell) -> Place:
+    """Return the furthest place at which all of the state is held, from where all ranks are."""
+    columns = [Column(Layout((), ())) for _ in range(cell.num_parts)]
+    shards: Any = SimpleNamespace(columns=columns, column_of=lambda rank: cell.holder_of(rank)[0])
+    kept, _ = leave_out_unfinished(shards, [Brought(place, None, ()) for place in places])
+    return max(one.place for one in kept)
+
+
 def test_only_what_each_place_holds_is_whole() -> None:
-    a, b, none = Place(5, 2), Place(4, 2), Place(0, 0)
-    two_cells = Mesh(0, 4, Cell(tensor=2)).by_part
-    assert furthest_whole([a, b, b, a], two_cells) == a
-    assert furthest_whole([a, b, b, none], two_cells) == b
-    assert furthest_whole([a, none, b, none], two_cells) == none
-    pairs = Mesh(0, 4, Cell(stage=2, context=2)).by_part
-    assert furthest_whole([a, none, none, a], pairs) == a, "of a cell whose neighbours hold the same"
-    assert furthest_whole([a, a, none, b], pairs) == none
+    a, b, none, pairs = Place(5, 2), Place(4, 2), Place(0, 0), Cell(stage=2, context=2)
+    assert whole([a, b, b, a], Cell(tensor=2)) == a
+    assert whole([a, b, b, none], Cell(tensor=2)) == b
+    assert whole([a, none, b, none], Cell(tensor=2)) == none
+    assert whole([a, none, none, a], pairs) == a, "of a cell whose neighbours hold the same"
+    assert whole([a, a, none, b], pairs) == none
 
 
 def test_copies_of_a_part_have_one_gradient() -> None:
     """Ranks of equal place must have measured the same, and so must all of what is not cut; else nothing is applied."""
     shards = make_state(Mesh(0, 4, Cell(tensor=2)), 0).shards
-    assert isinstance(shards, CellState)
-    shards.mesh = replace(shards._mesh, size=4)
     rows = torch.tensor([[1.0, 5.0, 2.0, 3.0], [4.0, 6.0, 2.0, 3.0]] * 2, dtype=torch.float64)
     assert float(shards.norm_of(rows)) == pytest.approx((1 + 5 + 4 + 6 + 2 + 3) ** 0.5)
-    for rank, grain, who in [(2, 1, "cell 1 of 2"), (1, 2, "place 1 of 2")]:
+    for rank, grain, who in [(2, 1, "rank 2 and another copy's holder"), (1, 2, "part 1 of the model")]:
         wrong = rows.clone()
         wrong[rank, grain] += 1
         if rank == 1:

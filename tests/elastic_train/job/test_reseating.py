@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elastic_train.errors import PeerLostError
-from elastic_train.job.reseating import Brought, bring, leave_out_unfinished, reseat, roll_forward, taking
+from elastic_train.job.reseating import Brought, bring, leave_out_unfinished, roll_forward, take_state, taking
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.shards.seats import seats_of
@@ -81,24 +81,24 @@ def member(
     """Live through the worlds that this member is in; return what it saw."""
     torch.set_num_threads(1)
     state, seen = build(shards_of_what, copies, offload=offload, recipe=recipe), list[list[object]]()
-    shards = shards_of(state)
+    shards = state.shards
     for term, world in enumerate(worlds, start=1):
         if who not in world.members:
             continue
         group = meet(f"world-{term}", world.members.index(who), len(world.members))
-        brought = bring(group, state, shards, ("", str(who)), counts=True)
+        brought = bring(group, state, shards, ("", str(who)))
         brought = roll_forward(group, state, shards, brought)
         if world.breaks_at is not None:
             if world.breaks_at == who:
                 LEAVING[who] = Leave()
             with pytest.raises(PeerLostError):
-                reseat(group, state, shards, brought)
+                take_state(group, state, shards, brought)
             group.abandon()
             LEAVING.pop(who, None)
             continue
         before, memory = group.num_bytes, memory_of(state)
-        lost = reseat(group, state, shards, brought)
-        held = sum(moment.nbytes for one in shards.runs for moment in one.moments.values())
+        lost = take_state(group, state, shards, brought).lost
+        held = sum(moment.nbytes for one in shards.share.runs for moment in one.moments.values())
         got_all = group.num_bytes - before >= held
         kept_all = memory <= memory_of(state)
         shards.trained_in = term
@@ -271,7 +271,7 @@ def test_a_world_that_breaks_while_seats_are_taken_loses_nothing(breaks_at: int,
 
 def test_who_was_away_while_shares_were_lost_is_not_followed() -> None:
     """It is further than the others are now, and what it holds there is not the whole of the state."""
-    shards = shards_of(build("optimizer", 1))
+    shards = build("optimizer", 1).shards
     half, rest = seats_of([("", "0"), ("", "1")], 1)
     behind = [Brought(Place(7, 20), half, ("", "0")), Brought(Place(7, 20), rest, ("", "1"))]
     away, newest = Brought(Place(23, 17), half, ("", "2")), Brought(Place(9, 21), half, ("", "3"))

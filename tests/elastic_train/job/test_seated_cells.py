@@ -31,7 +31,7 @@ from tests.elastic_train.job.cells.cell_jobs import (
     enter,
     fingerprint,
     meet,
-    shards_of,
+    share_of,
     train,
 )
 from tests.elastic_train.job.faults import Fault, step_with
@@ -306,7 +306,7 @@ def of_one_cell(who: int, num: int, row: Row) -> str:
     enter(ranks, state, who, 1)
     train(ranks, state, STEPS, 1, row.schedule)
     if row.shards == "parameters":
-        kept = [vector.untyped_storage().nbytes() for vector in shards_of(state).share.flat.weights]
+        kept = [vector.untyped_storage().nbytes() for vector in share_of(state).flat.weights]
         assert not any(kept), "what was gathered was let go of"
     return fingerprint(ranks, state)
 

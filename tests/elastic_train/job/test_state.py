@@ -18,8 +18,9 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
+from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.schedule import rate_factor
-from elastic_train.job.state import AppliedState, Reached, StepFacts, build_state
+from elastic_train.job.state import AppliedState, Reached, StepFacts
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.shards.grains import Listed

@@ -24,7 +24,8 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval
 from elastic_train.core.order import Cursor
 from elastic_train.errors import FencedError, SavesFailedError, StorageError
-from elastic_train.job.state import StepFacts, build_state
+from elastic_train.job.build import build_state
+from elastic_train.job.state import StepFacts
 from elastic_train.parallel.devices.switches import KeptSwitches
 from elastic_train.parallel.group import Group
 from elastic_train.system.watchdog import Watchdog

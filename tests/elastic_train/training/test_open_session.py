@@ -30,8 +30,9 @@ from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
+from elastic_train.job.build import build_state
 from elastic_train.job.commit_facts import describe_commit
-from elastic_train.job.state import AppliedState, Reached, build_state
+from elastic_train.job.state import AppliedState, Reached
 from elastic_train.parallel.group import Group
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
@@ -46,7 +47,10 @@ from tests.conftest import PATIENCE_S
 def plan_of(folder: Path) -> SimpleNamespace:
     run = SimpleNamespace(dir=str(folder), seed=1)
     checkpoint = SimpleNamespace(accept_loss=None)
-    config = SimpleNamespace(checkpoint_url=str(folder), checkpoint=checkpoint, run=run, identity=lambda: "one")
+    parallel, one = SimpleNamespace(domain=None, copies=1), lambda: "one"
+    config = SimpleNamespace(
+        checkpoint_url=str(folder), checkpoint=checkpoint, run=run, parallel=parallel, identity=one
+    )
     manifest, order = SimpleNamespace(digest="two", num_rows=9), SimpleNamespace(block_row_groups=8, arrangement=None)
     return SimpleNamespace(config=config, manifest=manifest, order=order, num_lanes=8, micro_batch=8, sources=())
 

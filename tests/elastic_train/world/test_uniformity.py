@@ -20,11 +20,11 @@ from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.world import uniformity
+from elastic_train.world.equal_weights import check_same_weights
 from elastic_train.world.uniformity import (
     OWN,
     OWN_SECTIONS,
     check_alike,
-    check_same_weights,
     deciding,
     differing_kernels,
     job_of,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from chaos.errors import ScenarioError
 from chaos.sim.campaign.planted import bugs, faults
 from chaos.sim.campaign.planted.cells import IN_CELLS_PLANTED
@@ -11,6 +13,7 @@ from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.campaign.planted.shards import SHARDS
 from chaos.sim.campaign.planted.shared_weights import SHARED_WEIGHTS
 from chaos.sim.campaign.planted.shares_in_cells import SHARES_IN_CELLS
+from elastic_train.job.reseating import Taken
 
 UNWATCHED = {"elastic_train.training.loop:check_epoch": bugs.let_epochs_pass}
 """Training ends by itself at the end of an epoch whose samples were not applied once each. It does not while bugs are
@@ -237,7 +240,7 @@ PLANTED = (
     SimBug(
         "skipped-barrier",
         "a world begins without bringing its ranks to one step",
-        lambda: {"elastic_train.world.restore:hand_over": lambda group, state, places: None},
+        lambda: {"elastic_train.world.restore:take_state": lambda *_: Taken(np.empty(0, np.int64))},
         ("agreement",),
         faults.half_applied,
         replace(SHAPE, warm_s=100.0),

@@ -9,11 +9,12 @@ from dataclasses import replace
 from chaos.sim.campaign.planted import bugs
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.job.fault import SimFault
-from chaos.sim.modelled.cells import PlacedState
 from chaos.sim.modelled.plan import ModelledPlan
+from chaos.sim.modelled.state import ModelledState
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.reseating import placing
-from elastic_train.job.state_shards import Place
+from elastic_train.job.reseating.brought import Brought
+from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 from rendezvous.membership.records import Member, World
 from rendezvous.membership.rules import cells
@@ -41,16 +42,20 @@ def arrange_crossed(
     return replace(found, cells=tuple(crossed))
 
 
-def keep_part(plan: ModelledPlan, state: PlacedState, mesh: Mesh, cell: Group, holders: Group) -> None:
+def keep_part(plan: ModelledPlan, state: ModelledState, mesh: Mesh, cell: Group, holders: Group) -> None:
     """Take the part of another place for that of the new one."""
     if state.shards.cut.place is not None:
         state.shards.cut.place = mesh.place
     _TAKE_PLACE(plan, state, mesh, cell, holders)  # type: ignore[arg-type]  # what is simulated in their place
 
 
-def furthest_of_any(places: list[Place], by_part: Sequence[Sequence[int]]) -> Place:
+def nothing_is_missing(shards: StateShards, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
     """Count a step as held if one rank holds its part of it."""
-    return max(places)
+    furthest = max(one.place for one in brought)
+    there = {shards.column_of(rank) for rank, one in enumerate(brought) if one.place == furthest}
+    return [
+        one if shards.column_of(rank) in there else replace(one, place=furthest) for rank, one in enumerate(brought)
+    ], 0
 
 
 def arrange_without_a_stage(
@@ -118,7 +123,7 @@ IN_CELLS_PLANTED = (
     SimBug(
         "part-not-missed",
         "a world continues a step of which every cell has lost the same part",
-        lambda: {"elastic_train.world.restore:furthest_whole": furthest_of_any},
+        lambda: {"elastic_train.world.restore:leave_out_unfinished": nothing_is_missing},
         ("agreement",),
         loses_a_place,
         replace(IN_CELLS, ranks=2),

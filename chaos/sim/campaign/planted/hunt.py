@@ -11,24 +11,24 @@ from chaos.sim.campaign.simulate import Case, Outcome, simulate
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.shape import Shape
 
-SEEDS = 60
+SEEDS = 120
 LIKELY: Mapping[str, int] = {
     "any-branch-counts": 3,
     "applied-and-pending": 4,
     "applies-too-soon": 9,
     "commit-before": 2,
     "device-not-freed": 3,
-    "drops-what-may-be-applied": 6,
+    "drops-what-may-be-applied": 37,
     "failed-is-the-end": 1,
     "gathers-an-old-share": 17,
     "given-by-a-dead-branch": 3,
     "head-by-listing": 5,
     "highest-term-wins": 4,
-    "hole-found-again": 32,
+    "hole-found-again": 63,
     "neighbours-part": 15,
     "no-fence": 13,
     "pending-dropped": 6,
-    "seated-too-soon": 4,
+    "seated-too-soon": 23,
     "sent-unsettled": 7,
     "skipped-barrier": 3,
     "stale-lanes": 5,

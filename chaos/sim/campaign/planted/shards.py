@@ -12,10 +12,10 @@ from torch import Tensor
 from chaos.sim.campaign.planted import faults
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from elastic_train.job.reseating.brought import Brought, all_arcs_of, comes_to, leave_out_unfinished
-from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.sharded.held_share import HeldShare
 from elastic_train.job.sharded.held_tree import Spare
 from elastic_train.job.state import AppliedState, Pending, StepFacts
-from elastic_train.job.state_shards import Place
+from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.shards import norm
 from elastic_train.shards.holdings import Run, grains_in
 from elastic_train.shards.norm import Float64s
@@ -30,7 +30,7 @@ def runs_off_by_one(self: Seating) -> list[list[Run]]:
     return [[Run(run.flat, run.lo + 1, run.hi) for run in runs] for runs in _OWNED_RUNS(self)]
 
 
-def at_any_place(shards: HeldState, one: Brought, furthest: Place) -> Holder:
+def at_any_place(shards: HeldShare, one: Brought, furthest: Place) -> Holder:
     """Take what a rank holds for the furthest step's, however far it is."""
     return Holder() if one.seat is None else Holder(furthest, grains_in(shards.circle, all_arcs_of(one)))
 
@@ -42,10 +42,10 @@ def norm_without_the_first(squares: Float64s) -> float:
     return _TOTAL_NORM(squares[1:])
 
 
-_MEASURED: WeakKeyDictionary[HeldState, Tensor] = WeakKeyDictionary()
+_MEASURED: WeakKeyDictionary[HeldShare, Tensor] = WeakKeyDictionary()
 
 
-def measure_and_remember(self: HeldState) -> Tensor:
+def measure_and_remember(self: HeldShare) -> Tensor:
     _MEASURED[self] = found = _MEASURE(self)
     return found
 
@@ -53,11 +53,11 @@ def measure_and_remember(self: HeldState) -> Tensor:
 def apply_and_hold(self: AppliedState, facts: StepFacts, norm: Tensor) -> None:
     """Apply a step, and hold it as pending."""
     _APPLY(self, facts, norm)
-    if isinstance(self.shards, HeldState):
-        self.pending = Pending(facts, _MEASURED.get(self.shards, torch.zeros(1, dtype=torch.float64)))
+    if isinstance(self.shards.share, HeldShare):
+        self.pending = Pending(facts, _MEASURED.get(self.shards.share, torch.zeros(1, dtype=torch.float64)))
 
 
-_OWNED_RUNS, _MEASURE, _APPLY = Seating.owned_runs, HeldState.measure, AppliedState.apply
+_OWNED_RUNS, _MEASURE, _APPLY = Seating.owned_runs, HeldShare.measure, AppliedState.apply
 
 
 def keep_nothing(*_: object) -> Spare:
@@ -69,7 +69,7 @@ def none_can(*_: object) -> list[int]:
     return []
 
 
-def furthest_or_nothing(shards: HeldState, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
+def furthest_or_nothing(shards: StateShards, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
     """Look at the furthest step alone."""
     furthest = max(one.place for one in brought)
     there = [one for one in brought if furthest in (one.place, comes_to(one))]
@@ -107,7 +107,7 @@ SHARDS = (
         "applied-and-pending",
         "a step that was applied stays pending, and is made again in the next world",
         lambda: {
-            "elastic_train.job.sharded.held_state:HeldState.measure": measure_and_remember,
+            "elastic_train.job.sharded.held_share:HeldShare.measure": measure_and_remember,
             "elastic_train.job.state:AppliedState.apply": apply_and_hold,
         },
         ("coverage", "witness", "hash", "partition", "agreement"),
@@ -117,7 +117,7 @@ SHARDS = (
     SimBug(
         "norm-of-other-grains",
         "the norm by which gradients are clipped lacks a grain",
-        lambda: {"elastic_train.shards.norm:total_norm": norm_without_the_first},
+        lambda: {"elastic_train.job.state_shards:total_norm": norm_without_the_first},
         ("hash", "weights"),
         faults.kills,
         TWO,
@@ -125,7 +125,7 @@ SHARDS = (
     SimBug(
         "pending-dropped",
         "a pending step is dropped although a rank that is gone may have applied it",
-        lambda: {"elastic_train.job.reseating.taking:_all_left": none_can},
+        lambda: {"elastic_train.job.reseating.pending_step:_all_left": none_can},
         ("rpo",),
         faults.dies_ahead,
         TWO,

@@ -15,13 +15,13 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.job.cells import state_parts
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.reseating import brought as bringing
-from elastic_train.job.reseating import taking
+from elastic_train.job.reseating import pending_step
 from elastic_train.job.reseating.brought import Brought, comes_to
 from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import Place
+from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.group import Group
 
-_FILLED, _ROLL_FORWARD, _NUM_MISSING = state_parts.filled_parts, taking.roll_forward, bringing._num_missing
+_FILLED, _ROLL_FORWARD, _NUM_MISSING = state_parts.filled_parts, pending_step.roll_forward, bringing._num_missing
 IN_SHARES = replace(IN_CELLS, nodes=3, ranks=2, copies=2)
 """Three cells, over which each place's moments are held twice."""
 
@@ -34,7 +34,7 @@ def filled_from_the_neighbour(tree: State, fill: Callable[[State], None], cuts: 
 
 
 def rolled_forward_by_column(
-    group: Group, state: AppliedState, shards: bringing.Seated, brought: Sequence[Brought]
+    group: Group, state: AppliedState, shards: StateShards, brought: Sequence[Brought]
 ) -> Sequence[Brought]:
     """Apply a pending step where a rank of the same column has applied it, and drop it elsewhere."""
     furthest = max(one.place for one in brought)
@@ -45,10 +45,10 @@ def rolled_forward_by_column(
     columns = {shards.column_of(rank) for rank in ahead}
     near = [rank for rank in late if shards.column_of(rank) in columns]
     norm = torch.tensor(brought[ahead[0]].norm, dtype=torch.float64)
-    return taking._apply(group, state, brought, near, norm, furthest)
+    return pending_step._apply(group, state, brought, near, norm, furthest)
 
 
-def missing_in_the_first_group(shards: bringing.Seated, brought: Sequence[Brought], place: Place) -> int:
+def missing_in_the_first_group(shards: StateShards, brought: Sequence[Brought], place: Place) -> int:
     """Count as lost what the first of the groups that hold everything once does not hold."""
     first = [one if one.seat is None or one.seat.group == 0 else replace(one, seat=None, spare=()) for one in brought]
     return _NUM_MISSING(shards, first, place)
@@ -81,7 +81,7 @@ SHARES_IN_CELLS = (
     SimBug(
         "neighbours-share",
         "a column reads its share of a commit from the part of the neighbour place",
-        lambda: {"elastic_train.job.cells.seated_cell:filled_parts": filled_from_the_neighbour},
+        lambda: {"elastic_train.job.sharded.held_share:filled_parts": filled_from_the_neighbour},
         ("hash", "weights"),
         kills_of_everybody,
         IN_SHARES,

@@ -42,7 +42,7 @@ PRODUCT = (
     "elastic_train.world.forming",
     "elastic_train.world.standstill",
     "elastic_train.world.one_store",
-    "elastic_train.world.handover",
+    "elastic_train.world.equal_weights",
     "elastic_train.world.claims",
     "elastic_train.world.fencing",
     "elastic_train.checkpoint.saving.store_use",

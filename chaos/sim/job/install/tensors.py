@@ -15,28 +15,27 @@ from chaos.sim.modelled import commit_files, piece_files, training
 from chaos.sim.modelled.memory import Known, memory_of
 from chaos.sim.modelled.real_sums import CountedBuffers, RealSum
 from chaos.sim.modelled.same_shares import SameShares
+from chaos.sim.modelled.state import ModelledState
 from chaos.sim.modelled.tiny_cells import SameColumns, TinyCut
 from elastic_train.checkpoint.commits import record
 from elastic_train.config.schema import Config
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.job.cells.cell_state import CellState
-from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.cells.stage import Stage
-from elastic_train.job.reseating import brought, pending_step
+from elastic_train.job.reseating import brought
 from elastic_train.job.state import AppliedState
+from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel import group, step_tables
 from elastic_train.program.schedules import Pass
-from elastic_train.shards.norm import norm_of_grains
 from elastic_train.system.failpoints import reach
 from elastic_train.training import step_sums, turns
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
 from elastic_train.training.turns import ForwardOutput
-from elastic_train.world import handover, uniformity
+from elastic_train.world import uniformity
 
 _FORWARD = turns._Turns.forward
-_NORM_OF, _NORM_OF_SHARES = CellState.norm_of, SeatedCellState.norm_of
+_NORM_OF = StateShards.norm_of
 NUM_LANES_READ = 1 << 12
 """Lanes of steps that some process has still to count: the same for all that read them."""
 
@@ -47,7 +46,7 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
     coverage_of_lane = memory_of(training.sums_of, NUM_LANES_READ)
 
     def gradient_sum(
-        state: training.ModelledState | AppliedState, kind: str, group: SimGroup, lanes: int
+        state: ModelledState | AppliedState, kind: str, group: SimGroup, lanes: int
     ) -> training.SampleCounts:
         if isinstance(state, AppliedState):
             return RealSum(state, group, lanes)
@@ -94,7 +93,6 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
         yield Config, name, memory_of(getattr(Config, name))
     yield from within("elastic_train.parallel.group", _objects_in=memory_of(group._objects_in))
     yield from within("elastic_train.parallel.step_tables", _read_tables=memory_of(step_tables._read_tables))
-    yield from within("elastic_train.world.handover", _read_places=memory_of(handover._read_places))
     yield from within(
         "elastic_train.checkpoint.format.layout",
         LEAST_PART_BYTES=host.shape.least_part_bytes,
@@ -120,33 +118,25 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
 
 def _of_cells() -> Iterable[Replacement]:
     """Work out once what all ranks of a world find of what they have gathered."""
-    norm_of = memory_of(lambda gathered, parts: _NORM_OF(parts, gathered))
-    yield CellState, "norm_of", lambda self, gathered: norm_of(gathered, self)
-    norm_of_shares = memory_of(lambda gathered, parts: _NORM_OF_SHARES(parts, gathered))
-    yield SeatedCellState, "norm_of", lambda self, gathered: norm_of_shares(gathered, self)
-    yield from within("elastic_train.job.reseating.pending_step", _read=memory_of(pending_step._read))
+    norm_of = memory_of(lambda gathered, shards: _NORM_OF(shards, gathered))
+    yield StateShards, "norm_of", lambda self, gathered: norm_of(gathered, self)
+    yield from within("elastic_train.job.reseating.brought", _read=memory_of(brought._read))
 
 
 def _of_real_models(same: SameShares) -> Iterable[Replacement]:
     """Replace the plan of a real model's commits, count samples in its buffers, and work shares out once."""
-    norm_of = memory_of(lambda gathered, layout, holders: norm_of_grains(layout, gathered, holders))
     yield from within(
         "elastic_train.job.reseating.taking",
         Seating=same.seating,
         seats_at=same.seats_of,
         _plan_of=same.plan_of,
     )
-    yield from within("elastic_train.job.reseating.brought", _read=memory_of(brought._read))
     yield from within("elastic_train.world.restore", leave_out_unfinished=same.leave_out_unfinished)
     yield from within(
-        "elastic_train.job.sharded.held_state",
-        runs_of=same.runs_of,
-        owned_by_some=same.owned_by_some,
-        cuts_of=same.cuts_of,
-        norm_of_grains=lambda layout, gathered, holders: norm_of(gathered, layout, holders),
+        "elastic_train.job.sharded.held_share", runs_of=same.runs_of, owned_of=same.owned_of, cuts_of=same.cuts_of
     )
     columns_of = SameColumns().of
-    yield from within("elastic_train.job.state", slots_of=same.slots_of, CutModel=TinyCut, columns_of=columns_of)
+    yield from within("elastic_train.job.build", slots_of=same.slots_of, CutModel=TinyCut, columns_of=columns_of)
     yield from within("elastic_train.parallel.dealt_sum", runs_of=same.runs_of)
     yield from within(
         "elastic_train.training.open_session", open_buffers=lambda plan, world, state, *_: CountedBuffers(state)

@@ -7,7 +7,7 @@ import torch
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.machine.kernel import Process
-from chaos.sim.modelled.training import ModelledState
+from chaos.sim.modelled.state import ModelledState
 from elastic_train.job.state import AppliedState
 
 

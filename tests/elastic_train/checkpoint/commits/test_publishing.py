@@ -20,10 +20,13 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import Config
 from elastic_train.core.lineage import Interval
+from elastic_train.core.mesh import Mesh
 from elastic_train.errors import FencedError, StorageError
+from elastic_train.job.build import build_state
 from elastic_train.job.plan import Plan
-from elastic_train.job.sharded.held_state import HeldState
-from elastic_train.job.state import Reached, build_state
+from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.state import Reached
+from elastic_train.parallel.group import Group
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import seats_of
 from elastic_train.training.opening.saves import commit_alone
@@ -279,8 +282,8 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     """Its peers hold the rest; who holds all of it commits as if it had no shards."""
     sharded = ParallelConfig(shards="optimizer", copies=1)
     state = build_state(nn.Linear(2, 1), OptimizerConfig(), 10, "cpu", is_fp16=False, parallel=sharded)
-    shards = state.shards
-    assert isinstance(shards, HeldState)
+    shards = state.shards.share
+    assert isinstance(shards, HeldShare)
     state.reached = Reached(step=8, intervals=(Interval(1, 0, 8),))
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory()), "it has no seat yet"
     seats = seats_of([("0",), ("1",)], 1)
@@ -289,6 +292,7 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory())
     assert discover(LocalStore(tmp_path)).head is None
     alone = Seating(shards.layout, shards.circle, seats_of([("0",)], 1), 0)
+    state.shards.enter(Mesh(0, 1), None, Group(0, 1, None, 1.0))
     shards.sit(alone, shards.room_for(alone), [0.0, 0.0])
     assert commit_alone(plan_of(tmp_path), state, SaveMemory())
     head = discover(LocalStore(tmp_path)).head

@@ -21,17 +21,16 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.lanes import Assignment, lane_seed
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.job import state as state_module
+from elastic_train.job import build as build_module
+from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import CellPlan, cell_plan_of, dims_of
-from elastic_train.job.cells.cell_state import CellState
 from elastic_train.job.cells.context import Context
 from elastic_train.job.cells.cut_model import along_axis
-from elastic_train.job.cells.seated_cell import SeatedCellState
 from elastic_train.job.cells.stage import Stage, stage_of
-from elastic_train.job.reseating import bring, leave_out_unfinished, reseat_columns, roll_forward
-from elastic_train.job.reseating.pending_step import settle_pending
+from elastic_train.job.reseating import bring, leave_out_unfinished, roll_forward, take_state
 from elastic_train.job.reseating.placing import take_place
-from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.state import AppliedState
 from elastic_train.parallel.cells.context_links import Gathering
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
@@ -120,7 +119,7 @@ def build(
     else:
         model, groups = Net(WIDTHS).train(), [*GROUPS]
         plan = CellPlan(USES if cell.tensor > 1 else {}, dims=dims_of(USES, model))
-    with mock.patch.object(state_module, "host_memory_of", lambda device: FakeMemory(1)):
+    with mock.patch.object(build_module, "host_memory_of", lambda device: FakeMemory(1)):
         state = build_state(model, config, 50, "cpu", is_fp16, groups, parallel, plan)
     when_all_have_ended(lambda: close_sums(state))
     return state
@@ -131,9 +130,9 @@ def runs_decoder(cell: Cell) -> bool:
     return cell.stage * cell.expert > 1
 
 
-def shards_of(state: AppliedState) -> SeatedCellState:
-    assert isinstance(state.shards, SeatedCellState), "the state is in shards"
-    return state.shards
+def share_of(state: AppliedState) -> HeldShare:
+    assert isinstance(state.shards.share, HeldShare), "the state is in shards"
+    return state.shards.share
 
 
 def meet(name: str, rank: int, size: int, shape: Cell = CELL) -> Ranks:
@@ -150,21 +149,16 @@ def meet(name: str, rank: int, size: int, shape: Cell = CELL) -> Ranks:
 def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
     """Take the place and the seat that a world gives this rank; return how many shards are lost, if any."""
     shape = ranks.mesh.cell
-    assert isinstance(state.shards, CellState)
     sequence = bool(state.shards.cut.plan.shares_tokens)
     first = lambda: build("none", cell=shape, sequence=sequence).model.state_dict().items()  # noqa: E731
     plan = SimpleNamespace(first_weights=first)
     take_place(plan, state, ranks.mesh, ranks.cell, ranks.column)  # type: ignore[arg-type]
-    if isinstance(state.shards, SeatedCellState):
-        brought = bring(ranks.world, state, state.shards, ("", str(who)), counts=True)
-        kept, num_lost = leave_out_unfinished(state.shards, brought)
-        if num_lost:
-            return num_lost
-        brought = list(roll_forward(ranks.world, state, state.shards, kept))
-        assert not reseat_columns(ranks.column, state, state.shards, brought).size
-    assert isinstance(state.shards, CellState)
-    if not isinstance(state.shards, SeatedCellState):
-        settle_pending(ranks.world, state, state.shards, counts=True)
+    brought = bring(ranks.world, state, state.shards, ("", str(who)))
+    kept, num_lost = leave_out_unfinished(state.shards, brought)
+    if num_lost:
+        return num_lost
+    brought = list(roll_forward(ranks.world, state, state.shards, kept))
+    assert not take_state(ranks.column, state, state.shards, brought).lost.size
     state.shards.trained_in = term
     return 0
 
@@ -185,7 +179,6 @@ def _session_of(
     ranks: Ranks, state: AppliedState, gradients: GradientSum, assigned: Assignment, schedule: Kind
 ) -> Session:
     """Return what the training loop needs of a session to run a decoder's lanes."""
-    assert isinstance(state.shards, CellState)
     cut, mesh, config = state.shards.cut, ranks.mesh, SimpleNamespace(run=SimpleNamespace(seed=1))
     task, context = TASK, None
     if cut.plan.shares_tokens:
@@ -236,11 +229,11 @@ def fingerprint(ranks: Ranks, state: AppliedState) -> str:
 
 def elements_held(state: AppliedState) -> int:
     """Return how many numbers of moments this rank holds."""
-    return sum(moment.numel() for one in shards_of(state).share.runs for moment in one.moments.values())
+    return sum(moment.numel() for one in share_of(state).runs for moment in one.moments.values())
 
 
 def elements_of_gradients(state: AppliedState) -> int:
     """Return how many numbers of the mean gradient this rank keeps after a step; none before it."""
-    total = shards_of(state).share._sum
+    total = state.shards._sum
     kept = [] if total is None else total.tensors()
     return sum(tensor.numel() for part, tensor in kept if part == "gradients")

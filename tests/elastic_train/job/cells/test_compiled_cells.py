@@ -17,7 +17,6 @@ import torch
 
 from elastic_train.config import sources
 from elastic_train.errors import PeerLostError
-from elastic_train.job.cells.context import ContextState
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.reseating.placing import take_place
 from elastic_train.job.state import AppliedState
@@ -87,10 +86,7 @@ def enter(plan: Plan, state: AppliedState, group: Group, term: int) -> World:
     nothing: Any = None
     world = World(group, term, nothing, nothing, nothing, nothing, nothing, 0.0, save_store=nothing)
     world = form_cells(world, plan.config.parallel)
-    if isinstance(state.shards, ContextState):
-        state.shards.enter(world.mesh, world.holders)
-    elif world.cell is not None:
-        take_place(plan, state, world.mesh, world.cell, world.holders)
+    take_place(plan, state, world.mesh, world.cell, world.holders)
     return world
 
 

@@ -14,8 +14,9 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
+from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.parameter_groups import FirstStates, describe_groups
-from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.tasks.task import ParameterGroup
 

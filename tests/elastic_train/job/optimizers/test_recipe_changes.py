@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.recipe_changes import Recipe, read_recipe, say_changes, say_end_of_rates
-from elastic_train.job.state import AppliedState, Reached, build_state
+from elastic_train.job.state import AppliedState, Reached
 
 OTHER_BITS = "from here on the weights are not those of a run without the change"
 

@@ -17,9 +17,10 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
+from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.sharded.elementwise import slots_of
-from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.job.state import AppliedState, StepFacts
 from tests.elastic_train.job.optimizers import odd_optimizers
 from tests.elastic_train.job.optimizers.odd_optimizers import REFUSED, SAVED, CountingGroups, TensorInGroups
 

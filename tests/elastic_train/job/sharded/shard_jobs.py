@@ -15,9 +15,10 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed, leaf_of
 from elastic_train.core.order import Cursor
-from elastic_train.job import state as state_module
-from elastic_train.job.sharded.held_state import HeldState
-from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.job import build as build_module
+from elastic_train.job.build import build_state
+from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
@@ -78,7 +79,7 @@ def build(
     torch.manual_seed(seed)
     config = OptimizerConfig(**{"lr": 0.01, "warmup_steps": 2, "clip_norm": CLIPPING, **(recipe or {})})
     parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire, offload=offload)
-    with mock.patch.object(state_module, "host_memory_of", lambda device: FakeMemory(seed)):
+    with mock.patch.object(build_module, "host_memory_of", lambda device: FakeMemory(seed)):
         state = build_state(Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel)
     when_all_have_ended(lambda: close_sums(state))
     return state
@@ -86,14 +87,12 @@ def build(
 
 def close_sums(state: AppliedState) -> None:
     """Leave the model's parameters alone."""
-    for holder in (state.shards, getattr(state.shards, "_share", None)):
-        if (total := getattr(holder, "_sum", None)) is not None:
-            total.close()
+    state.shards._close_sums()
 
 
-def shards_of(state: AppliedState) -> HeldState:
-    assert isinstance(state.shards, HeldState), "the state is sharded"
-    return state.shards
+def shards_of(state: AppliedState) -> HeldShare:
+    assert isinstance(state.shards.share, HeldShare), "the state is sharded"
+    return state.shards.share
 
 
 def meet(name: str, rank: int, size: int) -> Group:

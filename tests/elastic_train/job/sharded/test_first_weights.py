@@ -11,10 +11,11 @@ import torch
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import ParallelConfig
 from elastic_train.errors import ConfigError
-from elastic_train.job.reseating import take_first_seats
+from elastic_train.job.build import build_state
+from elastic_train.job.reseating import take_first_seat
 from elastic_train.job.sharded.first_weights import without_memory
-from elastic_train.job.sharded.gathered_state import GatheredState
-from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.sharded.gathered_share import GatheredShare
+from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.decoder.model import Decoder, drawn_weights
 from elastic_train.tasks.decoder.shape import DecoderShape
@@ -40,14 +41,14 @@ def built(shape: DecoderShape = SHAPE, *, is_deferred: bool, copies: int = 1) ->
     return state
 
 
-def gathered_of(state: AppliedState) -> GatheredState:
-    assert isinstance(state.shards, GatheredState)
-    return state.shards
+def gathered_of(state: AppliedState) -> GatheredShare:
+    assert isinstance(state.shards.share, GatheredShare)
+    return state.shards.share
 
 
 def seated(state: AppliedState, rank: int = 0, size: int = 1) -> AppliedState:
     group = Group(0, 1, None, 60) if size == 1 else cast(Group, SimpleNamespace(rank=rank, size=size))
-    take_first_seats(group, shards_of(state), newcomers(size), begins=True)
+    take_first_seat(group, state.shards, newcomers(size), begins=True)
     return state
 
 

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
-from elastic_train.job.reseating import take_first_seats
-from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.build import build_state
+from elastic_train.job.reseating import take_first_seat
+from elastic_train.job.state import AppliedState
 from elastic_train.job.units.recompute import Recompute
 from elastic_train.parallel.dealt_sum import DealtSum
 from elastic_train.parallel.group import Group
@@ -102,7 +103,7 @@ def ranks(rank: int, size: int, kind: str) -> list[str]:
     """Train a kind of model; leave the weights after each step."""
     torch.set_num_threads(1)
     group, state, found = meet("world", rank, size), build(kind, "parameters"), []
-    take_first_seats(group, shards_of(state), newcomers(size))
+    take_first_seat(group, state.shards, newcomers(size))
     shards_of(state).agree_on_order(group)
     for step in range(STEPS):
         train(group, state, step + 1)
@@ -127,7 +128,7 @@ def test_weights_are_those_of_whole_state_whatever_a_pass_does_with_its_blocks(s
 def seated(kind: str, *, known_order: bool = True) -> tuple[Group, AppliedState]:
     """Return a state of one rank, which holds everything and gathers it all the same."""
     group, state = Group(0, 1, None, 60), build(kind, "parameters", known_order=known_order)
-    take_first_seats(group, shards_of(state), newcomers(1))
+    take_first_seat(group, state.shards, newcomers(1))
     shards_of(state).agree_on_order(group)
     return group, state
 
@@ -161,7 +162,7 @@ def sized(units: tuple[list[UnitFlats], UnitFlats]) -> tuple[list[UnitFlats], li
 def test_blocks_without_gradients_hold_no_others_back() -> None:
     """With gradients alone in shards, all are on their way before the lane's end, whatever is frozen in between."""
     state, group = build("lower frozen", "gradients"), Group(0, 1, None, 60)
-    take_first_seats(group, shards_of(state), newcomers(1))
+    take_first_seat(group, state.shards, newcomers(1))
     gradients = state.shards.sum_of(group, 1)
     assert isinstance(gradients, DealtSum)
     gradients.begin()

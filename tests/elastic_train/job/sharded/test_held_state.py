@@ -20,11 +20,12 @@ from elastic_train.config.schema import Config
 from elastic_train.core.lanes import lane_additions
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
+from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.choice import choose
-from elastic_train.job.reseating import Brought, take_first_seats
+from elastic_train.job.reseating import Brought, take_first_seat
 from elastic_train.job.sharded.elementwise import Slots, slots_of
-from elastic_train.job.sharded.held_state import HeldState
-from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
@@ -63,7 +64,7 @@ def ranks(
     group, found = meet("world", rank, size), {}
     for copies in (1, 2, 3):
         state, digests = build(shards, copies, wire=wire), []
-        take_first_seats(group, shards_of(state), newcomers(size))
+        take_first_seat(group, state.shards, newcomers(size))
         for step in range(STEPS):
             train(group, state, step + 1)
             digests.append(fingerprint(group, state))
@@ -139,7 +140,7 @@ def test_sums_are_not_sent_rounded() -> None:
 def test_what_arrives_late_reaches_no_gradient() -> None:
     """A step that broke off may still be written to by its peers: the next one adds up in other memory."""
     expected, group, state = replicated(2), Group(0, 1, None, 60), build("gradients")
-    take_first_seats(group, shards_of(state), newcomers(1))
+    take_first_seat(group, state.shards, newcomers(1))
     train(group, state, 1)
     old = [shards_of(state).gradients_at(one.run) for one in shards_of(state).trained_runs]
     gradients = state.shards.sum_of(group, NUM_LANES)
@@ -158,8 +159,8 @@ def damaged(rank: int, size: int) -> str:
     """Let rank 1's copy of a gradient differ by one bit before the ranks meet; leave what each says of it."""
     torch.set_num_threads(1)
     group, state = meet("world", rank, size), build("optimizer", 2)
-    shards = shards_of(state)
-    take_first_seats(group, shards, newcomers(size))
+    shards = state.shards
+    take_first_seat(group, shards, newcomers(size))
     train(group, state, 1)
     measured = compute(group, state)
     if rank == 1:
@@ -185,8 +186,8 @@ def flipped(rank: int, size: int) -> list[str]:
     """Let one bit of rank 2's share flip; leave what each says of it."""
     torch.set_num_threads(1)
     group, state, said = meet("world", rank, size), build("parameters", 2), list[str]()
-    shards = shards_of(state)
-    take_first_seats(group, shards, newcomers(size))
+    shards = state.shards
+    take_first_seat(group, shards, newcomers(size))
     train(group, state, 1)
     for _ in range(2):
         try:
@@ -195,7 +196,7 @@ def flipped(rank: int, size: int) -> list[str]:
         except WeightsDifferError as error:
             said.append(str(error))
         if rank == 2:
-            shards.trained_runs[-1].weights[3:4].view(torch.int32).bitwise_xor_(1)
+            shards_of(state).trained_runs[-1].weights[3:4].view(torch.int32).bitwise_xor_(1)
     group.barrier()
     return said
 
@@ -221,7 +222,7 @@ def test_averages_that_a_commit_has_not_begin_with_its_weights(shards: Shards, t
     for kind in ("none", shards):
         state = build(kind, recipe={"ema": {"decay": 0.5}})
         if kind != "none":
-            take_first_seats(group, shards_of(state), newcomers(1))
+            take_first_seat(group, state.shards, newcomers(1))
         state.restore(lambda tree: load(store, record, tree), begun.reached, keeps_rates=True)
         train(group, state, 4)
         found.append(averages_of(state))
@@ -229,7 +230,7 @@ def test_averages_that_a_commit_has_not_begin_with_its_weights(shards: Shards, t
     assert whole.keys() == in_shards.keys() and len(whole) > 5
     assert all(torch.equal(average, in_shards[name]) for name, average in whole.items())
     state = build(shards, recipe={"name": "sgd", "options": {"momentum": 0.9}, "ema": {"decay": 0.5}})
-    take_first_seats(group, shards_of(state), newcomers(1))
+    take_first_seat(group, state.shards, newcomers(1))
     with pytest.raises(ConfigError, match=r"momentum_buffer.*the commit holds nothing"):
         state.restore(lambda tree: load(store, record, tree), begun.reached, keeps_rates=True)
 
@@ -247,9 +248,9 @@ def committed(store: Store, state: AppliedState) -> CommitRecord:
         world_size=1,
     )
     fence = StoreFence(store)
-    if isinstance(state.shards, HeldState):
+    if isinstance(state.shards.share, HeldShare):
         state.shards.assign([0])
-    return CommitWriter(store, fence, fence.claim(), None).save(state.shards.held(), facts, state.reached.intervals)
+    return CommitWriter(store, fence, fence.claim(), None).save(state.shards.to_save(), facts, state.reached.intervals)
 
 
 @pytest.mark.parametrize(("shards", "offload"), [("optimizer", "none"), ("parameters", "none"), ("none", "optimizer")])
@@ -263,8 +264,8 @@ def test_what_an_optimizer_counts_in_its_groups_is_state_in_shards_too(
 
     def begun(kind: tuple[Shards, Offloads]) -> AppliedState:
         state = build(kind[0], recipe=recipe, offload=kind[1])
-        if isinstance(state.shards, HeldState):
-            take_first_seats(group, state.shards, newcomers(1))
+        if isinstance(state.shards.share, HeldShare):
+            take_first_seat(group, state.shards, newcomers(1))
         return state
 
     kinds: list[tuple[Shards, Offloads]] = [("none", "none"), (shards, offload)]

@@ -19,7 +19,7 @@ from elastic_train.checkpoint.format.state_tree import leaves_of
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import OWN
-from elastic_train.job.reseating import take_first_seats
+from elastic_train.job.reseating import take_first_seat
 from elastic_train.job.sharded.held_tree import HeldRun
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state import AppliedState
@@ -62,7 +62,7 @@ def seated(
     state = build(shards, 2, offload=offload, recipe=recipe)
     if offload != "none":
         memory_of(state).draw(seed)
-    take_first_seats(group, shards_of(state), newcomers(group.size))
+    take_first_seat(group, state.shards, newcomers(group.size))
     return state
 
 
@@ -145,7 +145,7 @@ def test_the_device_has_blocks_in_place_of_what_is_offloaded(shards: Shards, off
         with counted:
             found.append(counted.now())
             if what != "none":
-                state.apply(facts_of(state), shards_of(state).norm_of(group.all_gather(measured)))
+                state.apply(facts_of(state), state.shards.norm_of(group.all_gather(measured)))
     weights = sum(one.weights.nbytes for one in shards_of(state).trained_runs)
     saved_bytes, rooms = shards_of(state).offloaded_bytes(), 2 * FakeMemory.room_bytes
     assert saved_bytes >= (2 + (offload == "all")) * weights > 10 * rooms / 2

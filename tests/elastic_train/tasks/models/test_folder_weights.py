@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
-from elastic_train.job.reseating import take_first_seats
+from elastic_train.job.build import build_state
+from elastic_train.job.reseating import take_first_seat
 from elastic_train.job.sharded.first_weights import without_memory
-from elastic_train.job.sharded.gathered_state import GatheredState
-from elastic_train.job.state import build_state
+from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.folder_weights import FolderWeights, open_folder, runs_as_listed, stand_ins
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal
@@ -137,28 +137,31 @@ def test_a_rank_never_has_more_than_its_share_of_a_folders_model(tmp_path: Path)
     source, group = Source(saved(tmp_path / "model", LM, config)), cast(Group, SimpleNamespace(rank=1, size=4))
     kind, parallel = Kind(LM, source.load_config()), ParallelConfig(shards="parameters", copies=1)
 
-    def built(model: nn.Module, weights: FolderWeights | None) -> GatheredState:
+    def built(model: nn.Module, weights: FolderWeights | None) -> StateShards:
         shards = build_state(model, OptimizerConfig(), 50, "cpu", is_fp16=False, parallel=parallel).shards
-        assert isinstance(shards, GatheredState)
         if weights is not None:
-            shards.begin_with(lambda: iter(weights))
+            shards.share.begin_with(lambda: iter(weights))
         return shards
 
     model = source.build(kind)
     largest = max(parameter.nbytes for parameter in model.parameters())
     whole = built(model, None)
-    take_first_seats(group, whole, newcomers(4), begins=True)
+    take_first_seat(group, whole, newcomers(4), begins=True)
     counted = OwnBytes()
     found = open_folder(source, kind)
     assert found is not None
     apart = built(without_memory(found[0], torch.device("cpu")), found[1])
     with counted:
         assert counted.now() < largest, "what is built has no weights"
-        take_first_seats(group, apart, newcomers(4), begins=True)
-    assert [one.run for one in apart.runs] == [one.run for one in whole.runs]
-    assert all(one.weights.equal(other.weights) for one, other in zip(apart.runs, whole.runs, strict=True))
-    held = sum(one.weights.nbytes for one in apart.runs)
-    assert counted.peak <= 4 * held + 2 * largest < 0.5 * sum(4 * flat.numel for flat in whole.layout.flats) + 4 * held
+        take_first_seat(group, apart, newcomers(4), begins=True)
+    assert [one.run for one in apart.share.runs] == [one.run for one in whole.share.runs]
+    assert all(one.weights.equal(other.weights) for one, other in zip(apart.share.runs, whole.share.runs, strict=True))
+    held = sum(one.weights.nbytes for one in apart.share.runs)
+    assert (
+        counted.peak
+        <= 4 * held + 2 * largest
+        < 0.5 * sum(4 * flat.numel for flat in whole.share.layout.flats) + 4 * held
+    )
 
 
 def test_a_folder_whose_tensors_are_joined_is_built_whole(tmp_path: Path) -> None:

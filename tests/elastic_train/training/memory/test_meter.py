@@ -16,13 +16,14 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.insight.memory import MemoryFacts, facts_of
-from elastic_train.job.reseating import take_first_seats
-from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.job.build import build_state
+from elastic_train.job.reseating import take_first_seat
+from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.gradient_sum import GradientSum, bind_gradients, make_sum
 from elastic_train.parallel.group import Group
 from elastic_train.shards.holdings import num_elements
 from elastic_train.training.memory.meter import Meter, held_by, storages
-from tests.elastic_train.job.sharded.shard_jobs import Shards, build, meet, shards_of, train
+from tests.elastic_train.job.sharded.shard_jobs import Shards, build, meet, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers
 from tests.memory_world import in_memory
 
@@ -151,9 +152,10 @@ def ranks(rank: int, size: int) -> dict[str, dict[str, int]]:
     for shards in KINDS:
         group, state = meet(shards, rank, size), build(shards, copies=1)
         if shards != "none":
-            take_first_seats(group, shards_of(state), newcomers(size))
+            take_first_seat(group, state.shards, newcomers(size))
         train(group, state, 1)
-        total: GradientSum = state.shards._sum  # type: ignore[attr-defined]
+        total = state.shards._sum
+        assert total is not None, "it has trained"
         found[shards] = dict(Meter(CPU).measure(held_by(state, total, SaveMemory())).parts)
     return found
 

@@ -14,9 +14,10 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.data.tables.digits import import_digits
 from elastic_train.errors import ConfigError, StateLostError
-from elastic_train.job.reseating import Brought, take_first_seats
-from elastic_train.job.sharded.held_state import HeldState
-from elastic_train.job.state import AppliedState, Reached, build_state
+from elastic_train.job.build import build_state
+from elastic_train.job.reseating import Brought, take_first_seat
+from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.state import AppliedState, Reached
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import VARIABLE, arm
@@ -179,16 +180,16 @@ def test_adapters_alone_are_handed_over(base: Path) -> None:
 def test_a_frozen_base_in_shares_is_what_a_process_begins_with(base: Path) -> None:
     """A commit does not hold it, so a process that has only its share left begins again before it loads one."""
     group, whole, state = Group(0, 1, None, 60), built(base, "none"), built(base, "parameters")
-    assert isinstance(state.shards, HeldState)
+    assert isinstance(state.shards.share, HeldShare)
     nobody = [Brought(Place(0, 0), None, ("", "0"))]
-    take_first_seats(group, state.shards, nobody)  # as before a commit is read
+    take_first_seat(group, state.shards, nobody)  # as before a commit is read
     assert state.shards.digest(group) == whole.shards.digest_alone()
     assert not any("embed_tokens" in name for name in state.shards.held()["model"])  # type: ignore[attr-defined]
-    with state.shards.showing_whole(group):  # type: ignore[attr-defined]
+    with state.shards.share.showing_whole(group, 1):
         for mine, other in zip(state.model.parameters(), whole.model.parameters(), strict=True):
             assert mine.equal(other)
     with pytest.raises(StateLostError, match="do not hold the frozen weights"):
-        take_first_seats(group, state.shards, nobody)
+        take_first_seat(group, state.shards, nobody)
 
 
 def test_a_classifier_has_one_hash_at_any_world_and_in_every_mode(tmp_path: Path, rows: Path) -> None:

@@ -1,4 +1,4 @@
-"""The applied state in shards, gradients included: they are held like moments, by lanes that are dealt out (ZeRO-2)."""
+"""A share by a seat, gradients included: they are held like moments, by lanes that are dealt out (ZeRO-2)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from elastic_train.core.lanes import Assignment
-from elastic_train.core.mesh import ALONE, Cell
-from elastic_train.job.sharded.held_state import HeldState, OfFlats
+from elastic_train.core.mesh import Cell
+from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.sharded.share import Summed
 from elastic_train.parallel.dealt_sum import DealtSum, DealtTree, within
 from elastic_train.parallel.gradient_sum import GradientSum
+from elastic_train.parallel.reductions import Reduction
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.deal import lanes_by_owner
 from elastic_train.shards.holdings import Run
 
 
-class DealtState(HeldState):
+class DealtShare(HeldShare):
     """No gradient is whole: of each flat vector there is only a `home` of what this rank holds of its mean."""
 
     _homes: dict[int, Tensor]
@@ -39,7 +41,7 @@ class DealtState(HeldState):
             return self._homes[run.flat][:0]
         return within(run, self._homes[run.flat], [one.run for one in self._runs if one.run.flat == run.flat])
 
-    def assigned(self, num_replicas: int, num_lanes: int, cell: Cell = ALONE) -> Assignment:
+    def assigned(self, num_replicas: int, num_lanes: int, cell: Cell) -> Assignment:
         return lanes_by_owner(self.seated.seats, num_lanes, cell.context, cell.expert)
 
     def begin_sums(self) -> None:
@@ -50,19 +52,21 @@ class DealtState(HeldState):
         self._dealt = None
 
     def sum_over(
-        self, trees: Sequence[OfFlats], weights: UnitWeights | None = None, *, by_turn: bool = True
+        self, trees: Sequence[Summed], kind: Reduction, weights: UnitWeights | None, *, by_turn: bool
     ) -> GradientSum:
+        assert kind == "canonical", "copies have to have the same bits"
         dealt = [self._dealt_tree(one, by_block=weights is not None and by_turn) for one in trees]
         self._dealt = DealtSum(dealt, self._homes, weights, self._wire, by_turn=by_turn)
         return self._dealt
 
-    def _dealt_tree(self, one: OfFlats, *, by_block: bool) -> DealtTree:
-        units = [[flat for flat in unit if flat.number in one.numbers] for unit in self.flat.units()]
+    def _dealt_tree(self, one: Summed, *, by_block: bool) -> DealtTree:
+        numbers = self.flats_of(one.parameters)
+        units = [[flat for flat in unit if flat.number in numbers] for unit in self.flat.units()]
         return DealtTree(
             [unit for unit in units if unit or by_block],
             one.ranks,
             one.leaves,
-            self.seated if one.seating is None else one.seating,
+            self.seating_of_all(one.ranks, one.repeats),
             one.per_turn,
-            one.is_beside and one.seating is None,  # experts' ranks are at different places of a pass
+            one.is_beside and one.repeats == 1,  # experts' ranks are at different places of a pass
         )

@@ -1,4 +1,4 @@
-"""The applied state in shards, all of it: a unit's weights are gathered when a pass needs them (ZeRO-3).
+"""A share by a seat, all of it: a unit's weights are gathered when a pass needs them (ZeRO-3).
 
 Until its first seat a rank has the whole weights that a run begins with; it learns from a pass on them in which order
 blocks run. From then on each run that it holds has memory of its own.
@@ -18,7 +18,7 @@ from torch import Tensor
 from elastic_train.checkpoint.format.layout import AVERAGE, State
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import StateLostError
-from elastic_train.job.sharded.dealt_state import DealtState
+from elastic_train.job.sharded.dealt_share import DealtShare
 from elastic_train.job.sharded.first_weights import fill
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
 from elastic_train.job.sharded.shared_weights import (
@@ -28,7 +28,6 @@ from elastic_train.job.sharded.shared_weights import (
     saved_grains,
     shared_digest,
 )
-from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.holdings import Run, by_flat
@@ -37,9 +36,10 @@ from elastic_train.shards.seating import Seating
 T = TypeVar("T")
 
 
-class GatheredState(DealtState):
+class GatheredShare(DealtShare):
     """Weights are whole before the first seat only."""
 
+    is_shared_out = True
     _is_whole, _shows_averages, _by_unit = True, False, True
     _units: UnitWeights | None = None
     _order: list[str] | None = None
@@ -73,19 +73,7 @@ class GatheredState(DealtState):
         """The names of the weights and buffers that commits hold."""
         return self.model.state_dict().keys()
 
-    @property
-    def has_weights(self) -> bool:
-        return self._first is None
-
-    @property
-    def is_shared_out(self) -> bool:
-        return True
-
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        return recording_order(self.model, self.take_order)
-
-    def take_order(self, names: list[str]) -> None:
-        """Learn in which order blocks run."""
+    def take_order(self, names: Sequence[str]) -> None:
         self._order = [name for name in names if name in self.flat.block_names]
 
     def agree_on_order(self, group: Group) -> None:
@@ -110,18 +98,17 @@ class GatheredState(DealtState):
             self._is_whole = False
 
     def close(self) -> None:
-        super().close()
         if self._units is not None and self._units.close():
             self.flat.renew()
         self._units = None
 
-    def gathering(self, replicas: Group, *, by_unit: bool = True) -> UnitWeights | None:
+    def gathering(self, column: Group, *, by_unit: bool) -> UnitWeights | None:
         self._by_unit, seating, held = by_unit, self.seated, {one.run: one for one in self.runs}
         units = self.flat.blocks() if by_unit else ([], self.flat.everything())
         ranks = (seating.rank, *seating.neighbours())
         shares = {rank: by_flat(seating.runs_at(rank, seating.holdings[rank])) for rank in ranks}
         memory = None if self.offload is None else self.offload.memory
-        self._units = UnitWeights(*units, replicas, shares, lambda run: self._shown_of(held[run]), memory)
+        self._units = UnitWeights(*units, column, shares, lambda run: self._shown_of(held[run]), memory)
         return self._units
 
     def _shown_of(self, one: HeldRun) -> Tensor:
@@ -129,28 +116,28 @@ class GatheredState(DealtState):
         return one.moments.get(AVERAGE, one.weights) if self._shows_averages else one.weights
 
     @contextlib.contextmanager
-    def averaged(self, group: Group) -> Iterator[None]:
+    def averaged(self, column: Group) -> Iterator[None]:
         self._shows_averages = True
         try:
             yield
         finally:
             self._shows_averages = False
 
-    def refresh(self, group: Group, *, everything: bool = False) -> None:
+    def refresh(self, column: Group, *, everything: bool = False) -> None:
         """Weights are gathered when they are needed."""
 
-    def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
+    def turns(self, column: Group, items: Iterator[T]) -> Iterator[T]:
         assert self._units is not None, "there is a world"
         if self._by_unit:
-            return self._units.turns(items, group)
+            return self._units.turns(items, column)
         self._units.gather()  # until the next step
         return items
 
     @contextlib.contextmanager
-    def computing(self, replicas: Collection[int]) -> Iterator[None]:
+    def computing(self, ranks: Collection[int]) -> Iterator[None]:
         assert self._units is not None, "there is a world"
         self._units.end_pass()
-        with self._units.turn(replicas, trains=True):
+        with self._units.turn(ranks, trains=True):
             yield
         self._units.end_pass()
 
@@ -158,34 +145,28 @@ class GatheredState(DealtState):
         shared = set[str]() if self._is_whole else {name for place in self.layout.tensors for name in place.names}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in shared}
 
-    def digest(self, group: Group) -> str:
-        return shared_digest(group, self.seated, self._grain_at, self._saved, self.weights())
+    def digest(self, column: Group) -> str:
+        return shared_digest(column, self.seated, self._grain_at, self._saved, self.weights())
 
     def digest_alone(self) -> str:
         return super().digest_alone() if self._is_whole else ""
 
-    def check_copies(self, group: Group, step: int) -> None:
-        check_copies(group, self.seated, self._grain_at, self._saved, step)
+    def check_copies(self, column: Group, step: int) -> None:
+        check_copies(column, self.seated, self._grain_at, self._saved, step)
 
     @contextlib.contextmanager
-    def showing_whole(self, group: Group, num_ranks: int = 1) -> Iterator[None]:
-        """Let the first ranks of a group have whole weights within the context, in memory of their own."""
-        numels = [flat.numel for flat in self.layout.flats] if group.rank < num_ranks else []
+    def showing_whole(self, column: Group, num_ranks: int = 1) -> Iterator[None]:
+        """Let the first ranks of a column have whole weights within the context, in memory of their own."""
+        numels = [flat.numel for flat in self.layout.flats] if column.rank < num_ranks else []
         vectors = {number: self.flat.zeros(number, numel) for number, numel in enumerate(numels)}
-        gather_whole(
-            group,
-            self.seated,
-            self._given_at,
-            lambda run: vectors[run.flat][run.lo : run.hi],
-            num_ranks,
-        )
+        gather_whole(column, self.seated, self._given_at, lambda run: vectors[run.flat][run.lo : run.hi], num_ranks)
         with self.flat.showing(vectors):
             yield
 
-    def make_whole(self, group: Group, num_ranks: int = 1) -> None:
-        if group.rank < num_ranks:
+    def make_whole(self, column: Group, num_ranks: int = 1) -> None:
+        if column.rank < num_ranks:
             self.flat.allocate()
-        gather_whole(group, self.seated, self._given_at, self.flat.weights_at, num_ranks)
+        gather_whole(column, self.seated, self._given_at, self.flat.weights_at, num_ranks)
 
     def held_weights(self) -> State:
         whole = super().held_weights()

@@ -19,12 +19,13 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
-from elastic_train.job import tree_transfer
-from elastic_train.job.state import AppliedState, StepFacts, build_state
-from elastic_train.job.state_shards import Place, whole_from_furthest
+from elastic_train.job.build import build_state
+from elastic_train.job.reseating import bring, take_state, taking, tree_transfer
+from elastic_train.job.state import AppliedState, StepFacts
+from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.parallel.group import Group
-from elastic_train.world.handover import gather_places, hand_over, level
+from elastic_train.world.equal_weights import level
 from tests.conftest import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -35,11 +36,12 @@ TERM = 3
 @given(st.lists(st.builds(Place, st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=9))
 def test_every_rank_behind_gets_the_state_once_from_a_furthest_rank(places: list[Place]) -> None:
     """Givers are at the furthest place, takers are all the others, and the work is shared out evenly."""
-    given_to = whole_from_furthest(places)
-    assert sorted(taker for _, taker in given_to) == [r for r, place in enumerate(places) if place != max(places)]
-    assert all(places[giver] == max(places) for giver, _ in given_to)
-    work = Counter(giver for giver, _ in given_to)
-    assert not work or max(work.values()) - min(work.get(r, 0) for r, p in enumerate(places) if p == max(places)) <= 1
+    is_furthest = [place == max(places) for place in places]
+    givers = [taking._giver_to(rank, is_furthest) for rank in range(len(places))]
+    assert all((giver is None) == is_it for giver, is_it in zip(givers, is_furthest, strict=True))
+    work = Counter(giver for giver in givers if giver is not None)
+    assert all(is_furthest[giver] for giver in work)
+    assert not work or max(work.values()) - min(work.get(r, 0) for r, is_it in enumerate(is_furthest) if is_it) <= 1
 
 
 def trained(num_steps: int, name: str = "adamw") -> AppliedState:
@@ -55,12 +57,18 @@ def trained(num_steps: int, name: str = "adamw") -> AppliedState:
     return state
 
 
+def come_together(group: Group, state: AppliedState) -> int | None:
+    """Bring this rank to the furthest step of all; return the rank that gave it its state."""
+    brought = bring(group, state, state.shards, ())
+    return take_state(group, state, state.shards, brought).given_by
+
+
 def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
     """Begin at different steps, come together, take one more step, and write down the outcome."""
     tree_transfer.CHUNK_BYTES = 1000  # many chunks, shared and cut
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained([0, 4, 3, 4][rank], optimizer)
-    given_by = hand_over(group, state, gather_places(group, state))
+    given_by = come_together(group, state)
     bind_gradients(list(state.model.parameters()))
     state.model(torch.ones(8, 5)).square().sum().backward()
     state.apply(StepFacts(Cursor(0, 9), CoverageSums(), TERM, SampleAccount()), state.measure())
@@ -102,7 +110,7 @@ def damaging(rank: int, size: int, folder: str) -> None:
         group.transfer = flip  # type: ignore[method-assign]
     message = "nothing"
     try:
-        hand_over(group, state, gather_places(group, state))
+        come_together(group, state)
     except PeerLostError as error:
         message = str(error)
     kept = weights_digest(state.model, state.layout.dims) == before and state.step == 2 * rank

@@ -1,0 +1,217 @@
+"""The modelled state of a rank: its place's part of the weights, by the product's rules.
+
+What is modelled are the tensors. Which part a rank has, takes, gives, compares, writes and reads, and what becomes of a
+step that its world has left, is what `elastic_train.job` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from chaos.sim.machine.rank_group import SimGroup
+from chaos.sim.modelled.training import CUT_DIMS, WORDS, Weights
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.keyed_random import derive
+from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.core.order import Cursor
+from elastic_train.job.cells.cut_model import Cut
+from elastic_train.job.cells.state_parts import Cuts
+from elastic_train.job.sharded.share import Share, WholeShare
+from elastic_train.job.state import Pending, Reached, StepFacts
+from elastic_train.job.state_shards import Place, StateShards
+from elastic_train.parallel.gradient_sum import OfPart
+from elastic_train.shards.grains import Listed, cut_along, lay_out
+from elastic_train.shards.holdings import Column
+
+_EXACT = (1 << 52) - 1
+"""Integers up to here are floats of their own."""
+
+
+class CutWeights:
+    """What `CutModel` is to its users: the digest is cut for the places of a cell, and the counts are not."""
+
+    experts = None
+    has_weights = True
+
+    def __init__(self, weights: Weights, size: int) -> None:
+        self._weights = weights
+        spans = tuple((WORDS * place, WORDS * (place + 1)) for place in range(size))
+        shape = torch.Size([WORDS * size])
+        self.cuts: Mapping[str, Cut] = {}
+        if size > 1:
+            self.cuts = {"digest": Cut(0, shape, spans, cut_along(shape, 0))}
+        self.plan = SimpleNamespace(dims=CUT_DIMS)
+        self.outline = {name: torch.empty_like(one, device="meta") for name, one in weights.state_dict().items()}
+        self.place: int | None = None
+        self.cell: SimGroup | None = None
+
+    @property
+    def known_cell(self) -> SimGroup:
+        assert self.cell is not None, "no cell has been formed"
+        return self.cell
+
+    def bind(self, mesh: Mesh, cell: SimGroup) -> None:
+        self.cell = cell
+
+    def take_place(self, place: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        whole = self._weights.state_dict() if weights is None else dict(weights)
+        self._weights.counts = whole["counts"].numpy().copy()
+        self._weights.words = self.cuts["digest"].part_of(whole["digest"], place).numpy()
+        self._weights.parts = range(place, place + 1)
+        self.place = place
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        return self.known_cell.all_gather(tensor).flatten()
+
+    def become_part(self) -> None:
+        if self.cuts and self.place is not None and len(self._weights.parts) > 1:
+            self._weights.words = self.cuts["digest"].part_of(self._weights.state_dict()["digest"], self.place).numpy()
+            self._weights.parts = range(self.place, self.place + 1)
+
+    def become_whole(self) -> None:
+        self._weights.words = self.whole("digest", self._weights.state_dict()["digest"]).numpy()
+        self._weights.parts = range(self.known_cell.size)
+
+
+class ModelledShare(WholeShare):
+    """All of a part of the modelled weights; there are no moments."""
+
+    def __init__(self, weights: Weights, column: Column, kept: State) -> None:
+        """`kept` is what an optimizer keeps of the part."""
+        nothing = SimpleNamespace(param_groups=[], state={})
+        Share.__init__(self, weights, nothing, column)  # type: ignore[arg-type]  # all that is asked of them
+        self._weights, self._kept = weights, kept
+
+    def held(self) -> State:
+        return {"model": self._weights.state_dict(), **self._kept}
+
+    def take(self, fill: Callable[[State], None], cuts: Cuts, place: int, *, keeps_rates: bool) -> None:
+        tree = self.held()
+        if cuts:
+            tree = self._filled_parts(tree, fill, cuts, place)
+        else:
+            fill(tree)
+        self._take(tree, keeps_rates=keeps_rates)
+
+    def _take(self, tree: State, *, keeps_rates: bool) -> None:
+        model = tree["model"]
+        assert isinstance(model, dict), "as it was saved"
+        self._weights.words, self._weights.counts = model["digest"].numpy().copy(), model["counts"].numpy().copy()
+
+    def _first_moments(self) -> State:
+        return {}
+
+    def measure(self) -> Tensor:
+        """Return a grain of what all places hold, and one of this place's part; no norm of what is whole is asked."""
+        gradient = self._weights.gradient
+        assert gradient is not None, "a step has a gradient"
+        if len(self._weights.parts) == self._weights.size:
+            return torch.zeros(0, dtype=torch.float64)
+        [part] = self._weights.parts
+        numbers = gradient.digest & _EXACT, derive(gradient.digest, part) & _EXACT
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def digest_alone(self) -> str:
+        return weights_digest(self.model, CUT_DIMS)
+
+    def tensors(self) -> Iterator[OfPart]:
+        return iter(())
+
+
+class Rate:
+    """What stands for a learning rate's schedule."""
+
+    def get_last_lr(self) -> list[float]:
+        return [1.0]
+
+
+class _Shards(StateShards):
+    def stillness(self) -> Callable[[tuple[str | int, ...]], bool]:
+        """Only `apply` changes anything."""
+        return lambda path: True
+
+
+@dataclass
+class ModelledState:
+    """What `elastic_train.job.state.AppliedState` is to its users."""
+
+    model: Weights
+    shards: StateShards
+    reached: Reached = field(default_factory=Reached)
+    pending: Pending | None = None
+    scheduler: Rate = field(default_factory=Rate)
+    outline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    recipe: None = None
+    changes: None = None
+    compiled: None = None
+    layout: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(dims=CUT_DIMS))
+
+    @property
+    def step(self) -> int:
+        return self.reached.step
+
+    @property
+    def place(self) -> Place:
+        return Place(self.reached.step, self.reached.term)
+
+    @property
+    def cursor(self) -> Cursor:
+        return self.reached.cursor
+
+    @property
+    def coverage(self) -> CoverageSums:
+        return self.reached.coverage
+
+    def measure(self) -> Tensor:
+        return self.shards.measure()
+
+    def hold(self, facts: StepFacts, measured: Tensor) -> None:
+        self.pending = Pending(facts, measured)
+
+    def drop_pending(self) -> None:
+        self.pending = None
+
+    def begin_again(self) -> None:
+        self.drop_pending()
+        self.reached = Reached()
+
+    def apply(self, facts: StepFacts, norm: Tensor) -> None:
+        self.pending = None
+        is_finite = math.isfinite(facts.loss)
+        if is_finite:
+            self.model.advance(self.step)
+        self.model.gradient = None
+        self.reached = self.reached.advance(facts, float(norm), is_finite=is_finite, is_skipped=not is_finite)
+
+    def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
+        self.shards.take(fill)
+        self.reached = reached
+
+
+def modelled_state(weights: Weights, cell: Cell) -> ModelledState:
+    """Return the state of a rank that no world has given a place yet, around the whole of the first weights."""
+    kept: State = {"optimizer": {"state": {}}} if cell.holds_parts else {}
+    shards = _Shards(
+        model=weights,  # type: ignore[arg-type]  # it has all that is asked of one
+        cell=cell,
+        cut=CutWeights(weights, cell.num_parts),  # type: ignore[arg-type]  # as far as it is used
+        columns=_columns(cell.num_parts),
+        hold=lambda column: ModelledShare(weights, column, kept),
+    )
+    return ModelledState(weights, shards)
+
+
+@lru_cache(64)
+def _columns(size: int) -> list[Column]:
+    """Return what the ranks of each part hold: a grain of the counts, and one of a part of the digest."""
+    listed = Listed("counts", (1,), "torch.float32"), Listed("digest", (WORDS,), "torch.float32")
+    return [Column(lay_out(listed)) for _ in range(size)]

@@ -1,0 +1,209 @@
+"""Building the state that a run begins with: an optimizer around a model, and what each rank is to hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from elastic_train.checkpoint.format.layout import AVERAGE
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.config.recipe import OptimizerConfig
+from elastic_train.core.mesh import Cell
+from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cell_plan import CellPlan
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.model_layout import Laid, describe_layout, layout_of, store_in_memory_order
+from elastic_train.job.optimizers.averaging import keep_average
+from elastic_train.job.optimizers.choice import choose
+from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names_of
+from elastic_train.job.optimizers.parameter_groups import FirstStates, build_groups, describe_groups
+from elastic_train.job.optimizers.schedule import rate_factor
+from elastic_train.job.sharded.dealt_share import DealtShare
+from elastic_train.job.sharded.elementwise import Slots, numbers_of_atomic, slots_of
+from elastic_train.job.sharded.gathered_share import GatheredShare
+from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.sharded.share import Share, WholeShare
+from elastic_train.job.sharded.shared_scaler import SharedScaler
+from elastic_train.job.sharded.streamed_update import Offload
+from elastic_train.job.state import AppliedState
+from elastic_train.job.state_shards import StateShards
+from elastic_train.job.units.blocks import unit_names, unit_of
+from elastic_train.job.units.recompute import recompute_blocks
+from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.devices.host_memory import host_memory_of
+from elastic_train.shards.grains import CutDims
+from elastic_train.shards.holdings import Column, column_of
+from elastic_train.tasks.task import ParameterGroup
+
+BY_SEAT: Mapping[str, type[HeldShare]] = {"optimizer": HeldShare, "gradients": DealtShare, "parameters": GatheredShare}
+
+Made = tuple[nn.Module, Optimizer, LambdaLR, SharedScaler]
+"""What holds a state: the model, its optimizer, their schedule and the scaler of losses."""
+
+EVERYWHERE = 1 << 30
+"""More copies than there are ranks: each holds all. So is whole state held where it is offloaded."""
+
+
+def build_state(
+    model: nn.Module,
+    config: OptimizerConfig,
+    total_steps: int,
+    device: str,
+    is_fp16: bool,
+    groups: Sequence[ParameterGroup] = (),
+    parallel: ParallelConfig | None = None,
+    cell_plan: CellPlan | None = None,
+    dims: CutDims | None = None,
+) -> AppliedState:
+    """Build optimizer, schedule and scaler around a model that is on its device; freezes what `groups` say.
+
+    `cell_plan` says how the ranks of a cell hold the model; without one each holds all of it, and `dims` says what
+    cells of some degree cut.
+
+    Raises ConfigError if the groups do not fit the model, or the model cannot be held as `parallel` says.
+    """
+    bucket_bytes = None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
+    parallel = parallel or ParallelConfig()
+    cell_plan = cell_plan or CellPlan(dims=dims or {})
+    store_in_memory_order(model, cell_plan.dims)
+    recompute_blocks(model, parallel.recompute)
+    choice = choose(config, device, is_fp16=is_fp16)
+    built = build_groups(model, groups, config, choice.settings_of(model))
+    try:
+        optimizer = choice.make(built)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # it takes matrices, or one group, alone
+        raise ConfigError(f"optimizer.name: '{config.name}' refuses the model's parameters: {error}") from error
+    scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # a first step may leave out its update; torch would warn
+    scaler = SharedScaler(device, enabled=is_fp16)
+    slots: list[Slots] = []
+    if parallel.has_shares or parallel.cell.holds_parts:
+        slots = slots_of(optimizer, choice.make, next(model.parameters()).device)
+    atomic = numbers_of_atomic(slots)
+    units = unit_names(model) if parallel.has_shares else []
+    layout = layout_of(model, optimizer, cell_plan.dims, lambda name: unit_of(name, units), atomic=atomic)
+    outline = {
+        "the parameters": describe_layout(layout),
+        "the list of parameter groups": describe_groups(model, optimizer),
+    }
+    if config.ema is not None:
+        slots = [one.with_moment(AVERAGE) for one in slots]
+    cut = CutModel(model, cell_plan, parallel.cell, CellLinks())
+    _check_stays_whole(cut, optimizer, atomic, config.name)
+    columns = columns_of(model, optimizer, cut, parallel, units, atomic)
+    made = model, optimizer, scheduler, scaler
+    if parallel.has_shares:
+        make = _by_seat(made, parallel, slots, bucket_bytes)
+    else:
+        first = FirstStates(optimizer, choice.make, keeps_average=config.ema is not None)
+        make = _whole(made, OptimizerMemory(optimizer, names_of(model)), first, parallel.cell, bucket_bytes)
+    shards = StateShards(
+        model=model,
+        cell=parallel.cell,
+        cut=cut,
+        columns=columns,
+        hold=make,
+        gathers=parallel.shards == "parameters",
+    )
+    state = AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
+    if config.ema is not None:
+        keep_average(optimizer, config.ema.decay, lambda: state.num_updates)
+    return state
+
+
+def columns_of(
+    model: nn.Module,
+    optimizer: Optimizer,
+    cut: CutModel,
+    parallel: ParallelConfig,
+    units: list[str],
+    atomic: Container[int] = (),
+) -> list[Column]:
+    """Return what the ranks of each part hold together of a model that is whole, or without memory.
+
+    What is exchanged together is a unit's, in one chunk of a stage: each chunk is summed by itself. Experts that are
+    dealt to ranks are summed by others than all else.
+    """
+    chunks = cut.by_chunk() if cut.plan.num_chunks > 1 else []
+    ids = {id(one): str(number) for number, chunk in enumerate(chunks) for one in chunk}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    spread = cut.spread_weights() if cut.experts else set()
+
+    def unit(name: str) -> str:
+        found = unit_of(name, units)
+        found = f"{ids[id(parameters[name])]} {found}" if chunks else found
+        return f"{found} experts" if id(parameters[name]) in spread else found
+
+    def part_at(place: int) -> Callable[[str, Laid], Laid]:
+        return lambda name, whole: cut.cuts[name].part(place) if name in cut.cuts else whole
+
+    places = range(0, parallel.cell.size, parallel.cell.context)
+    layouts = [layout_of(model, optimizer, cut.plan.dims, unit, part_at(place), atomic) for place in places]
+    return [column_of(one) if parallel.has_shares else Column(one) for one in layouts]
+
+
+def _by_seat(
+    made: Made, parallel: ParallelConfig, slots: Sequence[Slots], bucket_bytes: float | None
+) -> Callable[[Column], Share]:
+    """Return what makes a column's share by a seat, of an optimizer that has the model's parameters as yet.
+
+    A share takes them away, so they are given back for the next one: a rank may come to another place.
+    """
+    model, optimizer, *_ = made
+    kind, copies = BY_SEAT.get(parallel.shards, HeldShare), parallel.copies if parallel.shards != "none" else EVERYWHERE
+    if kind.is_shared_out:
+        _check_state_is_whole(model)
+    offload = None
+    if parallel.has_offload:
+        offload = Offload(host_memory_of(next(model.parameters()).device), parallel.offload == "all")
+    parameters = [list(group["params"]) for group in optimizer.param_groups]
+
+    def make(column: Column) -> Share:
+        for group, own in zip(optimizer.param_groups, parameters, strict=True):
+            group["params"] = list(own)
+        return kind(*made, column, slots, copies, bucket_bytes, parallel.wire, offload)
+
+    return make
+
+
+def _whole(
+    made: Made, memory: OptimizerMemory, first: FirstStates, cell: Cell, bucket_bytes: float | None
+) -> Callable[[Column], Share]:
+    """Return what makes a share that is all of a column's part, of which the optimizer has no state yet."""
+    _, optimizer, *_ = made
+    has_state = bool(optimizer.state)
+
+    def make(column: Column) -> Share:
+        if cell.holds_parts:  # the state of wholes, or of another part
+            optimizer.state.clear()
+            for number, group in enumerate(optimizer.param_groups if has_state else ()):
+                optimizer.state.update({one: dict(first.of(number, one)[0]) for one in group["params"]})
+        return WholeShare(*made, memory, first, column, bucket_bytes)
+
+    return make
+
+
+def _check_stays_whole(cut: CutModel, optimizer: Optimizer, atomic: Container[int], optimizer_name: str) -> None:
+    """Refuse parts of parameters that an optimizer updates as a whole."""
+    groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    for name, one in cut.model.named_parameters():
+        if groups.get(id(one)) in atomic and name in cut.cuts and cut.cuts[name].is_in_parts:
+            raise ConfigError(
+                f"optimizer.name: '{optimizer_name}' updates '{name}' as a whole, of which ranks would have parts: set "
+                "parallel.tensor and parallel.expert to 1 (parallel.shards and pipeline may stay), or optimizer.name "
+                "to adamw"
+            )
+
+
+def _check_state_is_whole(model: nn.Module) -> None:
+    """Refuse trained weights that a commit would not have: lost ranks may take the only copies of shares along."""
+    saved, named = set(model.state_dict()), model.named_parameters(remove_duplicate=False)
+    others = [name for name, one in named if one.requires_grad and name not in saved]
+    if others:
+        raise ConfigError(
+            f"parallel.shards: parameters needs all trained weights in commits, and the model's state has no "
+            f"'{others[0]}' and {len(others) - 1} others: set it to gradients, or let state_dict return them"
+        )
