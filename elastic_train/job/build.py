@@ -181,6 +181,7 @@ def _whole(
             optimizer.state.clear()
             for number, group in enumerate(optimizer.param_groups if has_state else ()):
                 optimizer.state.update({one: dict(first.of(number, one)[0]) for one in group["params"]})
+            first.forget()
         return WholeShare(*made, memory, first, column, bucket_bytes)
 
     return make

@@ -244,6 +244,14 @@ class AppliedState:
             self.changes = say_changes(read_recipe(vars(self.scheduler).get(_RECIPE)), self.recipe, self.step)
             self.keep_recipe(self.recipe)
 
+    def adopt(self, alike: State, reached: Reached) -> Sequence[float] | None:
+        """Take over what all ranks of a column have alike, as one of them gives it; see `Share.take_alike`."""
+        counts = self.shards.share.take_alike(alike)
+        self.reached = reached
+        if self.recipe is not None:
+            self.keep_recipe(self.recipe)
+        return counts
+
     def keep_recipe(self, recipe: Recipe) -> None:
         """Let commits hold a recipe, with the schedule that it has."""
         self.recipe = recipe

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.checkpoint.format.layout import State, weight_of
-from elastic_train.checkpoint.format.pieces import Pieces
+from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
 from elastic_train.core.arrays import Int64s
@@ -29,7 +29,7 @@ from elastic_train.core.lanes import Assignment, lanes_by_cell, leaves_of
 from elastic_train.core.mesh import Cell, Mesh, ranks_by_part
 from elastic_train.errors import WeightsDifferError
 from elastic_train.job.cells.counted_once import CountedOnce
-from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.cut_model import Cut, CutModel
 from elastic_train.job.cells.state_parts import cut_at, in_whole, with_tensors, written_by_turns, written_spans
 from elastic_train.job.majority import name_others
 from elastic_train.job.sharded.held_tree import Cuts, Spare
@@ -80,8 +80,8 @@ class StateShards:
     _writers: Sequence[int] = ()
     _spans: Sequence[Cuts] = ()
     """By part: which spans of each of its tensors each rank of its column speaks for, in commits."""
-    _written: dict[StatePath, tuple[Tensor | Pieces, Tensor | Pieces]] = field(default_factory=dict)
-    """What a commit is given, by path, beside what is held, of which it was made."""
+    _written: dict[int, Sequence[Sequence[Span]]] = field(default_factory=dict)
+    """By the number of a tensor: which spans of it each writer writes."""
     _counted: CountedOnce | None = None
 
     def __post_init__(self) -> None:
@@ -375,8 +375,7 @@ class StateShards:
         """Say whether this rank holds everything; it is then the only one that writes commits."""
         if self.cell.holds_parts or self._share is None or not self._share.holds_all():
             return False
-        if self.mesh is not None:
-            self._assign([self.mesh.rank])
+        self._assign([self._share.rank])  # a newer world may have begun, and ended before it gave this rank a seat
         return True
 
     def is_taken_along(self, leaving: Sequence[bool]) -> bool:
@@ -409,6 +408,7 @@ class StateShards:
             by_part[part].append(number)
         self._spans = self.share.written(self.columns, by_part)
         self._writers, self._written = tuple(writers), {}
+        self.share.made.clear()
 
     def held(self) -> State:
         """Return this rank's pieces as a nested dict, parameters by their full names; its tensors are the live ones."""
@@ -422,25 +422,29 @@ class StateShards:
         return with_tensors(held, lambda path, leaf: self._to_write(path, leaf, turns))
 
     def _to_write(self, path: StatePath, leaf: Tensor | Pieces, turns: Iterator[int]) -> Tensor | Pieces:
-        cut = cut_at(path, leaf, self.cut.cuts, self.place)
         if isinstance(leaf, Tensor):
+            cut = cut_at(path, leaf, self.cut.cuts, self.place)
             if cut is None or not cut.shape.numel():
                 return leaf
             places = [rank % self.cell.size for rank in self._writers]
             return in_whole(leaf, cut, self.place, written_by_turns(cut, places, next(turns)))
-        known = self._written.get(path)
-        if known is None or known[0] is not leaf:
-            number = self._numbers[weight_of(path) or ""]
-            spans = [of_part[number] for of_part in self._spans]
-            written = written_spans(spans, cut, self.cell, self._writers)
+        held, made = self.share.made.get(path, (None, leaf))
+        if held is not leaf:
+            cut = cut_at(path, leaf, self.cut.cuts, self.place)
+            written = self._written_of(self.columns[0].layout.numbers[weight_of(path) or ""], cut)
             made = replace(leaf, written=written) if cut is None else in_whole(leaf, cut, self.place, written)
-            known = self._written[path] = leaf, made
-        return known[1]
+            self.share.made[path] = leaf, made
+        return made
 
-    @property
-    def _numbers(self) -> Mapping[str, int]:
-        """The number of each tensor in the layouts, by all of its names."""
-        return self.columns[0].layout.numbers
+    def _written_of(self, number: int, cut: Cut | None) -> Sequence[Sequence[Span]]:
+        """Return which spans of a whole tensor each writer writes."""
+        if number not in self._written:
+            spans = [of_part[number] for of_part in self._spans]
+            if self.cell.holds_parts:
+                self._written[number] = written_spans(spans, cut, self.cell, self._writers)
+            else:
+                self._written[number] = [spans[0][rank] for rank in self._writers]
+        return self._written[number]
 
     def stillness(self) -> Callable[[StatePath], bool]:
         """Return whether `apply` alone changes the tensor at a path of `held`; others a forward pass may change."""

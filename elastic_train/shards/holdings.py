@@ -71,15 +71,20 @@ class Column(NamedTuple):
     layout: Layout
     circle: Circle = NO_GRAINS
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank of the column holds all of it."""
+        return self.circle.grains.size < self.layout.num_grains
+
     def trained_by(self, seat: Seat | None) -> Int64s:
-        """Return the trained grains that a rank holds by its seat, ascending; none without a seat."""
-        if self.circle is NO_GRAINS:
+        """Return the trained grains that a rank holds, ascending: all, or those of its seat, and none without one."""
+        if self.is_whole:
             return self.layout.trained
         return self.layout.trained_of(grains_in(self.circle, () if seat is None else seat.arcs))
 
     def missing(self, by_rank: Iterable[Sequence[Arc]]) -> int:
-        """Return how many grains none of several ranks holds, by their arcs."""
-        if self.circle is NO_GRAINS:
+        """Return how many grains none of several ranks holds, by their arcs; none where each of them holds all."""
+        if self.is_whole:
             return 0
         return self.layout.num_grains - grains_in(self.circle, (arc for arcs in by_rank for arc in arcs)).size
 

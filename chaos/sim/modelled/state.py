@@ -192,6 +192,10 @@ class ModelledState:
         self.model.gradient = None
         self.reached = self.reached.advance(facts, float(norm), is_finite=is_finite, is_skipped=not is_finite)
 
+    def adopt(self, alike: State, reached: Reached) -> None:
+        self.shards.share.take_alike(alike)
+        self.reached = reached
+
     def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
         self.shards.take(fill)
         self.reached = reached

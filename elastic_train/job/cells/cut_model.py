@@ -164,7 +164,7 @@ class CutModel:
         self.place: int | None = None
         self.cell: Group | None = None
         """All places, by number; `links` are to those that have the other parts of its cut layers."""
-        self.has_weights = all(one.untyped_storage().nbytes() >= one.nbytes for one in model.parameters())
+        self.has_weights = all(one.untyped_storage().nbytes() or not one.nbytes for one in model.parameters())
         """Whether there were any to begin with."""
         self._hooks = list[Hook]()
         self._parts = dict[str, Tensor]()
@@ -270,12 +270,6 @@ class CutModel:
             parts.append(tensor.new_empty(cut.part_shape(place).numel()) if mine is None else mine)
             group.broadcast(parts[-1], place)
         return cut.joined(parts)
-
-    def laid(self, name: str, one: Tensor, place: int) -> Laid:
-        """Return what a place has of a parameter, by its shape and by where its grains may not cross."""
-        if (cut := self.cuts.get(name)) is not None:
-            return cut.part(place)
-        return Laid(one.shape, shards.cut_along(one.shape, self.plan.dims.get(name)))
 
     def by_chunk(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each chunk of a stage; those of other stages, without elements, are among them."""

@@ -1,4 +1,4 @@
-"""What every rank brings into a world, told to all others.
+"""What every rank brings into a world, of which all others learn.
 
 Ranks that hold the same part of the state in all cells are a *column*, and have all of it or shares of it; where there
 are no cells, all ranks are one. A step counts as held where all columns hold all of theirs.
@@ -22,7 +22,7 @@ from elastic_train.shards.seats import Seat
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What a rank brings into a world: how far it is, and its seat, None if it holds nothing.
+    """What a rank brings into a world: how far it is, and its seat, None if it holds nothing by one.
 
     `pending` is the term of the step that it holds as pending, 0 for none; `trained_in` the last world that it trained
     in; `norm` that of the last step that it has applied. Who cannot write commits holds nothing from here on

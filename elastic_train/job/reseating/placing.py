@@ -27,7 +27,7 @@ def redundancy_of(mesh: Mesh, shards: StateShards) -> str | None:
     """Say what a fault will cost, by how many ranks hold the same; None where each rank alone holds the whole state."""
     share, context = shards.share, mesh.cell.context
     num_ranks = counted(mesh.cell.size, "rank")
-    if not share.is_whole and mesh.size > mesh.cell.num_parts:
+    if not share.is_whole and (mesh.cell.size == 1 or mesh.size > mesh.cell.num_parts):
         what = "state" if share.is_shared_out else "optimizer's state"
         if mesh.cell.size > 1:
             of_each = " of each place" if context == 1 else " of each part" if mesh.cell.holds_parts else ""

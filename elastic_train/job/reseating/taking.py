@@ -58,10 +58,10 @@ def take_state(column: Group, state: AppliedState, shards: StateShards, brought:
     or something arrives damaged.
     """
     share, furthest = shards.share, max(one.place for one in brought)
-    if is_first(share, brought):
+    of_column = by_column(shards, brought)[shards.part]
+    if is_first(share, of_column):  # another column may have seats already, and newcomers have taken this one's place
         take_first_seat(column, shards, brought, begins=True)
         return Taken(_NOTHING)
-    of_column = by_column(shards, brought)[shards.part]
     is_furthest = [one.place == furthest for one in of_column]
     seating = _seating(shards, column, brought, furthest)
     plan = _plan_of(of_column, share, furthest, seating)
@@ -80,8 +80,7 @@ def take_state(column: Group, state: AppliedState, shards: StateShards, brought:
         memory.copy_(weights)
     counts = None
     if given is not None:
-        alike, state.reached = given
-        counts = share.take_alike(alike)
+        counts = state.adopt(*given)
     arcs = all_arcs_of(of_column[column.rank]) if is_furthest[column.rank] else ()
     share.sit(seating, runs, counts, Spare(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
     reach("hand-over")
@@ -115,8 +114,7 @@ def give_state(column: Group, state: AppliedState, takers: Sequence[int]) -> Non
     share = state.shards.share
     given = _exchange_alike(column, state, share, [rank not in takers for rank in range(column.size)])
     if given is not None:
-        alike, state.reached = given
-        share.take_alike(alike)
+        state.adopt(*given)
 
 
 def _seating(shards: StateShards, column: Group, brought: Sequence[Brought], furthest: Place | None) -> Seating:

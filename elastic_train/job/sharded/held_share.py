@@ -129,6 +129,10 @@ class HeldShare(Share):
         return 0 if self._stream is None else self._stream.room_bytes
 
     @property
+    def rank(self) -> int:
+        return self.seated.rank
+
+    @property
     def holds_nothing(self) -> bool:
         return self.seating is not None and not self.seating.seat.arcs
 
@@ -169,6 +173,7 @@ class HeldShare(Share):
         self.spare = spare or Spare()
         self.seating, self._runs, self._named = seating, list(runs), None
         self._others = {}
+        self.made.clear()
         self.make_room()
         self.optimizer.state.clear()
         self._updated = []

@@ -71,6 +71,8 @@ class Share:
         self.model, self.optimizer, self.column = model, optimizer, column
         self.layout, self.circle = column
         self.spare = Spare()
+        self.made = dict[StatePath, tuple[Pieces, Pieces]]()
+        """What commits are given of the pieces that are held, by path, as long as seat and writers are the same."""
 
     @property
     def seat(self) -> Seat | None:
@@ -141,6 +143,11 @@ class Share:
 
     def room_bytes(self) -> int:
         """Return how much of the device's memory is kept for updates of what is in host memory."""
+        return 0
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the column of the world that gave it its seat."""
         return 0
 
     @property

@@ -259,6 +259,15 @@ def test_what_one_rank_of_a_cell_held_alone_is_said_to_be_lost(of_tokens: list[o
     assert seen[0][1][1:3] == [3, of_tokens[2]] and int(str(seen[0][1][3])) > 0
 
 
+@pytest.mark.parametrize("shards", ["none", "optimizer", "gradients", "parameters"])
+def test_a_part_that_is_lost_before_the_first_step_begins_anew(shards: Shards) -> None:
+    """One of two tensor ranks has its seat already; a newcomer has all of the other part to begin with."""
+    worlds = [World([0, 1], Fault(0, "computing", dying=[1])), World([0, 2])]
+    seen = live_through(worlds, copies=1, shards=shards, cell=CELL)
+    ends = [[row for row in seen[who] if len(row) == 4][-1] for who in (0, 2)]
+    assert ends[0] == ends[1] and ends[0][1] == STEPS
+
+
 class Row(NamedTuple):
     """What is set, of a job whose replicas are cells."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, Store, Unheard, open_store
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, FencedError
 from elastic_train.job.commit_facts import describe_commit
+from elastic_train.job.reseating import Taken
 from elastic_train.parallel.group import Group
 from elastic_train.training.opening.saves import commit_alone
 from elastic_train.world import restore as restoring
@@ -149,6 +151,21 @@ def test_a_rank_that_was_frozen_does_not_undo_a_commit(tmp_path: Path, is_heard:
     frozen = state_of((1, 0, 12))
     assert restore(job.plan, job.world(), frozen) == newest  # type: ignore[arg-type]
     assert frozen.reached.intervals == newest.intervals
+
+
+def test_a_world_that_was_frozen_keeps_the_commit_that_it_has_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others form a newer world while it comes to one step, and delete the commit that it continues."""
+    job, take = Job(tmp_path), restoring.take_state
+    newest = job.commit(None, (1, 0, 5))
+
+    def freeze(*arguments: Any) -> Taken:
+        (tmp_path / newest.key).unlink()
+        return take(*arguments)
+
+    monkeypatch.setattr(restoring, "take_state", freeze)
+    assert restore(job.plan, job.world(), state_of((1, 0, 8))) == newest  # type: ignore[arg-type]
 
 
 def test_a_rank_at_another_place_reports_what_it_had_applied(tmp_path: Path) -> None:

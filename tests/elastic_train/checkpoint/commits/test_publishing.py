@@ -292,7 +292,7 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory())
     assert discover(LocalStore(tmp_path)).head is None
     alone = Seating(shards.layout, shards.circle, seats_of([("0",)], 1), 0)
-    state.shards.enter(Mesh(0, 1), None, Group(0, 1, None, 1.0))
+    state.shards.enter(Mesh(1, 2), None, Group(0, 1, None, 1.0))  # a world that gives it another number, and no seat
     shards.sit(alone, shards.room_for(alone), [0.0, 0.0])
     assert commit_alone(plan_of(tmp_path), state, SaveMemory())
     head = discover(LocalStore(tmp_path)).head
