@@ -196,11 +196,6 @@ def total_norm(squares: Float64s) -> float:
         return math.inf
 
 
-def norm_of_grains(layout: Layout, gathered: Tensor, holders: Iterable[tuple[int, Int64s]]) -> Tensor:
-    """Return the norm, a float64, from a row of squares of each rank; see `squares_of_holders`."""
-    return torch.tensor(total_norm(squares_of_holders(layout, gathered, holders)), dtype=torch.float64)
-
-
 def squares_of_holders(layout: Layout, gathered: Tensor, holders: Iterable[tuple[int, Int64s]]) -> Float64s:
     """Return the squares of all trained grains from a row of each rank; `holders` are ranks and their grains.
 
