@@ -40,7 +40,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.job.build import build_state
 from elastic_train.job.state import StepFacts
 from elastic_train.parallel.exchange import Scratch, exchange
-from elastic_train.parallel.gradient_sum import make_gradient_sum
+from elastic_train.parallel.gradient_sum import TreeSum, tree_of
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import gather_tables, tree_sum
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
@@ -176,7 +176,7 @@ def _lane_step(
     torch.manual_seed(0)
     model = TextEncoder(SHAPE)
     state = build_state(model, OptimizerConfig(), 10_000, "cpu", is_fp16=False)
-    gradients = make_gradient_sum("canonical", list(model.parameters()), group, case.num_lanes)
+    gradients = TreeSum([tree_of("canonical", list(model.parameters()), group, contiguous(group.size, case.num_lanes))])
 
     def step() -> None:
         gradients.begin()

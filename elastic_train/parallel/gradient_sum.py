@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from elastic_train.core.lanes import Lanes, Part, contiguous, parts_of, settle
+from elastic_train.core.lanes import Lanes, Part, parts_of, settle
 from elastic_train.parallel.buckets import Beside, Bucket, ExchangeQueue, Placed, cut_buckets
 from elastic_train.parallel.exchange import Scratch
 from elastic_train.parallel.group import Group
@@ -66,20 +66,6 @@ class Tree(NamedTuple):
     leaves: Sequence[Lanes]
     reduce: Reduce
     placed: Sequence[Placed] = ()
-
-
-def make_gradient_sum(
-    kind: Reduction,
-    parameters: Sequence[nn.Parameter],
-    ranks: Group,
-    num_lanes: int,
-    bucket_bytes: float | None = None,
-) -> GradientSum:
-    """Bind the parameters' gradients to buffers and return the sum that the configuration asks for.
-
-    With `bucket_bytes` slices of about that size are exchanged beside the backward pass.
-    """
-    return TreeSum([tree_of(kind, parameters, ranks, contiguous(ranks.size, num_lanes))], bucket_bytes)
 
 
 def tree_of(kind: Reduction, parameters: Sequence[nn.Parameter], ranks: Group, leaves: Sequence[Lanes]) -> Tree:

@@ -106,7 +106,7 @@ def take_first_seat(column: Group, shards: StateShards, brought: Sequence[Brough
         share.begin(runs)
     else:
         share.begin_from_commit(runs)
-    share.sit(seating, runs, share.no_updates())
+    share.sit(seating, runs, [0.0] * len(share.optimizer.param_groups))
 
 
 def give_state(column: Group, state: AppliedState, takers: Sequence[int]) -> None:

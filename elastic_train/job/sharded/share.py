@@ -107,10 +107,6 @@ class Share:
         Raises StateLostError if this process does not have that any more.
         """
 
-    def no_updates(self) -> Sequence[float]:
-        """Return the counts of updates of each parameter group of a state without any, as `sit` takes them."""
-        return [0.0] * len(self.optimizer.param_groups)
-
     def sit(
         self,
         seating: Seating,
@@ -417,9 +413,6 @@ class WholeShare(Share):
 
     def are_sole_holders(self, column: Column, leaving: Sequence[bool]) -> bool:
         return all(leaving)
-
-    def num_copies(self, column: Column) -> int:
-        raise NotImplementedError("every rank of the column holds all")
 
     def tensors(self) -> Iterator[OfPart]:
         for kept in self.optimizer.state.values():

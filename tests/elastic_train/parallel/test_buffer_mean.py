@@ -17,9 +17,10 @@ from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import contiguous, owned_lanes
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.buffer_mean import BufferMean
-from elastic_train.parallel.gradient_sum import make_gradient_sum, make_sum
+from elastic_train.parallel.gradient_sum import make_sum
 from elastic_train.parallel.group import Group
 from tests.conftest import run_ranks
+from tests.elastic_train.parallel.sums import make_gradient_sum
 
 LANES = (4, 5, 7)
 EMPTY = 1  # a lane that has no sample in some steps

@@ -22,10 +22,11 @@ from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.parallel.buckets import Beside, Bucket, ExchangeQueue, cut_buckets
 from elastic_train.parallel.exchange import halving_turns
-from elastic_train.parallel.gradient_sum import bind_gradients, make_gradient_sum, make_sum, place_gradients
+from elastic_train.parallel.gradient_sum import bind_gradients, make_sum, place_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import _packed, _read_tables, gather_tables, tree_sum
 from tests.conftest import PATIENCE_S, run_ranks
+from tests.elastic_train.parallel.sums import make_gradient_sum
 
 LANES = (4, 5, 7, 8, 12, 13, 16)
 EMPTY = 2  # a lane that has no sample in some steps

@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.core.lanes import contiguous
-from elastic_train.parallel.gradient_sum import TreeSum, make_gradient_sum, tree_of
+from elastic_train.parallel.gradient_sum import TreeSum, tree_of
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction
 from elastic_train.program.schedules import Pipeline, passes_of
 from tests.conftest import run_ranks
+from tests.elastic_train.parallel.sums import make_gradient_sum
 from tests.memory_world import group_of, in_memory
 
 LANES = 7

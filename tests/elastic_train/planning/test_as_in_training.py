@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.core.lanes import contiguous
-from elastic_train.parallel.gradient_sum import LaneTree, make_gradient_sum
+from elastic_train.parallel.gradient_sum import LaneTree
 from elastic_train.parallel.group import Group
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, Shards
@@ -25,6 +25,7 @@ from elastic_train.shards.holdings import circle_of, num_elements
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import seats_of
 from tests.conftest import run_ranks
+from tests.elastic_train.parallel.sums import make_gradient_sum
 from tests.elastic_train.shards.laws import num_sent
 
 CUT = lay_out(

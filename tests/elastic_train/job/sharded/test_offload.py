@@ -171,11 +171,9 @@ def test_a_commit_right_after_an_update_has_what_it_came_to(shards: Shards, offl
     """It is staged from host memory, where the last blocks may not have come yet; and it is taken up again."""
     group, sharded = Group(0, 1, None, 60), "optimizer" if shards == "none" else shards
     plain = seated(group, sharded, "none")
-    plain.shards.stand_alone()
     train(group, plain, 2)
     for seed in range(6):  # under some schedule much is still on its way
         state = seated(group, shards, offload, seed)
-        state.shards.stand_alone()
         train(group, state, 2)
         assert saved(state) == saved(plain)
     tree, other = copy.deepcopy(state.shards.held()), seated(group, shards, offload, seed=3)
