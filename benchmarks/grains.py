@@ -20,9 +20,9 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.job.build import build_state
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import bind_gradients
-from elastic_train.shards.digest import digests_of
-from elastic_train.shards.grains import bounds_of
-from elastic_train.shards.norm import total_norm
+from elastic_train.placement.digest import digests_of
+from elastic_train.placement.grains import bounds_of
+from elastic_train.placement.norm import total_norm
 from elastic_train.tasks.text_classifier import TextClassifier
 
 

@@ -88,7 +88,9 @@ def all_sides(training: Training, *, can_stage_twice: bool) -> Iterator[tuple[st
             committed(saves)
 
         def begin() -> Waits:
-            saves.begin(training.state.shards.held(), training.facts(), is_still=training.state.shards.stillness())
+            saves.begin(
+                training.state.shards.held(), training.facts(), is_still=training.state.shards.only_update_changes()
+            )
             return saves.await_staging, wait
 
         return begin

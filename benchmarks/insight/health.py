@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.figures import Effort
 from elastic_train.config.schema import Config
-from elastic_train.health.finding import examine_all
-from elastic_train.health.proof import planned
+from elastic_train.health.precheck import planned
+from elastic_train.health.result import examine_all
 from rendezvous import EtcdServer
 from rendezvous.context import LiveContext
 

@@ -16,13 +16,13 @@ from chaos.judge.evidence.run_files import collect, number
 from elastic_train.config.sources import load_config
 from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
+from elastic_train.inference.exporting import export_folder
+from elastic_train.inference.opening import open_trained
 from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.tasks.decoder.as_transformers import llama_name
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.task import Exporting
-from elastic_train.trained.exporting import export_folder
-from elastic_train.trained.opening import open_trained
 from elastic_train.training.open_session import make_repeatable
 from elastic_train.training.run import train
 

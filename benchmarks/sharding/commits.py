@@ -64,7 +64,7 @@ class SavingJob:
         """Save the state beside a step; return the seconds that this rank's training waited, and the commit."""
         state, shards = self.job.state, self.job.state.shards
         started = time.perf_counter()
-        self.saves.begin(shards.to_save(), _facts(self.job), state.reached.intervals, shards.stillness())
+        self.saves.begin(shards.to_save(), _facts(self.job), state.reached.intervals, shards.only_update_changes())
         stall_s = time.perf_counter() - started
 
         def await_copy() -> None:

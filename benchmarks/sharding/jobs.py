@@ -18,7 +18,7 @@ from elastic_train.core.lanes import lane_seed
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.job.build import build_state
-from elastic_train.job.reseating import Brought, bring, roll_forward, take_first_seat, take_state
+from elastic_train.job.resharding import PeerState, gather_peer_states, roll_forward, take_first_seat, take_state
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
@@ -102,7 +102,7 @@ class Job:
             work.loss(self.state.model, 0, 0)
         self.enter(group, term)
 
-    def enter(self, group: Group, term: int = 1) -> Sequence[Brought]:
+    def enter(self, group: Group, term: int = 1) -> Sequence[PeerState]:
         """Come to the furthest step of a world's ranks, with a seat where the state is in shards.
 
         Returns what each rank brought of shards that nobody holds any more: nothing has changed then, and the next is
@@ -110,14 +110,14 @@ class Job:
         """
         self.group, self.term, state = group, term, self.state
         state.shards.enter(Mesh(group.rank, group.size), None, group)
-        brought: Sequence[Brought] = bring(group, state, state.shards, self._path)
+        brought: Sequence[PeerState] = gather_peer_states(group, state, state.shards, self._path)
         brought = roll_forward(group, state, state.shards, brought)
         if take_state(group, state, state.shards, brought).lost.size:
             return brought
         self._bind()
         return []
 
-    def begin_anew(self, brought: Sequence[Brought]) -> None:
+    def begin_anew(self, brought: Sequence[PeerState]) -> None:
         """Take a seat whose content a commit is to bring."""
         self.state.drop_pending()
         take_first_seat(self.group, self.state.shards, brought)

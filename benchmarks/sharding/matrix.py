@@ -19,7 +19,7 @@ from benchmarks.sharding.jobs import MODES, Job, Mode, Work
 from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.checkpoint import discover, load, open_store
 from elastic_train.errors import ElasticTrainError, PeerLostError
-from elastic_train.job.state import Reached
+from elastic_train.job.state import TrainProgress
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape
 
@@ -153,7 +153,7 @@ class Life:
             return
         if is_gone and point == "summed":
             _die()
-        norm = shards.norm_alone(measured)  # what those know that miss the others' norms
+        norm = shards.local_norm(measured)  # what those know that miss the others' norms
         with contextlib.suppress(PeerLostError):
             gathered = job.group.all_gather(measured)
             norm = shards.norm_of(gathered) if is_gone else norm
@@ -190,7 +190,7 @@ class Life:
         store = open_store(self._commits)
         head = discover(store, damage=lambda store, key: None).head
         assert head is not None, "there is a commit"
-        reached = Reached(head.step, head.cursor, head.coverage, head.intervals)
+        reached = TrainProgress(head.step, head.cursor, head.coverage, head.intervals)
         job.state.restore(lambda tensors: load(store, head, tensors), reached, keeps_rates=True)
 
     def _world(self, members: Sequence[int], term: int) -> Group:

@@ -11,7 +11,7 @@ import torch
 from benchmarks.figures import Effort
 from benchmarks.sharding.jobs import MODES, WIDE, Job, Mode
 from benchmarks.sharding.ranks import Meeting, run
-from elastic_train.job.reseating import Brought, bring, roll_forward, take_state
+from elastic_train.job.resharding import PeerState, gather_peer_states, roll_forward, take_state
 from elastic_train.parallel.group import Group
 
 
@@ -46,7 +46,7 @@ def _moved(left: Group, job: Job) -> tuple[float, float]:
     shards = job.state.shards
     left.barrier()
     started = time.perf_counter()
-    brought: Sequence[Brought] = bring(left, job.state, shards, ("", str(left.rank)))
+    brought: Sequence[PeerState] = gather_peer_states(left, job.state, shards, ("", str(left.rank)))
     brought = roll_forward(left, job.state, shards, brought)
     before = left.num_bytes
     lost = take_state(left, job.state, shards, brought).lost

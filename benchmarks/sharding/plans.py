@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.figures import Effort
-from elastic_train.shards.deal import sum_chunks
-from elastic_train.shards.grains import Layout, Listed, cut_along, lay_out
-from elastic_train.shards.holdings import Column, column_of, grains_in, num_elements, runs_of
-from elastic_train.shards.owners import owned_of
-from elastic_train.shards.recut import Holder, Recut, plan_recut
-from elastic_train.shards.seating import Seating
-from elastic_train.shards.seats import Seat, seats_of_cells
+from elastic_train.placement.deal import sum_chunks
+from elastic_train.placement.grains import Layout, Listed, cut_along, lay_out
+from elastic_train.placement.holdings import Column, column_of, grains_in, num_elements, runs_of
+from elastic_train.placement.owners import owned_of
+from elastic_train.placement.recut import Holder, Recut, plan_recut
+from elastic_train.placement.seating import Seating
+from elastic_train.placement.seats import Seat, seats_of_cells
 
 WIDTH, HIDDEN, DEPTH, VOCABULARY = 4096, 11008, 32, 32000
 """A decoder of 6.7 billion elements."""

@@ -11,7 +11,7 @@ from benchmarks.figures import Effort
 from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode, live_bytes
 from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.core.lanes import Part
-from elastic_train.shards.deal import Counter
+from elastic_train.placement.deal import Counter
 
 WORLDS = ((2, 1), (2, 2), (4, 1), (4, 2))
 NUM_LANES = (8, 12, 16)

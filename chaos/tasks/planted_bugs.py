@@ -17,8 +17,8 @@ from chaos.tasks.paced_classifier import PacedClassifier
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.core import lanes
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.health.proof import Proof
-from elastic_train.job.state import AppliedState, Reached, StepFacts
+from elastic_train.health.precheck import Proof
+from elastic_train.job.state import AppliedState, StepFacts, TrainProgress
 from elastic_train.parallel import exchange
 from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.training import commits, turns
@@ -74,7 +74,7 @@ def moments_not_handed_over() -> None:
     restore = AppliedState.restore
 
     def restore_weights(
-        state: AppliedState, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False
+        state: AppliedState, fill: Callable[[State], None], reached: TrainProgress, *, keeps_rates: bool = False
     ) -> None:
         restore(state, fill, reached, keeps_rates=keeps_rates)
         for moments in state.optimizer.state.values():

@@ -16,7 +16,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.plan import Plan
-from elastic_train.job.reseating import placing
+from elastic_train.job.resharding import placing
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.group import Group

@@ -12,7 +12,7 @@ from elastic_train.checkpoint.commits.reader import (
 from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import Retention
 from elastic_train.checkpoint.commits.sweeping import sweep
-from elastic_train.checkpoint.commits.writer import CommitWriter, Unheard
+from elastic_train.checkpoint.commits.writer import CommitWriter, FenceNotUpdated
 from elastic_train.checkpoint.saving.background_saves import Role, SaveMemory, Saves
 from elastic_train.checkpoint.saving.save_thread import SaveOutcome
 from elastic_train.checkpoint.stores.open import open_store
@@ -24,13 +24,13 @@ __all__ = [
     "CommitWriter",
     "Discovery",
     "Entry",
+    "FenceNotUpdated",
     "Retention",
     "Role",
     "SaveMemory",
     "SaveOutcome",
     "Saves",
     "Store",
-    "Unheard",
     "discover",
     "holding",
     "load",

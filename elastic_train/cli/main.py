@@ -62,7 +62,7 @@ def init(kind: Literal["text", "lm", "images"], folder: Path, *, data: str | Non
     that needs no download: docstrings, or handwritten digits. --data: the folder or URL of a dataset of your own, with
     `train` and perhaps `validation` in it, as `data import` writes it.
     """
-    from elastic_train.cli.starters import write_starter
+    from elastic_train.cli.templates import write_starter
 
     return print_text("\n".join(write_starter(kind, folder, data)))
 

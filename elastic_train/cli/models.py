@@ -13,12 +13,12 @@ from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.weights import Weights
 from elastic_train.cli.output import print_json, print_text
 from elastic_train.errors import ConfigError
+from elastic_train.inference.evaluating import evaluate_trained
+from elastic_train.inference.exporting import export_folder
+from elastic_train.inference.generating import complete
+from elastic_train.inference.opening import open_trained
 from elastic_train.system.wording import counted, size
 from elastic_train.tasks.task import Sampling
-from elastic_train.trained.evaluating import evaluate_trained
-from elastic_train.trained.exporting import export_folder
-from elastic_train.trained.generating import complete
-from elastic_train.trained.opening import open_trained
 
 To = Literal["hf", "safetensors", "torch"]
 _NAMES = {"hf": "hf-{step}", "safetensors": "weights-{step}.safetensors", "torch": "weights-{step}.pt"}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
-from elastic_train.health.finding import Finding, ok, warn
+from elastic_train.health.result import Finding, ok, warn
 from rendezvous.agent.identity import split_endpoint
 from rendezvous.errors import OptionError
 from rendezvous.etcd.options import EtcdOptions

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import NamedTuple
 
-from elastic_train.health.finding import Finding, fail, ok, warn
+from elastic_train.health.result import Finding, fail, ok, warn
 from elastic_train.system.wording import counted, size
 from rendezvous.agent.identity import split_endpoint
 from rendezvous.agent.link_speed import LinkSpeed, measure_link

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elastic_train.health.finding import Finding, fail, ok, warn
+from elastic_train.health.result import Finding, fail, ok, warn
 from elastic_train.system.wording import size
 
 MOST_BYTES, SHARE = 64 << 20, 0.05

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elastic_train.health.finding import Examination, Finding, fail, ok
+from elastic_train.health.result import Examination, Finding, fail, ok
 from elastic_train.system.wording import counted, first_line
 
 SIDE, DEPTH = 128, 256

@@ -21,24 +21,24 @@ from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates, build_groups, describe_groups
 from elastic_train.job.optimizers.schedule import rate_factor
-from elastic_train.job.sharded.dealt_share import DealtShare
 from elastic_train.job.sharded.elementwise import Slots, numbers_of_atomic, slots_of
-from elastic_train.job.sharded.gathered_share import GatheredShare
-from elastic_train.job.sharded.held_share import HeldShare
 from elastic_train.job.sharded.share import Share, WholeShare
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.streamed_update import Offload
+from elastic_train.job.sharded.zero1_share import Zero1Share
+from elastic_train.job.sharded.zero2_share import Zero2Share
+from elastic_train.job.sharded.zero3_share import Zero3Share
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import StateShards
 from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.job.units.recompute import recompute_blocks
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.devices.host_memory import host_memory_of
-from elastic_train.shards.grains import CutDims
-from elastic_train.shards.holdings import Column, column_of
+from elastic_train.placement.grains import CutDims
+from elastic_train.placement.holdings import Column, column_of
 from elastic_train.tasks.task import ParameterGroup
 
-BY_SEAT: Mapping[str, type[HeldShare]] = {"optimizer": HeldShare, "gradients": DealtShare, "parameters": GatheredShare}
+BY_SEAT: Mapping[str, type[Zero1Share]] = {"optimizer": Zero1Share, "gradients": Zero2Share, "parameters": Zero3Share}
 
 Made = tuple[nn.Module, Optimizer, LambdaLR, SharedScaler]
 """What holds a state: the model, its optimizer, their schedule and the scaler of losses."""
@@ -153,7 +153,10 @@ def _by_seat(
     A share takes them away, so they are given back for the next one: a rank may come to another place.
     """
     model, optimizer, *_ = made
-    kind, copies = BY_SEAT.get(parallel.shards, HeldShare), parallel.copies if parallel.shards != "none" else EVERYWHERE
+    kind, copies = (
+        BY_SEAT.get(parallel.shards, Zero1Share),
+        parallel.copies if parallel.shards != "none" else EVERYWHERE,
+    )
     if kind.is_shared_out:
         _check_state_is_whole(model)
     offload = None

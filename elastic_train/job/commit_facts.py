@@ -8,7 +8,7 @@ from elastic_train.core.mixture.account import SourceFacts
 from elastic_train.core.order import VERSION
 from elastic_train.data.dataset.run_order import fingerprint_of
 from elastic_train.job.plan import Plan
-from elastic_train.job.state import AppliedState, Reached
+from elastic_train.job.state import AppliedState, TrainProgress
 
 
 def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitFacts:
@@ -32,7 +32,7 @@ def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitF
     )
 
 
-def source_facts(plan: Plan, reached: Reached) -> tuple[SourceFacts, ...]:
+def source_facts(plan: Plan, reached: TrainProgress) -> tuple[SourceFacts, ...]:
     """Return what a mixture's sources are, and the sums of what was applied of each; nothing of one training set."""
     sums = reached.sources or [CoverageSums()] * len(plan.sources)
     return tuple(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_train.errors import ConfigError
-from elastic_train.shards.grains import Cut, CutDims, Layout, Listed, cut_along, lay_out
+from elastic_train.placement.grains import Cut, CutDims, Layout, Listed, cut_along, lay_out
 
 
 def check_memory_is_apart(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from elastic_train.job.optimizers.recipe_changes import Recipe, read_recipe, say
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.job.units.compiled import CompiledBlocks
-from elastic_train.shards.grains import Layout
+from elastic_train.placement.grains import Layout
 
 _RECIPE = "recipe"
 """The attribute of the scheduler that has the recipe."""
@@ -55,7 +55,7 @@ class StepFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class TrainProgress:
     """How far a state has come: its place in the data, the terms that applied its steps, what it was last worth.
 
     `fast_steps` and `skipped_steps` are half-open ranges of the steps, counted from 0, whose rounding depended on the
@@ -90,7 +90,7 @@ class Reached:
 
     def advance(
         self, facts: StepFacts, norm: float = 0.0, *, is_finite: bool = True, is_skipped: bool = False
-    ) -> Reached:
+    ) -> TrainProgress:
         """Return the place one step further."""
         account, total = facts.account, self.coverage + facts.coverage
         if facts.cursor.epoch > self.cursor.epoch:
@@ -143,7 +143,7 @@ class AppliedState:
     layout: Layout
     outline: Mapping[str, Sequence[str]]
     """What tells parameters and parameter groups from another rank's, one line each, by what they are."""
-    reached: Reached = field(default_factory=Reached)
+    reached: TrainProgress = field(default_factory=TrainProgress)
     pending: Pending | None = None
     """The step that is neither applied nor dropped, if any: what is left of a world decides."""
     recipe: Recipe | None = None
@@ -200,7 +200,7 @@ class AppliedState:
     def begin_again(self) -> None:
         """Be where the run begins, but for weights and optimizer: what this rank held of another part is of no use."""
         self.drop_pending()
-        self.reached = Reached()
+        self.reached = TrainProgress()
         schedule, scaler = copy.deepcopy(self._first)
         self.scheduler.load_state_dict(schedule)
         self.scaler.load_state_dict(scaler)
@@ -235,7 +235,7 @@ class AppliedState:
         self.scheduler.step()
         self.reached = self.reached.advance(facts, float(norm), is_finite=is_finite, is_skipped=is_skipped)
 
-    def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
+    def restore(self, fill: Callable[[State], None], reached: TrainProgress, *, keeps_rates: bool = False) -> None:
         """Take over what was saved at a place, as `fill` reads it back into what is held; see `StateShards.take`."""
         vars(self.scheduler).pop(_RECIPE, None)
         self.shards.take(fill, keeps_rates=keeps_rates)
@@ -244,9 +244,9 @@ class AppliedState:
             self.changes = say_changes(read_recipe(vars(self.scheduler).get(_RECIPE)), self.recipe, self.step)
             self.keep_recipe(self.recipe)
 
-    def adopt(self, alike: State, reached: Reached) -> Sequence[float] | None:
-        """Take over what all ranks of a column have alike, as one of them gives it; see `Share.take_alike`."""
-        counts = self.shards.share.take_alike(alike)
+    def adopt(self, alike: State, reached: TrainProgress) -> Sequence[float] | None:
+        """Take over what all ranks of a column have alike, as one of them gives it; see `Share.take_common`."""
+        counts = self.shards.share.take_common(alike)
         self.reached = reached
         if self.recipe is not None:
             self.keep_recipe(self.recipe)

@@ -32,15 +32,15 @@ from elastic_train.job.cells.counted_once import CountedOnce
 from elastic_train.job.cells.cut_model import Cut, CutModel
 from elastic_train.job.cells.state_parts import cut_at, in_whole, with_tensors, written_by_turns, written_spans
 from elastic_train.job.majority import name_others
-from elastic_train.job.sharded.held_tree import Cuts, Spare
+from elastic_train.job.sharded.held_tree import Cuts, Retained
 from elastic_train.job.sharded.share import Share, Summed
 from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction
-from elastic_train.shards.holdings import Column
-from elastic_train.shards.norm import clip_factor, squares_of_holders, total_norm
-from elastic_train.shards.seats import Seat
+from elastic_train.placement.holdings import Column
+from elastic_train.placement.norm import clip_factor, squares_of_holders, total_norm
+from elastic_train.placement.seats import Seat
 
 T = TypeVar("T")
 
@@ -122,9 +122,9 @@ class StateShards:
         return self.share.seat
 
     @property
-    def spare(self) -> Spare:
+    def retained(self) -> Retained:
         """What this rank holds beside its seat."""
-        return self.share.spare
+        return self.share.retained
 
     def holds_part_of(self, mesh: Mesh) -> bool:
         """Say whether this rank holds the part already that it is to hold in a world."""
@@ -161,7 +161,7 @@ class StateShards:
 
     # Weights.
 
-    def outlined(self) -> Mapping[str, Tensor]:
+    def meta_state(self) -> Mapping[str, Tensor]:
         """Return all weights and buffers as they are in a whole model, by name; for names, shapes and types alone."""
         return self.cut.outline
 
@@ -360,7 +360,7 @@ class StateShards:
             self._counted = CountedOnce(self.columns, self.cut.cuts, self.cell)
         return torch.tensor(total_norm(self._counted.of(squares)), dtype=torch.float64)
 
-    def norm_alone(self, measured: Tensor) -> Tensor | None:
+    def local_norm(self, measured: Tensor) -> Tensor | None:
         """Return the norm from what this rank alone has measured, None if that does not say."""
         return measured if self._knows_norm else None
 
@@ -371,14 +371,14 @@ class StateShards:
 
     # Who holds, and who writes.
 
-    def stand_alone(self) -> bool:
+    def can_save_alone(self) -> bool:
         """Say whether this rank holds everything; it is then the only one that writes commits."""
         if self.cell.holds_parts or self._share is None or not self._share.holds_all():
             return False
         self._assign([self._share.rank])  # a newer world may have begun, and ended before it gave this rank a seat
         return True
 
-    def is_taken_along(self, leaving: Sequence[bool]) -> bool:
+    def would_lose_state(self, leaving: Sequence[bool]) -> bool:
         """Say whether ranks that leave the world, by rank, hold something that no other rank of it does."""
         by_part = [[leaving[rank] for rank in ranks] for ranks in ranks_by_part(len(leaving), self.cell)]
         pairs = zip(self.columns, by_part, strict=True)
@@ -446,7 +446,7 @@ class StateShards:
                 self._written[number] = [spans[0][rank] for rank in self._writers]
         return self._written[number]
 
-    def stillness(self) -> Callable[[StatePath], bool]:
+    def only_update_changes(self) -> Callable[[StatePath], bool]:
         """Return whether `apply` alone changes the tensor at a path of `held`; others a forward pass may change."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)

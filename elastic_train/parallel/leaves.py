@@ -89,7 +89,7 @@ class Leaves:
         self._kept.clear()
 
 
-class Spare:
+class BufferPool:
     """Memory of summands that were added, for the next ones; at most so many, as each was large enough for a unit."""
 
     def __init__(self, most: int) -> None:

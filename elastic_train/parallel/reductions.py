@@ -18,7 +18,7 @@ from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.exchange import Scratch, exchange
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint
-from elastic_train.shards.holdings import Run
+from elastic_train.placement.holdings import Run
 
 Reduction = Literal["canonical", "fast"]
 Runs = Sequence[Run]

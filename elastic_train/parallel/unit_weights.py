@@ -25,8 +25,8 @@ from elastic_train.errors import ConfigError
 from elastic_train.parallel.devices.host_memory import Event, HostMemory
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Work
+from elastic_train.placement.holdings import Run
 from elastic_train.program.unit_turn import REST, Begin, End, Free, UnitAction, Walk, gathering_turn
-from elastic_train.shards.holdings import Run
 from elastic_train.system.huge_pages import on_huge_pages
 
 T = TypeVar("T")

@@ -10,11 +10,11 @@ import logging
 import time
 from dataclasses import dataclass
 
-from elastic_train.checkpoint import CommitRecord, SaveOutcome, Saves, Unheard
+from elastic_train.checkpoint import CommitRecord, FenceNotUpdated, SaveOutcome, Saves
 from elastic_train.checkpoint.commits.pins_and_holds import pin
 from elastic_train.checkpoint.interval.cadence import Cadence
+from elastic_train.checkpoint.saving.store_health import MOST_UNWRITTEN, StoreHealth
 from elastic_train.checkpoint.saving.store_keeper import StoreKeeper
-from elastic_train.checkpoint.saving.store_use import MOST_UNWRITTEN, StoreUse
 from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
@@ -51,13 +51,13 @@ class Commits:
     cadence: Cadence
     tracker: Tracker | None
     head: CommitRecord | None
-    use: StoreUse
+    use: StoreHealth
     keeper: StoreKeeper | None = None
     rounds_alike: bool = True
     switches: KeptSwitches | None = None
     looked_at: int = 0
     """The step at which the switches were last as they should be."""
-    is_vouching: bool = False
+    is_confirming_writable: bool = False
     is_pin_due: bool = False
     """Whether the commit that is being saved is to be pinned, or the head if it comes to nothing."""
     is_asked: bool = False
@@ -101,9 +101,9 @@ class Commits:
         limit = self.plan.config.checkpoint.give_up_after or MOST_UNWRITTEN + 1
         return self.use.num_unwritten >= max(1, min(MOST_UNWRITTEN, limit - 1))
 
-    def vouch(self, *, is_asked: bool) -> None:
+    def confirm_writable(self, *, is_asked: bool) -> None:
         """Find out beside training whether this rank can write, if it is asked because another one cannot."""
-        self.is_vouching = is_asked and self.use.vouch()
+        self.is_confirming_writable = is_asked and self.use.confirm_writable()
 
     def begin(self, *, is_any_busy: bool) -> None:
         """Begin to save the applied state, if no rank is busy with the last save; else do what the policy says."""
@@ -215,7 +215,7 @@ class Commits:
             self.keeper.keep_files()
         reach("commit")
         facts = describe_commit(self.plan, self.state, self.world.group.size)
-        held, still = shards.to_save(), shards.stillness()
+        held, still = shards.to_save(), shards.only_update_changes()
         self.saves.begin(held, facts, self.state.reached.intervals, still, is_last=is_last)
 
     def _take(self, ended: SaveOutcome | None) -> None:
@@ -224,7 +224,11 @@ class Commits:
             return
         if ended.error is None:
             self.use.note_written()
-        elif isinstance(ended.error, StorageError) and not isinstance(ended.error, Unheard) and ended.awaits is None:
+        elif (
+            isinstance(ended.error, StorageError)
+            and not isinstance(ended.error, FenceNotUpdated)
+            and ended.awaits is None
+        ):
             self.use.note_unwritten(ended.error, is_silent=ended.is_silent)
         if self.world.is_leader:
             self._record(ended)
@@ -235,7 +239,7 @@ class Commits:
     def _pin_if_due(self, ended: SaveOutcome | None) -> None:
         if self.is_pin_due:
             error = ended.error if ended is not None else None
-            self._pin(error.commit if isinstance(error, Unheard) else self.head)
+            self._pin(error.commit if isinstance(error, FenceNotUpdated) else self.head)
 
     def _pin(self, commit: CommitRecord | None) -> None:
         self.is_pin_due = False
@@ -251,7 +255,7 @@ class Commits:
             self.world.announce(noticed)
         if ended.commit is not None:
             self._record_commit(ended, ended.commit)
-        elif isinstance(ended.error, Unheard):
+        elif isinstance(ended.error, FenceNotUpdated):
             self.num_failed_in_a_row = 0  # the store has taken it
             self.world.announce(f"commit at step {ended.step} exists, which etcd has not heard of yet: {ended.error}")
         elif isinstance(ended.error, StorageError):
@@ -292,7 +296,11 @@ class Commits:
         self._take(ended)
         if self.head is not None and self.head.step == self.state.step:
             return True, True
-        if ended is not None and isinstance(ended.error, Unheard) and ended.error.commit.step == self.state.step:
+        if (
+            ended is not None
+            and isinstance(ended.error, FenceNotUpdated)
+            and ended.error.commit.step == self.state.step
+        ):
             if num_left == 0:
                 self._record_commit(ended, ended.error.commit)
             return num_left == 0, True

@@ -170,7 +170,7 @@ def _departure(session: Session) -> Outcome:
     """
     leaving = _leaving_together(session)
     is_end = all(leaving) or not session.worlds.is_live
-    if session.state.step and (is_end or session.state.shards.is_taken_along(leaving)):
+    if session.state.step and (is_end or session.state.shards.would_lose_state(leaving)):
         session.commits.finish()
     if is_end:
         return Outcome.PREEMPTED
@@ -204,7 +204,7 @@ def _is_time_to_commit(session: Session, sums: StepSums) -> bool:
 
 def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
     """Say how the world ends after this step, alike on every rank; None if it continues."""
-    session.commits.vouch(is_asked=bool(sums.any_flags & UNABLE))
+    session.commits.confirm_writable(is_asked=bool(sums.any_flags & UNABLE))
     if sums.any_flags & UNABLE and sums.any_flags & ABLE and session.step_back(is_unable=bool(flags & UNABLE)):
         return Outcome.REGROUP
     if sums.any_flags & GIVE_UP:

@@ -18,14 +18,14 @@ from elastic_train.insight.phases import StepClock
 from elastic_train.job.auditing.auditor import Auditor
 from elastic_train.job.cells.context import Context, context_of
 from elastic_train.job.cells.stage import Stage, stage_of
+from elastic_train.job.crash_isolation import find_deadly
 from elastic_train.job.optimizers.parameter_kinds import precision_hazard
 from elastic_train.job.optimizers.recipe_changes import say_end_of_rates
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import describe_tests
-from elastic_train.job.reseating.placing import redundancy_of, take_place
+from elastic_train.job.resharding.placing import redundancy_of, take_place
 from elastic_train.job.sharded.share import Share
 from elastic_train.job.state import AppliedState
-from elastic_train.job.trial import find_deadly
 from elastic_train.job.warm_up import FIRST_LOSS, FirstLoss
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.devices.device_times import device_times_of
@@ -40,8 +40,8 @@ from elastic_train.tracking.history_files import Stagnation
 from elastic_train.training.commits import Commits
 from elastic_train.training.opening.changes import say_changes, versions_of
 from elastic_train.training.opening.inspection import inspect_rows
+from elastic_train.training.opening.observers import open_memory_watch, open_tracer, open_watch, start_tracker
 from elastic_train.training.opening.saves import open_cadence, open_saves
-from elastic_train.training.opening.views import open_memory_watch, open_tracer, open_watch, start_tracker
 from elastic_train.training.session import Process, Session
 from elastic_train.world.forming import Formed
 from elastic_train.world.no_progress import check_progress
@@ -145,7 +145,7 @@ def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
     Raises ConfigError and DataError.
     """
     plan, state = process.plan, process.state
-    check_alike(world.group, plan, state.outline, state.shards.outlined())
+    check_alike(world.group, plan, state.outline, state.shards.meta_state())
     differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile)
     check_can_be_sharded(world.group, plan, differing)
     world, before = form_cells(world, plan.config.parallel), state.reached.intervals

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elastic_train.checkpoint import SaveMemory
 from elastic_train.checkpoint.commits.improvement import improvement_for, is_exhausted
-from elastic_train.checkpoint.saving.store_use import StoreUse
+from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.config.recipe import parse_best
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
@@ -85,7 +85,7 @@ class Process:
     leave: LeaveRequest
     watchdog: Watchdog
     started_at: float
-    use: StoreUse
+    use: StoreHealth
     meter: Meter
     save_memory: SaveMemory = field(default_factory=SaveMemory)
     files: BackgroundFiles = field(default_factory=BackgroundFiles)
@@ -277,7 +277,7 @@ class Session:
             raise StorageError(f"{what}. It ends, and tries again if its launcher starts it again")
         log.warning("%s. It trains on, writes no part of commits and does not lead until it can", what)
         self.world.history.unwritable(step=self.state.step, why=use.why)
-        use.bar()
+        use.exclude()
 
     def record_step(self, sums: StepSums, norm: float, seconds: float, *, standing: Standing) -> None:
         """Write the step that was just applied, or is pending, to the history; to tracker and progress on rank 0."""

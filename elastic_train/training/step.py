@@ -92,7 +92,7 @@ def meet(session: Session, measured: Tensor) -> tuple[Tensor | None, PeerLostErr
 
     No rank applies a step before it knows that all others can. So what a lost rank had applied, the others apply, too:
     where a peer is lost here, its error is returned beside the norm, and this rank leaves the world after it has
-    applied the step. Where only peers know the rest of the norm it is None: the next world decides (`job.reseating`).
+    applied the step. Where only peers know the rest of the norm it is None: the next world decides (`job.resharding`).
     Raises PeerLostError in restart mode, whose next world begins with a commit, and WeightsDifferError if ranks that
     should have measured the same have not.
     """
@@ -102,7 +102,7 @@ def meet(session: Session, measured: Tensor) -> tuple[Tensor | None, PeerLostErr
     except PeerLostError as error:
         if not session.worlds.is_live:
             raise
-        return shards.norm_alone(measured), error
+        return shards.local_norm(measured), error
     return shards.norm_of(gathered), None
 
 
@@ -146,7 +146,7 @@ def _flags(session: Session, lanes: Sequence[LaneBatch]) -> int:
     flags = LEAVE * session.leave.is_set + GROW * session.worlds.wants_to_grow() + BUSY * session.commits.is_busy
     flags += COMMIT * session.commits.is_overdue() + GIVE_UP * session.commits.is_hopeless()
     flags += BUFFERS * (session.buffers.has_changed and not session.buffers.is_tracking)
-    flags += UNABLE * session.commits.is_unable() + ABLE * session.commits.is_vouching
+    flags += UNABLE * session.commits.is_unable() + ABLE * session.commits.is_confirming_writable
     flags += STOP * (session.watch is not None and session.watch.wants_to_stop)
     return flags + UNREADABLE * any(batch.unreadable for batch in lanes)
 

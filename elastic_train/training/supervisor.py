@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from elastic_train.checkpoint.saving.store_use import StoreUse
+from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.config.schema import Config
 from elastic_train.data.worker_failures import ended_too_soon
 from elastic_train.errors import (
@@ -24,7 +24,7 @@ from elastic_train.errors import (
     UnfitError,
     explain,
 )
-from elastic_train.health.proof import Proof, begin_proof
+from elastic_train.health.precheck import Proof, begin_proof
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import FIRST_LOSS, warm_up
@@ -40,8 +40,8 @@ from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.memory.meter import Meter, held_by
 from elastic_train.training.memory.out_of_memory import Moment, note_out_of_memory, record_allocations
 from elastic_train.training.open_session import make_repeatable, open_session
+from elastic_train.training.opening.observers import open_page, open_recovery_traces
 from elastic_train.training.opening.saves import commit_alone
-from elastic_train.training.opening.views import open_page, open_recovery_traces
 from elastic_train.training.result import TrainResult, last_line, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.world.agreement import heard, say_why
@@ -148,7 +148,7 @@ def _train_on(
             raise LeaveNow from None
     if proof is not None:
         _prove(proof, files, config, leave)
-    use = StoreUse(plan.config.checkpoint_url)
+    use = StoreHealth(plan.config.checkpoint_url)
     page, traces = open_page(config), open_recovery_traces(config)
     process = Process(
         plan,
@@ -216,7 +216,7 @@ def _train_through(process: Process) -> Ended:
             process.use.begin_probe()
             time.sleep(FAILED_WORLD_PAUSE_S)
             if formed.group.size > 1 and not process.use.has_probed():
-                process.use.bar()  # the next world's leader may be one that can write
+                process.use.exclude()  # the next world's leader may be one that can write
             continue
         if ended is not None:
             return ended

@@ -13,7 +13,7 @@ from torch import Tensor
 from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.errors import PeerLostError, WeightsDifferError
 from elastic_train.job.majority import name_others
-from elastic_train.job.reseating import give_state
+from elastic_train.job.resharding import give_state
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.checkpoint.commits.sweeping import tombstones
-from elastic_train.checkpoint.commits.writer import Unheard
+from elastic_train.checkpoint.commits.writer import FenceNotUpdated
 from elastic_train.checkpoint.stores.store import Store, create_once
 from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import FencedError, StorageError, translated
@@ -47,7 +47,7 @@ class Fence(Protocol):
         """Claim a term above every term claimed before, and not below `at_least`."""
 
     def publish(self, term: int, commit: str) -> None:
-        """Make a commit the head if its term still is the newest; FencedError otherwise, Unheard by etcd alone."""
+        """Make a commit the head if its term is the newest, else raise FencedError; FenceNotUpdated by etcd alone."""
 
     def head(self) -> HeadLike | None:
         """Return the newest claim, None before the first."""
@@ -143,7 +143,7 @@ class JoinedFence:
             with translated():
                 self._control.publish(term, commit)
         except StorageError as error:
-            raise Unheard(str(error)) from error
+            raise FenceNotUpdated(str(error)) from error
 
     def head(self) -> HeadLike | None:
         with translated():

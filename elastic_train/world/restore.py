@@ -21,16 +21,16 @@ from elastic_train.core.lineage import Interval, cut, parted_at, place_of
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, StateLostError, StorageError
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import config_of, describe_changes
-from elastic_train.job.reseating import (
-    Brought,
-    bring,
+from elastic_train.job.resharding import (
+    PeerState,
+    gather_peer_states,
     is_first,
     leave_out_unfinished,
     roll_forward,
     take_first_seat,
     take_state,
 )
-from elastic_train.job.state import AppliedState, Reached
+from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.system.failpoints import reach
 from elastic_train.world.agreement import agree
@@ -72,7 +72,7 @@ class _Found:
     `given_by` is the rank that gave this one its state. `num_lost` shards of the state are held by nobody any more.
     """
 
-    brought: Sequence[Brought]
+    brought: Sequence[PeerState]
     head: CommitRecord | None
     skipped: tuple[tuple[str, str], ...]
     given_by: int | None = None
@@ -124,7 +124,7 @@ def _refusal_to_go_back(url: str, by: str, key: str, lost: int, step: int, value
 
 def _find(plan: Plan, world: World, state: AppliedState, known: _KnownCommits) -> _Found:
     published, path = known.published, own_path(plan.config.parallel.domain)
-    brought: Sequence[Brought] = bring(world.group, state, state.shards, path, may_hold=world.writes)
+    brought: Sequence[PeerState] = gather_peer_states(world.group, state, state.shards, path, may_hold=world.writes)
     if _furthest(brought).step > 0:
         term, fields = agree(world.group, lambda: _newest(world, published()))
         lineage = [Interval(*interval) for interval in fields]
@@ -152,7 +152,7 @@ def _parent(
     return read_record(world.store, key) if key else None
 
 
-def _furthest(brought: Sequence[Brought]) -> Place:
+def _furthest(brought: Sequence[PeerState]) -> Place:
     """Return how far the furthest rank is."""
     return max(one.place for one in brought)
 
@@ -274,7 +274,7 @@ def _say_if_clipping_rounds_otherwise(plan: Plan, world: World, head: CommitReco
 
 def _load(store: Store, plan: Plan, head: CommitRecord, state: AppliedState) -> None:
     account = head.account or SampleAccount()
-    reached = Reached(
+    reached = TrainProgress(
         head.step,
         head.cursor,
         head.coverage,

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from elastic_train.checkpoint import Store, open_store, sweep
 from elastic_train.checkpoint.commits.sweeping import drop_unfinished
+from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.checkpoint.saving.store_keeper import StoreKeeper
-from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.schema import Config
@@ -147,7 +147,7 @@ def enter_world(
     started_at: float,
     files: BackgroundFiles,
     on_progress: Callable[[], None],
-    use: StoreUse,
+    use: StoreHealth,
 ) -> World:
     """Claim the term of a group that has formed; sweep what fenced writers left behind.
 
@@ -245,7 +245,7 @@ def _tested(store: Store, fence: Fence, proven: set[str]) -> str | None:
 
 
 def _find_store(
-    group: Group, store: Store, fence: Fence, bound: str | None, claimed: one_store.Claimed, use: StoreUse
+    group: Group, store: Store, fence: Fence, bound: str | None, claimed: one_store.Claimed, use: StoreHealth
 ) -> str | None:
     """Return the word of the job's store if this rank sees it; ConfigError, on this rank alone, if it sees another.
 
@@ -285,7 +285,7 @@ def _forget_old_terms(store: Store, term: int) -> None:
 
 
 def _fence(
-    store: Store, group: Group, launched: RendezvousContext | None, use: StoreUse, run_dir: str
+    store: Store, group: Group, launched: RendezvousContext | None, use: StoreHealth, run_dir: str
 ) -> StoreFence | JoinedFence:
     """Return the fence of a job in its folder, which no other job may be at work in when a term is claimed."""
     own = Own(own_run_id(), ",".join(launched.endpoints) if launched else "", lambda: fence.head())

@@ -225,9 +225,9 @@ class Participant:
         self._own.missed = nodes
         self._own.update(reported)
 
-    def bury(self, member_id: str) -> bool:
+    def remove_dead_member(self, member_id: str) -> bool:
         """Remove a member that is known to be dead; False if it has changed meanwhile, or etcd does not answer."""
-        return self._try(changes.bury(self._latest.now().snapshot, self.keys, member_id))
+        return self._try(changes.remove_dead_member(self._latest.now().snapshot, self.keys, member_id))
 
     def wants_to_grow(self, quiet_s: float) -> bool:
         """Whether members wait to be admitted whose agents this one has met, and none has come or gone for `quiet_s`.
@@ -393,7 +393,7 @@ class Participant:
     def _bury(self, snapshot: Snapshot) -> bool:
         """Remove the late members whose agent is gone; return whether any was."""
         gone = self._dead_agents.gone(self.view)
-        return any([self._try(changes.bury(snapshot, self.keys, dead.id)) for dead in gone])  # noqa: C419 - all of them
+        return any([self._try(changes.remove_dead_member(snapshot, self.keys, dead.id)) for dead in gone])  # noqa: C419 - all of them
 
     def _try(self, change: Change) -> bool:
         """Like `OwnRecord.swap`, but False if etcd does not answer: the caller tries again later."""

@@ -146,7 +146,7 @@ class Reachability:
     def _bury(self, dead: list[Member]) -> None:
         for member in dead:
             if self._agents.has_met(member):
-                self._participant.bury(member.id)
+                self._participant.remove_dead_member(member.id)
 
     def _warn(self, missed: Mapping[str, list[Member]]) -> None:
         where = ", ".join(f"{name} at {members[0].agent}" for name, members in sorted(missed.items()))

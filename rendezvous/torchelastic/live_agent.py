@@ -87,7 +87,7 @@ class LiveAgent(BoundAgent):
                 continue
             if rank not in self._buried:
                 self._buried.add(rank)
-                self._rendezvous_handler.bury(rank)
+                self._rendezvous_handler.remove_dead_member(rank)
                 if code not in LEAVING_CODES:
                     if not self._may_replace(rank, code, now):
                         return self._fail(worker_group, rank, code)
@@ -118,7 +118,7 @@ class LiveAgent(BoundAgent):
         if stopped_s > STOPPED_S and rank not in self._buried_stopped:
             self._buried_stopped.add(rank)  # once is enough: while it is stopped it cannot join
             _log.warning("worker %d is stopped: the others continue without it", rank)
-            self._rendezvous_handler.bury(rank)
+            self._rendezvous_handler.remove_dead_member(rank)
         if stopped_s > STOPPED_FOR_GOOD_S and how == "signal":
             _log.warning("worker %d was stopped by a signal %.0f s ago: killing and replacing it", rank, stopped_s)
             with contextlib.suppress(ProcessLookupError):

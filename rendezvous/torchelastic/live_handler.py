@@ -84,7 +84,7 @@ class LiveRendezvousHandler(RendezvousHandler):
         self._etcd.close()
         return True
 
-    def bury(self, local_rank: int) -> None:
+    def remove_dead_member(self, local_rank: int) -> None:
         """Remove the members of a worker that is dead or stopped; a stopped one joins again when it continues."""
         prefix = self._keys.member(member_prefix(self.node, local_rank)) + "-"
         try:

@@ -22,7 +22,7 @@ from benchmarks.sharding.peers import Peer, mesh_of
 from benchmarks.sharding.ranks import Meeting, run
 from benchmarks.sharding.steps import most_sums
 from chaos.judge.evidence.run_files import Evidence, Line
-from elastic_train.job.reseating import Brought
+from elastic_train.job.resharding import PeerState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
@@ -115,7 +115,7 @@ def test_a_case_of_the_matrix_says_what_its_ranks_end_with() -> None:
 def live_without_pending(meeting: Meeting, numbers: Sequence[int]) -> dict[str, str]:
     """Go through cases with survivors that forget the step that somebody may have applied."""
 
-    def forget(group: Group, state: AppliedState, shards: StateShards, brought: Sequence[Brought]) -> list[Brought]:
+    def forget(group: Group, state: AppliedState, shards: StateShards, brought: Sequence[PeerState]) -> list[PeerState]:
         state.drop_pending()
         return list(brought)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from elastic_train.parallel.devices.squares import cuda_fold, squares_of_tensors
-from elastic_train.shards.grains import GRAIN, Cut, cut_along
-from elastic_train.shards.norm import grain_squares, in_memory_order, lengths_of
+from elastic_train.placement.grains import GRAIN, Cut, cut_along
+from elastic_train.placement.norm import grain_squares, in_memory_order, lengths_of
 from tests.gpu.conftest import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="the kernel needs a GPU")

@@ -29,7 +29,7 @@ from elastic_train.checkpoint.stores.checked_file import open_checked
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.hashing_sink import HashingSink
 from elastic_train.checkpoint.stores.store import Store, no_listener
-from elastic_train.shards.grains import CutDims
+from elastic_train.placement.grains import CutDims
 
 
 class SlowSnapshot(Snapshot):

@@ -23,8 +23,8 @@ from elastic_train.checkpoint.format.pieces import Pieces, Span, moved
 from elastic_train.checkpoint.format.state_tree import StatePath, survey
 from elastic_train.checkpoint.format.torch_frame import frame_of
 from elastic_train.checkpoint.format.weights_digest import GrainRun, GrainRunHash, tensor_digest
-from elastic_train.shards.grains import Cut, CutDims, bounds_of, cut_along, strides_of
-from elastic_train.shards.norm import in_memory_order
+from elastic_train.placement.grains import Cut, CutDims, bounds_of, cut_along, strides_of
+from elastic_train.placement.norm import in_memory_order
 
 
 class _Item(NamedTuple):

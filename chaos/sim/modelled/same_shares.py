@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 from chaos.sim.modelled.memory import Known, memory_of
 from elastic_train.core.arrays import Int64s
 from elastic_train.job.optimizers.cuts import MakeOptimizer
-from elastic_train.job.reseating import Brought, leave_out_unfinished, taking
+from elastic_train.job.resharding import PeerState, leave_out_unfinished, reshard
 from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.held_tree import Cuts, Held, cuts_of
 from elastic_train.job.state_shards import StateShards
-from elastic_train.shards.grains import Layout
-from elastic_train.shards.grains import Tensor as LaidOut
-from elastic_train.shards.holdings import Circle, Run, runs_of
-from elastic_train.shards.owners import owned_of
-from elastic_train.shards.seating import Seating
-from elastic_train.shards.seats import Seat
+from elastic_train.placement.grains import Layout
+from elastic_train.placement.grains import Tensor as LaidOut
+from elastic_train.placement.holdings import Circle, Run, runs_of
+from elastic_train.placement.owners import owned_of
+from elastic_train.placement.seating import Seating
+from elastic_train.placement.seats import Seat
 
 NUM_LAYOUTS = 1 << 10
 """Layouts that processes have, which are of one kind, or, in cells, of one for each place."""
@@ -44,14 +44,14 @@ class SameShares:
         self._kind_of = memory_of(lambda layout: kinds.setdefault(layout.tensors, len(kinds)), NUM_LAYOUTS)
         self._slots = Known() if is_planted else _SLOTS
         self._common = memory_of(lambda seats, layout, circle: _CommonSeating(layout, circle, seats, 0))
-        self.seats_of = memory_of(taking.seats_at)
-        self.plan_of = memory_of(taking._plan_of)
+        self.seats_of = memory_of(reshard.seats_at)
+        self.plan_of = memory_of(reshard._plan_of)
         self._left = memory_of(lambda brought, shards: leave_out_unfinished(shards, brought))
 
     def seating(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> Seating:
         return _OwnSeating(self._common(seats, layout, circle), rank)
 
-    def leave_out_unfinished(self, shards: StateShards, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
+    def leave_out_unfinished(self, shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
         return self._left(brought, shards)
 
     def slots_of(self, optimizer: Optimizer, make: MakeOptimizer, device: torch.device) -> list[Slots]:

@@ -26,11 +26,11 @@ from elastic_train.core.order import Cursor
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.cells.state_parts import Cuts
 from elastic_train.job.sharded.share import Share, WholeShare
-from elastic_train.job.state import Pending, Reached, StepFacts
+from elastic_train.job.state import Pending, StepFacts, TrainProgress
 from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.gradient_sum import OfPart
-from elastic_train.shards.grains import Listed, cut_along, lay_out
-from elastic_train.shards.holdings import Column
+from elastic_train.placement.grains import Listed, cut_along, lay_out
+from elastic_train.placement.holdings import Column
 
 _EXACT = (1 << 52) - 1
 """Integers up to here are floats of their own."""
@@ -135,7 +135,7 @@ class Rate:
 
 
 class _Shards(StateShards):
-    def stillness(self) -> Callable[[tuple[str | int, ...]], bool]:
+    def only_update_changes(self) -> Callable[[tuple[str | int, ...]], bool]:
         """Only `apply` changes anything."""
         return lambda path: True
 
@@ -146,7 +146,7 @@ class ModelledState:
 
     model: Weights
     shards: StateShards
-    reached: Reached = field(default_factory=Reached)
+    reached: TrainProgress = field(default_factory=TrainProgress)
     pending: Pending | None = None
     scheduler: Rate = field(default_factory=Rate)
     outline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class ModelledState:
 
     def begin_again(self) -> None:
         self.drop_pending()
-        self.reached = Reached()
+        self.reached = TrainProgress()
 
     def apply(self, facts: StepFacts, norm: Tensor) -> None:
         self.pending = None
@@ -192,11 +192,11 @@ class ModelledState:
         self.model.gradient = None
         self.reached = self.reached.advance(facts, float(norm), is_finite=is_finite, is_skipped=not is_finite)
 
-    def adopt(self, alike: State, reached: Reached) -> None:
-        self.shards.share.take_alike(alike)
+    def adopt(self, alike: State, reached: TrainProgress) -> None:
+        self.shards.share.take_common(alike)
         self.reached = reached
 
-    def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
+    def restore(self, fill: Callable[[State], None], reached: TrainProgress, *, keeps_rates: bool = False) -> None:
         self.shards.take(fill)
         self.reached = reached
 

@@ -24,8 +24,8 @@ from elastic_train.job.build import columns_of
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cut_model import Cut, CutModel
 from elastic_train.parallel.cells.links import CellLinks
-from elastic_train.shards.grains import cut_along
-from elastic_train.shards.holdings import Column
+from elastic_train.placement.grains import cut_along
+from elastic_train.placement.holdings import Column
 
 UNCUT = 3
 """Of so many neighbouring parameters of a stage one is whole on all of its ranks."""

@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 _MOST_COPIES = 2  # of tensors on a device, beside the one that is written
 
 
-class Unheard(StorageError):  # noqa: N818 - the commit exists
+class FenceNotUpdated(StorageError):  # noqa: N818 - the commit exists
     """The store knows of no newer term, so `commit` is of the lineage; but the fence's other half did not answer."""
 
     commit: CommitRecord
@@ -71,7 +71,10 @@ class Publisher(Protocol):
     """What a writer needs of a fence (see `elastic_train.world.fencing`)."""
 
     def publish(self, term: int, commit: str) -> None:
-        """Make a commit the head; FencedError if a newer term has been claimed, Unheard if only the store knows it."""
+        """Make a commit the head.
+
+        Raises FencedError if a newer term has been claimed, FenceNotUpdated if only the store knows the commit.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class CommitWriter:
         """Let all parts be written, then publish them from inside `gate`; return the record.
 
         Raises StorageError if nothing was published, FencedError if a newer world owns the lineage (stop then), and
-        what `write` and `gate` raise. Where only the fence did not answer (Unheard, if the store's half did), the
+        what `write` and `gate` raise. Where only the fence did not answer (FenceNotUpdated), the
         commit exists already: publishing the same step again asks the fence again, and the next step's commit is its
         child.
         """
@@ -202,7 +205,7 @@ class CommitWriter:
             raise Uncertain(f"{record.key} was not made the head: a newer commit was published meanwhile")
         try:
             self._fence.publish(self._term, record.key)
-        except Unheard as error:
+        except FenceNotUpdated as error:
             error.commit = record
             raise
 

@@ -31,7 +31,7 @@ from elastic_train.checkpoint.format.weights_digest import (
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.hashing_sink import HashingSink, HashingThread
 from elastic_train.checkpoint.stores.store import Store, no_listener
-from elastic_train.shards.grains import bounds_of
+from elastic_train.placement.grains import bounds_of
 from rendezvous.waiting import Call
 
 _MOST_BEHIND = 64

@@ -27,7 +27,7 @@ from elastic_train.checkpoint.format.pieces import Box, Pieces, Span, boxes, hol
 from elastic_train.checkpoint.format.state_tree import StatePath, leaves_of, survey
 from elastic_train.checkpoint.format.torch_frame import Frame, frame_of
 from elastic_train.errors import ConfigError
-from elastic_train.shards.grains import Cut, CutDims, bounds_of, cut_along
+from elastic_train.placement.grains import Cut, CutDims, bounds_of, cut_along
 
 State = dict[str, object]
 Leaves = dict[StatePath, object]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from elastic_train.shards.grains import Cut
+from elastic_train.placement.grains import Cut
 
 Span = tuple[int, int]
 """Elements [lo, hi) of a tensor in memory order."""

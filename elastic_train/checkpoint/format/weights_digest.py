@@ -15,9 +15,9 @@ from isal.isal_zlib import crc32
 from torch import Tensor, nn
 
 from elastic_train.checkpoint.format.torch_frame import bytes_of
-from elastic_train.shards.digest import digests_of, join_grains
-from elastic_train.shards.grains import Cut, CutDims, bounds_of, cut_along
-from elastic_train.shards.norm import in_memory_order
+from elastic_train.placement.digest import digests_of, join_grains
+from elastic_train.placement.grains import Cut, CutDims, bounds_of, cut_along
+from elastic_train.placement.norm import in_memory_order
 
 GrainRun = tuple[int, str]
 """Neighbouring grains of a tensor: the number of the first, and the SHA-256s of all, in hex, one after the other."""

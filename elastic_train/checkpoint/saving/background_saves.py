@@ -28,7 +28,7 @@ from elastic_train.checkpoint.saving.staging import Snapshot, Staging, staged_by
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import StorageError
-from elastic_train.shards.grains import CutDims
+from elastic_train.placement.grains import CutDims
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.units.blocks import unit_names, unit_of
-from elastic_train.shards.grains import MOST_DEGREE, CutDims
+from elastic_train.placement.grains import MOST_DEGREE, CutDims
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 from elastic_train.tasks.placements import CUTS, TOKEN_USES, Degrees, Placements, Placing, Running, Use
 from elastic_train.tasks.task import Task

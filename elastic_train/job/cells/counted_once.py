@@ -12,7 +12,7 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.core.mesh import Cell
 from elastic_train.errors import WeightsDifferError
 from elastic_train.job.cells.cut_model import Cut
-from elastic_train.shards.holdings import Column
+from elastic_train.placement.holdings import Column
 
 Float64s = npt.NDArray[np.float64]
 

@@ -24,8 +24,8 @@ from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.graph_edges import LoneGroup
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
-from elastic_train.shards import grains as shards
-from elastic_train.shards.norm import in_memory_order
+from elastic_train.placement import grains as shards
+from elastic_train.placement.norm import in_memory_order
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 
 Span = tuple[int, int]

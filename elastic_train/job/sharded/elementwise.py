@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.cuts import MakeOptimizer, shows_no_cut
 from elastic_train.job.optimizers.optimizer_memory import TENSORS, TEXT, OptimizerMemory, places_of
-from elastic_train.shards.grains import ALIGN
+from elastic_train.placement.grains import ALIGN
 
 T = TypeVar("T")
 _STEP, _STEPS, _RESUMED_AT = "step", 12, 3

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
 from elastic_train.job.sharded.held_tree import HeldRun
-from elastic_train.shards.grains import Layout
-from elastic_train.shards.norm import in_memory_order
+from elastic_train.placement.grains import Layout
+from elastic_train.placement.norm import in_memory_order
 
 
 def without_memory(model: nn.Module, device: torch.device) -> nn.Module:

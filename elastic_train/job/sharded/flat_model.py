@@ -17,8 +17,8 @@ from elastic_train.errors import ConfigError
 from elastic_train.parallel.buckets import Placed
 from elastic_train.parallel.leaves import FlatGradient
 from elastic_train.parallel.unit_weights import UnitFlats
-from elastic_train.shards.grains import Layout, strides_of
-from elastic_train.shards.holdings import Run
+from elastic_train.placement.grains import Layout, strides_of
+from elastic_train.placement.holdings import Run
 
 
 class FlatModel:

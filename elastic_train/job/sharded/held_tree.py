@@ -19,10 +19,10 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
-from elastic_train.shards.arcs import Arc
-from elastic_train.shards.grains import Layout, strides_of
-from elastic_train.shards.grains import Tensor as Place
-from elastic_train.shards.holdings import Run
+from elastic_train.placement.arcs import Arc
+from elastic_train.placement.grains import Layout, strides_of
+from elastic_train.placement.grains import Tensor as Place
+from elastic_train.placement.holdings import Run
 
 Moments = Mapping[str, Tensor]
 """An optimizer's tensors of one shard that have an element for each of its own, by torch's names; 1-D."""
@@ -43,7 +43,7 @@ class HeldRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
+class Retained:
     """What a rank holds beside its seat, as arcs of the circle, and the runs of it that its seat has not."""
 
     arcs: tuple[Arc, ...] = ()

@@ -29,15 +29,15 @@ from elastic_train.job.cells.state_parts import Cuts, cut_at, filled_parts, with
 from elastic_train.job.optimizers.optimizer_memory import OWN, Names, OptimizerMemory, names_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates, regroup, set_rates
 from elastic_train.job.sharded.held_tree import Cuts as Spans
-from elastic_train.job.sharded.held_tree import HeldRun, Spare
+from elastic_train.job.sharded.held_tree import HeldRun, Retained
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, TreeSum, tree_of
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction
 from elastic_train.parallel.unit_weights import UnitWeights
-from elastic_train.shards.holdings import Column, Run
-from elastic_train.shards.seating import Seating
-from elastic_train.shards.seats import Seat
+from elastic_train.placement.holdings import Column, Run
+from elastic_train.placement.seating import Seating
+from elastic_train.placement.seats import Seat
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Share:
     def __init__(self, model: nn.Module, optimizer: Optimizer, column: Column) -> None:
         self.model, self.optimizer, self.column = model, optimizer, column
         self.layout, self.circle = column
-        self.spare = Spare()
+        self.retained = Retained()
         self.made = dict[StatePath, tuple[Pieces, Pieces]]()
         """What commits are given of the pieces that are held, by path, as long as seat and writers are the same."""
 
@@ -112,19 +112,20 @@ class Share:
         seating: Seating,
         runs: Sequence[HeldRun],
         num_updates: Sequence[float] | None = None,
-        spare: Spare | None = None,
+        retained: Retained | None = None,
     ) -> None:
         """Take a seat whose weights are in place and whose moments `runs` have.
 
-        `num_updates` is how many updates each parameter group has had; as many as so far if it is not given. `spare` is
+        `num_updates` is how many updates each parameter group has had; as many as so far if it is not given.
+        `retained` is
         what is held beside the seat, for peers that may not have got it.
         """
 
-    def alike(self) -> State:
+    def common(self) -> State:
         """Return what all ranks of the column have alike, for one that has nothing yet."""
         raise NotImplementedError
 
-    def take_alike(self, alike: State) -> Sequence[float] | None:
+    def take_common(self, alike: State) -> Sequence[float] | None:
         """Take what another rank gave as `alike`; return the counts of updates, as `sit` takes them."""
         raise NotImplementedError
 
@@ -311,10 +312,10 @@ class WholeShare(Share):
             fill(tree)
         self._take(tree, keeps_rates=keeps_rates)
 
-    def alike(self) -> State:
+    def common(self) -> State:
         return self.held()
 
-    def take_alike(self, alike: State) -> Sequence[float] | None:
+    def take_common(self, alike: State) -> Sequence[float] | None:
         self._take(alike, keeps_rates=False)
         return None
 

@@ -15,10 +15,10 @@ from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, 
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import WeightsDifferError
 from elastic_train.parallel.group import Group
-from elastic_train.shards.digest import tensor_digests
-from elastic_train.shards.grains import Layout
-from elastic_train.shards.holdings import Run
-from elastic_train.shards.seating import Seating
+from elastic_train.placement.digest import tensor_digests
+from elastic_train.placement.grains import Layout
+from elastic_train.placement.holdings import Run
+from elastic_train.placement.seating import Seating
 
 GrainAt = Callable[[int], Tensor]
 """Returns this rank's memory of a grain that it holds, by its number, without padding."""

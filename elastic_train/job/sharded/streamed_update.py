@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from elastic_train.job.sharded.held_tree import HeldRun, shaped
 from elastic_train.parallel.devices.host_memory import Event, HostMemory
-from elastic_train.shards.grains import ALIGN
-from elastic_train.shards.grains import Tensor as Place
+from elastic_train.placement.grains import ALIGN
+from elastic_train.placement.grains import Tensor as Place
 
 NUM_ROOMS = 2
 """One block comes in or goes out while the other is updated, and does the opposite after that."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.shards.grain_tables import Lengths
-from elastic_train.shards.grains import Cut
-from elastic_train.shards.norm import grain_squares, in_memory_order, lengths_of
+from elastic_train.placement.grain_tables import Lengths
+from elastic_train.placement.grains import Cut
+from elastic_train.placement.norm import grain_squares, in_memory_order, lengths_of
 
 log = logging.getLogger(__name__)
 _WIDTH = 256

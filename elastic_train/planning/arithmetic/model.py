@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from elastic_train.shards.grains import Layout as Cut
+from elastic_train.placement.grains import Layout as Cut
 
 MOST_LANES = 8
 """Lanes of the first step of which the largest micro-batch is traced, and whose mean is taken for the work."""

@@ -10,14 +10,14 @@ import functools
 from dataclasses import dataclass
 
 from elastic_train.core.lanes import Part, owned_lanes, parts_of, settle
+from elastic_train.placement.deal import Counter, deal_lanes, group_lanes
+from elastic_train.placement.domains import cut_groups
+from elastic_train.placement.grains import Layout as Cut
+from elastic_train.placement.holdings import all_held, circle_of, num_elements
+from elastic_train.placement.seats import Seat, seats_of
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements
 from elastic_train.planning.arithmetic.model import ModelFacts
-from elastic_train.shards.deal import Counter, deal_lanes, group_lanes
-from elastic_train.shards.domains import cut_groups
-from elastic_train.shards.grains import Layout as Cut
-from elastic_train.shards.holdings import all_held, circle_of, num_elements
-from elastic_train.shards.seats import Seat, seats_of
 
 MOST_EXACT = 16
 """Replicas up to which seats are taken as in training; more are cut evenly, in seconds less."""

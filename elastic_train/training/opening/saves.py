@@ -85,7 +85,7 @@ def commit_alone(
 
     Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
     """
-    if not state.shards.stand_alone():
+    if not state.shards.can_save_alone():
         return False
     tensors = state.shards.to_save()
     num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes

@@ -56,7 +56,7 @@ def report_failure(snapshot: Snapshot, keys: Keys, failure: Failure) -> Change:
     return Change({keys.failure: encode(failure)}, {keys.failure: snapshot.revision_of(keys.failure)})
 
 
-def bury(snapshot: Snapshot, keys: Keys, member_id: str) -> Change:
+def remove_dead_member(snapshot: Snapshot, keys: Keys, member_id: str) -> Change:
     """Remove a member that is known to be dead; if it is alive, it finds itself expelled and joins again."""
     key = keys.member(member_id)
     return Change({key: None}, {key: snapshot.revision_of(key)})

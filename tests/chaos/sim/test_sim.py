@@ -33,11 +33,11 @@ from chaos.sim.job.kinds import KINDS
 from chaos.sim.job.shape import Shape, Shards
 from chaos.sim.machine.kernel import Kernel, Timeless
 from elastic_train.errors import ElasticTrainError
-from elastic_train.shards.holdings import grains_in, runs_of
-from elastic_train.shards.owners import owned_of
-from elastic_train.shards.recut import plan_recut
-from elastic_train.shards.seating import Seating
-from elastic_train.shards.seats import seats_of_holders
+from elastic_train.placement.holdings import grains_in, runs_of
+from elastic_train.placement.owners import owned_of
+from elastic_train.placement.recut import plan_recut
+from elastic_train.placement.seating import Seating
+from elastic_train.placement.seats import seats_of_holders
 from elastic_train.training.session import Session
 
 pytestmark = pytest.mark.slow
@@ -199,10 +199,10 @@ def test_shares_that_are_worked_out_once_are_those_of_every_rank(shards: Shards)
     """Each rank by itself, by the product's own functions, comes to the same history."""
     kills = tuple(SimFault("kill_node", at_s=6.0 + 4.0 * node, node=node, for_s=3.0) for node in (0, 1, 3))
     case = Case(1, Shape(nodes=4, copies=2, shards=shards, epochs=6), kills)
-    own: dict[str, object] = {f"elastic_train.parallel.dealt_sum:{runs_of.__name__}": runs_of}
+    own: dict[str, object] = {f"elastic_train.parallel.reduce_scatter_sum:{runs_of.__name__}": runs_of}
     for module, names in {
-        "job.reseating.taking": (Seating, seats_of_holders, plan_recut, grains_in),
-        "job.sharded.held_share": (runs_of, owned_of),
+        "job.resharding.reshard": (Seating, seats_of_holders, plan_recut, grains_in),
+        "job.sharded.zero1_share": (runs_of, owned_of),
     }.items():
         own |= {f"elastic_train.{module}:{one.__name__}": one for one in names}
     found = simulate(case)

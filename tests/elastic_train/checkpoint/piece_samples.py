@@ -15,8 +15,8 @@ from elastic_train.checkpoint.format.dcp import WrittenPart, live_contents, writ
 from elastic_train.checkpoint.format.layout import Planner, leaves_by_path
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import leaves_of
-from elastic_train.shards.grains import GRAIN, CutDims, cut_along
-from elastic_train.shards.norm import in_memory_order
+from elastic_train.placement.grains import GRAIN, CutDims, cut_along
+from elastic_train.placement.norm import in_memory_order
 from tests.elastic_train.checkpoint.commit_samples import State, facts
 
 shapes = st.lists(st.integers(0, 5) | st.just(1), max_size=4).map(torch.Size)

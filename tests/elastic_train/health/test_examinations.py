@@ -17,10 +17,10 @@ from torch import Tensor
 from chaos.services.store_mount import NoMountError, run_as_root
 from elastic_train.health import clock, folders, memory
 from elastic_train.health.clock import examine_clock
-from elastic_train.health.finding import Finding, Planned, examine_all, ok
 from elastic_train.health.folders import NUM_BYTES, anonymous_file, examine_folders
 from elastic_train.health.memory import PIECE, examine_memory
 from elastic_train.health.products import MOST, examine_products, known_product, or_its_error, own_cores
+from elastic_train.health.result import Finding, Planned, examine_all, ok
 from rendezvous import EtcdServer, etcd_options
 
 CPU = torch.device("cpu")

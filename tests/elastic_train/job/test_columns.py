@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from elastic_train.job.reseating.brought import Brought, leave_out_unfinished
-from elastic_train.job.reseating.pending_step import _all_left
+from elastic_train.job.resharding.peer_states import PeerState, leave_out_unfinished
+from elastic_train.job.resharding.pending_step import _all_left
 from elastic_train.job.state_shards import Place
-from elastic_train.shards.grains import Layout
-from elastic_train.shards.holdings import column_of
+from elastic_train.placement.grains import Layout
+from elastic_train.placement.holdings import column_of
 
 NOTHING = column_of(Layout((), ()))
 TWO: Any = SimpleNamespace(columns=[NOTHING, NOTHING], column_of=lambda rank: rank % 2)
@@ -17,15 +17,15 @@ TWO: Any = SimpleNamespace(columns=[NOTHING, NOTHING], column_of=lambda rank: ra
 
 def test_a_pending_step_is_dropped_unless_each_column_has_somebody_who_holds_it() -> None:
     """A stage that is frozen as a whole comes to the step of the others, or nobody comes to it."""
-    spare = Brought(Place(5, 1), None, (), trained_in=1)
-    pending = Brought(Place(5, 1), None, (), pending=2, trained_in=2)
-    assert _all_left(TWO, [spare, pending], [0, 1], 2) == []
+    retained = PeerState(Place(5, 1), None, (), trained_in=1)
+    pending = PeerState(Place(5, 1), None, (), pending=2, trained_in=2)
+    assert _all_left(TWO, [retained, pending], [0, 1], 2) == []
     assert _all_left(TWO, [pending, pending], [0, 1], 2) == [0, 1]
 
 
 def test_a_column_without_anybody_at_a_step_has_lost_it() -> None:
     """A newcomer, which begins at step 0, brings nothing of a stage without parameters either."""
-    new, old = Brought(Place(0, 0), None, ()), Brought(Place(7, 1), None, ())
+    new, old = PeerState(Place(0, 0), None, ()), PeerState(Place(7, 1), None, ())
     kept, num_lost = leave_out_unfinished(TWO, [new, old])
     assert num_lost == 1 and [one.place for one in kept] == [Place(0, 0), Place(0, 0)]
     assert leave_out_unfinished(TWO, [old, old]) == ([old, old], 0)

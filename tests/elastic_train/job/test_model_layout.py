@@ -9,8 +9,8 @@ from torch import nn
 from elastic_train.checkpoint.format.weights_digest import join_digests, weights_digest
 from elastic_train.errors import ConfigError
 from elastic_train.job.model_layout import check_memory_is_apart, describe_layout, layout_of
-from elastic_train.shards.digest import digests_of, tensor_digests
-from elastic_train.shards.grains import GRAIN
+from elastic_train.placement.digest import digests_of, tensor_digests
+from elastic_train.placement.grains import GRAIN
 
 
 class Tied(nn.Module):

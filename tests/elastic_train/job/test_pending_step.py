@@ -19,13 +19,13 @@ from elastic_train.core.order import Cursor
 from elastic_train.errors import WeightsDifferError
 from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import CellPlan
-from elastic_train.job.reseating import Brought, bring, leave_out_unfinished, roll_forward
+from elastic_train.job.resharding import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.parallel.group import Group
-from elastic_train.shards.grains import Layout
-from elastic_train.shards.holdings import Column
+from elastic_train.placement.grains import Layout
+from elastic_train.placement.holdings import Column
 from tests.conftest import PATIENCE_S
 
 TERM = 3
@@ -101,7 +101,7 @@ def settle(
 
     def run(rank: int) -> None:
         state, group = states[rank], Rank(rank, size, meeting)
-        brought = bring(group, state, state.shards, ())
+        brought = gather_peer_states(group, state, state.shards, ())
         found[rank] = [one.place for one in roll_forward(group, state, state.shards, brought)]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -155,7 +155,7 @@ def whole(places: list[Place], cell: Cell) -> Place:
     """Return the furthest place at which all of the state is held, from where all ranks are."""
     columns = [Column(Layout((), ())) for _ in range(cell.num_parts)]
     shards: Any = SimpleNamespace(columns=columns, column_of=lambda rank: cell.holder_of(rank)[0])
-    kept, _ = leave_out_unfinished(shards, [Brought(place, None, ()) for place in places])
+    kept, _ = leave_out_unfinished(shards, [PeerState(place, None, ()) for place in places])
     return max(one.place for one in kept)
 
 

@@ -18,7 +18,7 @@ from elastic_train.core.mesh import Cell
 from elastic_train.errors import PeerLostError
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.leaves import Wire
-from elastic_train.shards.grains import GRAIN
+from elastic_train.placement.grains import GRAIN
 from tests.elastic_train.job.cells.cell_jobs import (
     CELL,
     SIZE,

@@ -20,12 +20,12 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.schedule import rate_factor
-from elastic_train.job.state import AppliedState, Reached, StepFacts
+from elastic_train.job.state import AppliedState, StepFacts, TrainProgress
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import bind_gradients
-from elastic_train.shards.grains import Listed
-from elastic_train.shards.norm import clip_factor, total_norm
-from tests.elastic_train.shards.laws import models
+from elastic_train.placement.grains import Listed
+from elastic_train.placement.norm import clip_factor, total_norm
+from tests.elastic_train.placement.laws import models
 
 
 def built(config: OptimizerConfig, total_steps: int = 20, *, is_fp16: bool = False) -> AppliedState:
@@ -264,7 +264,7 @@ def test_the_number_of_threads_does_not_show_in_a_clipped_step(threads: int) -> 
 
 def test_a_state_remembers_which_steps_were_fast() -> None:
     """In ranges, so that a million steps of one kind are two numbers."""
-    reached = Reached()
+    reached = TrainProgress()
     for number in range(10):
         facts = StepFacts(Cursor(0, number), CoverageSums(), 1, SampleAccount(), is_fast=number in (2, 3, 4, 8))
         reached = reached.advance(facts)

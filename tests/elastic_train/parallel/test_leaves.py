@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from elastic_train.parallel.leaves import Spare
+from elastic_train.parallel.leaves import BufferPool
 
 
 def test_memory_is_used_again_for_what_fits_into_it() -> None:
-    spare = Spare(2)
+    spare = BufferPool(2)
     first = spare.take(torch.empty(8), torch.float32)
     spare.give_back(first)
     smaller = spare.take(torch.empty(5), torch.float32)
@@ -18,7 +18,7 @@ def test_memory_is_used_again_for_what_fits_into_it() -> None:
 
 
 def test_memory_of_another_kind_or_size_is_fresh() -> None:
-    spare = Spare(2)
+    spare = BufferPool(2)
     kept = [torch.empty(8), torch.empty(8, dtype=torch.float64), torch.empty(64)]
     for memory in kept:
         spare.give_back(memory)

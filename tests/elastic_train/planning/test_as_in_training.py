@@ -14,19 +14,19 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from elastic_train.core.lanes import contiguous
 from elastic_train.parallel.gradient_sum import LaneTree
 from elastic_train.parallel.group import Group
+from elastic_train.placement.grains import Listed, lay_out
+from elastic_train.placement.holdings import circle_of, num_elements
+from elastic_train.placement.seating import Seating
+from elastic_train.placement.seats import seats_of
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, Shards
 from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.model import ModelFacts, Unit, Work
 from elastic_train.planning.arithmetic.seating import most_put_aside, seat_of
 from elastic_train.planning.arithmetic.traffic import exchanges_of, sent_bytes
-from elastic_train.shards.grains import Listed, lay_out
-from elastic_train.shards.holdings import circle_of, num_elements
-from elastic_train.shards.seating import Seating
-from elastic_train.shards.seats import seats_of
 from tests.conftest import run_ranks
 from tests.elastic_train.parallel.sums import make_gradient_sum
-from tests.elastic_train.shards.laws import num_sent
+from tests.elastic_train.placement.laws import num_sent
 
 CUT = lay_out(
     [

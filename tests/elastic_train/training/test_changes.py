@@ -13,7 +13,7 @@ import pytest
 
 from elastic_train.checkpoint.commits.improvement import Improvement
 from elastic_train.config.schema import Config
-from elastic_train.job.state import Reached
+from elastic_train.job.state import TrainProgress
 from elastic_train.tasks.task_source import source_of
 from elastic_train.training.opening.changes import SOURCE, VALIDATION, say_changes, versions_of
 
@@ -43,7 +43,7 @@ def said(
     plan = SimpleNamespace(config=config, task=task, total_steps=total, feed=feed)
     head = SimpleNamespace(versions=versions, key="commits/a.json", step=step, term=1)
     process = SimpleNamespace(
-        plan=plan, state=SimpleNamespace(step=step, reached=Reached(improvement=IMPROVEMENT)), warned=set()
+        plan=plan, state=SimpleNamespace(step=step, reached=TrainProgress(improvement=IMPROVEMENT)), warned=set()
     )
     lines: list[str] = []
     world = SimpleNamespace(is_leader=True, announce=lines.append)

@@ -15,7 +15,7 @@ from elastic_train.checkpoint.commits.pins_and_holds import pinned
 from elastic_train.checkpoint.commits.reader import read_record
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults
-from elastic_train.checkpoint.saving.store_use import StoreUse
+from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import CheckpointConfig
@@ -99,7 +99,7 @@ def opened_on(store: Store, *, etcd: AwayEtcd | None = None, **checkpoint: objec
         cadence=Cadence(config.checkpoint, Faults(0, 0.0)),
         tracker=None,
         head=None,
-        use=StoreUse(store.url),
+        use=StoreHealth(store.url),
     )
     return commits, ears
 

@@ -16,13 +16,13 @@ from torchmetrics.classification import BinaryAUROC, MulticlassF1Score
 
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import ConfigError
+from elastic_train.inference.evaluating import Alone
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.classification_metrics import CalibrationError, classification_metrics
 from elastic_train.tasks.language_metrics import Perplexity, TokenAccuracy
 from elastic_train.tasks.preparing import try_metrics
 from elastic_train.tasks.task import LaneLoss, Task, mean_loss, weight_of
-from elastic_train.trained.evaluating import Alone
 from elastic_train.training.evaluation import evaluate
 
 pytestmark = pytest.mark.xdist_group("torchmetrics")  # one process imports it

@@ -20,7 +20,7 @@ from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import PeerLostError
 from elastic_train.insight.phases import StepClock
 from elastic_train.job.cells.stage import Stage
-from elastic_train.job.state import Reached
+from elastic_train.job.state import TrainProgress
 from elastic_train.parallel.step_tables import StepTables
 from elastic_train.training import loop, step, turns
 from elastic_train.training.session import Session
@@ -42,7 +42,7 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
     commits = session.commits
     for asked in (session.worlds.wants_to_grow, commits.is_overdue, commits.is_hopeless, commits.is_unable):
         asked.return_value = False
-    commits.is_vouching = False
+    commits.is_confirming_writable = False
     session.buffers.has_changed, session.clock, session.watch = False, StepClock(), None
 
     def forward(*_: object) -> turns.ForwardOutput:
@@ -111,7 +111,7 @@ def test_ranks_that_are_asked_to_leave_one_after_another_leave_together(
     session = MagicMock(is_over=False)
     session.world.group.rank = 0
     session.leaving.side_effect = [*looks[: 1 if is_before else 0], *looks]
-    session.state.shards.is_taken_along.return_value = False
+    session.state.shards.would_lose_state.return_value = False
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, LEAVE, 0)
     assert (loop._end_before(session) if is_before else loop._end(session, 0, sums)) is end
     assert session.commits.finish.called == (end is loop.Outcome.PREEMPTED)
@@ -127,7 +127,7 @@ def test_what_only_those_that_leave_have_is_committed_before_they_go(
     session = MagicMock(is_over=False)
     session.world.group.rank, session.state.step = 0, step
     session.leaving.return_value = asked
-    session.state.shards.is_taken_along.side_effect = lambda leaving: is_sole and leaving == asked
+    session.state.shards.would_lose_state.side_effect = lambda leaving: is_sole and leaving == asked
     assert loop._departure(session) is end
     assert session.commits.finish.called == (is_sole and step > 0)
 
@@ -152,7 +152,7 @@ def test_a_validation_that_a_fault_has_kept_a_rank_from_is_done_before_the_next_
     """By all ranks if any of them lacks it: when training ends depends on it. It counts once."""
     plan, state, world = MagicMock(), MagicMock(step=6), MagicMock()
     plan.config.validation = ValidationConfig(every_steps=3, early_stopping=EarlyStoppingConfig())
-    state.reached = Reached(step=6, improvement=Improvement("min loss", 1.0, 3, 6 if has_it else 3, int(has_it)))
+    state.reached = TrainProgress(step=6, improvement=Improvement("min loss", 1.0, 3, 6 if has_it else 3, int(has_it)))
     world.group.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(not others_lack_it))])
     session = Session(plan, world, state, *[MagicMock()] * 8, None)
     assert session.is_validation_missed() == (others_lack_it or not has_it)
@@ -181,7 +181,7 @@ def test_a_rank_that_loses_a_peer_at_the_point_of_no_return_is_to_apply_its_step
     assert step.meet(session, norm) == (shards.norm_of.return_value, None)
     session.world.group.all_gather.side_effect = lost
     session.worlds.is_live = True
-    assert step.meet(session, norm) == (shards.norm_alone.return_value, lost)
+    assert step.meet(session, norm) == (shards.local_norm.return_value, lost)
     session.worlds.is_live = False
     with pytest.raises(PeerLostError):
         step.meet(session, norm)

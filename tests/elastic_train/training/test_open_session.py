@@ -22,7 +22,7 @@ from elastic_train.checkpoint import (
 )
 from elastic_train.checkpoint.commits import reader
 from elastic_train.checkpoint.saving import abandonment
-from elastic_train.checkpoint.saving.store_use import StoreUse
+from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.checkpoint.stores import deadline
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.disk import RealDisk
@@ -32,7 +32,7 @@ from elastic_train.core.lineage import Interval
 from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
 from elastic_train.job.build import build_state
 from elastic_train.job.commit_facts import describe_commit
-from elastic_train.job.state import AppliedState, Reached
+from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.parallel.group import Group
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
@@ -59,7 +59,7 @@ def state_of(*intervals: tuple[int, int, int]) -> AppliedState:
     """A state whose steps were applied by the terms of `intervals` (term, lo, hi)."""
     state = build_state(nn.Linear(2, 1), OptimizerConfig(lr=0.1), 50, "cpu", is_fp16=False)
     lineage = tuple(Interval(*interval) for interval in intervals)
-    return replace(state, reached=Reached(step=intervals[-1][2] if intervals else 0, intervals=lineage))
+    return replace(state, reached=TrainProgress(step=intervals[-1][2] if intervals else 0, intervals=lineage))
 
 
 @pytest.mark.parametrize("error", [TooFewNodesError("few"), Preempted("asked to leave"), StorageError("etcd is away")])
@@ -83,7 +83,7 @@ def test_the_state_is_committed_however_the_wait_for_a_world_ends(error: Elastic
     worlds = SimpleNamespace(form=form, published=lambda: None, leave=lambda *, is_job_done: leave(is_job_done))
     state = state_of((1, 0, 4), (2, 4, 9))
     with pytest.raises(type(error)):
-        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0, StoreUse(""), Mock()))  # type: ignore[arg-type]
+        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0, StoreHealth(""), Mock()))  # type: ignore[arg-type]
     head = discover(store).head
     assert head is not None and (head.step, head.parent_key) == (9, ancestor.key)
     assert left == [False]
@@ -123,7 +123,7 @@ def test_hanging_storage_does_not_keep_a_process_from_leaving(
     left: list[bool] = []
     worlds = SimpleNamespace(form=few, published=lambda: None, leave=lambda *, is_job_done: left.append(is_job_done))
     with pytest.raises(TooFewNodesError):
-        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0, StoreUse(""), Mock()))  # type: ignore[arg-type]
+        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0, StoreHealth(""), Mock()))  # type: ignore[arg-type]
     assert is_hung.is_set() and left == [False]
     assert "step 9 could not be committed: the storage made no progress" in capsys.readouterr().err
     monkeypatch.undo()

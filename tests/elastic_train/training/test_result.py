@@ -18,7 +18,7 @@ from elastic_train.checkpoint.commits.improvement import Improvement
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import ElasticTrainError, FencedError, Preempted, ResultError
 from elastic_train.job.model_layout import store_in_memory_order
-from elastic_train.job.state import Reached
+from elastic_train.job.state import TrainProgress
 from elastic_train.system import atomic_files
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.training.loop import Outcome
@@ -53,7 +53,7 @@ class Ended:
             check_newest=lambda: self.check_newest(),
             announce=lambda text: self.acts.append(text),
         )
-        reached = Reached(step=14)
+        reached = TrainProgress(step=14)
         cursor = SimpleNamespace(epoch=1)
         shards = SimpleNamespace(digest=lambda group: "5e1f", make_whole=lambda group: self.acts.append("model whole"))
         self.state = SimpleNamespace(

@@ -20,7 +20,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
 from elastic_train.job.build import build_state
-from elastic_train.job.reseating import bring, take_state, taking, tree_transfer
+from elastic_train.job.resharding import gather_peer_states, reshard, take_state, tree_transfer
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import bind_gradients
@@ -37,7 +37,7 @@ TERM = 3
 def test_every_rank_behind_gets_the_state_once_from_a_furthest_rank(places: list[Place]) -> None:
     """Givers are at the furthest place, takers are all the others, and the work is shared out evenly."""
     is_furthest = [place == max(places) for place in places]
-    givers = [taking._giver_to(rank, is_furthest) for rank in range(len(places))]
+    givers = [reshard._giver_to(rank, is_furthest) for rank in range(len(places))]
     assert all((giver is None) == is_it for giver, is_it in zip(givers, is_furthest, strict=True))
     work = Counter(giver for giver in givers if giver is not None)
     assert all(is_furthest[giver] for giver in work)
@@ -59,7 +59,7 @@ def trained(num_steps: int, name: str = "adamw") -> AppliedState:
 
 def come_together(group: Group, state: AppliedState) -> int | None:
     """Bring this rank to the furthest step of all; return the rank that gave it its state."""
-    brought = bring(group, state, state.shards, ())
+    brought = gather_peer_states(group, state, state.shards, ())
     return take_state(group, state, state.shards, brought).given_by
 
 

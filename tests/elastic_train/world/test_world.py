@@ -10,10 +10,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, Store, Unheard, open_store
+from elastic_train.checkpoint import CommitRecord, CommitWriter, FenceNotUpdated, SaveMemory, Store, open_store
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, FencedError
 from elastic_train.job.commit_facts import describe_commit
-from elastic_train.job.reseating import Taken
+from elastic_train.job.resharding import Taken
 from elastic_train.parallel.group import Group
 from elastic_train.training.opening.saves import commit_alone
 from elastic_train.world import restore as restoring
@@ -66,7 +66,7 @@ class Job:
         commits = CommitWriter(self.store, self.fence, self.fence.claim(intervals[-1][0]), parent)
         try:
             return commits.save(state.shards.held(), describe_commit(self.plan, state, 1), state.reached.intervals)  # type: ignore[arg-type]
-        except Unheard as error:
+        except FenceNotUpdated as error:
             return error.commit
 
     def world(self) -> World:

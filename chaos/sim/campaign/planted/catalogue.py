@@ -13,7 +13,7 @@ from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.campaign.planted.shards import SHARDS
 from chaos.sim.campaign.planted.shared_weights import SHARED_WEIGHTS
 from chaos.sim.campaign.planted.shares_in_cells import SHARES_IN_CELLS
-from elastic_train.job.reseating import Taken
+from elastic_train.job.resharding import Taken
 
 UNWATCHED = {"elastic_train.training.loop:check_epoch": bugs.let_epochs_pass}
 """Training ends by itself at the end of an epoch whose samples were not applied once each. It does not while bugs are
@@ -140,7 +140,7 @@ PLANTED = (
     SimBug(
         "lets-the-unfit-in",
         "a worker joins whatever the examination of its machine has found",
-        lambda: {"elastic_train.health.proof:Proof.demand": lambda self, is_stopped: None},
+        lambda: {"elastic_train.health.precheck:Proof.demand": lambda self, is_stopped: None},
         ("unfit",),
         faults.alone_on_a_wrong_processor,
         replace(SHAPE, epochs=30, lane_s=0.5),

@@ -12,8 +12,8 @@ from chaos.sim.job.fault import SimFault
 from chaos.sim.modelled.plan import ModelledPlan
 from chaos.sim.modelled.state import ModelledState
 from elastic_train.core.mesh import Mesh
-from elastic_train.job.reseating import placing
-from elastic_train.job.reseating.brought import Brought
+from elastic_train.job.resharding import placing
+from elastic_train.job.resharding.peer_states import PeerState
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 from rendezvous.membership.records import Member, World
@@ -49,7 +49,7 @@ def keep_part(plan: ModelledPlan, state: ModelledState, mesh: Mesh, cell: Group,
     _TAKE_PLACE(plan, state, mesh, cell, holders)  # type: ignore[arg-type]  # what is simulated in their place
 
 
-def nothing_is_missing(shards: StateShards, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
+def nothing_is_missing(shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
     """Count a step as held if one rank holds its part of it."""
     furthest = max(one.place for one in brought)
     there = {shards.column_of(rank) for rank, one in enumerate(brought) if one.place == furthest}

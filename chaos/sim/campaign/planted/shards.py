@@ -11,16 +11,16 @@ from torch import Tensor
 
 from chaos.sim.campaign.planted import faults
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
-from elastic_train.job.reseating.brought import Brought, all_arcs_of, comes_to, leave_out_unfinished
-from elastic_train.job.sharded.held_share import HeldShare
-from elastic_train.job.sharded.held_tree import Spare
+from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, comes_to, leave_out_unfinished
+from elastic_train.job.sharded.held_tree import Retained
+from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, Pending, StepFacts
 from elastic_train.job.state_shards import Place, StateShards
-from elastic_train.shards import norm
-from elastic_train.shards.holdings import Run, grains_in
-from elastic_train.shards.norm import Float64s
-from elastic_train.shards.recut import Holder
-from elastic_train.shards.seating import Seating
+from elastic_train.placement import norm
+from elastic_train.placement.holdings import Run, grains_in
+from elastic_train.placement.norm import Float64s
+from elastic_train.placement.recut import Holder
+from elastic_train.placement.seating import Seating
 
 ONE, TWO = (replace(SHAPE, copies=copies) for copies in (1, 2))
 
@@ -30,7 +30,7 @@ def runs_off_by_one(self: Seating) -> list[list[Run]]:
     return [[Run(run.flat, run.lo + 1, run.hi) for run in runs] for runs in _OWNED_RUNS(self)]
 
 
-def at_any_place(shards: HeldShare, one: Brought, furthest: Place) -> Holder:
+def at_any_place(shards: Zero1Share, one: PeerState, furthest: Place) -> Holder:
     """Take what a rank holds for the furthest step's, however far it is."""
     return Holder() if one.seat is None else Holder(furthest, grains_in(shards.circle, all_arcs_of(one)))
 
@@ -42,10 +42,10 @@ def norm_without_the_first(squares: Float64s) -> float:
     return _TOTAL_NORM(squares[1:])
 
 
-_MEASURED: WeakKeyDictionary[HeldShare, Tensor] = WeakKeyDictionary()
+_MEASURED: WeakKeyDictionary[Zero1Share, Tensor] = WeakKeyDictionary()
 
 
-def measure_and_remember(self: HeldShare) -> Tensor:
+def measure_and_remember(self: Zero1Share) -> Tensor:
     _MEASURED[self] = found = _MEASURE(self)
     return found
 
@@ -53,15 +53,15 @@ def measure_and_remember(self: HeldShare) -> Tensor:
 def apply_and_hold(self: AppliedState, facts: StepFacts, norm: Tensor) -> None:
     """Apply a step, and hold it as pending."""
     _APPLY(self, facts, norm)
-    if isinstance(self.shards.share, HeldShare):
+    if isinstance(self.shards.share, Zero1Share):
         self.pending = Pending(facts, _MEASURED.get(self.shards.share, torch.zeros(1, dtype=torch.float64)))
 
 
-_OWNED_RUNS, _MEASURE, _APPLY = Seating.owned_runs, HeldShare.measure, AppliedState.apply
+_OWNED_RUNS, _MEASURE, _APPLY = Seating.owned_runs, Zero1Share.measure, AppliedState.apply
 
 
-def keep_nothing(*_: object) -> Spare:
-    return Spare()
+def keep_nothing(*_: object) -> Retained:
+    return Retained()
 
 
 def none_can(*_: object) -> list[int]:
@@ -69,7 +69,7 @@ def none_can(*_: object) -> list[int]:
     return []
 
 
-def furthest_or_nothing(shards: StateShards, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
+def furthest_or_nothing(shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
     """Look at the furthest step alone."""
     furthest = max(one.place for one in brought)
     there = [one for one in brought if furthest in (one.place, comes_to(one))]
@@ -82,7 +82,7 @@ SHARDS = (
     SimBug(
         "run-off-by-one",
         "where shards begin, the sum over the lanes lacks an element",
-        lambda: {"elastic_train.shards.seating:Seating.owned_runs": runs_off_by_one},
+        lambda: {"elastic_train.placement.seating:Seating.owned_runs": runs_off_by_one},
         ("hash", "weights"),
         faults.kills,
         ONE,
@@ -90,7 +90,7 @@ SHARDS = (
     SimBug(
         "given-at-any-step",
         "a rank that is behind brings its shards as if they were the furthest step's: ranks find that weights differ",
-        lambda: {"elastic_train.job.reseating.taking:_holder": at_any_place},
+        lambda: {"elastic_train.job.resharding.reshard:_holder": at_any_place},
         ("deaths",),
         faults.wakes,
         replace(TWO, epochs=12),
@@ -107,7 +107,7 @@ SHARDS = (
         "applied-and-pending",
         "a step that was applied stays pending, and is made again in the next world",
         lambda: {
-            "elastic_train.job.sharded.held_share:HeldShare.measure": measure_and_remember,
+            "elastic_train.job.sharded.zero1_share:Zero1Share.measure": measure_and_remember,
             "elastic_train.job.state:AppliedState.apply": apply_and_hold,
         },
         ("coverage", "witness", "hash", "partition", "agreement"),
@@ -125,7 +125,7 @@ SHARDS = (
     SimBug(
         "pending-dropped",
         "a pending step is dropped although a rank that is gone may have applied it",
-        lambda: {"elastic_train.job.reseating.pending_step:_all_left": none_can},
+        lambda: {"elastic_train.job.resharding.pending_step:_all_left": none_can},
         ("rpo",),
         faults.dies_ahead,
         TWO,
@@ -133,7 +133,7 @@ SHARDS = (
     SimBug(
         "seated-too-soon",
         "who has given shards away drops them before the taker is known to have its seat",
-        lambda: {"elastic_train.job.reseating.taking:Spare": keep_nothing},
+        lambda: {"elastic_train.job.resharding.reshard:Retained": keep_nothing},
         ("copies",),
         faults.breaks_while_seated,
         replace(TWO, nodes=4, epochs=4),

@@ -13,24 +13,24 @@ from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.campaign.planted.shards import at_any_place
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.pieces import Pieces, Span
-from elastic_train.job.reseating import taking
-from elastic_train.job.sharded.gathered_share import GatheredShare
-from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.resharding import reshard
 from elastic_train.job.sharded.held_tree import HeldRun
+from elastic_train.job.sharded.zero1_share import Zero1Share
+from elastic_train.job.sharded.zero3_share import Zero3Share
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
-from elastic_train.shards.holdings import Run
-from elastic_train.shards.recut import Recut
-from elastic_train.shards.seating import Seating
+from elastic_train.placement.holdings import Run
+from elastic_train.placement.recut import Recut
+from elastic_train.placement.seating import Seating
 
 PARAMETERS = replace(SHAPE, copies=2, shards="parameters")
 
-_GATHERING, _MOVE, _HELD_WEIGHTS = GatheredShare.gathering, taking._move, GatheredShare.held_weights
-_FIRST: WeakKeyDictionary[GatheredShare, dict[Run, Tensor]] = WeakKeyDictionary()
-_LAST: WeakKeyDictionary[GatheredShare, dict[tuple[str, Span], Tensor]] = WeakKeyDictionary()
+_GATHERING, _MOVE, _HELD_WEIGHTS = Zero3Share.gathering, reshard._move, Zero3Share.held_weights
+_FIRST: WeakKeyDictionary[Zero3Share, dict[Run, Tensor]] = WeakKeyDictionary()
+_LAST: WeakKeyDictionary[Zero3Share, dict[tuple[str, Span], Tensor]] = WeakKeyDictionary()
 
 
-def gather_from_first_memory(self: GatheredShare, column: Group, *, by_unit: bool) -> UnitWeights | None:
+def gather_from_first_memory(self: Zero3Share, column: Group, *, by_unit: bool) -> UnitWeights | None:
     """Give peers a share from where it first was, also after it has gone and come back."""
     known = _FIRST.setdefault(self, {})
     for one in self.runs:
@@ -43,7 +43,7 @@ def gather_from_first_memory(self: GatheredShare, column: Group, *, by_unit: boo
 
 def move_all_but_a_joiners_weights(
     group: Group,
-    shards: HeldShare,
+    shards: Zero1Share,
     seating: Seating,
     plan: Recut,
     runs: Sequence[HeldRun],
@@ -57,7 +57,7 @@ def move_all_but_a_joiners_weights(
     return arrived
 
 
-def weights_of_the_last_commit(self: GatheredShare) -> State:
+def weights_of_the_last_commit(self: Zero3Share) -> State:
     """Return weights as they were when they were last asked for, where this rank held them then."""
     found, known = _HELD_WEIGHTS(self), _LAST.get(self, {})
     now = {
@@ -80,7 +80,7 @@ SHARED_WEIGHTS = (
     SimBug(
         "gathers-an-old-share",
         "a rank that holds a share again gives others the weights that it had before",
-        lambda: {"elastic_train.job.sharded.gathered_share:GatheredShare.gathering": gather_from_first_memory},
+        lambda: {"elastic_train.job.sharded.zero3_share:Zero3Share.gathering": gather_from_first_memory},
         ("hash", "weights"),
         faults.kills,
         PARAMETERS,
@@ -89,8 +89,8 @@ SHARED_WEIGHTS = (
         "joins-with-first-weights",
         "who joins keeps the weights that it began with, and ranks do not compare the copies of a share",
         lambda: {
-            "elastic_train.job.reseating.taking:_move": move_all_but_a_joiners_weights,
-            "elastic_train.job.sharded.gathered_share:check_copies": lambda *_: None,
+            "elastic_train.job.resharding.reshard:_move": move_all_but_a_joiners_weights,
+            "elastic_train.job.sharded.zero3_share:check_copies": lambda *_: None,
         },
         ("hash", "weights"),
         faults.kills,
@@ -99,7 +99,7 @@ SHARED_WEIGHTS = (
     SimBug(
         "joins-and-is-found-out",
         "who joins keeps the weights that it began with: holders of a share find that theirs differ",
-        lambda: {"elastic_train.job.reseating.taking:_move": move_all_but_a_joiners_weights},
+        lambda: {"elastic_train.job.resharding.reshard:_move": move_all_but_a_joiners_weights},
         ("deaths",),
         faults.kills,
         PARAMETERS,
@@ -107,7 +107,7 @@ SHARED_WEIGHTS = (
     SimBug(
         "weights-of-another-step",
         "a commit has the moments of its step, and the weights of the commit before",
-        lambda: {"elastic_train.job.sharded.gathered_share:GatheredShare.held_weights": weights_of_the_last_commit},
+        lambda: {"elastic_train.job.sharded.zero3_share:Zero3Share.held_weights": weights_of_the_last_commit},
         ("hash", "weights"),
         faults.kills,
         PARAMETERS,
@@ -116,8 +116,8 @@ SHARED_WEIGHTS = (
         "copies-unseen",
         "a rank that is behind brings its shares as if they were the furthest step's, and nobody compares copies",
         lambda: {
-            "elastic_train.job.reseating.taking:_holder": at_any_place,
-            "elastic_train.job.sharded.gathered_share:check_copies": lambda *_: None,
+            "elastic_train.job.resharding.reshard:_holder": at_any_place,
+            "elastic_train.job.sharded.zero3_share:check_copies": lambda *_: None,
         },
         ("hash", "weights"),
         faults.wakes,

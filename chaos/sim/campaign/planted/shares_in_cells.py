@@ -14,14 +14,14 @@ from chaos.sim.job.fault import SimFault
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.job.cells import state_parts
 from elastic_train.job.cells.cut_model import Cut
-from elastic_train.job.reseating import brought as bringing
-from elastic_train.job.reseating import pending_step
-from elastic_train.job.reseating.brought import Brought, comes_to
+from elastic_train.job.resharding import peer_states as peer_states
+from elastic_train.job.resharding import pending_step
+from elastic_train.job.resharding.peer_states import PeerState, comes_to
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.group import Group
 
-_FILLED, _ROLL_FORWARD, _NUM_MISSING = state_parts.filled_parts, pending_step.roll_forward, bringing._num_missing
+_FILLED, _ROLL_FORWARD, _NUM_MISSING = state_parts.filled_parts, pending_step.roll_forward, peer_states._num_missing
 IN_SHARES = replace(IN_CELLS, nodes=3, ranks=2, copies=2)
 """Three cells, over which each place's moments are held twice."""
 
@@ -34,8 +34,8 @@ def filled_from_the_neighbour(tree: State, fill: Callable[[State], None], cuts: 
 
 
 def rolled_forward_by_column(
-    group: Group, state: AppliedState, shards: StateShards, brought: Sequence[Brought]
-) -> Sequence[Brought]:
+    group: Group, state: AppliedState, shards: StateShards, brought: Sequence[PeerState]
+) -> Sequence[PeerState]:
     """Apply a pending step where a rank of the same column has applied it, and drop it elsewhere."""
     furthest = max(one.place for one in brought)
     late = [rank for rank, one in enumerate(brought) if one.pending and comes_to(one) == furthest]
@@ -48,9 +48,11 @@ def rolled_forward_by_column(
     return pending_step._apply(group, state, brought, near, norm, furthest)
 
 
-def missing_in_the_first_group(shards: StateShards, brought: Sequence[Brought], place: Place) -> int:
+def missing_in_the_first_group(shards: StateShards, brought: Sequence[PeerState], place: Place) -> int:
     """Count as lost what the first of the groups that hold everything once does not hold."""
-    first = [one if one.seat is None or one.seat.group == 0 else replace(one, seat=None, spare=()) for one in brought]
+    first = [
+        one if one.seat is None or one.seat.group == 0 else replace(one, seat=None, retained=()) for one in brought
+    ]
     return _NUM_MISSING(shards, first, place)
 
 
@@ -81,7 +83,7 @@ SHARES_IN_CELLS = (
     SimBug(
         "neighbours-share",
         "a column reads its share of a commit from the part of the neighbour place",
-        lambda: {"elastic_train.job.sharded.held_share:filled_parts": filled_from_the_neighbour},
+        lambda: {"elastic_train.job.sharded.zero1_share:filled_parts": filled_from_the_neighbour},
         ("hash", "weights"),
         kills_of_everybody,
         IN_SHARES,
@@ -97,7 +99,7 @@ SHARES_IN_CELLS = (
     SimBug(
         "copy-not-counted",
         "a share is taken for lost, and steps are given up, although a copy of it lives",
-        lambda: {"elastic_train.job.reseating.brought:_num_missing": missing_in_the_first_group},
+        lambda: {"elastic_train.job.resharding.peer_states:_num_missing": missing_in_the_first_group},
         ("copies",),
         kills_one_by_one,
         IN_SHARES,

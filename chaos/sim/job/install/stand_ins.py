@@ -12,8 +12,8 @@ from chaos.sim.machine import stdlib
 from chaos.sim.machine.etcd import EtcdClient
 from chaos.sim.machine.object_store import StorageClient
 from elastic_train.config.schema import Config
-from elastic_train.health.finding import Planned, fail
-from elastic_train.health.proof import LIMIT_S, Proof
+from elastic_train.health.precheck import LIMIT_S, Proof
+from elastic_train.health.result import Planned, fail
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History, UnformedWorlds
 from elastic_train.tracking.history_files import Stagnation

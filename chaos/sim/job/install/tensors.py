@@ -22,7 +22,7 @@ from elastic_train.config.schema import Config
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.cells.stage import Stage
-from elastic_train.job.reseating import brought
+from elastic_train.job.resharding import peer_states
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel import group, step_tables
@@ -120,24 +120,24 @@ def _of_cells() -> Iterable[Replacement]:
     """Work out once what all ranks of a world find of what they have gathered."""
     norm_of = memory_of(lambda gathered, shards: _NORM_OF(shards, gathered))
     yield StateShards, "norm_of", lambda self, gathered: norm_of(gathered, self)
-    yield from within("elastic_train.job.reseating.brought", _read=memory_of(brought._read))
+    yield from within("elastic_train.job.resharding.peer_states", _read=memory_of(peer_states._read))
 
 
 def _of_real_models(same: SameShares) -> Iterable[Replacement]:
     """Replace the plan of a real model's commits, count samples in its buffers, and work shares out once."""
     yield from within(
-        "elastic_train.job.reseating.taking",
+        "elastic_train.job.resharding.reshard",
         Seating=same.seating,
         seats_at=same.seats_of,
         _plan_of=same.plan_of,
     )
     yield from within("elastic_train.world.restore", leave_out_unfinished=same.leave_out_unfinished)
     yield from within(
-        "elastic_train.job.sharded.held_share", runs_of=same.runs_of, owned_of=same.owned_of, cuts_of=same.cuts_of
+        "elastic_train.job.sharded.zero1_share", runs_of=same.runs_of, owned_of=same.owned_of, cuts_of=same.cuts_of
     )
     columns_of = SameColumns().of
     yield from within("elastic_train.job.build", slots_of=same.slots_of, CutModel=TinyCut, columns_of=columns_of)
-    yield from within("elastic_train.parallel.dealt_sum", runs_of=same.runs_of)
+    yield from within("elastic_train.parallel.reduce_scatter_sum", runs_of=same.runs_of)
     yield from within(
         "elastic_train.training.open_session", open_buffers=lambda plan, world, state, *_: CountedBuffers(state)
     )

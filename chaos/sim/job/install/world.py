@@ -77,7 +77,7 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     yield from within("elastic_train.training.opening.saves", open_store=storage, DeadlineStore=undelayed)
     # No simulated node has a copy of the job's store.
     yield from within("elastic_train.world.one_store", open_store=storage, DeadlineStore=undelayed, check_first=nothing)
-    yield from within("elastic_train.checkpoint.saving.store_use", open_store=storage, DeadlineStore=undelayed)
+    yield from within("elastic_train.checkpoint.saving.store_health", open_store=storage, DeadlineStore=undelayed)
     yield from within("elastic_train.world.claims", process_identity=host.identity)
     yield from within(
         "elastic_train.world.uniformity",
@@ -100,7 +100,7 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     yield from within("elastic_train.training.supervisor", warm_up=lambda plan, state: None)
     proofs = {"begin_proof": functools.partial(prove, host), "note_unfit": functools.partial(note_unfit, host)}
     yield from within("elastic_train.training.supervisor", **proofs)
-    yield from within("elastic_train.health.proof", tell_mates=lambda unfit: unfit)  # each finds the same by itself
+    yield from within("elastic_train.health.precheck", tell_mates=lambda unfit: unfit)  # each finds the same by itself
     yield from within(
         "elastic_train.training.supervisor", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None))
     )
@@ -122,7 +122,7 @@ def track(tracking: Tracking | None) -> Iterable[Replacement]:
     if tracking is None:
         yield from within("elastic_train.training.open_session", start_tracker=nothing)
         return
-    yield from within("elastic_train.training.opening.views", Path=lambda _: tracking.folder)
+    yield from within("elastic_train.training.opening.observers", Path=lambda _: tracking.folder)
     yield from within("elastic_train.tracking.delivery", MlflowRun=functools.partial(TrackedRun, tracking.server))
     yield from within(
         "elastic_train.tracking.tracker", MetricsWriter=tracking.writer, code_tags=dict, bound_requests=nothing

@@ -24,7 +24,7 @@ from elastic_train.cli.places.doctor.peers import Self, examine_peers
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, StorageError
-from elastic_train.health.finding import Finding, Planned, examine_all, fail, ok
+from elastic_train.health.result import Finding, Planned, examine_all, fail, ok
 from elastic_train.launch.options import TTL_S, count_gpus
 from elastic_train.launch.schedulers import Found, found_in, lonely
 from elastic_train.system.extras import version_of

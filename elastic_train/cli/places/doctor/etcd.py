@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from elastic_train.health.clock import Greeting, greeted, judged
-from elastic_train.health.finding import Finding, fail, ok, warn
+from elastic_train.health.result import Finding, fail, ok, warn
 from elastic_train.system.wording import counted, first_line, size
 from rendezvous.agent.identity import split_endpoint
 from rendezvous.errors import OptionError, ServerError, StoreError

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic_train.health.finding import Finding, fail, ok, warn
+from elastic_train.health.result import Finding, fail, ok, warn
 from elastic_train.system.extras import version_of
 from elastic_train.system.wording import counted, size
 from rendezvous.open_files import BESIDES, PER_RANK, raise_limit

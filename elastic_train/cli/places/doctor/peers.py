@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from elastic_train.health.finding import Finding, fail, ok, warn
+from elastic_train.health.result import Finding, fail, ok, warn
 from elastic_train.system.wording import counted
 from rendezvous.agent.identity import IdentityPort, ask
 from rendezvous.membership.records import Keys

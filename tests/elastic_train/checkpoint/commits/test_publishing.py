@@ -24,11 +24,11 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.job.build import build_state
 from elastic_train.job.plan import Plan
-from elastic_train.job.sharded.held_share import HeldShare
-from elastic_train.job.state import Reached
+from elastic_train.job.sharded.zero1_share import Zero1Share
+from elastic_train.job.state import TrainProgress
 from elastic_train.parallel.group import Group
-from elastic_train.shards.seating import Seating
-from elastic_train.shards.seats import seats_of
+from elastic_train.placement.seating import Seating
+from elastic_train.placement.seats import seats_of
 from elastic_train.training.opening.saves import commit_alone
 from elastic_train.world.fencing import StoreFence
 from tests.conftest import run_source
@@ -270,7 +270,7 @@ def test_a_commit_without_a_world_continues_its_own_states_parent(tmp_path: Path
     others = (Interval(1, 0, 5), Interval(2, 5, 6))
     CommitWriter(store, StoreFence(store), 2, first).save(small_state(), facts(6), others)
     state = build_state(nn.Linear(2, 1), OptimizerConfig(), total_steps=10, device="cpu", is_fp16=False)
-    state.reached = Reached(step=8, intervals=(Interval(1, 0, 8),))
+    state.reached = TrainProgress(step=8, intervals=(Interval(1, 0, 8),))
     plan = plan_of(tmp_path)
     commit_alone(plan, state, SaveMemory())
     alone = discover(store).head
@@ -283,8 +283,8 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     sharded = ParallelConfig(shards="optimizer", copies=1)
     state = build_state(nn.Linear(2, 1), OptimizerConfig(), 10, "cpu", is_fp16=False, parallel=sharded)
     shards = state.shards.share
-    assert isinstance(shards, HeldShare)
-    state.reached = Reached(step=8, intervals=(Interval(1, 0, 8),))
+    assert isinstance(shards, Zero1Share)
+    state.reached = TrainProgress(step=8, intervals=(Interval(1, 0, 8),))
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory()), "it has no seat yet"
     seats = seats_of([("0",), ("1",)], 1)
     seating = Seating(shards.layout, shards.circle, seats, 1)

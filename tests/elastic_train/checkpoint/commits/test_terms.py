@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elastic_train.checkpoint import CommitWriter, Store, Unheard, discover
+from elastic_train.checkpoint import CommitWriter, FenceNotUpdated, Store, discover
 from elastic_train.checkpoint.commits.record import VOID
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.world import fencing
@@ -144,6 +144,6 @@ def test_etcd_errors_become_our_errors(local_store: Store) -> None:
     control.error = rendezvous_errors.StoreUnavailableError("no member answered")
     with pytest.raises(StorageError, match="no member answered"):
         fence.claim(1)
-    with pytest.raises(Unheard, match="no member answered") as unheard:
+    with pytest.raises(FenceNotUpdated, match="no member answered") as unheard:
         commits.save(small_state(1), facts(2))
     assert unheard.value.commit == discover(local_store).head

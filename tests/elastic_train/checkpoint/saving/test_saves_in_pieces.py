@@ -18,7 +18,7 @@ from elastic_train.checkpoint.saving import abandonment
 from elastic_train.checkpoint.saving.staging import Snapshot
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import StorageError
-from elastic_train.shards.grains import GRAIN
+from elastic_train.placement.grains import GRAIN
 from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.checkpoint.commit_samples import State, facts
 from tests.elastic_train.checkpoint.commits.test_commits import assert_equal_trees

@@ -25,7 +25,7 @@ from elastic_train.cli.places.doctor.etcd import examine_etcd
 from elastic_train.cli.places.doctor.peers import Self, examine_peers
 from elastic_train.cli.places.doctor.storage import examine_storage
 from elastic_train.health import clock
-from elastic_train.health.finding import Finding, Planned, examine_all, ok
+from elastic_train.health.result import Finding, Planned, examine_all, ok
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.membership.store import Put
 from tests.conftest import PATIENCE_S

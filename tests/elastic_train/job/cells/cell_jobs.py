@@ -27,9 +27,9 @@ from elastic_train.job.cells.cell_plan import CellPlan, cell_plan_of, dims_of
 from elastic_train.job.cells.context import Context
 from elastic_train.job.cells.cut_model import along_axis
 from elastic_train.job.cells.stage import Stage, stage_of
-from elastic_train.job.reseating import bring, leave_out_unfinished, roll_forward, take_state
-from elastic_train.job.reseating.placing import take_place
-from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.resharding import gather_peer_states, leave_out_unfinished, roll_forward, take_state
+from elastic_train.job.resharding.placing import take_place
+from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.cells.context_links import Gathering
 from elastic_train.parallel.gradient_sum import GradientSum
@@ -130,8 +130,8 @@ def runs_decoder(cell: Cell) -> bool:
     return cell.stage * cell.expert > 1
 
 
-def share_of(state: AppliedState) -> HeldShare:
-    assert isinstance(state.shards.share, HeldShare), "the state is in shards"
+def share_of(state: AppliedState) -> Zero1Share:
+    assert isinstance(state.shards.share, Zero1Share), "the state is in shards"
     return state.shards.share
 
 
@@ -153,7 +153,7 @@ def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
     first = lambda: build("none", cell=shape, sequence=sequence).model.state_dict().items()  # noqa: E731
     plan = SimpleNamespace(first_weights=first)
     take_place(plan, state, ranks.mesh, ranks.cell, ranks.column)  # type: ignore[arg-type]
-    brought = bring(ranks.world, state, state.shards, ("", str(who)))
+    brought = gather_peer_states(ranks.world, state, state.shards, ("", str(who)))
     kept, num_lost = leave_out_unfinished(state.shards, brought)
     if num_lost:
         return num_lost

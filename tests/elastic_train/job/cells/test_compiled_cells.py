@@ -18,7 +18,7 @@ import torch
 from elastic_train.config import sources
 from elastic_train.errors import PeerLostError
 from elastic_train.job.plan import Plan, make_plan
-from elastic_train.job.reseating.placing import take_place
+from elastic_train.job.resharding.placing import take_place
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
 from elastic_train.parallel.group import Group

@@ -10,8 +10,8 @@ from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.core.mesh import Cell
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.cells.state_parts import filled_parts, in_whole, written_by_turns, written_spans
-from elastic_train.shards.grains import cut_along
-from elastic_train.shards.norm import in_memory_order
+from elastic_train.placement.grains import cut_along
+from elastic_train.placement.norm import in_memory_order
 
 WHOLE = torch.arange(12.0).view(4, 3)
 COLUMNS = Cut(0, WHOLE.shape, ((0, 2), (2, 4)), cut_along(WHOLE.shape, 0))

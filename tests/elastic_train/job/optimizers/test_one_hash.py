@@ -13,8 +13,8 @@ import torch
 from elastic_train.checkpoint.format.layout import AVERAGE
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.errors import ConfigError
-from elastic_train.job.reseating import Brought, take_first_seat
-from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.resharding import PeerState, take_first_seat
+from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
@@ -40,8 +40,8 @@ RECIPES: dict[str, tuple[Mapping[str, Any], list[Shards]]] = {
 def trained(group: Group, shards: Shards, recipe: Mapping[str, Any], *, resumes: bool = False) -> list[str]:
     """Return the weights and what the averaged model computes after each step; resumed after the first if asked."""
     state, found = build(shards, recipe=recipe), list[str]()
-    if isinstance(state.shards.share, HeldShare):
-        nobody = [Brought(Place(0, 0), None, ("", str(number))) for number in range(group.size)]
+    if isinstance(state.shards.share, Zero1Share):
+        nobody = [PeerState(Place(0, 0), None, ("", str(number))) for number in range(group.size)]
         take_first_seat(group, state.shards, nobody)
     for step in range(STEPS):
         train(group, state, step + 1)
@@ -129,8 +129,8 @@ def test_an_average_begins_with_the_weights_in_shards_too(shards: Shards) -> Non
     group, found = Group(0, 1, None, 60), []
     for mode in ("none", shards):
         state = build(mode, recipe=EMA)  # type: ignore[arg-type]
-        if isinstance(state.shards.share, HeldShare):
-            take_first_seat(group, state.shards, [Brought(Place(0, 0), None, ("", "0"))])
+        if isinstance(state.shards.share, Zero1Share):
+            take_first_seat(group, state.shards, [PeerState(Place(0, 0), None, ("", "0"))])
         compute(group, state)
         state.apply(facts_of(state), torch.tensor(torch.nan, dtype=torch.float64))
         train(group, state, 2)

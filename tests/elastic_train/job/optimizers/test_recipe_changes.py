@@ -12,7 +12,7 @@ from torch import nn
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.recipe_changes import Recipe, read_recipe, say_changes, say_end_of_rates
-from elastic_train.job.state import AppliedState, Reached
+from elastic_train.job.state import AppliedState, TrainProgress
 
 OTHER_BITS = "from here on the weights are not those of a run without the change"
 
@@ -122,8 +122,8 @@ def test_a_state_knows_what_has_changed_since_the_commit_that_it_continues() -> 
         (None, recipe(lr=0.5), False),
     ):
         tree, state = copy.deepcopy(built(saved).shards.held()), built(now)
-        state.restore(lambda into: into.update(tree), Reached(step=2), keeps_rates=True)  # noqa: B023 - called at once
+        state.restore(lambda into: into.update(tree), TrainProgress(step=2), keeps_rates=True)  # noqa: B023 - called at once
         assert (state.changes is not None) == said
         again = copy.deepcopy(state.shards.held())
-        state.restore(lambda into: into.update(again), Reached(step=2), keeps_rates=True)  # noqa: B023 - called at once
+        state.restore(lambda into: into.update(again), TrainProgress(step=2), keeps_rates=True)  # noqa: B023 - called at once
         assert state.changes is None

@@ -17,7 +17,7 @@ from elastic_train.core.lanes import lane_seed, leaf_of
 from elastic_train.core.order import Cursor
 from elastic_train.job import build as build_module
 from elastic_train.job.build import build_state
-from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
@@ -90,8 +90,8 @@ def close_sums(state: AppliedState) -> None:
     state.shards._close_sums()
 
 
-def shards_of(state: AppliedState) -> HeldShare:
-    assert isinstance(state.shards.share, HeldShare), "the state is sharded"
+def shards_of(state: AppliedState) -> Zero1Share:
+    assert isinstance(state.shards.share, Zero1Share), "the state is sharded"
     return state.shards.share
 
 

@@ -12,9 +12,9 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
-from elastic_train.job.reseating import take_first_seat
+from elastic_train.job.resharding import take_first_seat
 from elastic_train.job.sharded.first_weights import without_memory
-from elastic_train.job.sharded.gathered_share import GatheredShare
+from elastic_train.job.sharded.zero3_share import Zero3Share
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.decoder.model import Decoder, drawn_weights
@@ -41,8 +41,8 @@ def built(shape: DecoderShape = SHAPE, *, is_deferred: bool, copies: int = 1) ->
     return state
 
 
-def gathered_of(state: AppliedState) -> GatheredShare:
-    assert isinstance(state.shards.share, GatheredShare)
+def gathered_of(state: AppliedState) -> Zero3Share:
+    assert isinstance(state.shards.share, Zero3Share)
     return state.shards.share
 
 

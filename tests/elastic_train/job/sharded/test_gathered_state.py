@@ -13,11 +13,11 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
-from elastic_train.job.reseating import take_first_seat
+from elastic_train.job.resharding import take_first_seat
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.recompute import Recompute
-from elastic_train.parallel.dealt_sum import DealtSum
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum
 from elastic_train.parallel.unit_weights import UnitFlats, UnitWeights
 from tests.elastic_train.job.sharded.shard_jobs import Shards, compute, fingerprint, meet, shards_of, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers
@@ -164,7 +164,7 @@ def test_blocks_without_gradients_hold_no_others_back() -> None:
     state, group = build("lower frozen", "gradients"), Group(0, 1, None, 60)
     take_first_seat(group, state.shards, newcomers(1))
     gradients = state.shards.sum_of(group, 1)
-    assert isinstance(gradients, DealtSum)
+    assert isinstance(gradients, ReduceScatterSum)
     gradients.begin()
     with gradients.turn(0):
         state.model(torch.zeros(3, 4, dtype=torch.int64)).sum().backward()

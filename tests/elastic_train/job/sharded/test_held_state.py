@@ -22,14 +22,14 @@ from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.choice import choose
-from elastic_train.job.reseating import Brought, take_first_seat
+from elastic_train.job.resharding import PeerState, take_first_seat
 from elastic_train.job.sharded.elementwise import Slots, slots_of
-from elastic_train.job.sharded.held_share import HeldShare
+from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
-from elastic_train.shards.holdings import num_elements
+from elastic_train.placement.holdings import num_elements
 from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.job.optimizers.odd_optimizers import CountingGroups
 from tests.elastic_train.job.sharded.shard_jobs import (
@@ -51,9 +51,9 @@ from tests.memory_world import in_memory
 STEPS = 4
 
 
-def newcomers(size: int) -> list[Brought]:
+def newcomers(size: int) -> list[PeerState]:
     """Return what ranks bring that hold nothing, on a node each."""
-    return [Brought(Place(0, 0), None, ("", str(number))) for number in range(size)]
+    return [PeerState(Place(0, 0), None, ("", str(number))) for number in range(size)]
 
 
 def ranks(
@@ -248,7 +248,7 @@ def committed(store: Store, state: AppliedState) -> CommitRecord:
         world_size=1,
     )
     fence = StoreFence(store)
-    if isinstance(state.shards.share, HeldShare):
+    if isinstance(state.shards.share, Zero1Share):
         state.shards.assign([0])
     return CommitWriter(store, fence, fence.claim(), None).save(state.shards.to_save(), facts, state.reached.intervals)
 
@@ -264,7 +264,7 @@ def test_what_an_optimizer_counts_in_its_groups_is_state_in_shards_too(
 
     def begun(kind: tuple[Shards, Offloads]) -> AppliedState:
         state = build(kind[0], recipe=recipe, offload=kind[1])
-        if isinstance(state.shards.share, HeldShare):
+        if isinstance(state.shards.share, Zero1Share):
             take_first_seat(group, state.shards, newcomers(1))
         return state
 

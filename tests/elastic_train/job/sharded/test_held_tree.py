@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.job.sharded.held_tree import Held, cuts_of, spans_of
-from elastic_train.shards.grains import Layout, Listed, lay_out
-from elastic_train.shards.holdings import all_held, circle_of, sections_of
-from elastic_train.shards.seats import seats_of
-from tests.elastic_train.shards.laws import models
+from elastic_train.placement.grains import Layout, Listed, lay_out
+from elastic_train.placement.holdings import all_held, circle_of, sections_of
+from elastic_train.placement.seats import seats_of
+from tests.elastic_train.placement.laws import models
 
 worlds = st.tuples(st.integers(1, 20), st.integers(1, 30))
 

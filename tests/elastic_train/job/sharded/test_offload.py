@@ -19,14 +19,14 @@ from elastic_train.checkpoint.format.state_tree import leaves_of
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import OWN
-from elastic_train.job.reseating import take_first_seat
+from elastic_train.job.resharding import take_first_seat
 from elastic_train.job.sharded.held_tree import HeldRun
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.devices.device import Device
 from elastic_train.parallel.devices.host_memory import CpuMemory, pinned
 from elastic_train.parallel.group import Group
-from elastic_train.shards.holdings import Run
+from elastic_train.placement.holdings import Run
 from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import (
     Offloads,

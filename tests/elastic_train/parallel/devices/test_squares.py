@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from elastic_train.parallel.devices import squares
 from elastic_train.parallel.devices.squares import squares_of_tensors, squares_of_vectors
-from elastic_train.shards.grains import GRAIN, cut_along
-from elastic_train.shards.norm import grain_squares, lengths_of
+from elastic_train.placement.grains import GRAIN, cut_along
+from elastic_train.placement.norm import grain_squares, lengths_of
 
 TYPES = (torch.float32, torch.bfloat16, torch.float64)
 WIDTH = 256

@@ -15,7 +15,7 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
-from elastic_train.job.reseating import take_first_seat
+from elastic_train.job.resharding import take_first_seat
 from elastic_train.job.sharded.first_weights import without_memory
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group

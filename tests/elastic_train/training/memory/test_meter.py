@@ -17,11 +17,11 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.insight.memory import MemoryFacts, facts_of
 from elastic_train.job.build import build_state
-from elastic_train.job.reseating import take_first_seat
+from elastic_train.job.resharding import take_first_seat
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.gradient_sum import GradientSum, bind_gradients, make_sum
 from elastic_train.parallel.group import Group
-from elastic_train.shards.holdings import num_elements
+from elastic_train.placement.holdings import num_elements
 from elastic_train.training.memory.meter import Meter, held_by, storages
 from tests.elastic_train.job.sharded.shard_jobs import Shards, build, meet, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers

@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 
 from elastic_train.checkpoint import open_store, read_state
 from elastic_train.checkpoint.commits.lookup import find
+from elastic_train.inference.opening import open_trained
 from elastic_train.tasks.decoder.shape import DecoderShape
-from elastic_train.trained.opening import open_trained
 from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, history, losses, result, succeed
 from tests.rounding import assert_same_but_for_rounding, num_terms

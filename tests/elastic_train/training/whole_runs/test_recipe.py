@@ -11,8 +11,8 @@ from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.export import export
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.errors import ConfigError
-from elastic_train.trained.evaluating import evaluate_trained
-from elastic_train.trained.opening import open_trained
+from elastic_train.inference.evaluating import evaluate_trained
+from elastic_train.inference.opening import open_trained
 from tests.conftest import start
 from tests.elastic_train.training.jobs import CLASSIFIER, average_of, config, failing, history, result, succeed
 

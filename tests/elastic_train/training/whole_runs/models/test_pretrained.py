@@ -14,16 +14,16 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.data.tables.digits import import_digits
 from elastic_train.errors import ConfigError, StateLostError
+from elastic_train.inference.exporting import export_folder
+from elastic_train.inference.opening import open_trained
 from elastic_train.job.build import build_state
-from elastic_train.job.reseating import Brought, take_first_seat
-from elastic_train.job.sharded.held_share import HeldShare
-from elastic_train.job.state import AppliedState, Reached
+from elastic_train.job.resharding import PeerState, take_first_seat
+from elastic_train.job.sharded.zero1_share import Zero1Share
+from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import VARIABLE, arm
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.trained.exporting import export_folder
-from elastic_train.trained.opening import open_trained
 from tests.conftest import standby_with, start
 from tests.elastic_train.tasks.language_rows import BERT, LLAMA
 from tests.elastic_train.training.jobs import config, result, succeed
@@ -144,10 +144,10 @@ def test_a_commit_of_adapters_has_no_weights_of_the_base_but_its_digest(
     assert isinstance(model, dict)
     (digest,) = [name for name in model if "lora_" not in name]
     assert digest.startswith("base_blake3_") and len(model) > 4
-    built(base, "none").restore(lambda held: load(store, head, held), Reached())
+    built(base, "none").restore(lambda held: load(store, head, held), TrainProgress())
     other = built(drawn(tmp_path / "other", transformers, seed=4), "none")
     with pytest.raises(ConfigError, match=r"state 'model.base_blake3_.* the commit holds nothing; was the model"):
-        other.restore(lambda held: load(store, head, held), Reached())
+        other.restore(lambda held: load(store, head, held), TrainProgress())
 
 
 def built(base: Path, shards: Literal["none", "parameters"]) -> AppliedState:
@@ -169,7 +169,7 @@ def test_adapters_alone_are_handed_over(base: Path) -> None:
     taker = built(base, "none")
     given = giver.shards.held()
     assert not any("embed_tokens" in name for name in given["model"])  # type: ignore[attr-defined]
-    taker.restore(lambda held: held.update(given), Reached())
+    taker.restore(lambda held: held.update(given), TrainProgress())
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
         found = [state.model.eval()(input_ids=tokens).logits for state in (giver, taker)]
@@ -180,8 +180,8 @@ def test_adapters_alone_are_handed_over(base: Path) -> None:
 def test_a_frozen_base_in_shares_is_what_a_process_begins_with(base: Path) -> None:
     """A commit does not hold it, so a process that has only its share left begins again before it loads one."""
     group, whole, state = Group(0, 1, None, 60), built(base, "none"), built(base, "parameters")
-    assert isinstance(state.shards.share, HeldShare)
-    nobody = [Brought(Place(0, 0), None, ("", "0"))]
+    assert isinstance(state.shards.share, Zero1Share)
+    nobody = [PeerState(Place(0, 0), None, ("", "0"))]
     take_first_seat(group, state.shards, nobody)  # as before a commit is read
     assert state.shards.digest(group) == whole.shards.digest_alone()
     assert not any("embed_tokens" in name for name in state.shards.held()["model"])  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic_train.cli.main import main
-from elastic_train.trained.exporting import export_folder
+from elastic_train.inference.exporting import export_folder
 from tests.conftest import standby_with, start
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA
 from tests.elastic_train.training.jobs import average_of, config, result, succeed

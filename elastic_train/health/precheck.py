@@ -1,0 +1,103 @@
+"""A worker proves its machine before it becomes a member: examined beside what else it does before its first world.
+
+So a running world never sees a machine that computes or keeps wrong bits. Only what is proven counts: what is slow,
+full or away is told, and the worker joins as it always did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from elastic_train.config.schema import Config
+from elastic_train.errors import UnfitError
+from elastic_train.health.clock import examine_clock
+from elastic_train.health.folders import examine_folders
+from elastic_train.health.links import examine_links
+from elastic_train.health.memory import examine_memory, room
+from elastic_train.health.node_vote import tell_mates
+from elastic_train.health.products import examine_products, or_its_error, own_cores
+from elastic_train.health.result import Finding, Planned, examine_all
+from rendezvous.context import LiveContext, live_context
+from rendezvous.etcd.options import etcd_options
+from rendezvous.waiting import GivenUp, begin
+
+LIMIT_S, LINK_S, DISK_S, CLOCK_S = 10.0, 30.0, 3.0, 1.0
+"""How long products and memory, links, the disk, and the clock are waited for."""
+PRODUCTS_S, FILLING_S = 0.1, 0.3
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+log = logging.getLogger(__name__)
+
+
+class Proof:
+    """The examination of a machine, on other threads; `demand` waits for what it found."""
+
+    def __init__(self, planned: Mapping[str, Planned]) -> None:
+        self._call = begin("health", lambda: _unfit(examine_all(planned)))
+
+    def demand(self, is_stopped: Callable[[], bool]) -> None:
+        """Return once this node is known to be fit, or `is_stopped`; UnfitError if it is not."""
+        with contextlib.suppress(GivenUp):
+            if unfit := self._call.result_unless(is_stopped):
+                raise UnfitError(
+                    f"node {socket.gethostname()} fails its health check and does not join; the others go on without "
+                    f"it: {unfit}. run.health_check: false would let it in as it is"
+                )
+
+
+def _unfit(findings: Sequence[Finding]) -> str:
+    """Say what makes this node unfit, nothing if nothing does; all else that is wrong with it is told."""
+    for finding in findings:
+        if finding.level == "warn":
+            log.warning("health check: %s: %s; %s", finding.check, finding.found, finding.remedy)
+        elif finding.check == "link" and finding.level == "ok":
+            sys.stderr.write(f"health check: link: {finding.found}\n")
+    return tell_mates("; ".join(f"{one.found} ({one.remedy})" for one in findings if one.level == "fail"))
+
+
+def begin_proof(config: Config, device: torch.device) -> Proof | None:
+    """Begin to examine this machine, if a live job is to be joined; None otherwise.
+
+    A process that trains alone harms nobody; and in `restart` mode it is in the world already when it starts.
+    """
+    launched = live_context()
+    if launched is None or not config.run.health_check:
+        return None
+    return Proof(planned(config, device, launched))
+
+
+def planned(config: Config, device: torch.device, launched: LiveContext) -> dict[str, Planned]:
+    """Return what this worker examines, and how long each is waited for."""
+    return dict(_planned(config, device, launched))
+
+
+def _planned(config: Config, device: torch.device, launched: LiveContext) -> Iterator[tuple[str, Planned]]:
+    """Yield what this worker examines: its device, its part of cores and memory, and the first one the rest."""
+    rank, number = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    busy = "is another program loading this machine?"
+    dtypes = tuple(dict.fromkeys((torch.float32, torch.float64, _TYPES[config.precision])))
+    products = partial(examine_products, device, dtypes, own_cores(rank, number), PRODUCTS_S)
+    yield "products", Planned(partial(or_its_error, device, "products", products), busy, LIMIT_S, late="warn")
+
+    def memory() -> Iterator[Finding]:
+        yield from examine_memory(device, room(device, number), FILLING_S)
+
+    yield "memory", Planned(partial(or_its_error, device, "memory", memory), busy, LIMIT_S, late="warn")
+    if rank == 0:
+        places = [config.run.dir, config.checkpoint.near_dir]
+        places.append(tempfile.gettempdir() if "://" in config.checkpoint_url else config.checkpoint_url)
+        folders = partial(examine_folders, [place for place in places if place is not None])
+        yield "disk", Planned(folders, "is the storage away? docs/storage.md", DISK_S, late="warn")
+        clock = partial(examine_clock, etcd_options(launched.endpoints, launched.options))
+        links = partial(examine_links, launched, config.run.min_link_mb_per_s)
+        yield "link", Planned(links, "do the nodes that train answer?", LINK_S, late="warn")
+        yield "clock", Planned(clock, "etcd did not say what time it is", CLOCK_S, late="warn")

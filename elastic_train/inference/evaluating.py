@@ -1,0 +1,35 @@
+"""Evaluating a trained model on any dataset, by one process: the bits of a validation while training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_train.core.mesh import Mesh
+from elastic_train.inference.opening import Trained
+from elastic_train.parallel.group import Group
+from elastic_train.training.evaluation import evaluate
+from elastic_train.training.open_session import make_repeatable
+
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A world of one rank."""
+
+    group: Group
+    mesh: Mesh = Mesh(0, 1)  # noqa: RUF009 - frozen
+
+    @property
+    def owners(self) -> Group:
+        return self.group
+
+
+def evaluate_trained(trained: Trained) -> dict[str, float | None]:
+    """Return loss, number of samples and the task's metrics over the validation set that it was opened with."""
+    plan, state = trained.plan, trained.state
+    make_repeatable(plan.config)
+    batches = plan.feed.validation(range(plan.num_lanes))
+    assert batches is not None, "it was opened with a validation set"
+    alone = Alone(Group(0, 1, None, _TIMEOUT_S))
+    return evaluate(plan.task, state.model, batches, state.shards, alone, plan.num_lanes, plan.device)

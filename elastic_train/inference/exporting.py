@@ -1,0 +1,69 @@
+"""Exporting a trained model as a folder of transformers, which appears whole or not at all.
+
+A model whose task knows what transformers calls its weights is not built: they go from the commit to the folder's files
+one after the other. Any other is, and saves itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_train.checkpoint.commits.weights import Weights
+from elastic_train.errors import ConfigError, StorageError
+from elastic_train.inference.opening import Opened, open_commit
+from elastic_train.inference.weight_files import MOST_BYTES, write_weights
+from elastic_train.system.atomic_files import draft_of, publish
+from elastic_train.tasks.task import Exporting, ExportingByName, ExportingSome
+
+
+def export_folder(
+    run: str,
+    target: Path,
+    *,
+    commit: str | None = None,
+    train: Sequence[str] = (),
+    weights: Weights = "trained",
+    is_merged: bool = False,
+    most_bytes: int = MOST_BYTES,
+) -> int:
+    """Write a commit's model, and return how many bytes the folder has; ConfigError if the task has no such model.
+
+    With `is_merged` adapters are added to their base's weights. A file has `most_bytes` of weights, or one weight. For
+    the rest see `open_commit`.
+    """
+    unfinished = draft_of(target)
+    with open_commit(run, commit, train=train, weights=weights) as opened:
+        if target.exists():
+            raise ConfigError(f"{target}: exists already; name another folder")
+        try:
+            unfinished.mkdir(parents=True)
+            _export(opened, unfinished, most_bytes, is_merged=is_merged)
+            publish(unfinished, target)
+        except OSError as error:
+            raise StorageError(f"{target}: cannot write: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+
+
+def _export(opened: Opened, folder: Path, most_bytes: int, *, is_merged: bool) -> None:
+    task = opened.plan.task
+    if not isinstance(task, Exporting):
+        raise ConfigError(
+            f"task.path: '{opened.plan.config.task.path}' has no model of transformers; use --to safetensors"
+        )
+    if isinstance(task, ExportingSome) and (why := task.why_not_exported()) is not None:
+        raise ConfigError(why)
+    names = task.begin_export(folder) if isinstance(task, ExportingByName) else None
+    if names is None:
+        model = opened.plan.build_state().model
+        opened.fill(model)
+        task.export(model.cpu().eval(), folder, is_merged=is_merged)
+        return
+    assert isinstance(task, ExportingByName), "it has given names"
+    sketch = task.sketch_model()
+    assert sketch is not None, "what is not built can be sketched"
+    opened.check_fits(sketch)
+    write_weights(folder, opened.weights.renamed(names), most_bytes)

@@ -1,0 +1,35 @@
+"""Going on with a text: a prompt to token ids, these to more of them, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elastic_train.errors import ConfigError
+from elastic_train.inference.opening import Trained
+from elastic_train.tasks.task import Generating, Sampling
+
+
+def complete(trained: Trained, prompt: str | Sequence[int], sampling: Sampling) -> tuple[list[int], str | None]:
+    """Return the token ids that follow on a prompt, and their text; None if only ids were given and are known.
+
+    Raises ConfigError if the task generates nothing, or has no tokenizer for a text.
+    """
+    task, model = trained.plan.task, trained.model.eval()
+    if not isinstance(task, Generating):
+        raise ConfigError(f"task.path: '{trained.plan.config.task.path}' does not generate: it is no language model")
+    tokenizer = task.tokenizer()
+    if tokenizer is None and isinstance(prompt, str):
+        raise ConfigError(
+            f"{trained.plan.manifest.url}: has no tokenizer, and neither has the model: give token ids, --ids 5,6,7"
+        )
+    if isinstance(prompt, str):
+        assert tokenizer is not None, "it was looked for"
+        ids = tokenizer.encode(prompt)
+    else:
+        ids = list(prompt)
+    torch.manual_seed(sampling.seed)
+    with torch.no_grad():
+        found = task.continue_ids(model, ids, sampling)
+    return found, None if tokenizer is None else tokenizer.decode(found)

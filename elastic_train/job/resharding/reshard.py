@@ -1,0 +1,260 @@
+"""Taking seats: ranks bring what they hold of the furthest step, and each comes to hold what its seat asks for.
+
+What is held at the furthest step goes to where it is wanted, along one plan that all ranks of a column compute
+(`recut`); what all of them have alike, which is everything where each holds the whole part, goes in one tree to each
+that is behind. A seat is taken only when everything for it has arrived. What a rank held before it retains
+until all ranks have met: whoever knows that all have their seats lets go of it. So a fault on the way leaves every
+share with its old holders, or with its new ones, or with both.
+
+A cell has one seat, which each of its ranks takes in the column of its part: so its ranks compute the same lanes where
+these are dealt by seats, and each knows who holds what in all columns. Where several ranks of a cell hold the same
+part, each of some tokens, those with the same tokens have a seat. Columns move what they hold among themselves; what
+step they come to, all of them have decided together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.weights_digest import checksum
+from elastic_train.core.arrays import Int64s
+from elastic_train.errors import PeerLostError
+from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, by_column
+from elastic_train.job.resharding.tree_transfer import give_tree, take_tree
+from elastic_train.job.sharded.held_tree import HeldRun, Retained, run_around
+from elastic_train.job.sharded.share import Share
+from elastic_train.job.state import AppliedState, TrainProgress
+from elastic_train.job.state_shards import Place, StateShards
+from elastic_train.parallel.group import Group
+from elastic_train.placement.domains import paths_of_cells
+from elastic_train.placement.holdings import Run, grains_in
+from elastic_train.placement.recut import Holder, Recut, plan_recut
+from elastic_train.placement.seating import Seating
+from elastic_train.placement.seats import Seat, seats_of_cells, seats_of_holders
+from elastic_train.system.failpoints import reach
+from elastic_train.system.huge_pages import on_huge_pages
+
+
+class Taken(NamedTuple):
+    """The grains of this rank's column that nobody holds any more, and the rank of it that gave what all have alike."""
+
+    lost: Int64s
+    given_by: int | None = None
+
+
+_NOTHING: Int64s = np.empty(0, dtype=np.int64)
+
+
+def take_state(column: Group, state: AppliedState, shards: StateShards, brought: Sequence[PeerState]) -> Taken:
+    """Bring this rank to the furthest step, on the seat that it has in this world; `brought` is of all its ranks.
+
+    If any grain is lost, nothing has changed. Raises PeerLostError, with state and seat as they were, if a peer is lost
+    or something arrives damaged.
+    """
+    share, furthest = shards.share, max(one.place for one in brought)
+    of_column = by_column(shards, brought)[shards.part]
+    if is_first(share, of_column):  # another column may have seats already, and newcomers have taken this one's place
+        take_first_seat(column, shards, brought, begins=True)
+        return Taken(_NOTHING)
+    is_furthest = [one.place == furthest for one in of_column]
+    seating = _seating(shards, column, brought, furthest)
+    plan = _plan_of(of_column, share, furthest, seating)
+    if plan.lost.size:
+        return Taken(plan.lost)
+    old = [*share.runs, *share.retained.runs] if is_furthest[column.rank] else []
+    runs = share.room_for(seating, old)
+    reach("hand-over")
+    arrived = _move(column, share, seating, plan, runs, old)
+    giver = _giver_to(column.rank, is_furthest)
+    given = _exchange_alike(column, state, share, is_furthest)
+    # Everything for this seat is here.
+    for one in runs:
+        _keep(one, old)
+    for memory, weights in arrived:
+        memory.copy_(weights)
+    counts = None
+    if given is not None:
+        counts = state.adopt(*given)
+    arcs = all_arcs_of(of_column[column.rank]) if is_furthest[column.rank] else ()
+    share.sit(seating, runs, counts, Retained(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
+    reach("hand-over")
+    if share.circle.length:  # something is held by seats
+        column.barrier()
+    # And everything for all others, so that nobody needs what is retained any more.
+    share.retained = Retained()
+    share.refresh(column, everything=True)
+    return Taken(_NOTHING, giver)
+
+
+def is_first(share: Share, brought: Sequence[PeerState]) -> bool:
+    """Say whether ranks bring nothing but the weights that a run begins with, whole on each of them."""
+    is_shared_out = share.is_shared_out and any(one.seat is not None for one in brought)
+    return max(one.place for one in brought).step == 0 and not is_shared_out
+
+
+def take_first_seat(column: Group, shards: StateShards, brought: Sequence[PeerState], *, begins: bool = False) -> None:
+    """Take the seat of a world that has no updates yet, and begins with the first weights, or with a commit."""
+    share, seating = shards.share, _seating(shards, column, brought, None)
+    runs = share.room_for(seating)
+    if begins:
+        share.begin(runs)
+    else:
+        share.begin_from_commit(runs)
+    share.sit(seating, runs, [0.0] * len(share.optimizer.param_groups))
+
+
+def give_state(column: Group, state: AppliedState, takers: Sequence[int]) -> None:
+    """Give some ranks of a column, at the step of all, the state of the others; each holds the whole part."""
+    share = state.shards.share
+    given = _exchange_alike(column, state, share, [rank not in takers for rank in range(column.size)])
+    if given is not None:
+        state.adopt(*given)
+
+
+def _seating(shards: StateShards, column: Group, brought: Sequence[PeerState], furthest: Place | None) -> Seating:
+    """Return the seats of a column; those that ranks bring count at the furthest step, and none do without it.
+
+    A cell holds nothing if one of its ranks may not, unless no other cell can. Where it has several seats it is a
+    domain of its own, the narrowest one: it is given up as a whole if it loses a rank.
+    """
+    share, context = shards.share, shards.cell.context
+    if share.is_whole:
+        seats = [Seat(0, rank, column.size, rank, None, 1, ()) for rank in range(column.size)]
+    elif shards.cell.size == 1:
+        seats = seats_at(brought, share.copies, furthest)
+    else:
+        seated = list(zip(*by_column(shards, brought), strict=True))
+        able = [all(one.may_hold for one in ranks) for ranks in seated]
+        before = [_seats_of(of_column, furthest) for of_column in by_column(shards, brought)]
+        paths = paths_of_cells([[one.path for one in ranks] for ranks in seated])
+        if context > 1:
+            paths = [(*path, str(number // context)) for number, path in enumerate(paths)]
+        seats = seats_of_cells(paths, share.copies, before, able if any(able) else [True] * len(seated))
+    return Seating(share.layout, share.circle, seats, column.rank)
+
+
+def seats_at(brought: Sequence[PeerState], copies: int, furthest: Place | None) -> list[Seat]:
+    """Return every rank's seat, of a world without cells."""
+    may_hold = [one.may_hold for one in brought]
+    return seats_of_holders([one.path for one in brought], copies, _seats_of(brought, furthest), may_hold)
+
+
+def _seats_of(brought: Sequence[PeerState], furthest: Place | None) -> list[Seat | None]:
+    return [one.seat if one.place == furthest else None for one in brought]
+
+
+def _plan_of(brought: Sequence[PeerState], share: Share, furthest: Place, seating: Seating) -> Recut:
+    """Return who gives what to whom, the same on all ranks."""
+    had = [_holder(share, one, furthest) for one in brought]
+    return plan_recut(had, seating.holdings, share.layout.span)
+
+
+def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
+    """Copy into a new run what old ones have of it; whole weights are in it already."""
+    for one in old:
+        if one is new:
+            return  # it is the one that was held
+        lo, hi = max(new.run.lo, one.run.lo), min(new.run.hi, one.run.hi)
+        if one.run.flat == new.run.flat and lo < hi:
+            here, there = (run.cut(Run(new.run.flat, lo, hi)) for run in (new, one))
+            if here.weights.data_ptr() != there.weights.data_ptr():
+                here.weights.copy_(there.weights)
+            for name, moment in here.moments.items():
+                moment.copy_(there.moments[name])
+
+
+def _move(
+    group: Group,
+    share: Share,
+    seating: Seating,
+    plan: Recut,
+    runs: Sequence[HeldRun],
+    old: Sequence[HeldRun],
+) -> list[tuple[Tensor, Tensor]]:
+    """Send and receive what the plan says, into `runs`; return pairs of weights' memory and what it is to be.
+
+    Where weights are whole on every rank, those of the old seat are in that memory until the new one is taken.
+    """
+    sends: list[tuple[int, Tensor]] = []
+    receives: list[tuple[int, Tensor]] = []
+    arrived: list[tuple[Tensor, Tensor]] = []
+    for giver, taker, grains in plan.transfers:
+        for run in seating.runs_at(taker, grains) if group.rank in (giver, taker) else ():
+            one = _cut_out(share, old if group.rank == giver else runs, run)
+            moments = [moment for _, moment in sorted(one.moments.items())]
+            if group.rank == giver:
+                sends += [(taker, tensor) for tensor in (one.weights, *moments)]
+            else:
+                weights = one.weights
+                if not share.is_shared_out:
+                    weights = on_huge_pages(torch.empty_like(weights))
+                    arrived.append((one.weights, weights))
+                receives += [(giver, tensor) for tensor in (weights, *moments)]
+    if sends or receives:
+        group.exchange(sends, receives)
+        _check(group, sends, receives)
+    return arrived
+
+
+def _cut_out(share: Share, runs: Sequence[HeldRun], run: Run) -> HeldRun:
+    """Return what held runs have of a run: live where one of them has it all, else put together."""
+    if _is_within(run, runs):
+        return run_around(runs, run).cut(run)
+    found = share.new_run(run)
+    _keep(found, runs)
+    return found
+
+
+def _check(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    """Compare the checksums of what was sent with those of what has arrived."""
+    given, taken = _checksums(sends), _checksums(receives)
+    told = {rank: torch.empty_like(sums) for rank, sums in taken.items()}
+    group.exchange(list(given.items()), list(told.items()))
+    for rank, sums in taken.items():
+        if not torch.equal(sums, told[rank]):
+            raise PeerLostError(f"the shards that rank {rank} handed over arrived damaged")
+
+
+def _checksums(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Tensor]:
+    """Return the checksums of tensors by the rank at the other end, in their order."""
+    sums: dict[int, list[int]] = {}
+    for rank, tensor in tensors:
+        sums.setdefault(rank, []).append(checksum(tensor))
+    return {rank: torch.tensor(found) for rank, found in sums.items()}
+
+
+def _holder(share: Share, one: PeerState, furthest: Place) -> Holder:
+    if one.place != furthest or one.seat is None:
+        return Holder()
+    return Holder(furthest, grains_in(share.circle, all_arcs_of(one)))
+
+
+def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:
+    return any(one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi for one in others)
+
+
+def _giver_to(rank: int, is_furthest: Sequence[bool]) -> int | None:
+    """Return which rank gives one what all have alike: those at the furthest step, in turn; None if it is there."""
+    givers = [one for one, is_it in enumerate(is_furthest) if is_it]
+    takers = [one for one, is_it in enumerate(is_furthest) if not is_it]
+    return givers[takers.index(rank) % len(givers)] if rank in takers else None
+
+
+def _exchange_alike(
+    column: Group, state: AppliedState, share: Share, is_furthest: Sequence[bool]
+) -> tuple[State, TrainProgress] | None:
+    """Let ranks at the furthest step give what all have alike to those that are not; return what this one is given."""
+    given = None
+    for taker in range(column.size):
+        giver = _giver_to(taker, is_furthest)
+        if giver == column.rank:
+            give_tree(column, share.common(), state.reached, taker)
+        elif giver is not None and taker == column.rank:
+            given = take_tree(column, giver)
+    return given

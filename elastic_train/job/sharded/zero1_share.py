@@ -1,0 +1,414 @@
+"""A share by a seat: a rank holds the optimizer's moments of its seat's grains, and updates these alone.
+
+Weights are whole on every rank (ZeRO-1): after an update each rank gives the others of its group the weights that it
+has updated. What counts as held are a seat's grains, their weights included; the rest of a rank's weights is what its
+peers have given. A seat is taken with everything that belongs to it, or not at all: what arrives for a new seat touches
+nothing of the old one. Gradients may be held like moments (`zero2_share`), and weights, too (`zero3_share`).
+
+No cut shows in a bit: updates are element by element, or of tensors that are held whole; the norm is by grains, and a
+shard begins at a multiple of the layout's alignment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from elastic_train.checkpoint.format.layout import AVERAGE, State
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.lanes import Assignment
+from elastic_train.core.mesh import Cell
+from elastic_train.errors import ConfigError
+from elastic_train.job.cells.state_parts import Cuts, filled_parts
+from elastic_train.job.optimizers.optimizer_memory import OWN
+from elastic_train.job.sharded.elementwise import Slots
+from elastic_train.job.sharded.flat_model import FlatModel
+from elastic_train.job.sharded.held_tree import Cuts as Spans
+from elastic_train.job.sharded.held_tree import (
+    Held,
+    HeldRun,
+    Retained,
+    TensorPieces,
+    count_of,
+    cuts_of,
+    names_of,
+    pieces_of,
+    shaped,
+    spans_of,
+    tree_to_fill,
+)
+from elastic_train.job.sharded.settings import Settings
+from elastic_train.job.sharded.share import Share, Summed
+from elastic_train.job.sharded.shared_scaler import SharedScaler
+from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
+from elastic_train.parallel.devices.squares import squares_of_vectors
+from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Tree, TreeSum
+from elastic_train.parallel.group import Group
+from elastic_train.parallel.leaves import Wire
+from elastic_train.parallel.reductions import AtOwners, Reduction, Shares
+from elastic_train.parallel.unit_weights import UnitWeights
+from elastic_train.placement.grain_tables import Lengths
+from elastic_train.placement.grains import Tensor as Place
+from elastic_train.placement.holdings import Column, Run, grains_side_by_side, runs_of
+from elastic_train.placement.owners import owned_of
+from elastic_train.placement.seating import Seating
+from elastic_train.placement.seats import Seat
+
+T = TypeVar("T")
+
+
+class Zero1Share(Share):
+    """What a rank holds of weights and moments, by its seat; `copies` groups of ranks hold everything once each."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LambdaLR,
+        scaler: SharedScaler,
+        column: Column,
+        slots: Sequence[Slots],
+        copies: int,
+        bucket_bytes: float | None = None,
+        wire: Wire = "exact",
+        offload: Offload | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, column)
+        self.copies = copies
+        self.flat, self._bucket_bytes, self._wire = FlatModel(model, self.layout), bucket_bytes, wire
+        self.make_gradients()
+        self.settings = Settings(model, optimizer, scheduler, scaler)
+        self.seating: Seating | None = None
+        self._runs: list[HeldRun] = []
+        self._others = dict[int, Seating]()
+        """What this world's seats mean in other columns, by the column's identity."""
+        self._named: Mapping[str, TensorPieces] | None = None
+        self._names, self._slots = names_of(model, optimizer), slots
+        """Of each parameter group: its parameters, and what the optimizer keeps of each."""
+        self._gradients: list[tuple[Tensor, Lengths]] = []
+        """What it is measured by: neighbouring grains of a tensor, and how many elements each has."""
+        self._updated: list[Updated] = []
+        for group in optimizer.param_groups:  # the optimizer never sees the model's own parameters
+            group["params"] = []
+        optimizer.state.clear()
+        self.offload = offload
+        self._stream = None if offload is None else StreamedUpdate(optimizer, offload)
+
+    @property
+    def seat(self) -> Seat | None:
+        """This rank's seat; None before its first world."""
+        return None if self.seating is None else self.seating.seat
+
+    @property
+    def runs(self) -> list[HeldRun]:
+        self.settle()
+        return self._runs
+
+    def settle(self) -> None:
+        """Return when the host's memory has what the last update has come to; at once without offload."""
+        if self.offload is not None:
+            self.offload.memory.settle()
+
+    @property
+    def has_offload(self) -> bool:
+        return self.offload is not None
+
+    def offloaded_bytes(self) -> int:
+        if self.offload is None:
+            return 0
+        weights = [one.weights for one in self._runs] if self.offload.with_weights else []
+        return sum(tensor.nbytes for tensor in (*weights, *(m for one in self._runs for m in one.moments.values())))
+
+    def room_bytes(self) -> int:
+        return 0 if self._stream is None else self._stream.room_bytes
+
+    @property
+    def rank(self) -> int:
+        return self.seated.rank
+
+    @property
+    def holds_nothing(self) -> bool:
+        return self.seating is not None and not self.seating.seat.arcs
+
+    def room_for(self, seating: Seating, known: Sequence[HeldRun] = ()) -> list[HeldRun]:
+        kept = {one.run: one for one in known}
+        return [kept.get(run) or self.new_run(run) for run in seating.runs_at(seating.rank, self.grains_of(seating))]
+
+    def grains_of(self, seating: Seating) -> Int64s:
+        """Return of which grains this rank has runs: those that it updates."""
+        return seating.trained[seating.rank]
+
+    def new_run(self, run: Run) -> HeldRun:
+        """Return a run to hold; its weights are live where they are whole."""
+        weights, moments = self.memory_of(run), self._moments_of(run.flat)
+        begun = {name: self.kept_zeros(run, weights.dtype) for name in moments}
+        if AVERAGE in begun:
+            begun[AVERAGE].copy_(weights)
+        return HeldRun(run, weights, begun)
+
+    def kept_zeros(self, run: Run, dtype: torch.dtype) -> Tensor:
+        """Return zeros for a run, where what an optimizer keeps is."""
+        if self.offload is None:
+            return self.flat.zeros(run.flat, run.hi - run.lo)
+        return self.offload.memory.zeros(run.hi - run.lo, dtype)
+
+    def memory_of(self, run: Run) -> Tensor:
+        """Return memory for the weights of a run that this rank is to hold."""
+        return self.flat.weights_at(run)
+
+    def sit(
+        self,
+        seating: Seating,
+        runs: Sequence[HeldRun],
+        num_updates: Sequence[float] | None = None,
+        retained: Retained | None = None,
+    ) -> None:
+        counts = self.settings.num_updates() if num_updates is None else list(num_updates)
+        self.retained = retained or Retained()
+        self.seating, self._runs, self._named = seating, list(runs), None
+        self._others = {}
+        self.made.clear()
+        self.make_room()
+        self.optimizer.state.clear()
+        self._updated = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            mine = [one for one in self.runs if self.layout.flats[one.run.flat].group == number]
+            if self._slots[number].is_atomic:
+                group["params"] = [self._parameter(number, one, 0.0, place) for one, place in self._whole(mine)]
+            else:
+                held = [self._parameter(number, one, counts[number]) for one in mine]
+                group["params"] = held or [self._nothing(number, counts[number])]
+        self.bind_gradients()
+        if self._stream is not None:
+            self._stream.take(self._updated)
+
+    def bind_gradients(self) -> None:
+        """Give the optimizer's parameters the gradients of what is held, and the norm those of its grains."""
+        for one in self._updated:
+            one.parameter.grad = shaped(self.gradients_at(one.held.run), one.whole)
+        trained = self.seated.trained[self.seated.rank]
+        runs = grains_side_by_side(self.layout, trained, [one.run for one in self._runs])
+        self._gradients = [(self.gradients_at(run), lengths) for run, lengths in runs]
+
+    def common(self) -> State:
+        return self.settings.all()
+
+    def take_common(self, alike: State) -> Sequence[float] | None:
+        return self.settings.take_all(alike)
+
+    def make_gradients(self) -> None:
+        """Make room for gradients as they are while lanes add to them: whole."""
+        self.flat.make_gradients()
+
+    def make_room(self) -> None:
+        """Make room for what the seat's runs need beside weights and moments: whole gradients are there already."""
+
+    def gradients_at(self, run: Run) -> Tensor:
+        """Return the gradient of a run that this rank holds."""
+        return self.flat.gradients[run.flat][run.lo : run.hi]
+
+    def assigned(self, num_replicas: int, num_lanes: int, cell: Cell) -> Assignment:
+        return cell.assigned(num_replicas, num_lanes)
+
+    def begin_sums(self) -> None:
+        self.flat.bind()
+
+    def sum_over(
+        self, trees: Sequence[Summed], kind: Reduction, weights: UnitWeights | None, *, by_turn: bool
+    ) -> GradientSum:
+        assert kind == "canonical", "copies have to have the same bits"
+        return TreeSum([self._tree_of(one) for one in trees], self._bucket_bytes)
+
+    def _tree_of(self, one: Summed) -> Tree:
+        numbers, seating = self.flats_of(one.parameters), self.seating_of_all(one.ranks, one.repeats)
+        shares = Shares(seating.owned_runs(), seating.given_runs(), seating.taken_runs())
+        flats = [flat if number in numbers else flat[:0] for number, flat in enumerate(self.flat.gradients)]
+        placed = [each for each in self.flat.placed() if each.flat in numbers] if one.is_beside else []
+        return Tree(flats, one.ranks, one.leaves, AtOwners(shares.within(numbers)), placed)
+
+    def flats_of(self, parameters: Sequence[nn.Parameter]) -> Collection[int]:
+        """Return the numbers of the flat vectors that some parameters stand in."""
+        some = {id(one) for one in parameters}
+        return {one.flat for one in self.flat.placed() if id(one.parameter) in some}
+
+    def seating_of_all(self, ranks: Group, repeats: int) -> Seating:
+        """Return the seats of ranks of which so many neighbours hold what one of the column does."""
+        if repeats == 1:
+            return self.seated
+        seats = [seat for seat in self.seated.seats for _ in range(repeats)]
+        return Seating(*self.column, seats, ranks.rank)
+
+    def seating_of(self, column: Column) -> Seating:
+        """Return what this world's seats mean in a column: each rank of a cell has its cell's seat."""
+        if column is self.column:
+            return self.seated
+        if id(column) not in self._others:
+            self._others[id(column)] = Seating(*column, self.seated.seats, self.seated.rank)
+        return self._others[id(column)]
+
+    def updated(self, column: Column, num_ranks: int) -> Sequence[Int64s]:
+        return self.seating_of(column).trained
+
+    def num_copies(self, column: Column) -> int:
+        return self.seating_of(column).num_copies
+
+    def are_sole_holders(self, column: Column, leaving: Sequence[bool]) -> bool:
+        return self.seating_of(column).are_sole_holders(leaving)
+
+    def holds_all(self) -> bool:
+        return self.seating is not None and self.seating.held.size == self.layout.num_grains
+
+    def written(self, columns: Sequence[Column], writers: Sequence[Sequence[int]]) -> Sequence[Spans]:
+        found = []
+        for column, some in zip(columns, writers, strict=True):
+            seating = self.seating_of(column)
+            owned = owned_of(seating.holdings, seating.layout.span, some)
+            held = [Held(grains, seating.sections_of(rank)) for rank, grains in enumerate(owned)]
+            found.append(cuts_of(seating.layout, held))
+        return found
+
+    def refresh(self, column: Group, *, everything: bool = False) -> None:
+        self._share(column, self.seated.holdings if everything else self.seated.trained, self.flat.weights_at)
+
+    def _share(self, group: Group, holdings: Sequence[Int64s], at: Callable[[Run], Tensor]) -> None:
+        """Get what each rank of this copy holds, by rank, into whole vectors, and give them what this one does."""
+        ranks, rank = self.seated.neighbours(), self.seated.rank
+        runs = {one: runs_of(self.layout, holdings[one]) for one in (*ranks, rank)}
+        sends = [(to, at(run)) for to in ranks for run in runs[rank]]
+        receives = [(giver, at(run)) for giver in ranks[::-1] for run in runs[giver]]
+        if sends or receives:
+            group.exchange(sends, receives)
+
+    def measure(self) -> Tensor:
+        vectors, lengths = [one for one, _ in self._gradients], [lengths for _, lengths in self._gradients]
+        return squares_of_vectors(vectors, lengths)
+
+    @contextlib.contextmanager
+    def averaged(self, column: Group) -> Iterator[None]:
+        vectors = {flat: self.flat.zeros(flat, self.layout.flats[flat].numel) for flat in self._trained_flats()}
+        for one in self.trained_runs:
+            vectors[one.run.flat][one.run.lo : one.run.hi].copy_(one.moments[AVERAGE])
+        self._share(column, self.seated.trained, lambda run: vectors[run.flat][run.lo : run.hi])
+        with self.flat.showing(vectors):
+            yield
+
+    def _trained_flats(self) -> list[int]:
+        return [number for number, flat in enumerate(self.layout.flats) if flat.group is not None]
+
+    def clip(self, factor: float) -> None:
+        for one in self.trained_runs:
+            self.gradients_at(one.run).mul_(factor)
+
+    def tensors(self) -> Iterator[OfPart]:
+        for one in (*self._runs, *self.retained.runs):
+            yield "weights", one.weights
+            yield from (("optimizer", moment) for moment in one.moments.values())
+        if self._stream is not None:
+            yield from (("optimizer", room) for room in self._stream.rooms)
+
+    def held(self) -> State:
+        self.settle()
+        self._check_slots()
+        named = self.pieces()
+        groups = zip(self._names, self._slots, self.settings.num_updates(), strict=True)
+        kept = {name: own.filled(named[name].moments, count) for names, own, count in groups for name in names}
+        moments = {name: kept[name] for name in (place.names[0] for place in self.layout.tensors) if kept.get(name)}
+        named_groups = zip(self.settings.groups(), self._names, strict=True)
+        settings = [{**group, "params": list(names)} for group, names in named_groups]
+        own = self.settings.own()
+        optimizer = {"state": moments, "param_groups": settings, **({OWN: own} if own else {})}
+        return {"model": self.held_weights(), "optimizer": optimizer, **self.settings.plain()}
+
+    def _check_slots(self) -> None:
+        """Refuse what an optimizer keeps since later than its first steps: no commit would have it."""
+        counts = any(slots.count is not None for slots in self._slots)
+        known = {name for slots in self._slots for name in slots.moments} | ({"step"} if counts else set())
+        for kept in self.optimizer.state.values():
+            if late := [key for key, value in kept.items() if key not in known and value is not None]:
+                raise ConfigError(
+                    f"{type(self.optimizer).__name__} keeps '{late[0]}' of parameters, which it did not in its first "
+                    "steps: its state cannot be sharded, nor offloaded; continue from the last commit with "
+                    "parallel.shards and parallel.offload none, or choose another optimizer"
+                )
+
+    def held_weights(self) -> State:
+        """Return weights and buffers as a commit has them."""
+        return dict(self.model.state_dict())
+
+    def take(self, fill: Callable[[State], None], cuts: Cuts, place: int, *, keeps_rates: bool) -> None:
+        """Fill what the seat, which must have been taken, holds from a commit; see `Share.take`.
+
+        Averages that a commit has not, because none were kept, begin with its weights.
+        """
+        tree = tree_to_fill(self.held())
+        try:
+            tree = filled_parts(tree, fill, cuts, place)
+        except ConfigError:  # nothing has changed yet
+            if AVERAGE not in self._slots[0].moments:
+                raise
+            tree = filled_parts(tree_to_fill(self.held(), leaving_out=AVERAGE), fill, cuts, place)
+            for one in self.trained_runs:
+                one.moments[AVERAGE].copy_(one.weights)
+        moments: Mapping[str, Mapping[str, object]] = tree["optimizer"]["state"]  # type: ignore[index]
+        optimizer: Mapping[str, Any] = tree["optimizer"]  # type: ignore[assignment]
+        self.settings.take(optimizer["param_groups"], tree, optimizer.get(OWN, {}), keeps_rates=keeps_rates)
+        steps = [[moments[name].get("step", 0.0) for name in names if name in moments] for names in self._names]
+        self.sit(self.seated, self.runs, [count_of(group) for group in steps])
+
+    def pieces(self) -> Mapping[str, TensorPieces]:
+        """Return the pieces of every tensor under each of its names; the same objects as long as the seat is."""
+        if self._named is None:
+            spans = spans_of(self.layout, Held(self.seated.held, self.seated.sections_of(self.seated.rank)))
+            self._named = {}
+            for number, place in enumerate(self.layout.tensors):
+                is_trained = self.layout.flats[place.flat].group is not None
+                if is_trained or self.is_shared_out:
+                    moments = self._moments_of(place.flat)
+                    mine = spans.get(number, ())
+                    pieces = pieces_of(self.layout, place, moments, mine, self.runs)
+                    self._named.update(dict.fromkeys(place.names, pieces))
+        return self._named
+
+    @property
+    def seated(self) -> Seating:
+        """The seating, once there is one."""
+        assert self.seating is not None, "no seat has been taken"
+        return self.seating
+
+    @property
+    def trained_runs(self) -> list[HeldRun]:
+        """The held runs that are updated."""
+        return [one for one in self.runs if self.layout.flats[one.run.flat].group is not None]
+
+    def _whole(self, runs: Sequence[HeldRun]) -> Iterator[tuple[HeldRun, Place]]:
+        """Yield the tensors of runs that have each of theirs as a whole."""
+        for one in runs:
+            for place in self.layout.tensors:
+                run = Run(place.flat, place.start, place.start + place.numel)
+                if place.numel and run.flat == one.run.flat and one.run.lo <= run.lo < one.run.hi:
+                    yield one.cut(run), place
+
+    def _parameter(self, group: int, one: HeldRun, num_updates: float, whole: Place | None = None) -> nn.Parameter:
+        parameter = nn.Parameter(self.flat.standing_for(shaped(one.weights, whole)))
+        self._updated.append(Updated(group, parameter, one, whole))
+        moments = {name: shaped(moment, whole) for name, moment in one.moments.items()}
+        if kept := self._slots[group].filled(moments, num_updates):
+            self.optimizer.state[parameter] = kept
+        return parameter
+
+    def _moments_of(self, flat: int) -> Sequence[str]:
+        """Return the names of the moments that a flat vector's elements have: none if it is not trained."""
+        group = self.layout.flats[flat].group
+        return () if group is None else self._slots[group].moments
+
+    def _nothing(self, number: int, num_updates: float) -> nn.Parameter:
+        """Return what stands for a parameter group of which nothing is held, so that its updates are counted."""
+        flat = next(place for place, flat in enumerate(self.layout.flats) if flat.group == number)
+        run = Run(flat, 0, 0)
+        return self._parameter(number, self.new_run(run), num_updates)

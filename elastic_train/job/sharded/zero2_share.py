@@ -1,0 +1,72 @@
+"""A share by a seat, gradients included: they are held like moments, by lanes that are dealt out (ZeRO-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from elastic_train.core.lanes import Assignment
+from elastic_train.core.mesh import Cell
+from elastic_train.job.sharded.share import Summed
+from elastic_train.job.sharded.zero1_share import Zero1Share
+from elastic_train.parallel.gradient_sum import GradientSum
+from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum, ReduceScatterTree, within
+from elastic_train.parallel.reductions import Reduction
+from elastic_train.parallel.unit_weights import UnitWeights
+from elastic_train.placement.deal import lanes_by_owner
+from elastic_train.placement.holdings import Run
+
+
+class Zero2Share(Zero1Share):
+    """No gradient is whole: of each flat vector there is only a `home` of what this rank holds of its mean."""
+
+    _homes: dict[int, Tensor]
+    _dealt: ReduceScatterSum | None = None
+
+    def make_gradients(self) -> None:
+        """There are none until a seat is taken."""
+        self._homes = {}
+
+    def make_room(self) -> None:
+        sizes = dict.fromkeys((number for number, flat in enumerate(self.layout.flats) if flat.group is not None), 0)
+        for one in self.trained_runs:
+            sizes[one.run.flat] += one.run.hi - one.run.lo
+        for number, size in sizes.items():
+            if number not in self._homes or self._homes[number].numel() != size:
+                self._homes[number] = self.flat.zeros(number, size)
+
+    def gradients_at(self, run: Run) -> Tensor:
+        if run.lo == run.hi:
+            return self._homes[run.flat][:0]
+        return within(run, self._homes[run.flat], [one.run for one in self._runs if one.run.flat == run.flat])
+
+    def assigned(self, num_replicas: int, num_lanes: int, cell: Cell) -> Assignment:
+        return lanes_by_owner(self.seated.seats, num_lanes, cell.context, cell.expert)
+
+    def begin_sums(self) -> None:
+        if self._dealt is not None and self._dealt.is_dirty:  # what may still arrive goes to the old memory
+            self._homes = {}
+            self.make_room()
+            self.bind_gradients()
+        self._dealt = None
+
+    def sum_over(
+        self, trees: Sequence[Summed], kind: Reduction, weights: UnitWeights | None, *, by_turn: bool
+    ) -> GradientSum:
+        assert kind == "canonical", "copies have to have the same bits"
+        dealt = [self._dealt_tree(one, by_block=weights is not None and by_turn) for one in trees]
+        self._dealt = ReduceScatterSum(dealt, self._homes, weights, self._wire, by_turn=by_turn)
+        return self._dealt
+
+    def _dealt_tree(self, one: Summed, *, by_block: bool) -> ReduceScatterTree:
+        numbers = self.flats_of(one.parameters)
+        units = [[flat for flat in unit if flat.number in numbers] for unit in self.flat.units()]
+        return ReduceScatterTree(
+            [unit for unit in units if unit or by_block],
+            one.ranks,
+            one.leaves,
+            self.seating_of_all(one.ranks, one.repeats),
+            one.per_turn,
+            one.is_beside and one.repeats == 1,  # experts' ranks are at different places of a pass
+        )

@@ -1,0 +1,183 @@
+"""A share by a seat, all of it: a unit's weights are gathered when a pass needs them (ZeRO-3).
+
+Until its first seat a rank has the whole weights that a run begins with; it learns from a pass on them in which order
+blocks run. From then on each run that it holds has memory of its own.
+
+Frozen weights that commits do not hold, such as the base of adapters, are what a process begins with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TypeVar
+
+from torch import Tensor
+
+from elastic_train.checkpoint.format.layout import AVERAGE, State
+from elastic_train.core.arrays import Int64s
+from elastic_train.errors import StateLostError
+from elastic_train.job.sharded.first_weights import fill
+from elastic_train.job.sharded.held_tree import HeldRun, run_around
+from elastic_train.job.sharded.shared_weights import (
+    check_copies,
+    gather_whole,
+    grain_run,
+    saved_grains,
+    shared_digest,
+)
+from elastic_train.job.sharded.zero2_share import Zero2Share
+from elastic_train.parallel.group import Group
+from elastic_train.parallel.unit_weights import UnitWeights
+from elastic_train.placement.holdings import Run, by_flat
+from elastic_train.placement.seating import Seating
+
+T = TypeVar("T")
+
+
+class Zero3Share(Zero2Share):
+    """Weights are whole before the first seat only."""
+
+    is_shared_out = True
+    _is_whole, _shows_averages, _by_unit = True, False, True
+    _units: UnitWeights | None = None
+    _order: list[str] | None = None
+
+    _first: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+
+    def begin_with(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """Begin a run with weights that come one by one, where the model was built without."""
+        assert not self.flat.has_weights, "the model has weights"
+        self._is_whole, self._first = False, weights
+
+    def begin(self, runs: Sequence[HeldRun]) -> None:
+        if self._first is not None:
+            fill(self.layout, runs, self._first())
+            for one in runs:
+                if AVERAGE in one.moments:
+                    one.moments[AVERAGE].copy_(one.weights)
+
+    def begin_from_commit(self, runs: Sequence[HeldRun]) -> None:
+        if not saved_grains(self.layout, self._saved).all():
+            if self._first is not None:
+                fill(self.layout, runs, self._first())
+            elif not self._is_whole:
+                raise StateLostError(
+                    "commits do not hold the frozen weights, and this process has a share of them alone: it ends, and "
+                    "the next one builds the model with all of them"
+                )
+
+    @cached_property
+    def _saved(self) -> Collection[str]:
+        """The names of the weights and buffers that commits hold."""
+        return self.model.state_dict().keys()
+
+    def take_order(self, names: Sequence[str]) -> None:
+        self._order = [name for name in names if name in self.flat.block_names]
+
+    def agree_on_order(self, group: Group) -> None:
+        """Gather blocks in the order that the first rank that knows one has recorded."""
+        known = [order for order in group.all_gather_objects(self._order) if order is not None]
+        self.flat.block_names = known[0] if known else self.flat.block_names
+
+    def grains_of(self, seating: Seating) -> Int64s:
+        return seating.held
+
+    def memory_of(self, run: Run) -> Tensor:
+        """Return new memory, with the weights in it while they are whole."""
+        dtype = self.flat.weights[run.flat].dtype
+        keeps = self.offload is not None and self.offload.with_weights
+        memory = self.kept_zeros(run, dtype) if keeps else self.flat.zeros(run.flat, run.hi - run.lo)
+        return memory.copy_(self.flat.weights_at(run)) if self._is_whole else memory
+
+    def make_room(self) -> None:
+        super().make_room()
+        if self._is_whole:
+            self.flat.renew()
+            self._is_whole = False
+
+    def close(self) -> None:
+        if self._units is not None and self._units.close():
+            self.flat.renew()
+        self._units = None
+
+    def gathering(self, column: Group, *, by_unit: bool) -> UnitWeights | None:
+        self._by_unit, seating, held = by_unit, self.seated, {one.run: one for one in self.runs}
+        units = self.flat.blocks() if by_unit else ([], self.flat.everything())
+        ranks = (seating.rank, *seating.neighbours())
+        shares = {rank: by_flat(seating.runs_at(rank, seating.holdings[rank])) for rank in ranks}
+        memory = None if self.offload is None else self.offload.memory
+        self._units = UnitWeights(*units, column, shares, lambda run: self._shown_of(held[run]), memory)
+        return self._units
+
+    def _shown_of(self, one: HeldRun) -> Tensor:
+        self.settle()
+        return one.moments.get(AVERAGE, one.weights) if self._shows_averages else one.weights
+
+    @contextlib.contextmanager
+    def averaged(self, column: Group) -> Iterator[None]:
+        self._shows_averages = True
+        try:
+            yield
+        finally:
+            self._shows_averages = False
+
+    def refresh(self, column: Group, *, everything: bool = False) -> None:
+        """Weights are gathered when they are needed."""
+
+    def turns(self, column: Group, items: Iterator[T]) -> Iterator[T]:
+        assert self._units is not None, "there is a world"
+        if self._by_unit:
+            return self._units.turns(items, column)
+        self._units.gather()  # until the next step
+        return items
+
+    @contextlib.contextmanager
+    def computing(self, ranks: Collection[int]) -> Iterator[None]:
+        assert self._units is not None, "there is a world"
+        self._units.end_pass()
+        with self._units.turn(ranks, trains=True):
+            yield
+        self._units.end_pass()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        shared = set[str]() if self._is_whole else {name for place in self.layout.tensors for name in place.names}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in shared}
+
+    def digest(self, column: Group) -> str:
+        return shared_digest(column, self.seated, self._grain_at, self._saved, self.weights())
+
+    def digest_alone(self) -> str:
+        return super().digest_alone() if self._is_whole else ""
+
+    def check_copies(self, column: Group, step: int) -> None:
+        check_copies(column, self.seated, self._grain_at, self._saved, step)
+
+    @contextlib.contextmanager
+    def showing_whole(self, column: Group, num_ranks: int = 1) -> Iterator[None]:
+        """Let the first ranks of a column have whole weights within the context, in memory of their own."""
+        numels = [flat.numel for flat in self.layout.flats] if column.rank < num_ranks else []
+        vectors = {number: self.flat.zeros(number, numel) for number, numel in enumerate(numels)}
+        gather_whole(column, self.seated, self._given_at, lambda run: vectors[run.flat][run.lo : run.hi], num_ranks)
+        with self.flat.showing(vectors):
+            yield
+
+    def make_whole(self, column: Group, num_ranks: int = 1) -> None:
+        if column.rank < num_ranks:
+            self.flat.allocate()
+        gather_whole(column, self.seated, self._given_at, self.flat.weights_at, num_ranks)
+
+    def held_weights(self) -> State:
+        whole = super().held_weights()
+        return {**whole, **{name: pieces.weights for name, pieces in self.pieces().items() if name in whole}}
+
+    def _given_at(self, run: Run) -> Tensor:
+        """Return the weights of a run as peers are given them."""
+        return self.flat.brought(self._weights_at(run))
+
+    def _weights_at(self, run: Run) -> Tensor:
+        return run_around(self.runs, run).cut(run).weights
+
+    def _grain_at(self, number: int) -> Tensor:
+        return self._weights_at(grain_run(self.layout, number))

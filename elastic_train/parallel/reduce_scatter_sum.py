@@ -1,0 +1,421 @@
+"""The gradient sum where gradients are sharded, too: a leaf is cut as soon as a unit's part of it is there (ZeRO-2).
+
+Lanes are dealt (`shards.deal`): in a turn a group's ranks run neighbouring lanes, and each sends the others what they
+sum up of its leaf, unit by unit during the backward pass, and forgets the rest. They add what comes along the tree, in
+at most 1 + log2 L sums of a share for each run of leaves. When all leaves are in, ranks of different groups that sum up
+the same exchange their sums, and each finishes the same tree. Where several ranks of a group hold the same, one of them
+sums it up, and gives the others the mean.
+
+The ranks of a group compute leaves of a turn, and hold shares: which rank does what are two tables. A leaf is what one
+rank computes of one lane, and a rank may compute several in a turn; all but the last are kept whole until that one.
+
+Units are exchanged in one fixed order on all ranks (`program.unit_turn`), the last of the model first, whatever the
+order in which a backward pass comes to them: a unit that is ready waits for those before it. A rank without a lane in a
+turn only receives. Where weights are shared out, too, they are gathered in between (`unit_weights`, ZeRO-3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.lanes import Lanes, Part, merge_plan
+from elastic_train.parallel.buckets import check_once
+from elastic_train.parallel.gradient_sum import OfPart
+from elastic_train.parallel.group import Group
+from elastic_train.parallel.leaves import BufferPool, FlatGradient, Leaf, Leaves, Units, Wire, forget_gradients
+from elastic_train.parallel.point_to_point import Work
+from elastic_train.parallel.unit_weights import UnitWeights
+from elastic_train.placement.deal import Counter, subtrees_of, sum_chunks
+from elastic_train.placement.holdings import Run, by_flat, runs_of
+from elastic_train.placement.seating import Seating
+from elastic_train.program.unit_turn import Begin, End, UnitAction, Walk, reducing_turn
+from elastic_train.system.huge_pages import on_huge_pages
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """An exchange under way: what it awaits, the leaves that it sends of, and by leaf what it adds, by flat vector."""
+
+    arriving: list[Work]
+    leaving: list[Work]
+    leaves: list[tuple[FlatGradient, Leaf]]
+    chunks: Mapping[int, Mapping[int, Tensor]]
+    begun_s: float
+
+
+class ReduceScatterTree(NamedTuple):
+    """Units whose gradients are added along one tree: `leaves` are those of each of the `ranks`, by its seat.
+
+    Each computes `per_turn` of them in a turn, as long as it has any. Unless `is_beside` nothing is exchanged before a
+    turn's leaves have been computed.
+    """
+
+    units: Units
+    ranks: Group
+    leaves: Sequence[Lanes]
+    seating: Seating
+    per_turn: int = 1
+    is_beside: bool = True
+
+
+class _Course:
+    """A tree in the course of a step: which leaves ranks compute in which turn, and who sums up what of them."""
+
+    def __init__(self, tree: ReduceScatterTree) -> None:
+        self.tree, self.ranks, self.units = tree, tree.ranks, tree.units
+        seating, rank = tree.seating, tree.ranks.rank
+        self.neighbours = seating.neighbours()
+        self.numbers = {flat.number for unit in tree.units for flat in unit}
+        self.num_leaves = sum(map(len, tree.leaves))
+        in_group = {one: tree.leaves[one] for one in (*self.neighbours, rank)}
+        self.first = min(leaves[0] for leaves in in_group.values() if leaves)
+        num_turns = max(-(-len(leaves) // tree.per_turn) for leaves in in_group.values())
+        self.turns = [
+            {one: leaves[turn * tree.per_turn : (turn + 1) * tree.per_turn] for one, leaves in in_group.items()}
+            for turn in range(num_turns)
+        ]
+        """By turn the leaves of each rank of this one's group; a rank without any only receives."""
+        self.mine = self.runs_of(seating.summed[rank])
+        theirs = [(other, self.runs_of(seating.summed[other])) for other in self.neighbours]
+        # By unit: what each neighbour sums up of it, and the flat vectors of which this rank does something. Most ranks
+        # of a large world have nothing of most units.
+        self.given = [
+            [(other, flat.number, run) for other, runs in theirs for flat in unit for run in runs.get(flat.number, ())]
+            for unit in tree.units
+        ]
+        self.held = [[flat for flat in unit if flat.number in self.mine] for unit in tree.units]
+        self.shared = sum_chunks(rank, seating.seats, seating.summed)
+        self._subtrees: dict[int, tuple[Part, ...]] = {}
+        self.turn = 0
+        self.earlier: dict[int, Mapping[int, Leaf]] = {}
+        """Leaves of this turn but the last one."""
+
+    @property
+    def sums_what_it_holds(self) -> bool:
+        """Whether this rank sums up all that it holds, and nothing else."""
+        seating, rank = self.tree.seating, self.ranks.rank
+        return seating.summed[rank] is seating.trained[rank]
+
+    @property
+    def of_turn(self) -> Mapping[int, Lanes]:
+        """The present turn's leaves of each rank of the group; none of its ranks has any once all have been."""
+        return self.turns[self.turn] if self.turn < len(self.turns) else {}
+
+    def runs_of(self, grains: Int64s) -> dict[int, list[Run]]:
+        """Return where grains are, by flat vector, in those that are summed up here."""
+        runs = by_flat(runs_of(self.tree.seating.layout, grains))
+        return {number: found for number, found in runs.items() if number in self.numbers}
+
+    def subtrees_at(self, rank: int) -> tuple[Part, ...]:
+        """Return what the group of a rank has sums of once all of its leaves are in."""
+        seats = self.tree.seating.seats
+        group = seats[rank].group
+        if group not in self._subtrees:
+            pairs = zip(seats, self.tree.leaves, strict=True)
+            leaves = sorted(leaf for seat, of_rank in pairs if seat.group == group for leaf in of_rank)
+            self._subtrees[group] = subtrees_of(leaves, self.num_leaves)
+        return self._subtrees[group]
+
+    def common(self, summing: int, holding: int) -> list[Run]:
+        """Return the runs that one rank sums up and another one holds."""
+        summed, held = self.tree.seating.summed[summing], self.tree.seating.trained[holding]
+        runs = self.runs_of(np.intersect1d(summed, held, assume_unique=True))
+        return [run for of_flat in runs.values() for run in of_flat]
+
+
+class ReduceScatterSum:
+    """The sum along trees, on its holders alone; `homes` have the means that this rank holds, by flat vector.
+
+    A step adds up in them, so that they cost no memory beside the sums.
+    """
+
+    def __init__(
+        self,
+        trees: Sequence[ReduceScatterTree],
+        homes: Mapping[int, Tensor],
+        weights: UnitWeights | None = None,
+        wire: Wire = "exact",
+        *,
+        by_turn: bool = True,
+    ) -> None:
+        """With `weights` units are gathered: for each turn of the only tree, whose units are the blocks in the opposite
+        order and the rest; or, unless `by_turn`, all for a step.
+        """
+        self._courses, self._homes, self._weights, self._by_turn = [*map(_Course, trees)], homes, weights, by_turn
+        self._totals: dict[int, Tensor] = {}
+        for course in self._courses:
+            self._totals |= self._totals_of(course)
+        self._counters: dict[int, Counter[Tensor]] = {}
+        self._running: _Course | None = None
+        """The tree that the running pass adds to."""
+        self._missing: list[int] = []
+        """Of the running pass: parameters of each unit whose gradient has not come."""
+        self._walk = Walk((), lambda action: None)
+        """The running pass's way through its turn."""
+        self._in_flight = deque[_Flight]()
+        self.is_dirty = False
+        """Whether something is on its way that may reach the homes however late."""
+        self._spare = BufferPool(2 * sum(len(one.tree.seating.seats) for one in self._courses))
+        self._seen: set[int] = set()
+        self._leaves = Leaves(wire)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, course, number))  # type: ignore[no-untyped-call]
+            for course in self._courses
+            for number, unit in enumerate(course.units if course.tree.is_beside else ())
+            for flat in unit
+            for parameter, _ in flat.parameters
+        ]
+
+    def _totals_of(self, course: _Course) -> Mapping[int, Tensor]:
+        """Return memory for the mean of what this rank sums up: the homes, unless others give it some of that."""
+        if course.sums_what_it_holds:
+            return {number: self._homes[number] for number in course.numbers}
+        sizes = {number: sum(run.hi - run.lo for run in course.mine.get(number, ())) for number in course.numbers}
+        return {number: self._homes[number].new_empty(size) for number, size in sizes.items()}
+
+    def close(self) -> None:
+        """Leave the model's parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def tensors(self) -> Iterator[OfPart]:
+        for number, total in self._totals.items():
+            yield "gradients", self._homes[number]
+            if total is not self._homes[number]:
+                yield "sums", total
+        yield from (("gradients", leaf) for leaf in self._leaves.tensors())
+        yield from (("sums", total) for counter in self._counters.values() for total in counter.parts.values())
+        yield from (("exchange", spare) for spare in self._spare.tensors())
+
+    def begin(self) -> None:
+        if self._weights is not None:
+            self._weights.end_pass()  # of a step that was not finished
+            if not self._by_turn:
+                self._weights.gather()
+        for course in self._courses:
+            self._counters |= {number: Counter(course.num_leaves, self._add) for number in course.numbers}
+            course.turn, course.earlier = 0, {}
+            forget_gradients(course.units)
+        self._running = None
+        self._in_flight.clear()
+
+    @contextlib.contextmanager
+    def turn(self, leaf: int | None, tree: int = 0) -> Iterator[None]:
+        course = self._courses[tree]
+        leaves = course.of_turn.get(course.ranks.rank, ())
+        assert leaf == (leaves[len(course.earlier)] if leaves else None), f"leaf {leaf} is not the next of this turn's"
+        if leaf is not None and leaf != leaves[-1]:
+            yield
+            course.earlier[leaf] = {flat.number: self._leaves.take(flat) for unit in course.units for flat in unit}
+        elif course.of_turn:
+            self._running = course
+            self._missing = [sum(len(flat.parameters) for flat in unit) for unit in course.units]
+            self._seen.clear()
+            try:
+                with self._walking(course) as self._walk:
+                    yield
+            finally:
+                self._running = None
+                self._in_flight.clear()
+            self.is_dirty = False
+            course.turn, course.earlier = course.turn + 1, {}
+        else:
+            yield
+
+    @contextlib.contextmanager
+    def _walking(self, course: _Course) -> Iterator[Walk]:
+        """Return the context of a turn, at whose end all of its actions are done; units are gathered for it, if they
+        are."""
+        if self._gathers:
+            assert self._weights is not None
+            computing = [rank for rank, leaves in course.of_turn.items() if leaves]
+            with self._weights.turn(computing, trains=True, reduce=partial(self._reduce, course)) as walk:
+                yield walk
+            return
+        walk = Walk(reducing_turn(len(course.units)), partial(self._reduce, course))
+        yield walk
+        walk.finish()
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether units are gathered for each turn."""
+        return self._weights is not None and self._by_turn
+
+    def _reduce(self, course: _Course, action: UnitAction) -> None:
+        """Begin to exchange a unit's gradients, or wait for what was begun before."""
+        match action:
+            case Begin(unit=unit):
+                self._send(course, self._number_of(course, unit))
+            case End():
+                self._land(course)
+
+    def _number_of(self, course: _Course, unit: int) -> int:
+        """Return which of a tree's units one of a turn is: where units are gathered it is a block's number, or REST."""
+        return len(course.units) - 2 - unit if self._gathers else unit
+
+    def finish(self, divisor: float) -> None:
+        assert all(course.turn == len(course.turns) for course in self._courses), "not all turns were taken"
+        if self._weights is not None:
+            self._weights.end_pass()
+        self._spare.clear()
+        self._leaves.clear()
+        for course in reversed(self._courses):
+            self._finish(course, divisor)
+
+    def _finish(self, course: _Course, divisor: float) -> None:
+        sums = {number: dict(self._counters.pop(number).parts) for number in course.numbers}
+        self._exchange_sums(course, sums)
+        for number in list(sums):
+            parts = sums.pop(number)
+            if self._totals[number].numel():
+                whole = next(iter(parts.values()))
+                for left, right, parent in merge_plan(list(parts), course.num_leaves):
+                    whole = parts[parent] = parts.pop(left).add_(parts.pop(right))
+                torch.div(whole, divisor, out=self._totals[number])
+        if not course.sums_what_it_holds:
+            self._give(course)
+
+    def _arrived(self, course: _Course, unit: int, parameter: Tensor) -> None:
+        """A backward pass has come to the end of a parameter's gradient."""
+        if course is not self._running:
+            return  # a pass outside of any step, such as warming up
+        check_once(parameter, self._seen)
+        self._missing[unit] -= 1
+        while (
+            isinstance(due := self._walk.next, Begin)
+            and due.what == "reduce"
+            and self._missing[self._number_of(course, due.unit)] == 0
+        ):
+            self._walk.step()
+            if isinstance(before := self._walk.next, End) and before.unit != due.unit:
+                self._walk.step()
+
+    def _send(self, course: _Course, number: int) -> None:
+        """Cut a unit's leaves, and forget them; what no lane uses is zero."""
+        unit, leaves = course.units[number], course.of_turn[course.ranks.rank]
+        taken = dict(course.earlier)
+        if leaves:
+            taken[leaves[-1]] = {flat.number: self._leaves.take(flat) for flat in unit}
+        self._exchange(course, number, taken)
+
+    def _exchange(self, course: _Course, number: int, leaves: Mapping[int, Mapping[int, Leaf]]) -> None:
+        """Begin to give the others of the group what they sum up of a unit's leaves, and to take what they give."""
+        unit, held, given = course.units[number], course.held[number], course.given[number]
+        sends = [(other, leaf[flat].memory[run.lo : run.hi]) for leaf in leaves.values() for other, flat, run in given]
+        receives = list[tuple[int, Tensor]]()
+        chunks: dict[int, dict[int, Tensor]] = {}
+        for other in course.neighbours[::-1] if held else ():
+            for lane in course.of_turn[other]:
+                chunks[lane] = {flat.number: self._landing(course, flat.number, lane) for flat in held}
+                receives += [
+                    (other, part) for flat, chunk in chunks[lane].items() for part in _cut(chunk, course.mine[flat])
+                ]
+        for lane, leaf in leaves.items():
+            chunks[lane] = {flat.number: self._room(course, flat.number, lane) for flat in held}
+            for flat, chunk in chunks[lane].items():
+                runs = course.mine[flat]
+                for part, run in zip(_cut(chunk, runs), runs, strict=True):
+                    part.copy_(leaf[flat].memory[run.lo : run.hi])
+        self.is_dirty = True
+        begun = course.ranks.begin_exchange(sends, receives)
+        sent = [(flat, leaf[flat.number]) for leaf in leaves.values() for flat in unit]
+        self._in_flight.append(_Flight(*begun, sent, chunks, time.perf_counter()))
+
+    def _land(self, course: _Course) -> None:
+        """Wait for the exchange that was begun first of those under way, and add what has come, in the lanes' order."""
+        flight = self._in_flight.popleft()
+        course.ranks.beside_s += time.perf_counter() - flight.begun_s
+        course.ranks.wait(flight.arriving + flight.leaving)
+        for flat, leaf in flight.leaves:
+            self._leaves.give_back(flat, leaf)
+        for lane, chunks in sorted(flight.chunks.items()):
+            for number, chunk in chunks.items():
+                self._counters[number].push(Part(0, lane), self._widened(course, number, lane, chunk))
+
+    def _room(self, course: _Course, number: int, lane: int) -> Tensor:
+        """Return memory for what this rank sums up of a leaf: that of the mean for the group's first one."""
+        total = self._totals[number]
+        return total if lane == course.first else self._spare.take(total, total.dtype)
+
+    def _landing(self, course: _Course, number: int, lane: int) -> Tensor:
+        """Return memory to receive a part of a leaf: where it is kept, unless it is sent as another type."""
+        total = self._totals[number]
+        dtype = self._leaves.dtype_of(total.dtype)
+        return self._room(course, number, lane) if dtype == total.dtype else self._spare.take(total, dtype)
+
+    def _widened(self, course: _Course, number: int, lane: int, chunk: Tensor) -> Tensor:
+        """Return what has come as it is added."""
+        if chunk.dtype == self._totals[number].dtype:
+            return chunk
+        room = self._room(course, number, lane).copy_(chunk)
+        self._spare.give_back(chunk)
+        return room
+
+    def _add(self, left: Tensor, right: Tensor) -> Tensor:
+        left.add_(right)
+        self._spare.give_back(right)
+        return left
+
+    def _exchange_sums(self, course: _Course, sums: Mapping[int, dict[Part, Tensor]]) -> None:
+        """Add to this rank's sums those of the other groups, from the ranks that sum up the same."""
+        layout, rank = course.tree.seating.layout, course.ranks.rank
+        sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+        own = course.subtrees_at(rank) if course.shared else ()
+        for chunk in course.shared:
+            runs = [run for run in runs_of(layout, chunk.grains) if run.flat in course.numbers]
+            for part in own:
+                sends += [(chunk.to, within(run, sums[run.flat][part], course.mine[run.flat])) for run in runs]
+        for chunk in course.shared[::-1]:
+            runs = [run for run in runs_of(layout, chunk.grains) if run.flat in course.numbers]
+            for part in course.subtrees_at(chunk.to):
+                for run in runs:
+                    theirs = sums[run.flat].setdefault(part, on_huge_pages(torch.empty_like(self._totals[run.flat])))
+                    receives.append((chunk.to, within(run, theirs, course.mine[run.flat])))
+        if sends or receives:
+            course.ranks.exchange(sends, receives)
+
+    def _give(self, course: _Course) -> None:
+        """Put the means where they are held: here, and on the ranks of this group that hold some of them, too."""
+        rank, neighbours = course.ranks.rank, course.neighbours
+        held = course.runs_of(course.tree.seating.trained[rank])
+        for number, runs in course.mine.items():
+            for run in runs:
+                within(run, self._homes[number], held[number]).copy_(within(run, self._totals[number], runs))
+        given = [(other, course.common(rank, other)) for other in neighbours]
+        taken = [(other, course.common(other, rank)) for other in neighbours[::-1]]
+        self.is_dirty = True
+        course.ranks.exchange(
+            [
+                (other, within(run, self._totals[run.flat], course.mine[run.flat]))
+                for other, runs in given
+                for run in runs
+            ],
+            [(other, within(run, self._homes[run.flat], held[run.flat])) for other, runs in taken for run in runs],
+        )
+        self.is_dirty = False
+
+
+def _cut(chunk: Tensor, runs: Sequence[Run]) -> Sequence[Tensor]:
+    """Return the parts of a chunk that are some runs of a flat vector, one after the other."""
+    return (chunk,) if len(runs) == 1 else chunk.split_with_sizes([run.hi - run.lo for run in runs])
+
+
+def within(run: Run, memory: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Return a run's part of memory that has some runs of its flat vector, one after the other."""
+    start = 0
+    for one in runs:
+        if one.lo <= run.lo and run.hi <= one.hi:
+            return memory[start + run.lo - one.lo : start + run.hi - one.lo]
+        start += one.hi - one.lo
+    raise AssertionError(f"{run} is not held")

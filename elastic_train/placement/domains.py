@@ -1,0 +1,141 @@
+"""Groups over failure domains: each group is to hold everything once, its copies as far apart as domains allow.
+
+Ranks are put in a line in which domains (racks, in them nodes) stay together, and the line is cut into groups of
+neighbours. Each group holds the whole, in the line's order, so the copies of a grain are a group's length apart. Hence
+no domain that is at most as long as the smallest group has two of them, even where a group's end cuts through it. A
+domain that is longer cannot avoid that in groups of even sizes, and becomes a group by itself. With fewer domains than
+groups, each domain gets groups in proportion to its ranks, and the same holds of the domains in it.
+
+So of a grain's holders in any domain, as many are in different domains within it as there are such domains or holders:
+where there are `copies` domains, any copies - 1 of them may be lost at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
+
+from elastic_train.placement.arcs import Arc, in_parts
+
+Path = tuple[str, ...]
+"""Where a rank is, from the widest domain to the narrowest, such as (rack, node); () for a rank by itself."""
+
+Groups = list[list[int]]
+"""The ranks of every group, by slot."""
+
+
+def paths_of_cells(cells: Sequence[Sequence[Path]]) -> list[Path]:
+    """Return where each of several cells is, given the paths of its ranks, by place; all of one length.
+
+    Two cells share a domain if any two of their ranks of one place do: it has copies of what that place holds.
+    """
+    depth = min(len(path) for cell in cells for path in cell)
+    levels = [_linked(cells, end) for end in range(1, depth + 1)]
+    return [tuple(str(level[number]) for level in levels) for number in range(len(cells))]
+
+
+def _linked(cells: Sequence[Sequence[Path]], depth: int) -> list[int]:
+    """Return the first cell of each one's domain, where domains are what the first `depth` names of paths lead to."""
+    firsts, before = list(range(len(cells))), list[int]()
+    while firsts != before:
+        before, lowest = firsts, dict[tuple[int, Path], int]()
+        for first, cell in zip(firsts, cells, strict=True):
+            for place, path in enumerate(cell):
+                lowest[place, path[:depth]] = min(first, lowest.get((place, path[:depth]), first))
+        firsts = [min(lowest[place, path[:depth]] for place, path in enumerate(cell)) for cell in cells]
+    return firsts
+
+
+def cut_groups(ranks: Sequence[int], paths: Sequence[Path], num: int) -> Groups:
+    """Cut ranks, in their order where domains leave it free, into `num` groups, none of them empty."""
+    return _groups(list(ranks), paths, 0, num)
+
+
+def are_apart(groups: Groups, arcs: Sequence[Sequence[Arc]], paths: Sequence[Path]) -> bool:
+    """Say whether of each domain's holders of anything as many as can be are in different domains within it.
+
+    `arcs` are what ranks hold, by rank.
+    """
+    children: dict[Path, set[str | int]] = {}
+    for rank, path in enumerate(paths):
+        for depth in range(len(path) + 1):
+            children.setdefault(path[:depth], set()).add(_within(path, depth, rank))
+    parts, _ = in_parts(arcs)
+    begins = sorted(
+        (lo, number, rank) for number, ranks in enumerate(groups) for rank in ranks for lo, _ in parts[rank]
+    )
+    holders = dict[int, int]()
+    for _, some in groupby(begins, key=itemgetter(0)):
+        holders |= {number: rank for _, number, rank in some}
+        if not _is_spread(holders.values(), paths, children):
+            return False
+    return True
+
+
+def _is_spread(holders: Iterable[int], paths: Sequence[Path], children: dict[Path, set[str | int]]) -> bool:
+    found: dict[Path, list[str | int]] = {}
+    for rank in holders:
+        for depth in range(len(paths[rank]) + 1):
+            found.setdefault(paths[rank][:depth], []).append(_within(paths[rank], depth, rank))
+    return all(len(set(names)) == min(len(children[path]), len(names)) for path, names in found.items())
+
+
+def _within(path: Path, depth: int, rank: int) -> str | int:
+    """Return the domain that a rank is in within those that the first `depth` names of its path lead to."""
+    return path[depth] if depth < len(path) else rank
+
+
+def _groups(ranks: list[int], paths: Sequence[Path], depth: int, num: int) -> Groups:
+    """Cut ranks that share the first `depth` names of their paths into `num` groups, none of them empty."""
+    if num == 1:
+        return [_in_line(ranks, paths, depth)]
+    domains = _domains(ranks, paths, depth)
+    if len(domains) >= num:
+        return _spread(domains, paths, depth, num)
+    shares = _apportion([len(domain) for domain in domains], num)
+    parts = [_groups(domain, paths, depth + 1, share) for domain, share in zip(domains, shares, strict=True)]
+    return [group for part in parts for group in part]
+
+
+def _spread(domains: Groups, paths: Sequence[Path], depth: int, num: int) -> Groups:
+    """Cut a line of at least `num` domains so that none of them is in two groups at places that hold the same."""
+    length = sum(len(domain) for domain in domains)
+    longest = max(domains, key=len)
+    if num > 1 and len(longest) * num > length:
+        others = [domain for domain in domains if domain is not longest]
+        return [_in_line(longest, paths, depth + 1), *_spread(others, paths, depth, num - 1)]
+    line = [rank for domain in domains for rank in _in_line(domain, paths, depth + 1)]
+    return [line[number * length // num : (number + 1) * length // num] for number in range(num)]
+
+
+def _in_line(ranks: list[int], paths: Sequence[Path], depth: int) -> list[int]:
+    """Put the ranks of one domain in a line in which the domains within it stay together."""
+    if len(ranks) == 1 or all(len(paths[rank]) <= depth for rank in ranks):
+        return ranks
+    return [rank for domain in _domains(ranks, paths, depth) for rank in _in_line(domain, paths, depth + 1)]
+
+
+def _domains(ranks: list[int], paths: Sequence[Path], depth: int) -> Groups:
+    """Sort ranks into the domains that their paths name next, in the order of the domains' first ranks.
+
+    A rank whose path ends here is a domain by itself.
+    """
+    domains: dict[str | int, list[int]] = {}
+    for rank in ranks:
+        domains.setdefault(_within(paths[rank], depth, rank), []).append(rank)
+    return list(domains.values())
+
+
+def _apportion(sizes: Sequence[int], num: int) -> list[int]:
+    """Share `num` groups out to fewer domains, at least one each and no more than each has ranks, by their sizes.
+
+    Each further group goes where the smallest stays largest: it decides how much memory a rank needs (highest averages,
+    D'Hondt 1882).
+    """
+    shares = [1] * len(sizes)
+    for _ in range(num - len(sizes)):
+        open_ = [number for number, size in enumerate(sizes) if shares[number] < size]
+        most = max(open_, key=lambda number: (sizes[number] / (shares[number] + 1), -number))
+        shares[most] += 1
+    return shares

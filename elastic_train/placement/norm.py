@@ -1,0 +1,228 @@
+"""The gradient's norm by grains: one number for one gradient, however it is cut, and on whatever device it is.
+
+Every element is squared in float64, which is exact for all narrower floats. A grain's squares are added along a fixed
+binary tree, in which there is no addition but of whole vectors, element by element: so it depends on no kernel's order,
+no vector width and no number of threads. It costs more passes over memory than a kernel that adds as it likes. The
+grains' sums are added exactly and rounded once, so their order does not matter.
+
+Copies of a grain have equal sums: a difference between them is a rank that computes otherwise, seen before the step is
+applied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.errors import WeightsDifferError
+from elastic_train.placement.grain_tables import Batch, Lengths, Run, Table, batches_of, width_of
+from elastic_train.placement.grains import GRAIN, Cut, Layout, bounds_of
+
+Float64s = npt.NDArray[np.float64]
+
+_BLOCK = {"cpu": 8 * GRAIN}
+"""Elements that are squared at once: what stays in a CPU's cache; enough to keep a GPU busy with one operation. Twice
+as many where rows are scattered: grains of one length are then enough for an operation."""
+_BLOCK_ELSEWHERE = 256 * GRAIN
+_NARROW = 256
+"""Elements of a row from which on the grains of all lengths are added up together: few operations for many of them."""
+_LITTLE = 1 << 10
+"""Elements of a table from which on it is folded further with those of other lengths."""
+_SMALL = 1 << 12
+"""Elements of a run at most that is copied with others, by way of a vector that has them all."""
+_OF_NUMPY = (torch.float32, torch.float16, torch.float64)
+"""The types that NumPy has, too."""
+
+
+def in_memory_order(tensor: Tensor, cut: Cut | None) -> Tensor:
+    """Return a tensor's elements in their memory order, 1-D; a copy unless they are stored in it."""
+    return (tensor if cut is None else tensor.movedim(cut.dim, 0)).reshape(-1)
+
+
+@cache
+def lengths_of(shape: tuple[int, ...], cut: Cut | None) -> Lengths:
+    """Return how many elements each grain of a tensor has."""
+    return tuple(hi - lo for lo, hi in pairwise(bounds_of(shape, cut)))
+
+
+def grain_squares(vectors: Sequence[Tensor], lengths: Sequence[Lengths]) -> Tensor:
+    """Return the sum of the squares of each grain of vectors, float64, shape (grains,), on the CPU.
+
+    `lengths` are those of each vector's grains, of GRAIN elements at most. All vectors are on one device.
+    """
+    if not any(lengths):
+        return torch.empty(0, dtype=torch.float64)
+    device = vectors[0].device
+    squares = _kept(tuple(lengths)) if device.type == "cpu" else GrainSquares(tuple(lengths), device)
+    return squares.of([vector.detach() for vector in vectors])
+
+
+@lru_cache(maxsize=4)
+def _kept(vectors: tuple[Lengths, ...]) -> GrainSquares:
+    return GrainSquares(vectors, torch.device("cpu"))
+
+
+@lru_cache(maxsize=8)
+def _batches(vectors: tuple[Lengths, ...], device: str) -> tuple[Batch, ...]:
+    block = _BLOCK.get(device, _BLOCK_ELSEWHERE)
+    return batches_of(vectors, block, 2 * block)
+
+
+class GrainSquares:
+    """Adds up the squares of the grains of vectors that have some lengths, with memory that it keeps.
+
+    All vectors are on one device.
+    """
+
+    def __init__(self, vectors: tuple[Lengths, ...], device: torch.device) -> None:
+        self._batches = _batches(vectors, device.type)
+        room = torch.empty(max(batch.stop for batch in self._batches), dtype=torch.float64, device=device)
+        self._placed = [_Placed(batch, room) for batch in self._batches]
+        self._num_grains = sum(map(len, vectors))
+        self._lock = Lock()
+
+    def of(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the squares of each grain, float64, shape (grains,), on the CPU."""
+        narrow: dict[int, list[Float64s]] = {}
+        numbers: dict[int, list[Int64s]] = {}
+        is_exact = all(vector.dtype != torch.float64 for vector in vectors)
+        with self._lock:
+            for placed in self._placed:
+                placed.fill(vectors)
+                for table in placed.tables:
+                    rows = table.squared(is_exact)
+                    narrow.setdefault(rows.shape[1], []).append(rows)
+                    numbers.setdefault(rows.shape[1], []).append(table.numbers)
+        sums = np.empty(self._num_grains)
+        places = [one for width in sorted(numbers, reverse=True) for one in numbers[width]]
+        sums[np.concatenate(places)] = _add_up(narrow)
+        return torch.from_numpy(sums)
+
+
+class _PlacedTable:
+    """A table in the room, and the views of it that are added up."""
+
+    def __init__(self, table: Table, room: Tensor) -> None:
+        self.numbers = table.numbers
+        self.rows = whole = room[table.start : table.stop].view(-1, table.width)
+        self.tails = [whole[lo:hi, length:] for lo, hi, length in table.shorter]
+        half = max(1, width_of(table.width) // 2)
+        self._left, self._first, self._right = whole[:, :half], whole[:, : table.width - half], whole[:, half:]
+        self._halves: list[tuple[Tensor, Tensor]] = []
+        while half // 2 >= _NARROW or (half > 1 and half // 2 * len(whole) > _LITTLE):
+            half //= 2
+            self._halves.append((whole[:, :half], whole[:, half : 2 * half]))
+        self._rest = whole[:, :half]
+
+    def squared(self, is_exact: bool) -> Float64s:
+        """Square what has been placed, and fold it until little is left; `is_exact` says that squares are."""
+        self._left.mul_(self._left)
+        if is_exact:
+            self._first.addcmul_(self._right, self._right)
+        else:  # a fused multiplication and addition would round later
+            self._first.add_(self._right.mul_(self._right))
+        for left, right in self._halves:
+            left.add_(right)
+        return self._rest.clone().cpu().numpy()
+
+
+class _Placed:
+    """A batch in the room."""
+
+    def __init__(self, batch: Batch, room: Tensor) -> None:
+        self.tables = [_PlacedTable(table, room) for table in batch.tables]
+        self._tails = [tail for table in self.tables for tail in table.tails]
+        self._scatters = [(one, room[one.start : one.stop].view(-1, one.unit)) for one in batch.scatters]
+        self._runs: list[list[Run]] = []
+        self._targets: list[Tensor] = []
+        for copy in batch.copies:
+            rows, row = self.tables[copy.table].rows, copy.row
+            small = [run for run in copy.runs if run.numel <= _SMALL]
+            for some in ([small] if small else []) + [[run] for run in copy.runs[len(small) :]]:
+                count = sum(run.num for run in some)
+                self._runs.append(some)
+                self._targets.append(rows[row : row + count, : some[0].length])
+                row += count
+
+    def fill(self, vectors: Sequence[Tensor]) -> None:
+        """Bring the elements of grains to their places."""
+        if self._tails:
+            torch._foreach_zero_(self._tails)
+        for one, places in self._scatters:
+            rows = _part(vectors[one.vector], one.lo, one.hi).view(-1, one.unit)
+            if rows.device.type == "cpu" and rows.dtype in _OF_NUMPY:
+                places.numpy()[one.rows] = rows.numpy()  # a pass over memory less than torch's own way
+            else:
+                places[torch.from_numpy(one.rows).to(rows.device)] = rows.double()
+        sources = []
+        for some in self._runs:
+            parts = [_part(vectors[run.vector], run.lo, run.hi) for run in some]
+            sources.append((torch.cat(parts) if len(parts) > 1 else parts[0]).view(-1, some[0].length))
+        if sources:
+            torch._foreach_copy_(self._targets, sources)
+
+
+def _part(vector: Tensor, lo: int, hi: int) -> Tensor:
+    return vector if hi - lo == vector.numel() else vector[lo:hi]
+
+
+def _add_up(narrow: Mapping[int, Sequence[Float64s]]) -> Float64s:
+    """Add up every row of all tables, by their widths; return the sums, those of the widest rows first."""
+    widest = max(narrow, default=1)
+    table = np.empty((0, 2 * widest))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for width in (1 << bits for bits in reversed(range(widest.bit_length()))):
+            table = np.concatenate([table[:, :width] + table[:, width:], *narrow.get(width, ())])
+    return table[:, 0]
+
+
+def total_norm(squares: Float64s) -> float:
+    """Return the norm from all trained grains' sums, in any order, shape (grains,).
+
+    Infinite or not a number where a gradient is.
+    """
+    try:
+        return math.sqrt(math.fsum(squares))
+    except OverflowError:
+        return math.inf
+
+
+def squares_of_holders(layout: Layout, gathered: Tensor, holders: Iterable[tuple[int, Int64s]]) -> Float64s:
+    """Return the squares of all trained grains from a row of each rank; `holders` are ranks and their grains.
+
+    Every trained grain must be held by one of them. Raises WeightsDifferError if two copies of a grain have different
+    gradients.
+    """
+    squares = np.full(layout.num_grains, -1.0)
+    for rank, grains in holders:
+        row = gathered[rank, : grains.size].numpy()
+        known = squares[grains]
+        other = (known != row) & (known != -1.0) & ~(np.isnan(known) & np.isnan(row))
+        if other.any():
+            name = layout.tensors[layout.tensor_of[grains[other][0]]].names[0]
+            raise WeightsDifferError(
+                f"rank {rank} and another copy's holder have different gradients of '{name}': memory or a "
+                "connection is damaged. The last commit is intact: all ranks end, and the next start continues"
+            )
+        squares[grains] = row
+    trained: Float64s = squares[layout.trained]
+    assert not (trained == -1.0).any(), "some grains' gradients are held by nobody"
+    return trained
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Return what a gradient is multiplied by so that its norm is at most `limit`: 1.0 for one within it.
+
+    As in `torch.nn.utils.clip_grad_norm_`, not a number for such a norm. Multiplying by it shows no cut.
+    """
+    factor = limit / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor

@@ -1,0 +1,124 @@
+"""What a world's seats mean for its ranks: who holds and owns which grains, and who gives what to whom in a step.
+
+Every rank computes the same from the layout and all ranks' seats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.placement.grains import Layout
+from elastic_train.placement.holdings import (
+    Circle,
+    Column,
+    Run,
+    all_held,
+    runs_of,
+    runs_of_each,
+    sections_of,
+    shared_with,
+)
+from elastic_train.placement.owners import owned_of
+from elastic_train.placement.seats import Seat
+
+
+class Seating:
+    """The seats of all ranks of a world, by rank, of which this one is `rank`."""
+
+    def __init__(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> None:
+        self.layout, self.circle, self.seats, self.rank = layout, circle, list(seats), rank
+        self.holdings = all_held(circle, seats)
+        self._sections = dict[int, Int64s]()
+
+    @property
+    def seat(self) -> Seat:
+        return self.seats[self.rank]
+
+    @property
+    def num_copies(self) -> int:
+        """How many ranks hold each grain: as many as there are groups."""
+        return 1 + max(seat.group for seat in self.seats)
+
+    @property
+    def held(self) -> Int64s:
+        """The numbers of the grains that this rank holds, ascending."""
+        return self.holdings[self.rank]
+
+    @cached_property
+    def trained(self) -> list[Int64s]:
+        """The grains that each rank holds and the optimizer updates, by rank."""
+        return list(map(self.layout.trained_of, self.holdings))
+
+    @cached_property
+    def owned(self) -> list[Int64s]:
+        """The trained grains whose sums each rank finishes, by rank; see `owners`."""
+        return list(map(self.layout.trained_of, self._spoken_for))
+
+    @cached_property
+    def summed(self) -> list[Int64s]:
+        """The trained grains that each rank sums up for its group, by rank: of several with one slot, one does.
+
+        Where no ranks of a group hold the same, these are all that a rank holds.
+        """
+        by_group: dict[int, list[int]] = {}
+        for rank, seat in enumerate(self.seats):
+            by_group.setdefault(seat.group, []).append(rank)
+        found = list(self.trained)
+        for ranks in by_group.values():
+            if len({self.seats[rank].slot for rank in ranks}) < len(ranks):
+                owned = owned_of([self.holdings[rank] for rank in ranks], self.layout.span)
+                for rank, grains in zip(ranks, owned, strict=True):
+                    found[rank] = self.layout.trained_of(grains)
+        return found
+
+    def are_sole_holders(self, ranks: Sequence[bool]) -> bool:
+        """Say whether some ranks, marked by rank, hold grains that no other rank does."""
+        kept = (seat.arcs for seat, is_marked in zip(self.seats, ranks, strict=True) if not is_marked)
+        return Column(self.layout, self.circle).missing(kept) > 0
+
+    def all_owned(self) -> list[Int64s]:
+        """Return the grains of which each rank is the one that speaks for all holders, by rank; frozen ones, too."""
+        return self._spoken_for
+
+    @cached_property
+    def _spoken_for(self) -> list[Int64s]:
+        return owned_of(self.holdings, self.layout.span)
+
+    def owned_runs(self) -> list[list[Run]]:
+        """Return the runs that each rank finishes, by rank."""
+        return runs_of_each(self.layout, self.owned)
+
+    def given_runs(self) -> list[list[Run]]:
+        """Return, by holder, the runs that this rank gives each other one of what it has finished."""
+        return self._shared_runs(self.owned[self.rank], self.trained)
+
+    def taken_runs(self) -> list[list[Run]]:
+        """Return, by owner, the runs that this rank is given of what each other one has finished."""
+        return self._shared_runs(self.trained[self.rank], self.owned)
+
+    def _shared_runs(self, mine: Int64s, theirs: Sequence[Int64s]) -> list[list[Run]]:
+        """Return the runs of grains of this rank that are each other rank's, too."""
+        shared = shared_with(mine, theirs)
+        return runs_of_each(self.layout, [*shared[: self.rank], mine[:0], *shared[self.rank + 1 :]])
+
+    def sections_of(self, rank: int) -> Int64s:
+        """Return the sections of the grains, by number, at whose ends what a rank holds is cut: its group's bases.
+
+        A rank that keeps its base, and takes over what others held, then keeps its base's memory as it is; and all
+        ranks know how a rank's memory is cut.
+        """
+        num_base = self.seats[rank].num_base
+        if num_base not in self._sections:
+            self._sections[num_base] = sections_of(self.circle, num_base)
+        return self._sections[num_base]
+
+    def runs_at(self, rank: int, grains: Int64s) -> list[Run]:
+        """Return where grains are in the memory of a rank that holds them; each run is in one piece of it."""
+        return runs_of(self.layout, grains, self.sections_of(rank))
+
+    def neighbours(self) -> list[int]:
+        """Return the other ranks of this rank's group, its right neighbour first."""
+        others = [rank for rank, seat in enumerate(self.seats) if seat.group == self.seat.group and rank != self.rank]
+        return sorted(others, key=lambda rank: (self.seats[rank].slot - self.seat.slot) % self.seat.size)

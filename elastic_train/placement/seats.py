@@ -1,0 +1,278 @@
+"""Seats: which of a world's groups a rank is in, and which arcs of the circle it holds there.
+
+A new world cuts `copies` groups over its failure domains (`domains`), and each group cuts the circle into equal arcs. A
+world that follows another keeps its groups and bases (`arcs`) as long as copies are as far apart, no group has become
+much smaller than a new cut would make it, and that moves less. Everything follows from the ranks' paths and what they
+held, so every rank finds the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from elastic_train.placement.arcs import Arc, arcs_of, in_parts, kept_part, length, overlap
+from elastic_train.placement.domains import Groups, Path, are_apart, cut_groups
+
+_LEAST_SIZE = Fraction(4, 5)
+"""Groups are kept while the smallest has this part of an even share: ranks then hold a quarter more at most."""
+_LEAST_KEPT = Fraction(1, 2)
+"""And while their members hold this part of the circle by their own bases, so that changes move little."""
+
+
+class Seat(NamedTuple):
+    """A rank's seat: `slot` of `size` in its group; `place` is where it is in the line of all groups.
+
+    `base` is the number of its base of `num_base`, None if it has none; `arcs` is what it holds.
+    """
+
+    group: int
+    slot: int
+    size: int
+    place: int
+    base: int | None
+    num_base: int
+    arcs: tuple[Arc, ...]
+
+
+def seats_of_holders(
+    paths: Sequence[Path], copies: int, before: Sequence[Seat | None], is_holder: Sequence[bool]
+) -> list[Seat]:
+    """Return every rank's seat, by rank, where some ranks are to hold nothing: the others share all of it.
+
+    Who holds nothing has a seat without an arc, behind those of a group, which gives it its weights and its part of the
+    lanes. At least one rank holds something.
+    """
+    holders = [rank for rank, is_one in enumerate(is_holder) if is_one]
+    had = [seat if seat is not None and seat.arcs else None for seat in before or [None] * len(paths)]
+    held = seats_of([paths[rank] for rank in holders], copies, [had[rank] for rank in holders])
+    firsts = sorted((seat for seat in held if seat.slot == 0), key=lambda seat: seat.group)
+    groups = [
+        [(rank, seat) for rank, seat in zip(holders, held, strict=True) if seat.group == one.group] for one in firsts
+    ]
+    for number, rank in enumerate(rank for rank, is_one in enumerate(is_holder) if not is_one):
+        turn = number % len(groups)
+        groups[turn].append((rank, firsts[turn]._replace(slot=len(groups[turn]), base=None, arcs=())))
+    seats: dict[int, Seat] = {}
+    for members in groups:
+        place = len(seats)
+        seats |= {rank: seat._replace(size=len(members), place=place + seat.slot) for rank, seat in members}
+    return [seats[rank] for rank in range(len(paths))]
+
+
+def seats_of_cells(
+    paths: Sequence[Path], copies: int, before: Sequence[Sequence[Seat | None]], is_holder: Sequence[bool]
+) -> list[Seat]:
+    """Return every cell's seat, by cell: each of its ranks has that in the column of its place, and so the same lanes.
+
+    `before` are the seats that the ranks of each column had, by place and cell. Of what columns would choose for
+    themselves, all take what moves least over all of them.
+    """
+    ways = [seats_of_holders(paths, copies, had, is_holder) for had in dict.fromkeys(map(tuple, before))]
+    return min(ways, key=lambda seats: sum((_moved(seats, had) for had in before), Fraction(0)))
+
+
+class _Member(NamedTuple):
+    """A rank on its way to a seat."""
+
+    rank: int
+    base: int | None
+
+
+_Members = list[list[_Member]]
+"""The members of every group."""
+
+
+def seats_of(paths: Sequence[Path], copies: int, before: Sequence[Seat | None] = ()) -> list[Seat]:
+    """Return every rank's seat, by rank; there are min(copies, ranks) groups, numbered from 0.
+
+    `before` are the seats by which ranks hold what they bring, None for a rank that brings nothing. If they are not of
+    one world, because a fault came while seats were being taken, groups are cut again.
+
+    A domain that replaces a lost one of its size takes its places, and nobody else moves.
+    """
+    assert paths and copies >= 1, f"{copies} copies on {len(paths)} ranks"
+    had = list(before) or [None] * len(paths)
+    num = min(copies, len(paths))
+    ranks = sorted(range(len(paths)), key=_keys(had).__getitem__)
+    groups = cut_groups(ranks, paths, num)
+    cut = [[_Member(rank, base) for base, rank in enumerate(members)] for members in groups]
+    new = _seated(cut, dict(enumerate(map(len, groups))))
+    kept = _keeping(ranks, paths, had, num, new)
+    return min([*kept, new], key=lambda seats: _moved(seats, had))
+
+
+def _keeping(
+    ranks: Sequence[int], paths: Sequence[Path], had: Sequence[Seat | None], num: int, new: Sequence[Seat]
+) -> list[list[Seat]]:
+    """Return the seats if the last world's groups are kept, for each way to add ranks that is fit; `ranks` in line."""
+    num_bases = _last_groups(had)
+    if sorted(num_bases) != list(range(num)):
+        return []  # another number of copies, or a group has nobody left
+    newcomers = [rank for rank in ranks if had[rank] is None]
+    in_gaps, by_domains, with_mates = (_kept(ranks, had, num) for _ in range(3))
+    _add_in_gaps(in_gaps, newcomers, num_bases)
+    _add_by_domains(by_domains, newcomers, num_bases, paths)
+    ways = [in_gaps, by_domains] if in_gaps != by_domains else [in_gaps]
+
+    def fit(ways: Iterable[_Members]) -> Iterator[list[Seat]]:
+        return (seats for groups in ways if _is_fit(seats := _seated(groups, num_bases), new, paths))
+
+    # Groups are taken as soon as they are even enough to be fit, or left if they are not even then.
+    if kept := [seats for groups in ways for seats in itertools.islice(fit(_evened(groups, num_bases, had)), 1)]:
+        return kept
+    _add_by_domains(with_mates, newcomers, num_bases, paths, joins_mates=True)
+    levels = ([path[:depth] for path in paths] for depth in range(max(map(len, paths)), 0, -1))
+    return list(fit(_cleared(with_mates, num_bases, domains) for domains in levels))
+
+
+def _keys(had: Sequence[Seat | None]) -> list[int]:
+    """Return what to order the ranks by: the places that they had, and for new ones the free ones, by rank."""
+    taken = {seat.place for seat in had if seat is not None}
+    free = (place for place in itertools.count() if place not in taken)
+    return [next(free) if seat is None else seat.place for seat in had]
+
+
+def _last_groups(had: Sequence[Seat | None]) -> dict[int, int]:
+    """Return the number of bases of every group of the last world; none if the seats are not of one world."""
+    seats = [seat for seat in had if seat is not None]
+    groups = {(seat.group, seat.num_base) for seat in seats}
+    based = [(seat.group, seat.base) for seat in seats if seat.base is not None]
+    is_one_world = len({group for group, _ in groups}) == len(groups) and len(set(based)) == len(based)
+    return dict(groups) if is_one_world else {}
+
+
+def _seated(groups: Sequence[Sequence[_Member]], num_bases: Mapping[int, int]) -> list[Seat]:
+    """Return the seats of groups of members, by rank."""
+    seats: dict[int, Seat] = {}
+    for number, members in enumerate(groups):
+        ordered = sorted(members, key=lambda member: (member.base is None, member.base or 0))
+        arcs = arcs_of([member.base for member in ordered], num_bases[number])
+        for slot, (rank, base) in enumerate(ordered):
+            seats[rank] = Seat(number, slot, len(members), len(seats), base, num_bases[number], arcs[slot])
+    return [seats[rank] for rank in range(len(seats))]
+
+
+def _kept(ranks: Sequence[int], had: Sequence[Seat | None], num: int) -> _Members:
+    """Return who is left of each of the last world's groups."""
+    groups: _Members = [[] for _ in range(num)]
+    for rank in ranks:
+        if (seat := had[rank]) is not None:
+            groups[seat.group].append(_Member(rank, seat.base))
+    return groups
+
+
+def _add_in_gaps(groups: _Members, newcomers: Sequence[int], num_bases: Mapping[int, int]) -> None:
+    """Give each new rank the first base that is free; those for whom there is none go to the smallest groups."""
+    gaps = [(number, base) for number, members in enumerate(groups) for base in _free(members, num_bases[number])]
+    for place, rank in enumerate(newcomers):
+        number, base = gaps[place] if place < len(gaps) else (_smallest(groups), None)
+        groups[number].append(_Member(rank, base))
+
+
+def _add_by_domains(
+    groups: _Members,
+    newcomers: Sequence[int],
+    num_bases: Mapping[int, int],
+    paths: Sequence[Path],
+    *,
+    joins_mates: bool = False,
+) -> None:
+    """Add new ranks by domains, each to the group that is smallest then, on bases that are free if there are any.
+
+    A domain that `joins_mates` goes to the group that has most of its ranks already, if any has.
+    """
+    domains: dict[Path, list[int]] = {}
+    for rank in newcomers:
+        domains.setdefault(paths[rank] or (str(rank),), []).append(rank)
+    for path, domain in domains.items():
+        mates = [sum(joins_mates and paths[member.rank] == path for member in members) for members in groups]
+        number = mates.index(max(mates)) if any(mates) else _smallest(groups)
+        bases = itertools.chain(_free(groups[number], num_bases[number]), itertools.repeat(None))
+        groups[number] += [_Member(rank, base) for rank, base in zip(domain, bases, strict=False)]
+
+
+def _cleared(groups: _Members, num_bases: Mapping[int, int], domains: Sequence[Path]) -> _Members:
+    """Keep a group's domains from taking over what they have a copy of; `domains` are by rank.
+
+    All of a group take over what is free, so one alone takes a free base that another of their domains has a copy of:
+    a member that has no copy of it, and whose own base is then free for all. So twice what was lost moves, not all.
+    """
+    cleared: _Members = []
+    for number, members in enumerate(groups):
+        here, copies = {domains[rank] for rank, _ in members}, _copies(groups, number, num_bases, domains)
+        bases = dict(members)
+        for base in _free(members, num_bases[number]):
+            if here & copies[base]:
+                able = (rank for rank, own in bases.items() if own is not None and not here & copies[own])
+                taker = next((rank for rank in able if domains[rank] not in copies[base]), None)
+                bases |= {} if taker is None else {taker: base}
+        cleared.append([_Member(*pair) for pair in bases.items()])
+    return cleared
+
+
+def _copies(
+    groups: _Members, number: int, num_bases: Mapping[int, int], domains: Sequence[Path]
+) -> Mapping[int, set[Path]]:
+    """Return the domains in which other groups hold something of each base of a group by bases of their own."""
+    found: dict[int, set[Path]] = defaultdict(set)
+    for other, members in enumerate(groups):
+        for rank, base in members if other != number else ():
+            if base is not None:
+                lo, hi = base * num_bases[number], (base + 1) * num_bases[number]
+                for at in range(lo // num_bases[other], -(-hi // num_bases[other])):
+                    found[at].add(domains[rank])
+    return found
+
+
+def _evened(groups: _Members, num_bases: Mapping[int, int], had: Sequence[Seat | None]) -> Iterator[_Members]:
+    """Yield the groups, and again each time that a rank of the largest has gone to the smallest, until they are even.
+
+    It goes where it holds most of what it is to hold: to a free base whose middle it has.
+    """
+    while True:
+        yield groups
+        largest, smallest = max(range(len(groups)), key=lambda number: len(groups[number])), _smallest(groups)
+        if len(groups[largest]) - len(groups[smallest]) < 2:
+            return
+        base = next(iter(_free(groups[smallest], num_bases[smallest])), None)
+        middle = Fraction(2 * (base or 0) + 1, 2 * num_bases[smallest])
+        mover = next((member for member in groups[largest] if _has(had[member.rank], middle)), groups[largest][-1])
+        groups[largest].remove(mover)
+        groups[smallest].append(_Member(mover.rank, base))
+
+
+def _smallest(groups: _Members) -> int:
+    return min(range(len(groups)), key=lambda number: len(groups[number]))
+
+
+def _free(members: Sequence[_Member], num_base: int) -> list[int]:
+    """Return the bases that no member has, in order."""
+    return sorted(set(range(num_base)) - {member.base for member in members})
+
+
+def _has(seat: Seat | None, at: Fraction) -> bool:
+    return seat is not None and any(lo <= at < hi for lo, hi in seat.arcs)
+
+
+def _is_fit(kept: Sequence[Seat], new: Sequence[Seat], paths: Sequence[Path]) -> bool:
+    """Say whether kept groups are large enough, near enough to their bases, and copies as far apart as can be."""
+    num = 1 + max(seat.group for seat in kept)
+    needed = min(_LEAST_SIZE * len(paths) / num, Fraction(min(seat.size for seat in new)))
+    if min(seat.size for seat in kept) < needed:
+        return False
+    groups: Groups = [[] for _ in range(num)]
+    for rank, seat in enumerate(kept):
+        groups[seat.group].append(rank)
+    parts = (kept_part([kept[rank].base for rank in ranks], kept[ranks[0]].num_base) for ranks in groups)
+    return min(parts) >= _LEAST_KEPT and are_apart(groups, [seat.arcs for seat in kept], paths)
+
+
+def _moved(seats: Sequence[Seat], had: Sequence[Seat | None]) -> Fraction:
+    """Return how much ranks get that they did not hold, in parts of the whole."""
+    arcs, num_parts = in_parts([*(seat.arcs for seat in seats), *(old.arcs if old else () for old in had)])
+    pairs = zip(arcs[: len(seats)], arcs[len(seats) :], strict=True)
+    return Fraction(sum(length(now) - overlap(now, before) for now, before in pairs), num_parts)

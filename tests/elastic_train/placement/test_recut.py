@@ -1,0 +1,229 @@
+"""Recut: survivors keep what they have, and get what they lack from a live holder; what nobody holds is named."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.placement.domains import Path
+from elastic_train.placement.holdings import all_held, circle_of
+from elastic_train.placement.recut import Holder, Recut, Transfer, plan_recut
+from elastic_train.placement.seating import Seating
+from elastic_train.placement.seats import Seat, seats_of
+from tests.elastic_train.placement.laws import blocks, check_apart, check_balance, check_partition, check_recut
+
+LAYOUT = blocks(2, 36)
+CIRCLE = circle_of(LAYOUT)
+NOTHING = np.empty(0, dtype=np.int64)
+
+
+def plan_of(had: list[Holder], wants: list[Int64s]) -> Recut:
+    plan = plan_recut(had, wants, LAYOUT.span)
+    check_recut(had, wants, plan)
+    return plan
+
+
+def num_received(plan: Recut, rank: int) -> int:
+    return sum(transfer.grains.size for transfer in plan.transfers if transfer.taker == rank)
+
+
+def num_given(plan: Recut, rank: int) -> int:
+    return sum(transfer.grains.size for transfer in plan.transfers if transfer.giver == rank)
+
+
+grains = st.sets(st.integers(0, LAYOUT.num_grains - 1)).map(lambda some: np.array(sorted(some), dtype=np.int64))
+places = st.tuples(st.integers(6, 7), st.integers(1, 2))
+holders = st.builds(Holder, places, grains)
+
+
+@given(st.lists(st.tuples(holders, grains), min_size=1, max_size=7))
+def test_any_holdings_are_recut_to_any_others(world: list[tuple[Holder, Int64s]]) -> None:
+    """From a live holder at the furthest step, each grain once; and the same plan on every rank."""
+    had, wants = [holder for holder, _ in world], [want for _, want in world]
+    if any(holder.grains.size for holder in had):
+        plan, again = plan_of(had, wants), plan_recut(had, wants, LAYOUT.span)
+        assert [(t.giver, t.taker, t.grains.tolist()) for t in plan.transfers] == [
+            (t.giver, t.taker, t.grains.tolist()) for t in again.transfers
+        ]
+
+
+@given(st.lists(st.tuples(holders, grains), min_size=1, max_size=6))
+def test_the_largest_load_is_the_smallest_possible_to_within_a_grain_for_each_taker(
+    world: list[tuple[Holder, Int64s]],
+) -> None:
+    """No set of givers could be relieved: compared with the bound of every set of ranks that are sole holders."""
+    had, wants = [holder for holder, _ in world], [want for _, want in world]
+    plan = plan_recut(had, wants, LAYOUT.span)
+    if plan.lost.size or not plan.transfers:
+        return
+    has = [set(holder.grains.tolist()) if holder.reached == plan.reached else set() for holder in had]
+    missing = [grain for rank, want in enumerate(wants) for grain in want.tolist() if grain not in has[rank]]
+    owners = [frozenset(rank for rank, own in enumerate(has) if grain in own) for grain in missing]
+    least = max(
+        sum(owner <= set(some) for owner in owners) / len(some)
+        for count in range(1, len(had) + 1)
+        for some in itertools.combinations(range(len(had)), count)
+    )
+    assert max(num_given(plan, rank) for rank in range(len(had))) <= least + len(had)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_every_single_and_double_loss(size: int, copies: int, width: int) -> None:
+    """Worlds of 1 to 9 ranks on nodes of 1 to 3: every rank, and every two at once.
+
+    While fewer nodes are lost at once than there are copies, and there are as many nodes, no grain is lost.
+    """
+    paths: list[Path] = [(f"node{rank // width}",) for rank in range(size)]
+    before = seats_of(paths, copies)
+    holdings = all_held(CIRCLE, before)
+    check_partition(before, holdings, LAYOUT.num_grains, copies)
+    check_balance(CIRCLE, LAYOUT, before, holdings)
+    check_apart(paths, holdings, LAYOUT.num_grains)
+    for lost in (*itertools.combinations(range(size), 1), *itertools.combinations(range(size), 2)):
+        stay = [rank for rank in range(size) if rank not in lost]
+        if not stay:
+            continue
+        seats = seats_of([paths[rank] for rank in stay], copies, [before[rank] for rank in stay])
+        wants = all_held(CIRCLE, seats)
+        plan = plan_of([Holder((5, 1), holdings[rank]) for rank in stay], wants)
+        nodes = {paths[rank] for rank in lost}
+        if len(nodes) < copies <= len(set(paths)):
+            assert not plan.lost.size
+        # A survivor that is a step behind counts as one lost, and gets a whole holding.
+        behind = [Holder((5 - (rank == stay[0]), 1), holdings[rank]) for rank in stay]
+        late = plan_of(behind, wants)
+        if not late.lost.size and len(stay) > 1:
+            assert num_received(late, 0) == wants[0].size
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("size", range(4, 10))
+def test_a_rank_that_replaces_a_lost_one_gets_its_holding_and_nothing_else_moves(size: int, copies: int) -> None:
+    before = seats_of([()] * size, copies)
+    holdings = all_held(CIRCLE, before)
+    for lost in range(size):
+        stay = [rank for rank in range(size) if rank != lost]
+        seats = seats_of([()] * size, copies, [before[rank] for rank in stay] + [None])
+        had = [Holder((5, 1), holdings[rank]) for rank in stay] + [Holder()]
+        plan = plan_of(had, all_held(CIRCLE, seats))
+        if copies == 1:
+            assert plan.lost.tolist() == holdings[lost].tolist()
+        else:
+            assert {transfer.taker for transfer in plan.transfers} == {size - 1}
+            assert num_received(plan, size - 1) == holdings[lost].size
+
+
+@given(st.integers(2, 12), st.integers(1, 3))
+def test_a_joiner_gets_its_share_from_all_that_hold_it(size: int, copies: int) -> None:
+    """A world that grows loses nothing, whatever `copies` is."""
+    before = seats_of([()] * size, copies)
+    had = [Holder((5, 1), own) for own in all_held(CIRCLE, before)]
+    seats = seats_of([()] * (size + 1), copies, [*before, None])
+    plan = plan_of([*had, Holder()], all_held(CIRCLE, seats))
+    assert not plan.lost.size and num_received(plan, size) == all_held(CIRCLE, seats)[size].size
+
+
+def test_loads_are_even_where_copies_allow() -> None:
+    """Four ranks hold everything; one that holds nothing gets a quarter from each."""
+    everything = np.arange(LAYOUT.num_grains)
+    plan = plan_of([Holder((1, 1), everything)] * 4 + [Holder()], [everything] * 5)
+    assert [(t.giver, t.taker, t.grains.size) for t in plan.transfers] == [(giver, 4, 18) for giver in range(4)]
+
+
+def test_a_sole_holder_is_spared_what_others_can_send() -> None:
+    """Rank 0 alone has the first half, which both others need; all of the second half comes from rank 1."""
+    half, everything = np.arange(36), np.arange(72)
+    plan = plan_of([Holder((1, 1), everything), Holder((1, 1), np.arange(36, 72)), Holder()], [everything] * 3)
+    assert num_given(plan, 0) == 72 and num_given(plan, 1) == 36
+    assert all(t.grains.max() < half.size for t in plan.transfers if t.giver == 0)
+
+
+def test_what_only_a_rank_of_an_earlier_step_holds_is_lost() -> None:
+    """Its grains are of another step: mixing them in would be a model that never was."""
+    had = [Holder((7, 1), np.arange(0, 40)), Holder((6, 1), np.arange(72))]
+    plan = plan_of(had, [np.arange(72), np.arange(72)])
+    assert plan.lost.tolist() == list(range(40, 72)) and plan.reached == (7, 1)
+
+
+def test_the_same_step_of_an_older_term_counts_for_nothing() -> None:
+    """A rank that was frozen may have applied a step that others have computed again."""
+    plan = plan_of([Holder((7, 2), np.arange(72)), Holder((7, 1), np.arange(72))], [NOTHING, np.arange(72)])
+    assert num_received(plan, 1) == 72
+
+
+def test_a_rank_without_a_state_does_not_decide_what_is_furthest() -> None:
+    plan = plan_of([Holder((9, 9), NOTHING), Holder((7, 1), np.arange(72))], [np.arange(72), NOTHING])
+    assert plan.reached == (7, 1) and num_received(plan, 0) == 72
+
+
+def test_of_many_ranks_each_is_told_apart() -> None:
+    """More ranks than a machine word has bits."""
+    had = [Holder((1, 1), np.array([rank])) for rank in range(72)]
+    plan = plan_of(had, [np.array([(rank + 1) % 72]) for rank in range(72)])
+    expected = [Transfer((rank + 1) % 72, rank, np.array([(rank + 1) % 72])) for rank in range(72)]
+    assert sorted((t.giver, t.taker, t.grains.tolist()) for t in plan.transfers) == sorted(
+        (giver, taker, some.tolist()) for giver, taker, some in expected
+    )
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+@pytest.mark.parametrize("size", range(3, 10))
+def test_every_two_losses_one_after_the_other(size: int, copies: int) -> None:
+    """The second one in the world that the first one left; two copies are enough for both."""
+    before = seats_of([()] * size, copies)
+    for first in range(size):
+        had, wants = recut_without(first, before, all_held(CIRCLE, before), copies)
+        for second in range(size - 1):
+            recut_without(second, had, wants, copies)
+
+
+def recut_without(lost: int, seats: list[Seat], holdings: list[Int64s], copies: int) -> tuple[list[Seat], list[Int64s]]:
+    """Lose one rank and check what follows; return the seats and holdings of those who are left."""
+    stay = [rank for rank in range(len(seats)) if rank != lost]
+    after = seats_of([()] * len(stay), copies, [seats[rank] for rank in stay])
+    wants = all_held(CIRCLE, after)
+    plan = plan_of([Holder((5, 1), holdings[rank]) for rank in stay], wants)
+    assert not plan.lost.size
+    check_partition(after, wants, LAYOUT.num_grains, copies)
+    check_balance(CIRCLE, LAYOUT, after, wants)
+    check_apart([()] * len(stay), wants, LAYOUT.num_grains)
+    return after, wants
+
+
+def test_a_model_without_tensors_has_nothing_to_recut() -> None:
+    plan = plan_recut([Holder()], [NOTHING], np.empty(0, dtype=np.int64))
+    assert plan.transfers == () and not plan.lost.size
+
+
+def test_a_fault_while_seats_are_taken_is_recut_from_what_everybody_holds() -> None:
+    """Rank 0 has its new seat and holdings, the others have their old ones, when another rank is lost."""
+    first = seats_of([()] * 6, 2)
+    second = seats_of([()] * 5, 2, first[1:])
+    mixed = [second[0], *first[2:5]]
+    held_now = [all_held(CIRCLE, second)[0], *all_held(CIRCLE, first)[2:5]]
+    after = seats_of([()] * 4, 2, list(mixed))
+    wants = all_held(CIRCLE, after)
+    check_partition(after, wants, LAYOUT.num_grains, 2)
+    plan = plan_of([Holder((5, 1), grains) for grains in held_now], wants)
+    assert not plan.lost.size
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 63))
+def test_those_that_leave_take_something_along_where_the_others_do_not_hold_it(
+    size: int, copies: int, who: int
+) -> None:
+    """So nobody does where fewer leave than there are copies."""
+    seats = seats_of([(f"node{rank}",) for rank in range(size)], copies)
+    leaving = [bool(who >> rank & 1) for rank in range(size)]
+    holdings = all_held(CIRCLE, seats)
+    kept = {grain for rank, grains in enumerate(holdings) if not leaving[rank] for grain in grains.tolist()}
+    takes = Seating(LAYOUT, CIRCLE, seats, 0).are_sole_holders(leaving)
+    assert takes == (len(kept) < LAYOUT.num_grains)
+    assert not takes or sum(leaving) >= min(copies, size)
