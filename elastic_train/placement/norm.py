@@ -78,15 +78,15 @@ def _batches(vectors: tuple[Lengths, ...], device: str) -> tuple[Batch, ...]:
 
 
 class GrainSquares:
-    """Adds up the squares of the grains of vectors that have some lengths, with memory that it keeps.
+    """Adds up the squares of the grains of vectors that have some lengths; all vectors are on one device.
 
-    All vectors are on one device.
+    Its room has memory while it adds only, and its views, which take longer to make, stay.
     """
 
     def __init__(self, vectors: tuple[Lengths, ...], device: torch.device) -> None:
         self._batches = _batches(vectors, device.type)
-        room = torch.empty(max(batch.stop for batch in self._batches), dtype=torch.float64, device=device)
-        self._placed = [_Placed(batch, room) for batch in self._batches]
+        self._room = torch.empty(max(batch.stop for batch in self._batches), dtype=torch.float64, device=device)
+        self._placed = [_Placed(batch, self._room) for batch in self._batches]
         self._num_grains = sum(map(len, vectors))
         self._lock = Lock()
 
@@ -96,12 +96,15 @@ class GrainSquares:
         numbers: dict[int, list[Int64s]] = {}
         is_exact = all(vector.dtype != torch.float64 for vector in vectors)
         with self._lock:
+            memory = self._room.untyped_storage()
+            memory.resize_(self._room.nbytes)
             for placed in self._placed:
                 placed.fill(vectors)
                 for table in placed.tables:
                     rows = table.squared(is_exact)
                     narrow.setdefault(rows.shape[1], []).append(rows)
                     numbers.setdefault(rows.shape[1], []).append(table.numbers)
+            memory.resize_(0)
         sums = np.empty(self._num_grains)
         places = [one for width in sorted(numbers, reverse=True) for one in numbers[width]]
         sums[np.concatenate(places)] = _add_up(narrow)
@@ -160,7 +163,8 @@ class _Placed:
         for one, places in self._scatters:
             rows = _part(vectors[one.vector], one.lo, one.hi).view(-1, one.unit)
             if rows.device.type == "cpu" and rows.dtype in _OF_NUMPY:
-                places.numpy()[one.rows] = rows.numpy()  # a pass over memory less than torch's own way
+                # A pass over memory less than torch's own way; and `numpy()` would fix the room's size for good.
+                np.from_dlpack(places)[one.rows] = rows.numpy()
             else:
                 places[torch.from_numpy(one.rows).to(rows.device)] = rows.double()
         sources = []

@@ -204,6 +204,16 @@ def test_a_gradient_that_is_not_finite_has_no_finite_norm(bad: float) -> None:
     assert not math.isfinite(total_norm(squares_of_tensors([(values, None)]).numpy()))
 
 
+def test_between_two_norms_nothing_of_the_room_is_held() -> None:
+    """Be rows scattered or runs copied: a rank's share of a small model may be less than the room."""
+    vectors = [in_memory_order(gradient, cut) for gradient, cut in cut_gradients()]
+    lengths = [lengths_of(tuple(gradient.shape), cut) for gradient, cut in cut_gradients()]
+    assert any(batch.scatters for batch in norm._batches(tuple(lengths), "cpu"))
+    first, again = (norm.grain_squares(vectors, lengths) for _ in range(2))
+    assert norm._kept(tuple(lengths))._room.untyped_storage().nbytes() == 0
+    assert torch.equal(first, again)
+
+
 def test_nothing_has_norm_zero() -> None:
     assert total_norm(squares_of_grains([]).numpy()) == 0.0
 
