@@ -6,6 +6,7 @@ leaves a finished dataset as it is.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from elastic_train.cli.output import Flag, Json, print_json, print_text
+from elastic_train.data.chats.importing import ChatOptions, find_layout, import_chats
+from elastic_train.data.chats.layouts import layout_of
 from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.text import Options
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS
@@ -24,7 +27,7 @@ from elastic_train.data.tables import digits, hf_folder, image_folder, importing
 from elastic_train.data.tables.files import parse_types
 from elastic_train.data.tables.images import ImageCheck
 from elastic_train.data.tables.importing import RowOptions, Written
-from elastic_train.data.tables.splitting import SHARE
+from elastic_train.data.tables.splitting import SHARE, TRAIN
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import shown
 from elastic_train.system.wording import counted
@@ -87,7 +90,7 @@ class Images:
     def check(self) -> ImageCheck:
         if not self.max_megapixels > 0:
             raise ConfigError("--max-megapixels must be greater than 0")
-        return ImageCheck(self.skip_corrupt, self.max_megapixels)
+        return ImageCheck(self.skip_corrupt, most_megapixels=self.max_megapixels)
 
 
 @Parameter(name="*")
@@ -100,9 +103,9 @@ class Columns:
     text_key: str = "text"
     "Column of text to tokenise, with --tokenizer."
     tokenizer: Path | None = None
-    "Any tokenizer.json: the text column becomes `input_ids`, with the special tokens that the tokenizer adds."
+    "A model's folder, or any tokenizer.json: the text column, or the chat, becomes `input_ids`."
     max_tokens: int | None = None
-    "Most tokens to keep of a text; default: all."
+    "Most tokens to keep of a text or a chat; default: all."
     numeric: Names = ()
     "Columns of numbers that tasks take as metadata by default."
     categorical: Names = ()
@@ -124,6 +127,38 @@ class Columns:
             split.validation_share,
             split.seed,
             replace=split.replace,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """Options of imports of chats, which rows are that have no text column, with --tokenizer."""
+
+    messages_key: str | None = None
+    "Column of messages, lists of {role, content} or {from, value}; default: found by its name."
+    prompt_key: str | None = None
+    "Column of prompts, in place of messages."
+    response_key: str | None = None
+    "Column of the responses to --prompt-key."
+    chat_template: str | None = None
+    "A Jinja file, or simple; default: the tokenizer's own, or simple if it has none."
+    skip_unfit: Flag = False
+    "Leave out chats that cannot be used, and list them."
+
+    def options(self, columns: Columns, split: Split) -> ChatOptions:
+        rows = columns.options(split)
+        return ChatOptions(
+            rows.tokenizer,
+            self.messages_key,
+            self.prompt_key,
+            self.response_key,
+            self.chat_template,
+            rows.max_tokens,
+            self.skip_unfit,
+            rows.share,
+            rows.seed,
+            replace=rows.replace,
         )
 
 
@@ -160,15 +195,36 @@ def import_text(
 
 
 @app.command(name="jsonl")
-def import_jsonl(out: Path, files: list[Path], *, columns: Columns | None = None, split: Split | None = None) -> int:
-    """Import rows of any fields from FILES of JSON lines (.jsonl, .json): one object a line, the same fields in all."""
-    return _import_rows(out, files, "jsonl", (".jsonl", ".json"), columns, split)
+def import_jsonl(
+    out: Path,
+    files: list[Path],
+    *,
+    columns: Columns | None = None,
+    chats: Chats | None = None,
+    split: Split | None = None,
+) -> int:
+    """Import rows of any fields from FILES of JSON lines (.jsonl, .json): one object a line, the same fields in all.
+
+    With --tokenizer and no column of text, rows are chats: messages, or a prompt and its response, become tokens, and
+    labels of the assistant's turns alone. `data pack` packs them.
+    """
+    return _import_files(out, files, "jsonl", (".jsonl", ".json"), columns, chats, split)
 
 
 @app.command(name="csv")
-def import_csv(out: Path, files: list[Path], *, columns: Columns | None = None, split: Split | None = None) -> int:
-    """Import rows from FILES with a header, .csv (with commas) or .tsv (with tabs), of any size, as a stream."""
-    return _import_rows(out, files, "csv", (".csv", ".tsv"), columns, split)
+def import_csv(
+    out: Path,
+    files: list[Path],
+    *,
+    columns: Columns | None = None,
+    chats: Chats | None = None,
+    split: Split | None = None,
+) -> int:
+    """Import rows from FILES with a header, .csv (with commas) or .tsv (with tabs), of any size, as a stream.
+
+    With --tokenizer and no column of text, rows are chats, as in `import jsonl`.
+    """
+    return _import_files(out, files, "csv", (".csv", ".tsv"), columns, chats, split)
 
 
 @app.command(name="hf-folder")
@@ -177,15 +233,19 @@ def import_hf_folder(
     folder: Path,
     *,
     columns: Columns | None = None,
+    chats: Chats | None = None,
     split: Split | None = None,
     images: Images | None = None,
 ) -> int:
     """Import a dataset of Hugging Face from FOLDER: what `save_to_disk` wrote, or a clone of its repository.
 
-    Its splits `train` and `validation` are kept; without the second, a share of the first validates.
+    Its splits `train` and `validation` are kept; without the second, a share of the first validates. With --tokenizer
+    and no column of text, rows are chats, as in `import jsonl`.
     """
-    options = (columns or Columns()).options((split or Split()).checked())
-    options = replace(options, images=(images or Images()).check())
+    chosen = columns or Columns()
+    options = replace(chosen.options((split or Split()).checked()), images=(images or Images()).check())
+    if (done := _import_chats(out, hf_folder.parts_of(folder), "hf-folder", chosen, chats, split)) is not None:
+        return done
     return _report_new(out, hf_folder.import_hf_folder(out, folder, options, track=shown))
 
 
@@ -251,19 +311,41 @@ def pack(
     return _report_packed(out, packing.pack(out, sources, options, track=shown), is_json=json_)
 
 
-def _import_rows(
+def _import_files(
     out: Path,
     files: Sequence[Path],
     source: str,
     suffixes: Sequence[str],
     columns: Columns | None,
+    chats: Chats | None,
     split: Split | None,
 ) -> int:
     wrong = [path for path in files if path.suffix.lower() not in suffixes]
     if wrong:
         raise ConfigError(*(f"{path}: must be {' or '.join(suffixes)}" for path in wrong))
     options = (columns or Columns()).options((split or Split()).checked())
-    return _report_new(out, importing.import_rows(out, {"train": files}, source, options, track=shown))
+    parts = {TRAIN: files}
+    if (done := _import_chats(out, parts, source, columns or Columns(), chats, split)) is not None:
+        return done
+    return _report_new(out, importing.import_rows(out, parts, source, options, track=shown))
+
+
+def _import_chats(
+    out: Path, parts: importing.Parts, source: str, columns: Columns, chats: Chats | None, split: Split | None
+) -> int | None:
+    """Import rows that are chats, and return the exit code; None for other rows."""
+    options = (chats or Chats()).options(columns, split or Split())
+    layout = find_layout(parts[TRAIN], options, columns.text_key)
+    if layout is None:
+        return None
+    made = import_chats(out, parts, source, layout, options, track=shown)
+    _report_new(out, made.written, "chat")
+    for note in made.notes:
+        print_text(note)
+    if made.written.is_new:
+        source, packed = shlex.quote(str(out)), shlex.quote(f"{out}-packed")
+        print_text(f"next: elastic-train data pack {packed} {source} --length {made.row_length}")
+    return 0
 
 
 def _report_packed(out: Path, packed: Packed, *, is_json: bool) -> int:
@@ -285,11 +367,14 @@ def _targets_of(report: PartReport) -> str:
     return "" if report.targets is None else f"{report.targets / report.tokens:.2%} of the tokens to be predicted, "
 
 
-def _report_new(out: Path, made: Written) -> int:
+def _report_new(out: Path, made: Written, noun: str = "image") -> int:
     if made.left_out:
         print_text("\n".join(f"left out: {line}" for line in made.left_out))
-        print_text(f"{counted(len(made.left_out), 'image')} left out, as they do not decode")
-    return _report(out, made.manifests, is_new=made.is_new)
+        print_text(f"{counted(len(made.left_out), noun)} left out")
+    _report(out, made.manifests, is_new=made.is_new)
+    if layout_of([*made.manifests[0].columns]) is not None:
+        print_text("these rows look like chats: add --tokenizer MODEL_FOLDER to make tokens and labels of them")
+    return 0
 
 
 def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool) -> int:
@@ -302,8 +387,8 @@ def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool) -> int:
 
 def report_written(manifest: Manifest) -> int:
     """Print a line on a dataset that was made."""
-    num_labels = len(manifest.label_counts or ())
+    labels = "" if manifest.label_counts is None else f"{counted(len(manifest.label_counts), 'label')}, "
     return print_text(
         f"{manifest.url}: {manifest.num_rows:,} rows in {counted(len(manifest.files), 'file')}, "
-        f"{counted(num_labels, 'label')}, digest {manifest.digest[:12]}"
+        f"{labels}digest {manifest.digest[:12]}"
     )

@@ -22,7 +22,7 @@ from elastic_train.system.wording import did_you_mean, nearest
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FILE_NAME = "tokenizer.json"
+FILE_NAME, CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
 VOCABULARY = 8192
 PADDING = "<pad>"
 
@@ -61,10 +61,11 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[
 
 @dataclass(frozen=True, slots=True)
 class GivenTokenizer:
-    """A tokenizer.json from elsewhere, byte for byte, and what it makes of texts."""
+    """A tokenizer.json from elsewhere, byte for byte, what it makes of texts, and the template of chats beside it."""
 
     content: bytes
     tokenizer: Tokenizer
+    chat_template: str | None = None
 
     @property
     def sha256(self) -> str:
@@ -74,6 +75,17 @@ class GivenTokenizer:
     def vocabulary_size(self) -> int:
         """One more than the largest id."""
         return 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What the manifest of a dataset says of its tokenizer."""
+        return {"tokenizer": FILE_NAME, "tokenizer_sha256": self.sha256, "vocabulary_size": self.vocabulary_size}
+
+    def write_to(self, folder: Path) -> None:
+        """Write the tokenizer, and the template if there is one, into the folder of a dataset."""
+        (folder / FILE_NAME).write_bytes(self.content)
+        if self.chat_template is not None:
+            (folder / CHAT_TEMPLATE).write_text(self.chat_template)
 
     def id_of(self, token: str) -> int:
         """Return a token's id; ConfigError, which names the nearest, if there is no such token."""
@@ -92,13 +104,24 @@ class GivenTokenizer:
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
 
+def tokenizer_file(path: Path) -> Path:
+    """Return the tokenizer.json of a model's folder, or the path of any other."""
+    return path / FILE_NAME if path.is_dir() else path
+
+
 def read_tokenizer(path: Path) -> GivenTokenizer:
-    """Read any tokenizer.json; padding and truncation that it asks for are left out. ConfigError if it is not one."""
+    """Read any tokenizer.json, or that of a model's folder; padding and truncation that it asks for are left out.
+
+    ConfigError if it is not one.
+    """
     with needed_for("a tokenizer"):
         from tokenizers import Tokenizer
+    path = tokenizer_file(path)
     try:
         content = path.read_bytes()
-    except OSError as error:
+        template = path.with_name(CHAT_TEMPLATE)
+        chat_template = template.read_text() if template.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     try:
         tokenizer = Tokenizer.from_str(content.decode())
@@ -107,7 +130,7 @@ def read_tokenizer(path: Path) -> GivenTokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
-    return GivenTokenizer(content, tokenizer)
+    return GivenTokenizer(content, tokenizer, chat_template)
 
 
 def _whole(text: str) -> str:

@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.corpora import origin
-from elastic_train.data.corpora import tokenizer as tokenise
 from elastic_train.data.corpora.tokenizer import GivenTokenizer
 from elastic_train.data.dataset.manifest import build_manifest
 from elastic_train.data.dataset.row_lengths import note_lengths
@@ -190,9 +189,8 @@ class _Part:
             )
         facts: dict[str, Any] = {"schema_name": "packed"}
         if tokenizer:
-            (self._folder / tokenise.FILE_NAME).write_bytes(tokenizer.content)
-            facts |= {"tokenizer": tokenise.FILE_NAME, "tokenizer_sha256": tokenizer.sha256}
-            facts |= {"vocabulary_size": tokenizer.vocabulary_size}
+            tokenizer.write_to(self._folder)
+            facts |= tokenizer.facts
         manifest = build_manifest(str(self._folder), **facts)
         note_lengths(manifest)
         given = (counts.sums, counts.tokens, counts.targets)

@@ -11,6 +11,7 @@ import io
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -47,7 +48,11 @@ class Chunk:
 
     def place_of(self, row: int) -> str:
         """Name a row of this chunk, counted from 0, in a message."""
-        return f"{self.path}: row {self.first + row + (2 if _kind_of(self.path) in _WITH_HEADER else 1)}"
+        return f"{self.path}: row {self.number_of(row)}"
+
+    def number_of(self, row: int) -> int:
+        """Return the number in its file of a row of this chunk, counted from 0."""
+        return self.first + row + (2 if has_header(self.path) else 1)
 
 
 def read_files(paths: Sequence[Path], types: Types | None = None) -> Iterator[Chunk]:
@@ -55,7 +60,7 @@ def read_files(paths: Sequence[Path], types: Types | None = None) -> Iterator[Ch
 
     Raises ConfigError, which names file and row, at the first that cannot be read.
     """
-    sizes = [_size_of(path) for path in paths]
+    sizes = [size_of(path) for path in paths]
     known, total, before = dict(types or {}), sum(sizes) or 1, 0
     for path, size in zip(paths, sizes, strict=True):
         first = 0
@@ -98,7 +103,8 @@ def parse_types(texts: Sequence[str]) -> Types:
     return types
 
 
-def _size_of(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Return the bytes of a file of rows; ConfigError if there is none, or if it is of another kind."""
     if _kind_of(path) not in _READERS:
         raise ConfigError(f"{path}: must be one of {', '.join(_READERS)}")
     try:
@@ -107,19 +113,36 @@ def _size_of(path: Path) -> int:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
-def _kind_of(path: Path) -> str:
-    return path.suffix.lower()
+def has_header(path: Path) -> bool:
+    """Say whether the first row of a file names the columns."""
+    return _kind_of(path) in _WITH_HEADER
 
 
-def _batches(path: Path, types: Types, given: frozenset[str]) -> Batches:
+def is_json(path: Path) -> bool:
+    """Say whether a file's rows are JSON."""
+    return _kind_of(path) in _JSON
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of rows; ConfigError if it cannot be read, or is a pointer to one."""
     try:
         with path.open("rb") as file:
             if file.read(len(_POINTER)) == _POINTER:
                 raise ConfigError(f"{path}: is a pointer to a file of git LFS; fetch the file with `git lfs pull`")
             file.seek(0)
-            yield from _READERS[_kind_of(path)](file, path, types, given)
+            yield file
     except (OSError, pa.ArrowInvalid, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _kind_of(path: Path) -> str:
+    return path.suffix.lower()
+
+
+def _batches(path: Path, types: Types, given: frozenset[str]) -> Batches:
+    with opened(path) as file:
+        yield from _READERS[_kind_of(path)](file, path, types, given)
 
 
 def _json_lines(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Batches:
@@ -249,7 +272,7 @@ _READERS: Mapping[str, Callable[[BinaryIO, Path, Types, frozenset[str]], Batches
     ".arrow": _arrow,
     ".txt": _text,
 }
-_WITH_HEADER = (".csv", ".tsv")
+_WITH_HEADER, _JSON = (".csv", ".tsv"), (".jsonl", ".json")
 _JSON_REMEDY = (
     "write one JSON object a line, all with the same fields and types, or name a column's type with --types, such as "
     "--types score=float64"

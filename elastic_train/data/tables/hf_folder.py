@@ -31,13 +31,19 @@ _SPLITS = {
 
 def import_hf_folder(out: Path, folder: Path, options: RowOptions, track: Track = silent) -> Written:
     """Make a dataset of a folder; ConfigError if it has no rows to train on."""
+    parts = parts_of(folder)
+    return import_rows(out, parts, "hf-folder", options, _class_labels(parts[TRAIN][0], options.label_key), track)
+
+
+def parts_of(folder: Path) -> Parts:
+    """Return the data files of training and validation; ConfigError if there are no rows to train on."""
     parts = {name: paths for name, paths in splits_of(folder).items() if name in (TRAIN, VALIDATION)}
     if not parts.get(TRAIN):
         raise ConfigError(
             f"{folder}: has no split 'train', and no {', '.join(_SUFFIXES)} file; name a folder that save_to_disk "
             "wrote, or a clone of a dataset's repository (its large files fetched, not pointers to them)"
         )
-    return import_rows(out, parts, "hf-folder", options, _class_labels(parts[TRAIN][0], options.label_key), track)
+    return parts
 
 
 def splits_of(folder: Path) -> Parts:

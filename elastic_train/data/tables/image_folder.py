@@ -67,7 +67,7 @@ def import_images(
         name: shown_chunks(_chunks(paths, labels, check), f"decoding {name}", track) for name, paths in files.items()
     }
     facts = {"label_column": LABEL.name, "labels": tuple(labels)}
-    return write_table(out, Table(chunks, facts, COLUMN.name), made_from, share, seed, images=check)
+    return write_table(out, Table(chunks, facts, COLUMN.name), made_from, share, seed, unfit=check)
 
 
 def _parts_of(folder: Path) -> Mapping[str, Path]:

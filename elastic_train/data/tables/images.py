@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pyarrow as pa
 
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, why_undecodable, with_remedy
 from elastic_train.data.tables.files import Chunk
-from elastic_train.errors import ConfigError
+from elastic_train.data.tables.unfit_rows import UnfitRows
 
 COLUMN = pa.field("image", pa.binary(), nullable=False)
 _WRAPPED = {"bytes", "path"}
-
-
-_MOST_NAMED = 50
 _REMEDY = "replace it by a whole PNG or JPEG, or leave it out (--skip-corrupt leaves out all such images)"
 
 
 @dataclass(slots=True)
-class ImageCheck:
+class ImageCheck(UnfitRows):
     """Decodes images to their last byte, and notes those that cannot be; with `skips` these are left out."""
 
-    skips: bool = False
+    noun: ClassVar[str] = "image"
     most_megapixels: float = MOST_MEGAPIXELS
-    wrong: list[str] = field(default_factory=list)
 
     @property
     def choices(self) -> dict[str, object]:
@@ -42,12 +39,6 @@ class ImageCheck:
             if why is not None
         ]
         return [why is None for why in found]
-
-    def finish(self) -> None:
-        """Raise ConfigError, which names all images that do not decode, unless they are left out."""
-        if self.wrong and not self.skips:
-            more = len(self.wrong) - _MOST_NAMED
-            raise ConfigError(*self.wrong[:_MOST_NAMED], *([f"and {more:,} images more"] if more > 0 else []))
 
 
 def is_wrapped(kind: pa.DataType) -> bool:

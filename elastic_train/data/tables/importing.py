@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from elastic_train.data.corpora import origin
-from elastic_train.data.corpora import tokenizer as tokenise
-from elastic_train.data.corpora.tokenizer import GivenTokenizer, read_tokenizer
+from elastic_train.data.corpora.tokenizer import GivenTokenizer, read_tokenizer, tokenizer_file
 from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import note_lengths
 from elastic_train.data.tables.files import Chunk, Types, read_files, shown_chunks
 from elastic_train.data.tables.images import ImageCheck, is_wrapped, unwrap_images
 from elastic_train.data.tables.labels import COLUMN, Labels, column_of, survey
 from elastic_train.data.tables.splitting import SHARE, TRAIN, VALIDATION, part_of
+from elastic_train.data.tables.unfit_rows import UnfitRows
 from elastic_train.data.tables.writer import ROWS_PER_GROUP, PartWriter
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent
@@ -72,7 +72,7 @@ class Table:
     chunks: Mapping[str, Iterator[Chunk]]
     facts: Mapping[str, object]
     key: str
-    tokenizer: bytes | None = None
+    tokenizer: GivenTokenizer | None = None
 
 
 def import_rows(
@@ -92,7 +92,7 @@ def import_rows(
         {name: finish.all(shown_chunks(read(), f"writing {name}", track)) for name, read in chunks_of.items()},
         finish.facts,
         finish.key,
-        finish.tokenizer.content if finish.tokenizer else None,
+        finish.tokenizer,
     )
     return write_table(out, table, made_from, options.share, options.seed, options.rows_per_group, options.images)
 
@@ -104,11 +104,11 @@ def write_table(
     share: float,
     seed: int,
     rows_per_group: int = ROWS_PER_GROUP,
-    images: ImageCheck | None = None,
+    unfit: UnfitRows | None = None,
 ) -> Written:
     """Write the parts of a table with their manifests; the folder appears when it is whole.
 
-    `images` is what checks those in the table, whose verdict follows when all were met.
+    `unfit` notes the rows of the table that cannot be used; its verdict follows when all were met.
     """
     with origin.filled(out, made_from) as folder:
         names = (TRAIN, VALIDATION) if set(table.chunks) == {TRAIN} and share > 0 else tuple(table.chunks)
@@ -120,11 +120,11 @@ def write_table(
                     pieces = _split(chunk.rows, table.key, share, seed) if is_split else {part: chunk.rows}
                     for name, rows in pieces.items():
                         writers[name].write(rows)
-        if images is not None:
-            images.finish()
+        if unfit is not None:
+            unfit.finish()
         for name in names:
             _describe(folder / name, table, writers[name].num_rows)
-    return replace(load_parts(out), is_new=True, left_out=tuple(images.wrong) if images else ())
+    return replace(load_parts(out), is_new=True, left_out=tuple(unfit.wrong) if unfit else ())
 
 
 def load_parts(out: Path) -> Written:
@@ -161,13 +161,7 @@ class Finisher:
         }
         if self._labels:
             facts |= {"label_column": COLUMN.name, "labels": self._labels.names}
-        if self.tokenizer:
-            facts |= {
-                "tokenizer": tokenise.FILE_NAME,
-                "tokenizer_sha256": self.tokenizer.sha256,
-                "vocabulary_size": self.tokenizer.vocabulary_size,
-            }
-        return facts
+        return {**facts, **self.tokenizer.facts} if self.tokenizer else facts
 
     def all(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """Finish chunk after chunk; ConfigError names the row that cannot be."""
@@ -235,7 +229,7 @@ def _origin_of(options: RowOptions) -> dict[str, object]:
     return {
         "label_key": options.label_key,
         "text_key": options.text_key,
-        "tokenizer": contents_of([options.tokenizer])[0][1] if options.tokenizer else None,
+        "tokenizer": contents_of([tokenizer_file(options.tokenizer)])[0][1] if options.tokenizer else None,
         "max_tokens": options.max_tokens,
         "numeric": list(options.numeric),
         "categorical": list(options.categorical),
@@ -262,5 +256,5 @@ def _describe(folder: Path, table: Table, num_rows: int) -> None:
             f"no row is left for {folder.name}: give more rows, or another --validation-share (0 for no validation set)"
         )
     if table.tokenizer is not None:
-        (folder / tokenise.FILE_NAME).write_bytes(table.tokenizer)
+        table.tokenizer.write_to(folder)
     note_lengths(build_manifest(str(folder), **table.facts))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 
+from elastic_train.data.corpora.tokenizer import CHAT_TEMPLATE
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.extras import needed_for
@@ -25,7 +26,7 @@ _FILES = (
     "merges.txt",
     "vocab.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
 )
 
 
@@ -72,24 +73,40 @@ def tokenizer_of(folder: Path | None, manifest: Manifest) -> Tokenizer | None:
 
 
 def write_tokenizer(folder: Path | None, manifest: Manifest, target: Path) -> None:
-    """Put the tokenizer of a model's folder, else the dataset's, into a folder from which AutoTokenizer reads it."""
+    """Put the tokenizer of a model's folder, else the dataset's, into a folder from which AutoTokenizer reads it.
+
+    The template of chats is the dataset's, which the model was trained on, if that has one.
+    """
     files = [folder / name for name in _FILES if (folder / name).is_file()] if folder is not None else []
     for file in files:
         shutil.copyfile(file, target / file.name)
-    if files or manifest.tokenizer is None:
+    if manifest.tokenizer is None:
         return
-    import tokenizers
-    import transformers
+    if not files:
+        import tokenizers
+        import transformers
 
-    found = tokenizers.Tokenizer.from_str(_content(manifest).decode())
-    transformers.PreTrainedTokenizerFast(tokenizer_object=found).save_pretrained(target)
+        found = tokenizers.Tokenizer.from_str(_content(manifest).decode())
+        transformers.PreTrainedTokenizerFast(tokenizer_object=found).save_pretrained(target)
+    if (template := _read(manifest, CHAT_TEMPLATE)) is not None:
+        (target / CHAT_TEMPLATE).write_bytes(template)
 
 
 def _content(manifest: Manifest) -> bytes:
-    where = f"{manifest.url.rstrip('/')}/{manifest.tokenizer}"
+    name = manifest.tokenizer or ""
+    if (content := _read(manifest, name)) is None:
+        raise DataError(f"{manifest.url.rstrip('/')}/{name}: is not there")
+    return content
+
+
+def _read(manifest: Manifest, name: str) -> bytes | None:
+    """Return a file beside a manifest, None if there is none; DataError if it cannot be read."""
+    where = f"{manifest.url.rstrip('/')}/{name}"
     try:
         with fsspec.open(where, "rb") as file:
             content: bytes = file.read()
+    except FileNotFoundError:
+        return None
     except sdk_errors(OSError) as error:
         raise DataError(f"{where}: cannot be read: {error}") from error
     return content

@@ -22,6 +22,7 @@ from elastic_train.data.parquet.footer_index import NAME as FOOTERS
 from elastic_train.data.tables.digits import import_digits
 from elastic_train.system.progress_bar import shown, silent
 from tests.conftest import PATIENCE_S, ROOT, Finished, write_rows
+from tests.elastic_train.data.chats.chat_tokenizers import CHATML, save_tokenizer
 from tests.elastic_train.data.corpora.test_docstrings import write_functions
 from tests.elastic_train.data.corpora.test_text import write_texts
 
@@ -116,6 +117,34 @@ def test_rows_are_imported_and_packed(tmp_path: Path, call: Call) -> None:
     again = call("pack", out, path, "--length", 16, "--tokenizer", tokenizer, "--end", "<pad>")
     assert (again.code, "already exists" in again.output) == (0, True)
     assert call("import", "digits", tmp_path / "digits").code == 0
+
+
+def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) -> None:
+    """By a tokenizer alone; without one, rows stay what they are, and the option is named."""
+    pytest.importorskip("transformers")
+    model = save_tokenizer(tmp_path / "model", CHATML)
+    rows = [{"prompt": f"So, {number}?", "response": f"{number}"} for number in range(60)]
+    (tmp_path / "hf").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hf" / "train.parquet")
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.csv").write_text("prompt,response\n" + "".join(f'"So, {n}?",{n}\n' for n in range(60)))
+    digests = []
+    for kind, source in (("jsonl", "a.jsonl"), ("csv", "a.csv"), ("hf-folder", "hf")):
+        made = call("import", kind, tmp_path / kind, tmp_path / source, "--tokenizer", model)
+        assert made.code == 0 and "60 chats of prompt and response, 60 turns" in made.output, made.output
+        assert f"next: elastic-train data pack {tmp_path / kind}-packed {tmp_path / kind} --length 64\n" in made.output
+        digests.append(pq.read_table(tmp_path / kind / "train" / "part-00000.parquet"))
+    assert digests[0].equals(digests[1]) and digests[0].equals(digests[2])
+    assert (
+        "these rows look like chats: add --tokenizer"
+        in call("import", "jsonl", tmp_path / "b", tmp_path / "a.jsonl").output
+    )
+    (tmp_path / "a.jsonl").write_text('{"prompt": "", "response": "a"}\n' + lines)
+    refused = call("import", "jsonl", tmp_path / "c", tmp_path / "a.jsonl", "--tokenizer", model)
+    assert (refused.code, "row 1: message 1, by the user, is empty" in refused.output) == (2, True)
+    skipped = call("import", "jsonl", tmp_path / "c", tmp_path / "a.jsonl", "--tokenizer", model, "--skip-unfit")
+    assert (skipped.code, "\n1 chat left out\n" in skipped.output) == (0, True)
 
 
 BAD_INPUT: dict[str, tuple[list[str], int, str]] = {

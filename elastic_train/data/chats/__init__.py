@@ -1,0 +1,1 @@
+"""Chats and instructions as training data: rows become messages, messages become tokens and labels."""

@@ -1,0 +1,205 @@
+"""From files of chats to a dataset of tokens and labels, a chat in each row, which can be packed.
+
+Rows keep their order and stream. A chat that cannot be used is refused, with all others, by file, row and reason; or it
+is left out and listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from elastic_train.data.chats.layouts import KNOWN, REMEDY, Layout, UnfitError, layout_of, named_layout
+from elastic_train.data.chats.rendering import ChatTokenizer, Rendered, open_tokenizer
+from elastic_train.data.chats.rows import Rows, read_rows
+from elastic_train.data.corpora import origin
+from elastic_train.data.packing.bins import Tokens
+from elastic_train.data.packing.documents import IGNORED, LABELS
+from elastic_train.data.tables.files import Chunk, shown_chunks
+from elastic_train.data.tables.importing import TOKENS, Parts, Table, Written, contents_of, load_parts, write_table
+from elastic_train.data.tables.splitting import SHARE
+from elastic_train.data.tables.unfit_rows import UnfitRows
+from elastic_train.data.tables.writer import ROWS_PER_GROUP
+from elastic_train.errors import ConfigError
+from elastic_train.system.extras import version_of
+from elastic_train.system.progress_bar import Track, silent
+from elastic_train.system.wording import counted
+
+SCHEMA = pa.schema([TOKENS, pa.field(LABELS, pa.list_(pa.int32()), nullable=False)])
+
+
+class UnfitChats(UnfitRows):
+    """Chats that cannot be used."""
+
+    remedy = "correct these rows, or leave them out with --skip-unfit"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """Options of imports of chats: columns, the tokenizer and its template, and the share kept for validation.
+
+    `template` is 'simple' or a Jinja file; None is for the tokenizer's own, or the simple one if it has none.
+    """
+
+    tokenizer: Path | None = None
+    messages_key: str | None = None
+    prompt_key: str | None = None
+    response_key: str | None = None
+    template: str | None = None
+    max_tokens: int | None = None
+    skips: bool = False
+    share: float = SHARE
+    seed: int = 7
+    rows_per_group: int = ROWS_PER_GROUP
+    replace: bool = False
+
+    @property
+    def are_named(self) -> bool:
+        """Whether options say that the rows are chats."""
+        return any((self.messages_key, self.prompt_key, self.response_key, self.template))
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedChats:
+    """The parts of the dataset, lines on how it was made, and how many tokens a packed row should have; none of the
+    latter where it was there already."""
+
+    written: Written
+    notes: tuple[str, ...] = ()
+    row_length: int = 0
+
+
+def find_layout(paths: Sequence[Path], options: ChatOptions, text_key: str) -> Layout | None:
+    """Return the layout of chats in files, None for rows that are none; the first row decides.
+
+    Rows are taken for chats if options name their columns, or if there is a tokenizer and no column of text for it.
+    Raises ConfigError for rows that are asked to be chats, or to be tokenised, and have no columns for that.
+    """
+    if not (options.are_named or options.tokenizer):
+        return None
+    names = _first_columns(paths)
+    if named := named_layout(options.messages_key, options.prompt_key, options.response_key, names):
+        return named
+    if text_key in names and not options.are_named:
+        return None
+    if found := layout_of(names):
+        return found
+    if {"chosen", "rejected"} <= set(names):
+        raise ConfigError(
+            f"{paths[0]}: has the columns chosen and rejected, which are preferences; to train on what was chosen, add "
+            "--messages-key chosen, or --prompt-key and --response-key chosen"
+        )
+    raise ConfigError(
+        f"{paths[0]}: row 1 has the columns {', '.join(names)}: no '{text_key}' to tokenise (--text-key), and no chat, "
+        f"which is {KNOWN}; {REMEDY}"
+    )
+
+
+def _first_columns(paths: Sequence[Path]) -> list[str]:
+    rows = next(read_rows(paths[:1]))
+    return next((list(row) for _, row in rows.values if isinstance(row, dict)), [])
+
+
+def import_chats(
+    out: Path, parts: Parts, source: str, layout: Layout, options: ChatOptions, track: Track = silent
+) -> ImportedChats:
+    """Make a dataset of files of chats; of a single part, a share validates."""
+    if options.tokenizer is None:
+        raise ConfigError("chats need --tokenizer: the folder of the model to be fine-tuned, or a tokenizer.json")
+    tokenizer = open_tokenizer(options.tokenizer, options.template)
+    made_from = {
+        "source": f"{source} of chats",
+        "layout": str(layout),
+        "tokenizer": tokenizer.digest,
+        "max_tokens": options.max_tokens,
+        "validation_share": options.share,
+        "seed": options.seed,
+        "rows_per_group": options.rows_per_group,
+        "pyarrow": pa.__version__,
+        "transformers": version_of("transformers"),
+        "content": contents_of([path for paths in parts.values() for path in paths]),
+        **({"skip_unfit": True} if options.skips else {}),
+    }
+    if origin.is_finished(out, made_from, replace=options.replace):
+        return ImportedChats(load_parts(out))
+    chats = _Chats(layout, tokenizer, options)
+    chunks = {name: chats.all(paths, f"reading chats of {name}", track) for name, paths in parts.items()}
+    given = tokenizer.given()
+    table = Table(chunks, given.facts, TOKENS.name, given)
+    written = write_table(out, table, made_from, options.share, options.seed, options.rows_per_group, chats.unfit)
+    return ImportedChats(written, tuple(chats.notes()), chats.row_length)
+
+
+class _Chats:
+    """Turns rows into tokens and labels, and counts."""
+
+    def __init__(self, layout: Layout, tokenizer: ChatTokenizer, options: ChatOptions) -> None:
+        self._layout, self._tokenizer, self._options = layout, tokenizer, options
+        self.unfit = UnfitChats(options.skips)
+        self._num_chats, self._num_turns, self._num_skipped, self._num_cut = 0, 0, 0, 0
+        self._num_tokens, self._num_targets, self._longest = 0, 0, 0
+        self._example: str | None = None
+
+    def all(self, paths: Sequence[Path], what: str, track: Track) -> Iterator[Chunk]:
+        chunks = (self._chunk(rows) for rows in read_rows(paths, self._layout.columns))
+        yield from shown_chunks(chunks, what, track)
+
+    def notes(self) -> Iterator[str]:
+        """Yield lines on what was learned from, and by which template."""
+        yield (
+            f"{counted(self._num_chats, 'chat')} of {self._layout}, {counted(self._num_turns, 'turn')} of the "
+            f"assistant, {counted(self._num_tokens, 'token')}, {self._num_targets / max(1, self._num_tokens):.1%} of "
+            f"them to be predicted; the longest chat has {self._longest:,}"
+        )
+        yield f"chat template: {self._tokenizer.kind}; the assistant's turns are found by {self._tokenizer.masks}"
+        if self._num_cut:
+            yield f"{counted(self._num_cut, 'chat')} cut to {self._options.max_tokens:,} tokens"
+        if self._num_skipped:
+            yield (
+                f"{counted(self._num_skipped, 'turn')} of the assistant not learned from: the template writes them "
+                "otherwise when others follow; a template with {% generation %} learns from all (--chat-template FILE)"
+            )
+        if self._example is not None:
+            yield f"the first chat, with what is to be predicted in [[ ]]:\n{self._example}"
+
+    @property
+    def row_length(self) -> int:
+        """The least power of two in which every chat fits whole, and at least 64."""
+        return max(64, 1 << (min(self._longest, self._options.max_tokens or self._longest) - 1).bit_length())
+
+    def _chunk(self, rows: Rows) -> Chunk:
+        found = []
+        for number, row in rows.values:
+            try:
+                found.append(self._rendered(row))
+            except UnfitError as error:
+                self.unfit.wrong.append(f"{rows.path}: row {number}: {error}")
+        columns = [pa.array([tokens[:, place] for tokens in found], TOKENS.type) for place in range(2)]
+        return Chunk(rows.path, 0, pa.RecordBatch.from_arrays(columns, schema=SCHEMA), rows.done)
+
+    def _rendered(self, row: Mapping[str, object] | str) -> Tokens:
+        if isinstance(row, str):
+            raise UnfitError(row)
+        rendered = self._tokenizer.render(self._layout.chat_of(row))
+        tokens = rendered.tokens[: self._options.max_tokens]
+        num_targets = int((tokens[1:, 1] != IGNORED).sum())
+        if not num_targets:
+            raise UnfitError(
+                f"its first {self._options.max_tokens:,} tokens have nothing to be predicted; make --max-tokens larger"
+            )
+        self._count(rendered, len(tokens), num_targets)
+        return tokens
+
+    def _count(self, rendered: Rendered, num_kept: int, num_targets: int) -> None:
+        if self._example is None:
+            self._example = self._tokenizer.shown(rendered)
+        self._num_chats += 1
+        self._num_turns += rendered.num_turns
+        self._num_skipped += rendered.num_skipped
+        self._num_cut += num_kept < len(rendered.tokens)
+        self._num_tokens += num_kept
+        self._num_targets += num_targets
+        self._longest = max(self._longest, len(rendered.tokens))

@@ -1,0 +1,249 @@
+"""Chats as tokens and labels, by the template of a tokenizer of transformers, or by a simple one.
+
+Labels are the tokens of the assistant's turns, and IGNORED elsewhere. Where these turns are, a template with
+`{% generation %}` says itself (`return_assistant_tokens_mask`). Of others the text before each turn is rendered as at
+inference, with the generation prompt, and the text up to its end: if both begin the whole chat's text, the turn lies
+between them. A turn of which that does not hold, since the template writes it otherwise once others follow (as those
+do that leave out earlier reasoning), is not learned from, and counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic_train.data.chats.layouts import ASSISTANT, Chat, Message, UnfitError
+from elastic_train.data.corpora import tokenizer as tokenise
+from elastic_train.data.corpora.tokenizer import GivenTokenizer
+from elastic_train.data.packing.bins import Tokens
+from elastic_train.data.packing.documents import IGNORED
+from elastic_train.errors import ConfigError
+from elastic_train.system.extras import needed_for
+from elastic_train.system.wording import first_line
+
+SIMPLE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}"
+    "{{ 'Assistant:' }}{% generation %}{{ ' ' + message.content }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    "{{ eos_token or '\n' }}{% endgeneration %}{{ '\n' if eos_token }}"
+    "{% else %}{{ message.role | capitalize + ': ' + message.content + '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""For tokenizers without a template: each turn begins with its role, and the assistant's end with the end token."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = "\N{SNOWMAN}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A chat as text, its tokens with their labels, (tokens, 2), and how many of the assistant's turns have targets."""
+
+    text: str
+    tokens: Tokens
+    num_turns: int
+    num_skipped: int
+
+
+class ChatTokenizer:
+    """A tokenizer of transformers, with the template that it renders chats with.
+
+    `template` is None for the tokenizer's own; `kind` names the template in messages.
+    """
+
+    def __init__(self, tokenizer: Any, wanted: str | None) -> None:
+        self.tokenizer = tokenizer
+        own = bool(getattr(tokenizer, "chat_template", None))
+        self.kind = "the tokenizer's own" if own and wanted is None else wanted or "simple"
+        self.template: str | None = None
+        if wanted == "simple" or (wanted is None and not own):
+            self.template, self.kind = SIMPLE, "simple"
+        elif wanted is not None:
+            self.template = _read_template(Path(wanted))
+        self._special = sorted({str(token) for token in tokenizer.all_special_tokens if str(token).strip()})
+
+    def given(self) -> GivenTokenizer:
+        """Return the tokenizer as datasets keep it: its tokenizer.json, and the template."""
+        file = Path(getattr(self.tokenizer, "name_or_path", "") or "") / tokenise.FILE_NAME
+        backend = self.tokenizer.backend_tokenizer
+        content = file.read_bytes() if file.is_file() else backend.to_str().encode()
+        return GivenTokenizer(content, backend, self._whole_template)
+
+    @property
+    def digest(self) -> str:
+        """A digest of all that rendering depends on: the tokenizer, its special tokens, and the template."""
+        special = repr(sorted(self.tokenizer.special_tokens_map.items()))
+        template = self._whole_template or repr(self.tokenizer.chat_template)
+        return hashlib.sha256(b"\0".join([self.given().content, template.encode(), special.encode()])).hexdigest()
+
+    @property
+    def _whole_template(self) -> str | None:
+        """The template, None if the tokenizer has several."""
+        template = self.template or self.tokenizer.chat_template
+        return template if isinstance(template, str) else None
+
+    @property
+    def masks(self) -> str:
+        """Which way the assistant's turns are found, in words."""
+        return "its generation mask" if self._has_mask(None) else "the text before and after each turn"
+
+    def render(self, chat: Chat) -> Rendered:
+        """Return the tokens and labels of a chat; raises UnfitError if the template, or a mask, does not fit."""
+        self._check_special(chat.messages)
+        text = self._text(chat.messages, chat.tools)
+        self._check_all_there(chat, text)
+        turns = [at for at, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+        if self._has_mask(chat.tools):
+            ids, is_target = self._masked(chat)
+            num_turns = len(turns)
+        else:
+            spans = list(self._spans(chat, text, turns))
+            num_turns = len(spans)
+            ids, is_target = self._targets_within(text, spans)
+        if not is_target.any():
+            raise UnfitError(
+                "no token of it would be learned: the template renders the assistant's turns otherwise within the "
+                "chat than alone, so where they are is not known; use --chat-template simple, or a FILE that has "
+                "{% generation %} around them"
+            )
+        labels = np.where(is_target, ids, IGNORED).astype(np.int32)
+        return Rendered(text, np.stack([ids, labels], axis=1), num_turns, len(turns) - num_turns)
+
+    def shown(self, rendered: Rendered, most: int = 400) -> str:
+        """Return the text of a chat's tokens, targets in [[ ]], and shortened."""
+        ids, labels = rendered.tokens[:, 0], rendered.tokens[:, 1]
+        is_target = labels != IGNORED
+        ends = [0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), len(ids)]
+        runs = [(self.tokenizer.decode(ids[lo:hi].tolist()), is_target[lo]) for lo, hi in itertools.pairwise(ends)]
+        whole = "".join(f"[[{text}]]" if learned else text for text, learned in runs)
+        return whole if len(whole) <= most else f"{whole[: most // 2]} ... {whole[-most // 2 :]}"
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, goes_on: bool = False) -> str:
+        """Render messages; raises UnfitError if the template refuses them."""
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=tools,
+                    chat_template=self.template,
+                    tokenize=False,
+                    add_generation_prompt=goes_on,
+                )
+            )
+        except _template_errors() as error:
+            raise UnfitError(f"the chat template refuses it: {error}") from error
+
+    def _has_mask(self, tools: Sequence[Any] | None) -> bool:
+        template = self.tokenizer.get_chat_template(self.template, tools)
+        return _GENERATION.search(template) is not None
+
+    def _masked(self, chat: Chat) -> tuple[Tokens, np.ndarray[Any, np.dtype[np.bool_]]]:
+        found = self.tokenizer.apply_chat_template(
+            list(chat.messages),
+            tools=chat.tools,
+            chat_template=self.template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        return np.array(found["input_ids"], dtype=np.int32), np.array(found["assistant_masks"], dtype=bool)
+
+    def _targets_within(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[Tokens, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """Return the tokens of a text, and which of them lie within its characters [lo, hi) of a span."""
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = np.array(found["input_ids"], dtype=np.int32)
+        offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        is_target = np.zeros(len(ids), dtype=bool)
+        for lo, hi in spans:
+            is_target |= (lo <= offsets[:, 0]) & (offsets[:, 1] <= hi) & (offsets[:, 0] < offsets[:, 1])
+        return ids, is_target
+
+    def _spans(self, chat: Chat, text: str, turns: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield where the turns are in the chat's text, but for those of which that is not known."""
+        for at in turns:
+            try:
+                before = self._text(chat.messages[:at], chat.tools, goes_on=True) if at else None
+                upto = self._text(chat.messages[: at + 1], chat.tools)
+            except UnfitError:
+                continue
+            if before is not None and upto.startswith(before) and text.startswith(upto) and len(upto) > len(before):
+                yield len(before), len(upto)
+
+    def _check_special(self, messages: Sequence[Message]) -> None:
+        """Refuse a message that spells a special token, which would end its turn, or begin another."""
+        for number, message in enumerate(messages, start=1):
+            if found := next((token for token in self._special if token in message["content"]), None):
+                raise UnfitError(
+                    f"message {number} spells the tokenizer's special token '{found}', which would be read as one"
+                )
+
+    def _check_all_there(self, chat: Chat, text: str) -> None:
+        """Refuse a chat of which the template leaves out a message that is not the assistant's, or a call of a tool."""
+        for at, message in enumerate(chat.messages):
+            content, calls = message["content"].strip(), message.get("tool_calls")
+            if message["role"] != ASSISTANT and content and content not in text:
+                changed, what = {**message, "content": content + _MARK}, f"whose role is {message['role']}"
+            elif calls:
+                changed, what = {**message, "tool_calls": []}, "or its calls of tools"
+            else:
+                continue
+            if self._is_unseen(chat, at, changed, text):
+                raise UnfitError(f"the chat template leaves out message {at + 1}, {what}")
+
+    def _is_unseen(self, chat: Chat, at: int, changed: Message, text: str) -> bool:
+        """Say whether another message in the place of one makes no difference to the text of the chat."""
+        try:
+            return self._text([*chat.messages[:at], changed, *chat.messages[at + 1 :]], chat.tools) == text
+        except UnfitError:  # so the template looks at it
+            return False
+
+
+def open_tokenizer(path: Path, template: str | None) -> ChatTokenizer:
+    """Read a model's folder, or a tokenizer.json alone; ConfigError if there is no tokenizer that can be used."""
+    with needed_for("importing chats"):
+        import transformers
+    if not path.exists():
+        raise ConfigError(f"--tokenizer {path}: does not exist; name the folder of the model to be fine-tuned")
+    folder = path if path.is_dir() else path.parent
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        if path.is_dir() or (folder / "tokenizer_config.json").is_file():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        else:
+            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: has no tokenizer that can be read: {first_line(error)}; name the folder of the model to be "
+            "fine-tuned"
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"{path}: its tokenizer does not say where tokens are in a text; add its tokenizer.json")
+    return ChatTokenizer(tokenizer, template)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path}: cannot be read: {error}; give a Jinja file, or 'simple'") from error
+
+
+@functools.cache
+def _template_errors() -> tuple[type[Exception], ...]:
+    """Return what a template raises for messages that it does not take."""
+    import jinja2
+
+    return (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
