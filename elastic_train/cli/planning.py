@@ -103,8 +103,10 @@ def plan(
 
         write_atomically(html, render(report))
     if json_:
-        return print_json(report.as_json())
+        return print_json({**report.as_json(), "refused": list(read.refused)})
     show(report)
+    for reason in read.refused:
+        print_text(f"The trainer refuses this: {reason}")
     return print_text(f"written to {html}") if html is not None else 0
 
 

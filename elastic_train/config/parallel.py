@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from elastic_train.config.combinations import FEATURES, Feature
+from elastic_train.config.combinations import FEATURES, Feature, Found
 from elastic_train.config.section import Section
 from elastic_train.core.mesh import Cell
 
@@ -69,25 +69,6 @@ class ParallelConfig(Section):
             )
         return value
 
-    @model_validator(mode="after")
-    def _offloads_what_is_held(self) -> ParallelConfig:
-        if self.offload == "all" and self.shards != "parameters":
-            raise ValueError(
-                f"offload: all keeps weights in host memory until a pass needs them, and with shards: {self.shards} "
-                "all of them are on the GPU all the time: set shards to parameters (with as many copies as ranks, each "
-                "holds everything), or offload to optimizer"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _shares_out_tokens_between_ranks(self) -> ParallelConfig:
-        if self.sequence and self.tensor == 1:
-            raise ValueError(
-                "sequence: true shares out tokens between the ranks that hold a block together, and tensor is 1: set "
-                "tensor to 2 or more, or sequence to false"
-            )
-        return self
-
     @property
     def has_shares(self) -> bool:
         """Whether ranks hold runs of the state by their seats, be it that each holds all of it."""
@@ -114,11 +95,20 @@ class ParallelConfig(Section):
             "expert": self._degree("expert"),
             "context": self._degree("context"),
             "wire: bf16": "parallel.wire: bf16" if self.wire == "bf16" else None,
-            "recompute: selective": "parallel.recompute: selective" if self.recompute == "selective" else None,
         }
-        shards, offload = f"shards: {self.shards}", f"offload: {self.offload}"
-        held = {feature: f"parallel.{feature}" for feature in FEATURES if feature in (shards, offload)}
-        return {feature: text for feature, text in own.items() if text is not None} | held
+        held = [f"{key}: {getattr(self, key)}" for key in ("shards", "offload", "recompute")]
+        by_value = {feature: f"parallel.{feature}" for feature in FEATURES if feature in held}
+        return {feature: text for feature, text in own.items() if text is not None} | by_value
+
+    def found(self) -> Iterator[Found]:
+        """Yield the traits that these keys have."""
+        shards = f"parallel.shards: {self.shards}"
+        if self.shards != "parameters":
+            yield Found("weights that stay on the GPU", shards)
+        if self.shards in ("none", "optimizer"):
+            yield Found("gradients that are exchanged as sums", shards)
+        if self.tensor == 1:
+            yield Found("one tensor rank", "parallel.tensor: 1")
 
     def _degree(self, key: str) -> str | None:
         return f"parallel.{key}: {self.degrees[key]}" if self.degrees[key] > 1 else None

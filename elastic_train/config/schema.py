@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import to_jsonable_python
 
 from elastic_train.config import credentials, yaml12
-from elastic_train.config.combinations import Feature, refusals, sentences
+from elastic_train.config.combinations import Feature, Found, refusals
 from elastic_train.config.datasets import DataConfig, names_of
 from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
 from elastic_train.config.parallel import ParallelConfig
@@ -225,43 +225,26 @@ class Config(Section):
             "compile": "compile: true" if self.compile else None,
             "reduction: fast": "reduction: fast" if self.reduction == "fast" else None,
             "audit_lanes": None if self.run.audit_lanes is None else f"run.audit_lanes: {self.run.audit_lanes}",
+            "ema": None if self.optimizer.ema is None else "optimizer.ema",
         }
         return {**self.parallel.features, **{feature: text for feature, text in own.items() if text is not None}}
 
+    def found(self) -> Iterator[Found]:
+        """Yield the traits that the configuration itself has."""
+        yield from self.parallel.found()
+        batch, num_lanes = self.batch, self.batch.num_lanes
+        sizes = f"(batch.global_batch {batch.global_batch} / batch.micro_batch {batch.micro_batch})"
+        if self.device == "cpu":
+            yield Found("`device: cpu`", "device: cpu")
+        if self.parallel.pipeline > (of_each := num_lanes // self.parallel.expert):
+            dealt = f" for each of {self.parallel.expert} expert ranks" if self.parallel.expert > 1 else ""
+            yield Found("fewer lanes than stages", f"{counted(of_each, 'lane')}{dealt} {sizes}")
+        if self.parallel.expert > num_lanes:
+            yield Found("fewer lanes than expert ranks", f"{counted(num_lanes, 'lane')} {sizes}")
+
     @model_validator(mode="after")
     def _features_work_together(self) -> Config:
-        if found := refusals(self.features):
-            raise ValueError("; ".join(sentences(found, self.features)))
-        return self
-
-    @model_validator(mode="after")
-    def _offloads_from_a_device(self) -> Config:
-        if self.parallel.has_offload and self.device == "cpu":
-            raise ValueError(
-                f"parallel.offload: {self.parallel.offload} spares a GPU's memory, and with device: cpu all is in host "
-                "memory: set offload to none, or device to auto or cuda"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _cells_are_whole(self) -> Config:
-        parallel = self.parallel
-        wrong = list[str]()
-        of_each = self.batch.num_lanes // parallel.expert
-        if parallel.pipeline > 1 and parallel.pipeline > of_each:
-            dealt = f" for each of {parallel.expert} ranks with experts" if parallel.expert > 1 else ""
-            wrong.append(
-                f"parallel.pipeline: {parallel.pipeline} stages would wait for one another with "
-                f"{counted(of_each, 'lane')}{dealt} (batch.global_batch {self.batch.global_batch} / batch.micro_batch "
-                f"{self.batch.micro_batch}): make batch.micro_batch smaller, or use fewer stages"
-            )
-        if parallel.expert > self.batch.num_lanes:
-            wrong.append(
-                f"parallel.expert: {parallel.expert} ranks compute a lane each, and there are {self.batch.num_lanes} "
-                f"(batch.global_batch {self.batch.global_batch} / batch.micro_batch {self.batch.micro_batch}): make "
-                "batch.micro_batch smaller, or spread experts over fewer ranks"
-            )
-        if wrong:
+        if wrong := refusals(self.features, self.found()):
             raise ValueError("; ".join(wrong))
         return self
 
@@ -281,16 +264,6 @@ class Config(Section):
             raise ValueError("validation.weights: ema needs an average: set optimizer.ema, such as {decay: 0.999}")
         if self.validation.early_stopping is not None and self.validation.every_steps is None:
             raise ValueError("validation.early_stopping needs validations to judge by: set validation.every_steps")
-        return self
-
-    @model_validator(mode="after")
-    def _leaves_are_sent_to_be_rounded(self) -> Config:
-        if self.parallel.wire != "exact" and self.parallel.shards in ("none", "optimizer"):
-            raise ValueError(
-                f"parallel.wire: {self.parallel.wire} rounds each lane's gradient; with parallel.shards: "
-                f"{self.parallel.shards} ranks exchange sums of lanes, which the world decides: set shards to "
-                "gradients or parameters, or wire to exact"
-            )
         return self
 
     def anchored(self) -> Config:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import AVERAGE
+from elastic_train.config.combinations import refused
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.mesh import Cell
@@ -36,6 +37,7 @@ from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.devices.host_memory import host_memory_of
 from elastic_train.placement.grains import CutDims
 from elastic_train.placement.holdings import Column, column_of
+from elastic_train.system.wording import counted
 from elastic_train.tasks.task import ParameterGroup
 
 BY_SEAT: Mapping[str, type[Zero1Share]] = {"optimizer": Zero1Share, "gradients": Zero2Share, "parameters": Zero3Share}
@@ -195,11 +197,8 @@ def _check_stays_whole(cut: CutModel, optimizer: Optimizer, atomic: Container[in
     groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     for name, one in cut.model.named_parameters():
         if groups.get(id(one)) in atomic and name in cut.cuts and cut.cuts[name].is_in_parts:
-            raise ConfigError(
-                f"optimizer.name: '{optimizer_name}' updates '{name}' as a whole, of which ranks would have parts: set "
-                "parallel.tensor and parallel.expert to 1 (parallel.shards and pipeline may stay), or optimizer.name "
-                "to adamw"
-            )
+            what = f"optimizer.name: {optimizer_name}, which updates '{name}' as a whole"
+            raise refused("optimizers like Muon", what)
 
 
 def _check_state_is_whole(model: nn.Module) -> None:
@@ -207,7 +206,5 @@ def _check_state_is_whole(model: nn.Module) -> None:
     saved, named = set(model.state_dict()), model.named_parameters(remove_duplicate=False)
     others = [name for name, one in named if one.requires_grad and name not in saved]
     if others:
-        raise ConfigError(
-            f"parallel.shards: parameters needs all trained weights in commits, and the model's state has no "
-            f"'{others[0]}' and {len(others) - 1} others: set it to gradients, or let state_dict return them"
-        )
+        what = f"{counted(len(others), 'trained weight')} that state_dict leaves out, such as '{others[0]}'"
+        raise refused("weights outside `state_dict`", what)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.checkpoint import CommitRecord, Retention
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import parse_best
 from elastic_train.config.schema import IDENTITY, Config
 from elastic_train.core.coverage import CoverageSums
@@ -270,10 +271,7 @@ def make_plan(config: Config) -> Plan:
     choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
     choice.rehearse(config.optimizer.name, device)
     check_can_be_in_cells(config)
-    check_fits_cells(task, config.parallel)
-    is_in_cells = config.parallel.cell.size > 1
-    if is_in_cells and isinstance(task, Deferring) and (sketch := task.sketch_model()) is not None:
-        cell_plan_of(task, sketch, config.parallel)  # here already what does not fit is said without building a model
+    check_placements(task, config.parallel)
     if config.parallel.has_shares or config.parallel.cell.holds_parts:
         slots_of(choice.tried(), choice.make, device)
     return Plan(
@@ -286,6 +284,13 @@ def make_plan(config: Config) -> Plan:
         device=device,
         sources=sources,
     )
+
+
+def check_placements(task: Task, parallel: ParallelConfig) -> None:
+    """Raise ConfigError, with every reason that shows without building a model, if ranks cannot share a task's."""
+    check_fits_cells(task, parallel)
+    if parallel.cell.size > 1 and isinstance(task, Deferring) and (sketch := task.sketch_model()) is not None:
+        cell_plan_of(task, sketch, parallel)
 
 
 def check_same_sources(config: Config, sources: Sequence[Source], record: CommitRecord) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from elastic_train.errors import ConfigError
+from elastic_train.config.combinations import refused
 from elastic_train.parallel.devices.host_memory import Event, HostMemory
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Work
@@ -135,10 +135,8 @@ class UnitWeights:
             self._arriving.clear()  # or they would keep the group's connections
             self._coming.clear()
             if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NOT_THERE):
-                raise ConfigError(
-                    "a block's parameter is used while the block does not run, and parallel.shards: parameters has it "
-                    f"only then; set it to gradients ({error})"
-                ) from error
+                what = f"a block's parameter that is used while the block does not run ({error})"
+                raise refused("blocks that do not run once each, in one order", what) from error
             raise
         finally:
             self._leaving, self._lent, self._is_running, self._reduce = [], [], False, None
@@ -178,10 +176,9 @@ class UnitWeights:
             self._enter_backward(number)
             return
         if number < self._forward:
-            raise ConfigError(
-                f"'{self._blocks[number].name}' runs after '{self._blocks[self._forward - 1].name}' in a forward pass: "
-                "parallel.shards: parameters needs blocks that run once each, in one order; set it to gradients"
-            )
+            last = self._blocks[self._forward - 1].name
+            what = f"block '{self._blocks[number].name}', which runs after '{last}' in a forward pass"
+            raise refused("blocks that do not run once each, in one order", what)
         self._walk.enter("forward", number)
         self._await(number)
         self._forward = number + 1

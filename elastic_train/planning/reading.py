@@ -22,7 +22,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.model_layout import layout_of
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.parameter_groups import build_groups
-from elastic_train.job.plan import Plan, make_plan
+from elastic_train.job.plan import Plan, check_placements, make_plan
 from elastic_train.job.sharded.elementwise import atomic_groups
 from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.job.units.recompute import recompute_blocks
@@ -31,7 +31,7 @@ from elastic_train.planning.arithmetic.layouts import Batch, Layout
 from elastic_train.planning.arithmetic.model import MOST_LANES, ModelFacts, Sizes, Unit, Work
 from elastic_train.planning.tracing import REST, Trace, UnitTrace
 from elastic_train.system.wording import first_line, size
-from elastic_train.tasks.task import Grouping
+from elastic_train.tasks.task import Grouping, Task
 
 MOST_REAL_BYTES = 2e9
 _TRIED = 256
@@ -46,6 +46,8 @@ class Read:
     batch: Batch
     num_steps: int
     plan: Plan
+    refused: Sequence[str] = ()
+    """The reasons why the trainer does not run this task with the configuration's degrees, which a plan can compute."""
 
 
 def read_config(config: Config) -> Read:
@@ -76,7 +78,16 @@ def read_config(config: Config) -> Read:
         bucket_mb=parallel.bucket_mb,
         wire=parallel.wire,
     )
-    return Read(facts, layout, Batch(plan.num_lanes, plan.micro_batch), plan.total_steps, plan)
+    refused = _refused(plan.task, parallel)
+    return Read(facts, layout, Batch(plan.num_lanes, plan.micro_batch), plan.total_steps, plan, refused)
+
+
+def _refused(task: Task, parallel: ParallelConfig) -> Sequence[str]:
+    try:
+        check_placements(task, parallel)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def read_model(plan: Plan, batches: Sequence[dict[str, Tensor]]) -> ModelFacts:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from elastic_train.config.combinations import Found
 from elastic_train.data.dataset.manifest import Manifest
-from elastic_train.errors import ConfigError
 from elastic_train.tasks.language.language_model import LanguageModel
 from elastic_train.tasks.language.own_decoder import OwnDecoder
 from elastic_train.tasks.language.transformers_model import TransformersModel
@@ -25,7 +25,7 @@ from elastic_train.tasks.models.hugging_face import Source
 from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.placements import Degrees, Piece, Placements, loss_of
 from elastic_train.tasks.rows.token_parts import part_of
-from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns, why_not_in_parts
+from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns, uneven_widths
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, Sampling, Tokenizer
@@ -139,11 +139,10 @@ class CausalLM:
         return frozen_groups(model)
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
-        if degrees.sequence:
-            num = degrees.tensor
-            if wrong := why_not_in_parts(num, self.max_tokens, has_fixed_width=self._fixed_width):
-                raise ConfigError(f"parallel.sequence: true shares out rows between {num} ranks: {wrong}")
-        return self.language_model.placements(model, degrees)
+        placed = self.language_model.placements(model, degrees)
+        widths = uneven_widths(degrees.tensor, self.max_tokens, has_fixed_width=self._fixed_width)
+        found = [Found("a size that it does not divide", widths, "sequence")] if widths else []
+        return replace(placed, found=[*placed.found, *found])
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         return self.rows.collate(rows, ids, self.max_tokens, self.vocabulary)

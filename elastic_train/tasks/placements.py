@@ -13,6 +13,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from torch import Tensor, nn
 
+from elastic_train.config.combinations import Found
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.task import Batch, LaneLoss
 
@@ -58,11 +59,14 @@ class Placements:
     stage. A rank has one stage, or with `schedule: interleaved` several, which are not neighbours.
 
     `context`: whether `run` computes some tokens of each row (`Piece.part`).
+
+    `found`: traits of the model that some features do not work with; those that are asked for are refused.
     """
 
     tensor: Mapping[str, Use] = field(default_factory=dict)
     stages: Sequence[Sequence[str]] = ()
     context: bool = False
+    found: Sequence[Found] = ()
 
     def __post_init__(self) -> None:
         for name, use in self.tensor.items():

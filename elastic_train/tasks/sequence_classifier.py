@@ -18,7 +18,7 @@ from elastic_train.tasks.models.folder_weights import open_folder, runs_as_liste
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_positions
 from elastic_train.tasks.models.metadata_head import WithMetadata, last_tokens
-from elastic_train.tasks.models.tensor_plans import uses_of
+from elastic_train.tasks.models.tensor_plans import placed
 from elastic_train.tasks.placements import Degrees, Placements
 from elastic_train.tasks.rows.labelled_rows import LabelledRows
 from elastic_train.tasks.rows.tokenizing import write_tokenizer
@@ -148,7 +148,7 @@ class SequenceClassifier:
         return frozen_groups(model)
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
-        return Placements(uses_of(model, degrees.tensor, self.adapter))
+        return placed(model, degrees.tensor, self.adapter)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         batch = self.rows.collate(rows, ids, self.max_tokens, has_fixed_width=self._fixed_width)

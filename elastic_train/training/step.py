@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elastic_train.config.combinations import refused
 from elastic_train.core.arrays import Int64s, ranges_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.mixture.account import sums_of_sources
 from elastic_train.core.mixture.dealing import Mixture, RunOrder
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.errors import ConfigError, PeerLostError
+from elastic_train.errors import PeerLostError
 from elastic_train.job.auditing.auditor import WrongGradient
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
@@ -126,10 +127,7 @@ def _add_parts(session: Session, results: dict[int, LaneSums]) -> dict[int, Lane
     if session.world.mesh.cell.context == 1:
         return results
     if session.buffers.has_changed:
-        raise ConfigError(
-            "the model's forward pass changes a buffer, from which rows in parts would get another value on each rank: "
-            "set parallel.context to 1"
-        )
+        raise refused("buffers that change", "a model whose forward pass changes a buffer")
     session.clock.mark("rest")
     added = session.stage.add_up({lane: (one.loss, one.weight) for lane, one in results.items()})
     session.clock.mark("wait")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from elastic_train.config.combinations import Feature, Found, check
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.units.blocks import unit_names, unit_of
@@ -50,49 +51,39 @@ class CellPlan:
 
 
 class _Demand(NamedTuple):
-    """A key of `parallel` and what it needs of a task: its methods, and a field of what `placements` returns."""
+    """A feature, and what it needs of a task: its methods, and a field of what `placements` returns."""
 
-    key: str
-    task: str
+    feature: Feature
     methods: type
     field: str
-    instead: str
     uses: Sequence[str] = ()
 
     def is_met(self, placed: Placements) -> bool:
-        found = getattr(placed, self.field)
-        return not set(self.uses).isdisjoint(found.values()) if self.uses else bool(found)
+        value = getattr(placed, self.field)
+        return not set(self.uses).isdisjoint(value.values()) if self.uses else bool(value)
 
 
-_IN_SHARES = "set it to 1, or use parallel.shards to hold less on each rank"
-_AGAIN = "set it to 1, or use parallel.recompute to keep less of each row"
-_ON_TOKENS = "that says which modules run on some tokens each"
 _DEMANDS = (
-    _Demand("tensor", "that says how its model is cut", Placing, "tensor", _IN_SHARES, CUTS),
-    _Demand("sequence", _ON_TOKENS, Placing, "tensor", "set it to false", TOKEN_USES),
-    _Demand("pipeline", "whose model runs in stages", Running, "stages", _IN_SHARES),
-    _Demand("context", "that computes a part of a row's tokens", Running, "context", _AGAIN),
+    _Demand("tensor", Placing, "tensor", CUTS),
+    _Demand("sequence", Placing, "tensor", TOKEN_USES),
+    _Demand("pipeline", Running, "stages"),
+    _Demand("context", Running, "context"),
 )
 
 
-def _unmet(task: Task, parallel: ParallelConfig, placed: Placements | None) -> Iterator[str]:
-    """Yield what is asked that a task has no methods for, or that is not in what it has returned."""
+def traits_of(task: Task, parallel: ParallelConfig, placed: Placements | None = None) -> Iterator[Found]:
+    """Yield what some features do not work with in a task: methods that it lacks, or what they have left out of
+    `placed`."""
+    if (parts := parallel.tensor * parallel.expert) > MOST_DEGREE:
+        yield Found("more parts than a dimension has", f"{parts} parts, of which a dimension has {MOST_DEGREE}")
     kind = type(task).__name__
     for one in _DEMANDS:
-        value = getattr(parallel, one.key)
-        if not (value is True or value > 1):
-            continue
-        asked, also = f"parallel.{one.key}: {str(value).lower()}", ", `run`" if one.methods is Running else ""
         if not isinstance(task, one.methods) or not (placed is None or one.is_met(placed)):
-            yield (
-                f"{asked} needs a task {one.task}, and {kind} does not (`{one.field}` of `placements`{also}): "
-                f"{one.instead}"
-            )
-        elif one.methods is Running and _replaces_loss(type(task)):
-            yield (
-                f"{asked} calls `run` of a task in place of `loss`, and {kind} replaces `loss` alone: replace `run`, "
-                "which returns the same for a `Piece()`"
-            )
+            also = " and `run`" if one.methods is Running else ""
+            lacks = f"{kind}, which does not say how (`{one.field}` of `placements`{also})"
+            yield Found("a task that does not place its modules so", lacks, one.feature)
+    if isinstance(task, Running) and _replaces_loss(type(task)):
+        yield Found("a task that replaces `loss` and not `run`", f"{kind}, which replaces `loss` and not `run`")
 
 
 def _replaces_loss(kind: type) -> bool:
@@ -102,20 +93,13 @@ def _replaces_loss(kind: type) -> bool:
 
 def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:
     """Raise ConfigError if ranks are to hold parts of a model, and its task cannot say which."""
-    wrong = list(_unmet(task, parallel, None))
-    if (degree := parallel.tensor * parallel.expert) > MOST_DEGREE:
-        wrong.append(
-            f"parallel.tensor x parallel.expert: {degree} is more than the {MOST_DEGREE} parts that a dimension can be "
-            "cut into: set either to less"
-        )
-    if wrong:
-        raise ConfigError(*wrong)
+    check(parallel.features, traits_of(task, parallel))
 
 
 def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> CellPlan | None:
     """Return how cells of these degrees hold a task's model; None where every rank holds all of its state.
 
-    Raises ConfigError if the task does not say, or the model cannot be held so.
+    Raises ConfigError, with every reason, if the task does not say, or the model cannot be held so.
     """
     if parallel.cell.size == 1:
         return None
@@ -123,26 +107,21 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     stages = parallel.num_pieces if parallel.pipeline > 1 else 1
     degrees = Degrees(parallel.tensor, parallel.sequence, stages, parallel.context)
     placed = Placements() if degrees == Degrees() else _placements_of(task, model, degrees)
-    if wrong := list(_unmet(task, parallel, placed)):
-        raise ConfigError(*wrong)
+    experts = _experts_of(model, parallel)
+    check(parallel.features, [*placed.found, *_traits_of_experts(experts, model, parallel)])
+    check(parallel.features, traits_of(task, parallel, placed))  # no trait of the model explains what it leaves out
     if not parallel.cell.holds_parts and not parallel.has_shares:
         return None
     tensor = placed.tensor if parallel.tensor > 1 else {}
     tensor = {name: use for name, use in tensor.items() if parallel.sequence or use in CUTS}
-    _check_uses(tensor, model, parallel.tensor)
     pieces = placed.stages if parallel.pipeline > 1 else ()
+    check(parallel.features, [*_uneven(tensor, model, parallel.tensor), *_traits_of_stages(pieces, model)])
     if pieces and (wrong := list(_mistakes(pieces, model, parallel.num_pieces))):
         raise ConfigError(*wrong)
-    experts = _experts_of(task, model, parallel) if parallel.expert > 1 or parallel.tensor > 1 else ()
-    if experts and parallel.sequence:
-        raise ConfigError(
-            f"parallel.sequence shares out tokens, and tensor ranks have some of the experts of '{experts[0]}' each, "
-            "which need all of them: set sequence to false"
-        )
     units = unit_names(model) if parallel.recompute != "none" else []
     again = tuple(name for name in experts if name in units or unit_of(name, units))
     dims = cut_dims_of(task, model)
-    return CellPlan(tensor, pieces, parallel.num_chunks, experts, again, dims, parallel.sequence)
+    return CellPlan(tensor, pieces, parallel.num_chunks, tuple(experts), again, dims, parallel.sequence)
 
 
 def cut_dims_of(task: Task, model: nn.Module) -> CutDims:
@@ -195,34 +174,31 @@ def cut_parameters(layer: nn.Module, use: Use) -> Iterator[tuple[Tensor, int]]:
             yield layer.bias, 0
 
 
-def _experts_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> tuple[str, ...]:
-    """Return the modules whose experts are dealt to ranks, in the order in which they run.
+def _experts_of(model: nn.Module, parallel: ParallelConfig) -> dict[str, Experts]:
+    """Return the modules whose experts are dealt to ranks, by name, in the order in which they run.
 
     To tensor ranks are dealt those of mixtures, which add what each of them has made.
     """
-    degree = parallel.expert * parallel.tensor
-    found = {name: one for name, one in model.named_modules() if isinstance(one, Experts)}
+    if parallel.expert == parallel.tensor == 1:
+        return {}
+    dealt = {name: one for name, one in model.named_modules() if isinstance(one, Experts)}
     mixed = [one.experts for one in model.modules() if isinstance(one, MixtureOfExperts)]
-    if parallel.tensor > 1:
-        if alone := [name for name, one in found.items() if one not in mixed and parallel.expert > 1]:
-            raise ConfigError(
-                f"parallel.expert: {parallel.expert} beside parallel.tensor: {parallel.tensor} is for experts of a "
-                f"MixtureOfExperts, and '{alone[0]}' is in none: set either to 1"
-            )
-        found = {name: one for name, one in found.items() if one in mixed}
-    if not found and parallel.expert > 1:
-        raise ConfigError(
-            f"parallel.expert: {parallel.expert} spreads experts over ranks, and the model of {type(task).__name__} "
-            "has none: set it to 1, or give the package's own decoder some (task.params.model.experts)"
-        )
-    what = "parallel.expert" if parallel.tensor == 1 else "parallel.tensor x parallel.expert"
-    for name, one in found.items():
+    return {name: one for name, one in dealt.items() if one in mixed} if parallel.tensor > 1 else dealt
+
+
+def _traits_of_experts(dealt: Mapping[str, Experts], model: nn.Module, parallel: ParallelConfig) -> Iterator[Found]:
+    degree = parallel.expert * parallel.tensor
+    every = [name for name, one in model.named_modules() if isinstance(one, Experts)]
+    if not every:
+        yield Found("a model without experts", f"{type(model).__name__}, which has no experts")
+    if parallel.tensor > 1 and parallel.expert > 1 and (alone := [name for name in every if name not in dealt]):
+        yield Found("experts outside `MixtureOfExperts`", f"the experts '{alone[0]}', which are in no MixtureOfExperts")
+    if dealt:
+        yield Found("experts", f"the experts of '{next(iter(dealt))}'", "sequence")
+    for name, one in dealt.items():
         if one.num_experts % degree:
-            raise ConfigError(
-                f"{what}: {degree} does not divide the {one.num_experts} experts of '{name}' "
-                "(task.params.model.experts): change either"
-            )
-    return tuple(found)
+            what = f"the {one.num_experts} experts of '{name}' (task.params.model.experts)"
+            yield Found("a size that it does not divide", what)
 
 
 def _named(patterns: Mapping[str, Use], model: nn.Module) -> Mapping[str, Use]:
@@ -237,8 +213,8 @@ def _named(patterns: Mapping[str, Use], model: nn.Module) -> Mapping[str, Use]:
     return named
 
 
-def _check_uses(uses: Mapping[str, Use], model: nn.Module, degree: int) -> None:
-    """Refuse uses of modules of other kinds, and a degree that does not divide what is cut."""
+def _uneven(uses: Mapping[str, Use], model: nn.Module, degree: int) -> Iterator[Found]:
+    """Yield sizes that a degree does not divide; ConfigError for uses of modules of other kinds."""
     for name, use in uses.items():
         module = model.get_submodule(name)
         if use == "dropout" and not isinstance(module, nn.Dropout):
@@ -249,7 +225,16 @@ def _check_uses(uses: Mapping[str, Use], model: nn.Module, degree: int) -> None:
             kind = type(module).__name__
             raise ConfigError(f"the task's placements cut '{name}' by {use}s, which a {kind} cannot be")
         if (size := module.weight.shape[DIMENSIONS[use]]) % degree:
-            raise ConfigError(f"parallel.tensor: {degree} does not divide the {size} {use}s of '{name}'")
+            yield Found("a size that it does not divide", f"the {size} {use}s of '{name}'", "tensor")
+
+
+def _traits_of_stages(stages: Sequence[Sequence[str]], model: nn.Module) -> Iterator[Found]:
+    inside = tuple(f"{name}." for stage in stages for name in stage)
+    saved = model.state_dict()
+    for name, _ in model.named_buffers():
+        if name in saved and name.startswith(inside):
+            yield Found("persistent buffers", f"the buffer '{name}'")
+            return
 
 
 def _mistakes(stages: Sequence[Sequence[str]], model: nn.Module, num_stages: int) -> Iterator[str]:
@@ -276,13 +261,6 @@ def _mistakes(stages: Sequence[Sequence[str]], model: nn.Module, num_stages: int
             )
         elif not one.ndim:
             yield f"{where}: '{name}' is a number, which cannot be left out of a stage: give it the shape (1,)"
-    inside = tuple(f"{name}." for stage in stages for name in stage)
-    saved = [name for name in dict(model.named_buffers()) if name in model.state_dict()]
-    if buffers := [name for name in saved if name.startswith(inside)]:
-        yield (
-            f"parallel.pipeline: {num_stages} is for models without persistent buffers, and this one has "
-            f"'{buffers[0]}': register what is a cache with persistent=False, or set it to 1"
-        )
 
 
 def _owners(stages: Sequence[Sequence[str]], modules: Mapping[str, nn.Module]) -> dict[int, set[int]]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from elastic_train.config.combinations import refused
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.cuts import MakeOptimizer, shows_no_cut
@@ -75,10 +76,7 @@ def choose(config: OptimizerConfig, device: str = "cpu", *, is_fp16: bool = Fals
         raise ConfigError(f"optimizer.options.{ADAMW_NAMES}: write a list of patterns, such as ['head.*']")
     _check_options(config.name, kind, options, [ADAMW_NAMES] if patterns is not None else [])
     if is_fp16 and options.get("fused") and config.ema is not None:
-        raise ConfigError(
-            "optimizer.options.fused: a fused update itself leaves out a step that overflows in fp16, of which "
-            "optimizer.ema would not know: leave out fused, or set precision to bf16"
-        )
+        raise refused("fused updates in fp16", "optimizer.options.fused")
     make, names = _maker(config, kind, options, {}), None if patterns is None else tuple(patterns)
     try:
         OptimizerChoice(kind, make, names).tried()

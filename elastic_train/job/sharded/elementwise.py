@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elastic_train.config.combinations import refused
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.cuts import MakeOptimizer, shows_no_cut
 from elastic_train.job.optimizers.optimizer_memory import TENSORS, TEXT, OptimizerMemory, places_of
@@ -245,8 +246,5 @@ def _resumed(
 
 
 def _not_elementwise(kind: type[Optimizer], why: str) -> ConfigError:
-    return ConfigError(
-        f"{kind.__name__} does not update a parameter element by element ({why}), so its state cannot be sharded, nor "
-        "offloaded: set parallel.shards to none and parallel.offload, too, and parallel.tensor, pipeline and expert to "
-        "1, or optimizer.name to adamw"
-    )
+    what = f"{kind.__name__}, which does not update a parameter element by element: {why}"
+    return refused("optimizers like Adafactor", what)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elastic_train.errors import ConfigError
+from elastic_train.config.combinations import refused
 from elastic_train.parallel.buckets import Placed
 from elastic_train.parallel.leaves import FlatGradient
 from elastic_train.parallel.unit_weights import UnitFlats
@@ -35,10 +35,8 @@ class FlatModel:
         self._strides = {id(parameters[one.names[0]]): strides_of(one.shape, one.cut) for one in layout.tensors}
         for tensor, (parameter, _, _) in zip(layout.tensors, self._places, strict=True):
             if parameter.device != self._device:
-                raise ConfigError(
-                    f"'{tensor.names[0]}' is on {parameter.device}, other parameters are on {self._device}: a model "
-                    "whose state is sharded is on one device; put it there, or set parallel.shards to none"
-                )
+                what = f"'{tensor.names[0]}' on {parameter.device} and other parameters on {self._device}"
+                raise refused("parameters on several devices", what)
         self.weights: list[Tensor] = []
         self.has_weights = all(one.untyped_storage().nbytes() >= one.nbytes for one, _, _ in self._places)
         """Whether the model came with weights."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import AVERAGE, State
+from elastic_train.config.combinations import refused
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Cell
@@ -331,11 +332,8 @@ class Zero1Share(Share):
         known = {name for slots in self._slots for name in slots.moments} | ({"step"} if counts else set())
         for kept in self.optimizer.state.values():
             if late := [key for key, value in kept.items() if key not in known and value is not None]:
-                raise ConfigError(
-                    f"{type(self.optimizer).__name__} keeps '{late[0]}' of parameters, which it did not in its first "
-                    "steps: its state cannot be sharded, nor offloaded; continue from the last commit with "
-                    "parallel.shards and parallel.offload none, or choose another optimizer"
-                )
+                what = f"{type(self.optimizer).__name__}, which began to keep '{late[0]}' after its first steps"
+                raise refused("optimizers like Adafactor", what)
 
     def held_weights(self) -> State:
         """Return weights and buffers as a commit has them."""

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import nn
 
-from elastic_train.errors import ConfigError
+from elastic_train.config.combinations import refused
 from elastic_train.parallel.unit_weights import is_in_backward
 
 
@@ -47,10 +47,8 @@ def recording_order(model: nn.Module, take: Callable[[list[str]], None]) -> Iter
             hook.remove()
     twice = next((name for number, name in enumerate(ran) if name in ran[:number]), None)
     if twice is not None:
-        raise ConfigError(
-            f"'{twice}' runs more than once in a forward pass: parallel.shards: parameters needs blocks that run once; "
-            "set it to gradients"
-        )
+        what = f"block '{twice}', which runs more than once in a forward pass"
+        raise refused("blocks that do not run once each, in one order", what)
     take(_in_order(names, ran))
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from elastic_train.errors import ConfigError
+from elastic_train.config.combinations import refused
 from elastic_train.job.units.blocks import unit_names
 from elastic_train.system.wording import counted
 
@@ -102,8 +102,8 @@ class CompiledBlocks:
             with torch.compiler.set_stance("default"), limiting:
                 yield
         except TorchDynamoException as error:
-            raise ConfigError(
-                f"compile: torch cannot compile the model here: {_reason(error)}. Set compile to false, on all nodes"
+            raise refused(
+                "no compiler for the model", f"this model, which torch cannot compile ({_reason(error)})"
             ) from error
         finally:
             self._is_learning = False
@@ -182,7 +182,7 @@ def check_can_compile(device: torch.device) -> None:
         from torch.utils._triton import has_triton
 
         if not has_triton():
-            raise ConfigError("compile: needs Triton, which is not installed or does not know this GPU")
+            raise refused("no compiler for the model", "this machine: Triton is missing or does not know its GPU")
         return
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -190,10 +190,7 @@ def check_can_compile(device: torch.device) -> None:
     try:
         get_cpp_compiler()
     except exc.InvalidCxxCompiler as error:
-        raise ConfigError(
-            "compile: needs a C++ compiler, and this machine has none: install g++, name one by CXX, or set compile to "
-            "false, on all nodes"
-        ) from error
+        raise refused("no compiler for the model", "this machine, which has no C++ compiler") from error
 
 
 def compiler_of(device: torch.device) -> dict[str, str]:

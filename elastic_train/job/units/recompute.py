@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from elastic_train.errors import ConfigError
+from elastic_train.config.combinations import refused
 from elastic_train.job.generators import beginning_at, host_states, moved_hosts, undisturbed
 from elastic_train.job.units.blocks import unit_names
 from elastic_train.job.units.same_bits import same_bits
@@ -51,10 +51,7 @@ def recompute_blocks(model: nn.Module, how: Recompute) -> None:
         return
     names = unit_names(model)
     if not names:
-        raise ConfigError(
-            f"parallel.recompute: {how} is for a model's blocks, the entries of an nn.ModuleList, and "
-            f"{type(model).__name__} has none: set it to none"
-        )
+        raise refused("a model without blocks", f"{type(model).__name__}, which has no blocks")
     quiet = set[type[nn.Module]]()
     for name in names:
         block = model.get_submodule(name)
@@ -97,12 +94,8 @@ def _run(one: _Recomputed, forward: Callable[..., Any], *arguments: Any, **named
             one.quiet.add(kind)
     found = checkpoint(forward, *arguments, use_reentrant=False, context_fn=partial(_contexts, one), **named)
     if not all(map(same_bits, tree_leaves(expected), tree_leaves(found))):
-        raise ConfigError(
-            f"parallel.recompute: {one.how}: block '{one.name}' ({kind.__name__}) has other results when it is "
-            "computed again: it changes a parameter, an object or something outside of itself in its forward pass. Let "
-            "it keep what changes in buffers, tensors, numbers, lists or dicts of its modules, or set "
-            "parallel.recompute to none"
-        )
+        what = f"block '{one.name}' ({kind.__name__}), whose results differ when it is computed again"
+        raise refused("blocks with other results when computed again", what)
     return found
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from elastic_train.errors import ConfigError
+from elastic_train.config.combinations import refused
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import is_in_backward
 
@@ -206,10 +206,7 @@ class ExpertLinks:
         expected = self._left_back.pop() if self._left_back else None
         assert expected is unit, "backward passes come in the opposite order of the blocks"
         if kept is None and (kept := self._computed.pop(id(unit), None)) is None:
-            raise ConfigError(
-                "parallel.recompute: experts run by themselves, not as a part of the block that they are in, which "
-                "would be computed again: call the block, or set it to none"
-            )
+            raise refused("experts called outside their block", "experts that a model calls outside their block")
         if gradient is None:
             dtype = next((one[0].dtype for one in kept.passes if one is not None), torch.float32)
             gradient = unit.stacked[0].new_empty(0, unit.width, dtype=dtype)

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout, linear
 
-from elastic_train.errors import ConfigError
+from elastic_train.config.combinations import refused
 from elastic_train.parallel.cells.context_links import TOKENS, gather, gathered, sum_of_own
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
@@ -25,10 +25,8 @@ def own_tokens(tensor: Tensor, links: CellLinks) -> Tensor:
     """Return this rank's tokens of a tensor that all ranks have; all of them get its whole gradient."""
     size = links.group.size
     if tensor.shape[TOKENS] % size:
-        raise ConfigError(
-            f"parallel.sequence: rows of {tensor.shape[TOKENS]} tokens cannot be shared out evenly between {size} "
-            "ranks: pad them to a multiple of parallel.tensor, or set parallel.sequence to false"
-        )
+        what = f"rows of {tensor.shape[TOKENS]} tokens between {size} ranks"
+        raise refused("a size that it does not divide", what, "sequence")
     return _OwnTokens.apply(tensor, links.group)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from elastic_train.config.combinations import FEATURES, Feature, refusals
+from elastic_train.config.combinations import FEATURES, Feature, Found, refusals
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.model import ModelFacts
+from elastic_train.system.wording import counted
 
 Shards = Literal["none", "optimizer", "gradients", "parameters"]
 Offload = Literal["none", "optimizer", "all"]
@@ -68,26 +69,26 @@ class Layout:
         return self.shards == "parameters" and self.pipeline * self.expert > 1
 
     @property
-    def features(self) -> frozenset[Feature]:
-        """The features that a configuration of this layout sets."""
-        own: Mapping[Feature, bool] = {
-            "tensor": self.tensor > 1,
-            "sequence": self.sequence,
-            "pipeline": self.pipeline > 1,
-            "interleaved": self.pipeline > 1 and self.interleave > 1,
-            "expert": self.expert > 1,
-            "context": self.context > 1,
-            "wire: bf16": self.wire == "bf16",
-            "recompute: selective": self.recompute == "selective",
+    def features(self) -> Mapping[Feature, str]:
+        """The features that a configuration of this layout sets, and how the layout's name has them."""
+        own: Mapping[Feature, str | None] = {
+            "tensor": f"tp {self.tensor}" if self.tensor > 1 else None,
+            "sequence": f"sp {self.tensor}" if self.sequence else None,
+            "pipeline": f"pp {self.pipeline}" if self.pipeline > 1 else None,
+            "interleaved": f"vpp {self.interleave}" if self.pipeline > 1 and self.interleave > 1 else None,
+            "expert": f"ep {self.expert}" if self.expert > 1 else None,
+            "context": f"cp {self.context}" if self.context > 1 else None,
+            "wire: bf16": "wire bf16" if self.wire == "bf16" else None,
         }
-        held = (f"shards: {self.shards}", f"offload: {self.offload}")
-        return frozenset(feature for feature in FEATURES if own.get(feature) or feature in held)
+        held = (f"shards: {self.shards}", f"offload: {self.offload}", f"recompute: {self.recompute}")
+        by_value = {feature: feature.replace(":", "") for feature in FEATURES if feature in held}
+        return {feature: text for feature, text in own.items() if text is not None} | by_value
 
     @property
     def runs_today(self) -> bool:
         """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
-        has_whole_tokens = not (self.sequence and self.expert > 1)
-        return has_whole_tokens and not self.cuts_rest and not refusals(self.features)
+        experts = [Found("experts", "experts")] if self.expert > 1 else []
+        return not self.cuts_rest and not refusals(self.features, experts)
 
     @property
     def name(self) -> str:
@@ -125,12 +126,6 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
             f"{replicas} replicas, but only {batch.num_lanes} lanes: make batch.micro_batch smaller, or global_batch "
             "larger"
         )
-    for short, degree, what in (("pp", layout.pipeline, "stages"), ("ep", layout.expert, "ranks with experts")):
-        if degree > batch.num_lanes:
-            wrong.append(
-                f"{short} {degree}: {degree} {what}, but only {batch.num_lanes} lanes: make batch.micro_batch smaller, "
-                "or global_batch larger"
-            )
     if layout.tensor > cluster.per_node:
         wrong.append(f"tp {layout.tensor} reaches beyond a node of {cluster.per_node} devices")
     if layout.context > cluster.per_node:
@@ -147,20 +142,29 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
     if layout.pipeline > 1 and len(model.blocks) % (layout.pipeline * layout.interleave):
         pieces = f"pp {layout.pipeline}" + (f" x vpp {layout.interleave}" if layout.interleave > 1 else "")
         wrong.append(f"{pieces} does not divide the model's {len(model.blocks)} blocks")
-    if layout.expert > 1 and not any(unit.experts for unit in model.units):
-        wrong.append(f"ep {layout.expert}, but the model has no experts")
-    if layout.sequence and any(unit.experts for unit in model.units):
-        wrong.append("sequence shares out tokens, and ranks with some of the model's experts need all of them")
-    if layout.offload == "all" and layout.shards != "parameters":
-        wrong.append("offload all keeps weights in host memory, and only with shards parameters a pass gathers them")
-    if layout.offload != "none" and cluster.device.is_cpu:
-        wrong.append(f"offload {layout.offload} spares a GPU's memory, and a CPU's is the host's")
-    if layout.recompute != "none" and not model.blocks:
-        wrong.append(f"recompute {layout.recompute} is for a model's blocks, and it has none")
     if layout.shards != "none" and layout.copies > (holders := layout.summing(world)):
         who = "replicas" if layout.context == 1 else "ranks of each part"
         wrong.append(f"copies {layout.copies}, but only {holders} {who} to hold them")
-    return wrong
+    return wrong + refusals(layout.features, _traits(layout, model, batch, cluster))
+
+
+def _traits(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -> Iterator[Found]:
+    """Yield the traits of a model, a batch and devices that some layouts do not work with."""
+    lanes = counted(batch.num_lanes, "lane")
+    if layout.pipeline > batch.num_lanes // layout.expert:
+        yield Found("fewer lanes than stages", lanes)
+    if layout.expert > batch.num_lanes:
+        yield Found("fewer lanes than expert ranks", lanes)
+    if any(unit.experts for unit in model.units):
+        yield Found("experts", "the model's experts")
+    else:
+        yield Found("a model without experts", "a model that has no experts")
+    if not model.blocks:
+        yield Found("a model without blocks", "a model that has no blocks")
+    if layout.shards != "parameters":
+        yield Found("weights that stay on the GPU", f"shards {layout.shards}")
+    if cluster.device.is_cpu:
+        yield Found("`device: cpu`", cluster.device.name)
 
 
 def candidates(own: Layout, world: int, *, with_cells: bool, is_cpu: bool) -> Iterator[Layout]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic_train.config.combinations import Found
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
@@ -78,10 +79,8 @@ class OwnDecoder:
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
         if not isinstance(model, Decoder):  # a subclass of the task builds another one
             return Placements()
-        if wrong := list(_mistakes(model.shape, degrees)):
-            raise ConfigError(*wrong)
-        blocks = range(1, 1 + model.shape.depth)
-        return Placements(_USES, deal(model.parts, degrees.stages, blocks), context=True)
+        found, blocks = list(_unfit(model.shape, degrees)), range(1, 1 + model.shape.depth)
+        return Placements(_USES, deal(model.parts, degrees.stages, blocks), context=True, found=found)
 
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | Logits:
         """Run a piece; with the output of a stage go the losses of its routers, and of those before."""
@@ -113,24 +112,15 @@ class OwnDecoder:
         return begin_llama(self.shape, folder)
 
 
-def _mistakes(shape: DecoderShape, degrees: Degrees) -> Iterator[str]:
-    """Yield the reasons why a decoder cannot be placed."""
-    params, num_stages = "task.params.model", degrees.stages
+def _unfit(shape: DecoderShape, degrees: Degrees) -> Iterator[Found]:
+    """Yield what keeps a decoder from being placed."""
+    params = "task.params.model"
     for name in ("heads", "kv_heads", "shared_hidden" if shape.experts else "hidden"):
         if (size := getattr(shape, name)) % degrees.tensor:
-            yield f"parallel.tensor: {degrees.tensor} does not divide {params}.{name}, which is {size}: change either"
-    if shape.experts and degrees.sequence:
-        yield (
-            f"parallel.sequence: true shares out tokens, all of which routers look at, and {params}.experts is "
-            f"{shape.experts}: set it to false"
-        )
-    if shape.experts and degrees.context > 1:
-        yield (
-            f"parallel.context: {degrees.context}: routers weigh whole rows, and {params}.experts is {shape.experts}: "
-            "set either to its default"
-        )
-    where = f"parallel.pipeline, in {num_stages} stages: {params}"
-    if num_stages > shape.depth:
-        yield f"{where}.depth {shape.depth} is less than {num_stages} stages, each of which has a block at least"
-    if num_stages > 1 and shape.tied:
-        yield f"{where}.tied: true has one matrix in the first stage and in the last: set it to false"
+            yield Found("a size that it does not divide", f"{params}.{name}: {size}", "tensor")
+    if shape.experts:
+        yield Found("experts", f"{params}.experts: {shape.experts}", "context")
+    if degrees.stages > shape.depth:
+        yield Found("fewer blocks than stages", f"{params}.depth: {shape.depth} in {degrees.stages} stages")
+    if shape.tied:
+        yield Found("tied embeddings", f"{params}.tied: true")

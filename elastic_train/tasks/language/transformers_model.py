@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,16 +11,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from elastic_train.config.combinations import Found
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.language.language_model import Logits, Weights
-from elastic_train.tasks.models.adapters import IN_LAYERS, Adapter, leave_base_out
-from elastic_train.tasks.models.context_parts import check_computes_parts, logits_of_part
+from elastic_train.tasks.models.adapters import Adapter, leave_base_out
+from elastic_train.tasks.models.context_parts import logits_of_part, try_parts_of_rows
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed, stand_ins
-from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal, check_positions
+from elastic_train.tasks.models.hugging_face import (
+    Kind,
+    Source,
+    check_causal,
+    check_positions,
+    has_transformers,
+)
 from elastic_train.tasks.models.packed_rows import check_documents, packed_logits
-from elastic_train.tasks.models.stage_plans import Parts, check_runs_in_parts, parts_of, run_parts
-from elastic_train.tasks.models.tensor_plans import uses_of
+from elastic_train.tasks.models.stage_plans import Parts, planned, run_parts, try_in_parts, unfit_for_stages
+from elastic_train.tasks.models.tensor_plans import placed
 from elastic_train.tasks.placements import ContextPart, Degrees, Piece, Placements
 from elastic_train.tasks.rows.token_parts import PADDING
 from elastic_train.tasks.rows.token_rows import TokenColumns
@@ -102,24 +110,24 @@ class TransformersModel:
             check_documents(model, self._max_tokens, has_holes=self._has_holes)
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
-        if degrees.context > 1:
-            self._check_adapter(f"parallel.context: {degrees.context}")
-            check_computes_parts(model, degrees.context, self._max_tokens)
-        uses = uses_of(model, degrees.tensor, self._adapter, sequence=degrees.sequence)
-        stages = self._stages(model, degrees.stages) if degrees.stages > 1 else ()
-        return Placements(uses, stages, context=True)
-
-    def _stages(self, model: nn.Module, num_stages: int) -> Sequence[Sequence[str]]:
-        self._check_adapter("parallel.pipeline")
-        parts = parts_of(model, num_stages)
-        if self._parts is None:  # it takes two passes of the whole model, once
-            check_runs_in_parts(model, parts)
-        self._parts = parts
-        return parts.dealt(num_stages)
-
-    def _check_adapter(self, key: str) -> None:
-        if self._adapter is not None:
-            self._adapter.check_is_in(IN_LAYERS, key)
+        """Place the model; a trial, which takes passes of it, is made only where all else fits."""
+        cut = placed(model, degrees.tensor, self._adapter, sequence=degrees.sequence)
+        if not has_transformers(model):
+            return cut
+        found, parts = list[Found](), None
+        if degrees.stages > 1:
+            parts = planned(model)
+            found += unfit_for_stages(model, parts, degrees.stages)
+        if self._num_prompt:
+            parts = None
+        elif degrees.context > 1 and not found:
+            found += try_parts_of_rows(model, degrees.context, self._max_tokens)
+        if parts is None or found:
+            return replace(cut, context=True, found=[*cut.found, *found])
+        if self._parts is None:
+            found += try_in_parts(model, parts)
+        self._parts = None if found else parts
+        return replace(cut, stages=parts.dealt(degrees.stages), context=True, found=[*cut.found, *found])
 
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | Logits:
         run = partial(self._logits, model, batch, piece.part)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from elastic_train.config.combinations import Found
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
 from elastic_train.system.wording import did_you_mean, nearest
@@ -35,8 +36,8 @@ _IN_LAYERS: Mapping[str, str] = {
     "lokr": "LoKrConfig",
     "ln_tuning": "LNTuningConfig",
 }
-IN_LAYERS, IN_PARTS = tuple(_IN_LAYERS), ("lora", "ln_tuning")
-"""Those that change layers and nothing else, and those of them that tensor ranks can share."""
+_IN_PARTS = ("lora", "ln_tuning")
+"""Those that tensor ranks can share."""
 _UNFIT: Mapping[str, str] = {
     "adalora": "it moves ranks between layers after an update, by what it has seen of gradients, outside of the step "
     "that ranks agree on and commits hold",
@@ -87,15 +88,15 @@ class Adapter:
             raise ValueError(f"{kind} needs num_virtual_tokens, a whole number of at least 1, not {num_tokens!r}")
         return cls(key, str(kind), {name: value for name, value in given.items() if name != "type" or key == "lora"})
 
-    def check_is_in(self, kinds: Sequence[str], key: str) -> None:
-        """Refuse adapters of other kinds beside a key of `parallel`, and LoRA's that look at whole matrices."""
-        is_dora = bool(self.values.get("use_dora")) and kinds != IN_LAYERS
-        if self.kind not in kinds or is_dora:
-            what = "use_dora" if is_dora else f"the type {self.kind}"
-            raise ConfigError(
-                f"{key} does not go together with {what} of task.params.{self.key}: set it to 1; adapters and their "
-                "optimizer take little memory, and parallel.shards spreads the weights"
-            )
+    def found(self) -> Iterator[Found]:
+        """Yield the traits that these adapters have; those of LoRA that look at whole matrices are in no parts."""
+        kind, is_dora = f"the type {self.kind} of task.params.{self.key}", bool(self.values.get("use_dora"))
+        yield Found("adapters", kind)
+        if self.kind not in _IN_PARTS or is_dora:
+            what = f"use_dora of task.params.{self.key}" if is_dora else kind
+            yield Found("adapters but LoRA and `ln_tuning`", what)
+        if self.kind in PROMPTS:
+            yield Found("prompts", kind)
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from elastic_train.errors import ConfigError
+from elastic_train.config.combinations import Found
 from elastic_train.tasks.models.hugging_face import model_of_transformers
 from elastic_train.tasks.models.packed_rows import depends_on_length, restricted
 from elastic_train.tasks.models.trials import Run, most_rounding, tried
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 ATTENTION = "elastic_train_parts"
 _GATHER = "gather_keys_and_values"
-_INSTEAD = "set it to 1, or use parallel.recompute to keep less of each row"
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 _RUNS = 3
 """How many tokens a run of each part has in the trial."""
@@ -75,21 +74,19 @@ def logits_of_part(model: nn.Module, mine: Mapping[str, Tensor], gather: Gather)
     return found
 
 
-def check_computes_parts(model: nn.Module, count: int, max_tokens: int) -> None:
-    """Refuse a model whose rows of up to so many tokens ranks cannot compute together; ConfigError names it.
+def try_parts_of_rows(model: nn.Module, count: int, max_tokens: int) -> Iterator[Found]:
+    """Yield why ranks cannot compute rows of up to so many tokens of a model together.
 
     Of one on fakes, which have no values, nothing is tried.
     """
     _, inner = model_of_transformers(model)  # its layers have the adapters, if there are any
     kind, config = type(inner).__name__, inner.config.get_text_config()
-    where = f"parallel.context: {count}: {kind}"
-    if wrong := _depends_on_length(config, max_tokens):
-        raise ConfigError(f"{where} {wrong}: {_INSTEAD}")
-    found = tried(inner, f"{count} parts", lambda run: _difference(inner, run, count, config.vocab_size))
-    if found.error:
-        raise ConfigError(f"{where} does not compute rows in parts: {found.error}: {_INSTEAD}")
-    if found.difference:
-        raise ConfigError(f"{where} {found.difference}: {_INSTEAD}")
+    wrong = _depends_on_length(config, max_tokens)
+    if not wrong:
+        seen = tried(inner, f"{count} parts", lambda run: _difference(inner, run, count, config.vocab_size))
+        wrong = seen.difference or (seen.error and f"fails on rows in parts ({seen.error})")
+    if wrong:
+        yield Found("tokens mixed outside attention", f"{kind}, which {wrong}")
 
 
 def _depends_on_length(config: PretrainedConfig, max_tokens: int) -> str:
@@ -97,14 +94,14 @@ def _depends_on_length(config: PretrainedConfig, max_tokens: int) -> str:
     for name in _WINDOWS:
         size = getattr(config, name, None)
         if isinstance(size, int) and size < max_tokens:
-            return f"attends within windows ({name}: {size}), which parts of rows of {max_tokens} tokens do not know"
+            return f"attends within windows ({name}: {size}) that are shorter than its rows ({max_tokens} tokens)"
     return depends_on_length(config, max_tokens)
 
 
 def _difference(model: nn.Module, run: Run, count: int, vocabulary: int) -> str:
-    """Say that parts of rows do not make what the model's own pass of whole rows does; nothing if they do."""
+    """Say that parts of rows do not give what the model's own pass of whole rows does; nothing if they do."""
     is_same = all(_compared(model, run, count, vocabulary))
-    return "" if is_same else "computes something else of rows in parts than of whole ones"
+    return "" if is_same else "gives other results for rows in parts than for whole ones"
 
 
 def _compared(model: nn.Module, run: Run, count: int, vocabulary: int) -> Iterator[bool]:

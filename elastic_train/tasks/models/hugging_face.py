@@ -253,14 +253,18 @@ def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = 
         )
 
 
-def model_of_transformers(model: nn.Module) -> tuple[str, PreTrainedModel]:
-    """Return the outermost model of transformers, and what its modules' names begin with; ConfigError without one."""
+def has_transformers(model: nn.Module) -> bool:
+    """Say whether a model is one of transformers, or has one as a module."""
     from transformers import PreTrainedModel
 
-    for name, one in model.named_modules():
-        if isinstance(one, PreTrainedModel):
-            return f"{name}." if name else "", one
-    raise ConfigError(
-        f"task.path: ranks can share a model of transformers, and {type(model).__name__} has none: write `placements` "
-        "for it, or use parallel.shards to hold less on each rank"
+    return any(isinstance(one, PreTrainedModel) for one in model.modules())
+
+
+def model_of_transformers(model: nn.Module) -> tuple[str, PreTrainedModel]:
+    """Return the outermost model of transformers, of which there must be one, and what its modules' names begin
+    with."""
+    from transformers import PreTrainedModel
+
+    return next(
+        (f"{name}." if name else "", one) for name, one in model.named_modules() if isinstance(one, PreTrainedModel)
     )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic_train.errors import ConfigError
+from elastic_train.config.combinations import Found
 from elastic_train.system.wording import first_line
 from elastic_train.tasks.models.folder_weights import weights_to_try
 from elastic_train.tasks.models.hugging_face import model_of_transformers
@@ -28,7 +28,6 @@ from elastic_train.tasks.placements import deal
 _GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h", "transformer.ln_f", "lm_head")
 _PLANS: Mapping[str, Sequence[str]] = {"gpt2": _GPT2, "gpt_bigcode": _GPT2}
 """Of kinds of models that bring none."""
-_INSTEAD = "set parallel.pipeline to 1, or use parallel.shards to hold less on each rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,43 +43,32 @@ class Parts:
         return deal((*self.before, *self.layers, *self.after), num_stages, range(first, first + len(self.layers)))
 
 
-def parts_of(model: nn.Module, num_stages: int) -> Parts:
-    """Return the parts of a model of transformers that is to run in so many stages.
-
-    Raises ConfigError, with every reason, if it has no plan, fewer layers, or a matrix in two stages.
-    """
-    kind, where = type(model_of_transformers(model)[1]).__name__, f"parallel.pipeline, in {num_stages} stages"
-    parts = planned(model)
+def unfit_for_stages(model: nn.Module, parts: Parts | None, num_stages: int) -> Iterator[Found]:
+    """Yield why a model of transformers cannot run in so many stages: it has no plan, fewer layers, or a matrix in two
+    of them."""
+    kind = type(model_of_transformers(model)[1]).__name__
     if parts is None:
-        raise ConfigError(
-            f"{where}: models of transformers need a plan (base_model_pp_plan), and {kind} has none: {_INSTEAD}"
+        yield Found(
+            "models of transformers without a plan for it", f"{kind}, which brings no base_model_pp_plan", "pipeline"
         )
-    wrong = []
+        return
     if num_stages > len(parts.layers):
-        wrong.append(
-            f"{where}: {kind} has {len(parts.layers)} layers, and each stage has one at least: set parallel.pipeline, "
-            "or virtual_stages, lower"
-        )
+        yield Found("fewer blocks than stages", f"the {len(parts.layers)} layers of {kind} in {num_stages} stages")
     if not _ids(model, parts.before).isdisjoint(_ids(model, parts.after)):
-        wrong.append(
-            f"{where}: {kind} has one matrix in the first stage and in the last: set "
-            "task.params.hf.config.tie_word_embeddings to false, and the last stage begins with a copy"
-        )
+        yield Found("tied embeddings", "task.params.hf.config.tie_word_embeddings: true")
     known = _ids(model, (*parts.before, *parts.layers, *parts.after))
     if left_out := [name for name, one in model.named_parameters() if id(one) not in known]:
-        wrong.append(f"{where}: the plan of {kind} leaves out '{left_out[0]}': {_INSTEAD}")
-    if wrong:
-        raise ConfigError(*wrong)
-    return parts
+        what = f"the plan of {kind}, which leaves out '{left_out[0]}'"
+        yield Found("models of transformers without a plan for it", what, "pipeline")
 
 
-def check_runs_in_parts(model: nn.Module, parts: Parts) -> None:
+def try_in_parts(model: nn.Module, parts: Parts) -> Iterator[Found]:
     """Run the model as it is trained, as a whole, and in stages of a layer each that have no weights but their own;
-    ConfigError unless both make the same bits.
+    yield what differs.
 
     A model without weights is tried with stand-ins.
     """
-    weights, where = weights_to_try(model), f"parallel.pipeline: {type(model).__name__} does not run in stages"
+    weights, kind = weights_to_try(model), type(model).__name__
     nothing = {name: torch.empty(0, dtype=one.dtype) for name, one in weights.items()}
     names = {id(one): name for name, one in model.named_parameters()}
 
@@ -98,9 +86,12 @@ def check_runs_in_parts(model: nn.Module, parts: Parts) -> None:
             try:
                 made = run_parts(model, parts, modules, made, partial(run, held))
             except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
-                raise ConfigError(f"{where}: {modules[0]}: {first_line(error)}: {_INSTEAD}") from error
+                what = f"'{modules[0]}' of {kind}, which fails on a stage ({first_line(error)})"
+                yield Found("layers that depend on more than the last", what)
+                return
     if made is None or not made.equal(whole):
-        raise ConfigError(f"{where}: its layers, one by one, make something else than all of them: {_INSTEAD}")
+        what = f"{kind}, whose layers, run one by one, give a different result from the whole model"
+        yield Found("layers that depend on more than the last", what)
 
 
 class _Ended(Exception):  # noqa: N818 - it is none

@@ -127,15 +127,12 @@ class TokenColumns:
         return None if is_prefix else np.where(is_real, 0, PADDING)
 
 
-def why_not_in_parts(count: int, max_tokens: int, *, has_fixed_width: bool) -> str:
-    """Say why the widths of micro-batches are not all multiples of a number; nothing if they are."""
+def uneven_widths(count: int, max_tokens: int, *, has_fixed_width: bool) -> str:
+    """Return, by key or size, the width of micro-batches that a number does not divide; nothing if it divides all."""
     if max_tokens % count:
-        return f"task.params.max_tokens, {max_tokens}, is not a multiple of {count}: change either"
+        return f"task.params.max_tokens: {max_tokens}"
     if _WIDTH_MULTIPLE % count and not has_fixed_width:
-        return (
-            f"they are padded to a multiple of {_WIDTH_MULTIPLE}, which {count} does not divide: set "
-            "task.params.fixed_width to true"
-        )
+        return f"rows that are padded to a multiple of {_WIDTH_MULTIPLE} tokens (task.params.fixed_width: false)"
     return ""
 
 

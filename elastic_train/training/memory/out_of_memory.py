@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from elastic_train.config.combinations import FEATURES, refusals
+from elastic_train.config.combinations import Feature, refusals
 from elastic_train.config.schema import Config
 from elastic_train.insight.memory import FOLDER, REST, MemoryFacts
 from elastic_train.parallel.gradient_sum import OfPart
@@ -139,17 +139,24 @@ def in_words(facts: MemoryFacts) -> str:
     return f"at its peak {size(facts.peak)} ({made_of})"
 
 
+_MORE_SHARDS: Mapping[str, Feature] = {
+    "none": "shards: optimizer",
+    "optimizer": "shards: gradients",
+    "gradients": "shards: parameters",
+}
+
+
 def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -> str:
     """Return what takes less memory, what changes least first: keys of `parallel` may change when a run resumes."""
     keys, is_on_gpu = config.parallel, facts is not None and facts.reserved is not None
     found = []
     if keys.recompute == "none":
         found.append("parallel.recompute: units")
-    more = {"none": "optimizer", "optimizer": "gradients", "gradients": "parameters"}.get(keys.shards)
-    if keys.pipeline * keys.expert > 1 and more == "parameters":
+    more = _MORE_SHARDS.get(keys.shards)
+    if keys.pipeline * keys.expert > 1 and more == "shards: parameters":
         more = None  # all are gathered for a step
-    if more is not None and num_ranks // keys.cell.num_parts > keys.copies and _works(config, f"shards: {more}"):
-        found.append(f"parallel.shards: {more}")
+    if more is not None and num_ranks // keys.cell.num_parts > keys.copies and _works(config, more):
+        found.append(f"parallel.{more}")
     if is_on_gpu and not keys.has_offload and _works(config, "offload: optimizer"):
         found.append("parallel.offload: optimizer")
     if facts is not None and facts.reserved and facts.reserved - facts.peak > FRAGMENTED * facts.reserved:
@@ -160,11 +167,11 @@ def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -
     return f"To use less memory: {listed}. `elastic-train plan CONFIG --by memory` says how much"
 
 
-def _works(config: Config, more: str) -> bool:
+def _works(config: Config, more: Feature) -> bool:
     """Say whether a configuration works with another setting of shards or offload."""
     key = more.split(":")[0]
-    kept = [feature for feature in config.features if not feature.startswith(f"{key}:")]
-    return not refusals([feature for feature in FEATURES if feature in kept or feature == more])
+    kept = {feature: text for feature, text in config.features.items() if not feature.startswith(f"{key}:")}
+    return not refusals({**kept, more: f"parallel.{more}"})
 
 
 def _largest(held: Iterable[OfPart], device: torch.device, model: nn.Module | None) -> list[dict[str, object]]:

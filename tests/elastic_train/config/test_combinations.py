@@ -1,18 +1,30 @@
-"""Every pair of features: the schema takes it or refuses it as the table says, and so do plans."""
+"""The table of combinations: the schema and plans take or refuse every pair as it says, and every trait is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic_train.config.combinations import FEATURES, RULES, Feature, refusals
+from elastic_train.config.combinations import (
+    FEATURES,
+    RULES,
+    SIZES,
+    TRAITS,
+    Feature,
+    Found,
+    Trait,
+    check,
+    refusals,
+    refused,
+)
 from elastic_train.config.schema import Config
+from elastic_train.errors import ConfigError
 from elastic_train.planning.arithmetic.layouts import Layout
-from tests.conftest import ROOT
+from release import limits
 
 SET: Mapping[Feature, Mapping[str, Any]] = {
     "tensor": {"parallel.tensor": 2},
@@ -30,7 +42,9 @@ SET: Mapping[Feature, Mapping[str, Any]] = {
     "compile": {"compile": True},
     "reduction: fast": {"reduction": "fast"},
     "audit_lanes": {"run.audit_lanes": 4},
+    "recompute: units": {"parallel.recompute": "units"},
     "recompute: selective": {"parallel.recompute": "selective"},
+    "ema": {"optimizer.ema": {"decay": 0.9}},
 }
 """How each is set, with what it needs."""
 
@@ -65,15 +79,19 @@ def features_of(keys: Mapping[str, Any]) -> list[Feature]:
     return [feature for feature in FEATURES if SET[feature].items() <= keys.items()]
 
 
+def named(features: Iterable[Feature]) -> dict[Feature, str]:
+    return {feature: feature for feature in features}
+
+
 @pytest.mark.parametrize(("one", "other"), [pair for pair in combinations(FEATURES, 2) if settings(*pair)])
 def test_the_schema_and_plans_take_a_pair_as_the_table_says(one: Feature, other: Feature) -> None:
     keys = settings(one, other)
     assert keys is not None
-    found = refusals(features_of(keys))
+    found = refusals(named(features_of(keys)))
     if found:
-        with pytest.raises(ValueError, match=r"yet, since .*: set one back") as error:
+        with pytest.raises(ValueError, match=r"do(es)? not work with .*, since .*: set .*, or ") as error:
             config_of(keys)
-        assert all(refusal.why in str(error.value) for refusal in found)
+        assert "yet" not in str(error.value)
     else:
         assert set(config_of(keys).features) == set(features_of(keys))
     if all(key.startswith("parallel.") for key in keys):
@@ -82,21 +100,80 @@ def test_the_schema_and_plans_take_a_pair_as_the_table_says(one: Feature, other:
 
 
 def test_refusals_only_become_fewer() -> None:
-    """Each is a promise that is not kept yet: whoever adds one has to say so here."""
-    pairs = [pair for pair in combinations(FEATURES, 2) if refusals(pair)]
-    assert len(pairs) <= 9
+    """Each is a promise that is not kept: whoever adds one has to say so here."""
+    pairs = [pair for pair in combinations(FEATURES, 2) if refusals(named(pair))]
+    of_models = TRAITS[len(SIZES) : TRAITS.index("optimizers like Adafactor")]
+    by_model = {rule.others: rule for rule in RULES if set(rule.others) & set(of_models)}
+    assert len(pairs) <= 9 and len(by_model) <= 18
+    assert not [trait for trait in TRAITS if "GPU" in trait and trait not in SIZES]
 
 
-def test_the_page_of_limits_has_every_rule() -> None:
-    page = (ROOT / "docs" / "limits.md").read_text()
-    named = [[" or ".join(f"`{feature}`" for feature in features) for features in rule[:2]] for rule in RULES]
-    table = "\n".join(f"| {ones} | {others} | {rule.why} |" for (ones, others), rule in zip(named, RULES, strict=True))
-    assert table in page, f"docs/limits.md: replace the rows of the table of features by\n{table}"
+@pytest.mark.parametrize("trait", TRAITS)
+def test_a_trait_is_refused_with_what_has_it_and_the_way_out(trait: Trait) -> None:
+    """By one row, for no feature that is not in it."""
+    [rule] = [rule for rule in RULES if trait in rule.others]
+    others = [feature for feature in FEATURES if feature not in rule.features and not feature.startswith("reduction")]
+    assert not any("this one" in message for message in refusals(named(others), [Found(trait, "this one")]))
+    message = str(refused(trait, "this one"))
+    assert f" not work with this one, since {rule.why}: set " in message and rule.way_out in message
+    for feature in rule.features:
+        assert refusals({feature: "its key: 2"}, [Found(trait, "this one", feature)])[0].startswith("its key: 2 does ")
+        assert not refusals(
+            {feature: "its key: 2"}, [Found(trait, "this one", "ema" if feature != "ema" else "tensor")]
+        )
 
 
-def test_a_pair_is_named_once_whatever_comes_with_it(tmp_path: Path) -> None:
+def test_all_reasons_are_given_at_once() -> None:
+    found = [
+        Found("experts", "four experts"),
+        Found("tied embeddings", "tied: true"),
+        Found("prompts", "unasked", "expert"),
+    ]
+    with pytest.raises(ConfigError) as error:
+        check({"context": "parallel.context: 2", "pipeline": "parallel.pipeline: 3"}, found)
+    first, second = error.value.problems
+    assert first == (
+        "parallel.context: 2 does not work with four experts, since a router weighs whole rows: set parallel.context "
+        "to 1. To save memory, use parallel.recompute"
+    )
+    assert second.startswith("parallel.pipeline: 3 does not work with tied: true, since")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"parallel.pipeline": 6, "batch.global_batch": 20},
+            "pipeline: 6 does not work with 5 lanes (batch.global_batch 20 /",
+        ),
+        ({"parallel.expert": 2, "batch.global_batch": 4}, "parallel.expert: 2 does not work with 1 lane (batch.global"),
+        (
+            {"parallel.expert": 2, "parallel.pipeline": 2, "batch.global_batch": 12},
+            "parallel.pipeline: 2 does not work with 1 lane for each of 2 expert ranks",
+        ),
+        (
+            {"parallel.offload": "optimizer", "device": "cpu"},
+            "parallel.offload: optimizer does not work with device: cpu",
+        ),
+        ({"parallel.offload": "all"}, "parallel.offload: all does not work with parallel.shards: none, since"),
+        ({"parallel.wire": "bf16"}, "parallel.wire: bf16 does not work with parallel.shards: none, since"),
+        ({"parallel.sequence": True}, "parallel.sequence: true does not work with parallel.tensor: 1, since"),
+    ],
+)
+def test_a_configuration_says_what_its_own_values_rule_out(keys: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config_of(keys)
+
+
+def test_the_page_of_limits_has_the_lists_of_the_table() -> None:
+    page = limits.PAGE.read_text()
+    assert limits.with_lists(page) == page, "run python -m release.limits"
+    assert limits.with_lists(page.replace("tied embeddings", "")) == page
+
+
+def test_a_pair_is_named_once_whatever_comes_with_it() -> None:
     """By key and value, with the reason."""
     keys = {"parallel.expert": 2, "parallel.context": 2, "parallel.shards": "optimizer"}
-    with pytest.raises(ValueError, match=r"parallel.expert: 2 does not work with parallel.context: 2 yet") as error:
+    with pytest.raises(ValueError, match=r"parallel.expert: 2 does not work with parallel.context: 2, since") as error:
         config_of(keys)
     assert str(error.value).count("does not work with") == 1

@@ -135,7 +135,11 @@ def test_early_stopping_keeps_the_best_and_is_refused_where_there_is_none(rows: 
         ({"optimizer": {"name": "sgd", "options": {"nesterov": True}}}, "'sgd' refuses them: Nesterov"),
         ({"optimizer": {"schedule": "nowhere:factor"}}, r"optimizer\.schedule: 'nowhere:factor' cannot be imported"),
         ({"optimizer": {"name": "adafactor"}, "parallel": {"shards": "gradients"}}, "set parallel.shards to none"),
-        ({"parallel": {"tensor": 2}}, "needs a task that says how its model is cut, and TextClassifier does not"),
+        ({"parallel": {"tensor": 2}}, "parallel.tensor: 2 does not work with TextClassifier, which does not say how"),
+        (
+            {"parallel": {"shards": "optimizer"}, "optimizer": {"name": "adafactor"}},
+            "parallel.pipeline to 1 and parallel.expert to 1, or optimizer.name to adamw",
+        ),
     ],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused(rows: Path, changes: dict[str, object], message: str) -> None:

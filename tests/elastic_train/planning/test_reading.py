@@ -147,7 +147,9 @@ def test_a_schedule_is_read_also_for_stages_that_only_the_plan_has(
     schedule: str, expected: tuple[str, int], pipeline: int, rows: Path, tmp_path: Path
 ) -> None:
     parallel = {"pipeline": pipeline, "schedule": schedule, "virtual_stages": 3}
-    layout = read(rows, tmp_path, parallel=parallel).layout
+    found = read(rows, tmp_path, parallel=parallel)
+    layout = found.layout
+    assert bool(found.refused) == (pipeline > 1), found.refused
     assert (layout.schedule, layout.interleave) == expected
     assert layout.pipeline == pipeline
 

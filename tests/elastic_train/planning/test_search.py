@@ -37,8 +37,8 @@ def job(on: str = "2x8xH100", lanes: int = 64) -> Job:
         (Layout(tensor=3), 64, "does not divide 16 devices"),
         (Layout(), 8, "only 8 lanes"),
         (Layout(tensor=16), 64, "beyond a node"),
-        (Layout(tensor=4, pipeline=4), 3, "pp 4: 4 stages, but only 3 lanes"),
-        (Layout(expert=8), 6, "ep 8: 8 ranks with experts, but only 6 lanes"),
+        (Layout(tensor=4, pipeline=4), 3, "pp 4 does not work with 3 lanes"),
+        (Layout(expert=8), 6, "ep 8 does not work with 6 lanes"),
         (Layout(tensor=3), 48, "tp x cp = 3 leaves 2 of a node's 8 devices over"),
         (Layout(pipeline=2, expert=3), 48, "tp x ep x cp = 3 leaves 2 of a node's 8 devices over"),
         (Layout(pipeline=8), 64, "does not divide the model's 12 blocks"),
@@ -51,7 +51,7 @@ def job(on: str = "2x8xH100", lanes: int = 64) -> Job:
 )
 def test_what_rules_a_layout_out_is_said(layout: Layout, lanes: int, said: str) -> None:
     outcome = work_out(job(f"{3 if lanes == 48 else 2}x8xH100", lanes), layout)
-    assert said in outcome.problems[0]
+    assert any(said in problem for problem in outcome.problems)
     assert not outcome.figures
 
 
@@ -99,7 +99,8 @@ def test_what_is_offloaded_is_in_the_hosts_memory_and_crosses_the_bus() -> None:
     assert moved.memory.optimizer == 2 * (32 << 20)
     assert moved.memory.host_bytes - kept.memory.host_bytes == pytest.approx(held)
     assert moved.step.update_s == pytest.approx(held / 50e9)
-    assert "only with shards parameters" in work_out(facts, Layout(offload="all")).problems[0]
+    [problem] = work_out(facts, Layout(offload="all")).problems
+    assert "offload all does not work with shards none" in problem
 
 
 def test_without_cells_only_what_the_trainer_runs_is_compared() -> None:

@@ -140,7 +140,7 @@ def test_a_lone_part_runs_without_peers() -> None:
 def test_what_cannot_be_computed_in_parts_is_refused() -> None:
     parallel = ParallelConfig(context=2)
     with pytest.raises(
-        ConfigError, match=r"context: 2 needs a task that computes a part of a row's tokens, .*recompute"
+        ConfigError, match=r"context: 2 does not work with Witness, which does not say how .*, use parallel.recompute"
     ):
         cell_plan_of(Witness(), nn.Linear(2, 2), parallel)
     assert cell_plan_of(TASK, make_model(), parallel) is None, "every rank holds the whole model"

@@ -149,9 +149,9 @@ def test_parts_of_a_model_with_experts_compute_what_the_whole_does(size: int, on
 @pytest.mark.parametrize(
     ("changes", "degree", "message"),
     [
-        ({}, 3, "parallel.tensor: 3 does not divide task.params.model.heads, which is 8"),
-        ({"kv_heads": 2}, 4, "parallel.tensor: 4 does not divide task.params.model.kv_heads, which is 2"),
-        ({"hidden": 6}, 4, "parallel.tensor: 4 does not divide task.params.model.hidden, which is 6"),
+        ({}, 3, "parallel.tensor: 3 does not work with task.params.model.heads: 8, since"),
+        ({"kv_heads": 2}, 4, "parallel.tensor: 4 does not work with task.params.model.kv_heads: 2, since"),
+        ({"hidden": 6}, 4, "parallel.tensor: 4 does not work with task.params.model.hidden: 6, since"),
     ],
 )
 def test_a_degree_has_to_divide_what_is_cut(changes: dict[str, int], degree: int, message: str) -> None:
@@ -182,9 +182,9 @@ class Block(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"up": "column"}, "2 does not divide the 3 columns of 'up'"),
+        ({"up": "column"}, "parallel.tensor: 2 does not work with the 3 columns of 'up'"),
         ({"norm": "column"}, "'norm' by columns, which a LayerNorm cannot be"),
-        ({"down": "row"}, "2 does not divide the 3 rows of 'down'"),
+        ({"down": "row"}, "parallel.tensor: 2 does not work with the 3 rows of 'down'"),
         ({"*.up": "column"}, r"names '\*.up', and the model has no such module"),
     ],
 )
@@ -242,8 +242,26 @@ def test_frozen_weights_that_commits_do_not_hold_are_cut_like_others() -> None:
 
 
 def test_more_parts_than_grains_end_at_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.tensor x parallel.expert: 128 is more than the 64 parts"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel.tensor: 2 and parallel.expert: 64 do not work with 128 parts, of which a dimension has 64",
+    ):
         check_fits_cells(Cutting(), ParallelConfig(tensor=2, expert=64))
+
+
+@pytest.mark.parametrize(
+    ("experts", "degrees", "message"),
+    [
+        (4, {"expert": 3}, "parallel.expert: 3 does not work with the 4 experts of 'blocks.0.mlp.experts'"),
+        (0, {"expert": 2}, "parallel.expert: 2 does not work with Decoder, which has no experts"),
+        (6, {"expert": 2, "tensor": 2}, "parallel.tensor: 2 and parallel.expert: 2 do not work with the 6 experts of"),
+        (4, {"context": 2}, "parallel.context: 2 does not work with task.params.model.experts: 4"),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_refused(experts: int, degrees: dict[str, int], message: str) -> None:
+    shape = {"vocabulary": 11, "dim": 16, "heads": 8, "experts": experts}
+    with pytest.raises(ConfigError, match=message):
+        cell_plan_of(TASK, Decoder(DecoderShape(**shape)), ParallelConfig(**degrees))
 
 
 class Opaque(CausalLM):
@@ -273,5 +291,8 @@ def test_a_model_of_which_nothing_is_said_is_whole_wherever_it_is(task: Task) ->
 
 
 def test_a_task_without_a_plan_hears_what_else_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.tensor: 2 needs a task that says how .* or use parallel.shards"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel.tensor: 2 does not work with Witness, which does not say how .*, use parallel.shards",
+    ):
         cell_plan_of(Witness(), nn.Linear(2, 2), ParallelConfig(tensor=2))

@@ -116,20 +116,28 @@ def test_ranks_with_some_tokens_of_models_of_transformers_compute_what_those_wit
 @pytest.mark.parametrize(
     ("changes", "degree", "message"),
     [
-        ({"model_type": "gpt2"}, 2, "2 cuts models of transformers that bring a plan .*, and GPT2LMHeadModel has none"),
+        ({"model_type": "gpt2"}, 2, "tensor: 2 does not work with GPT2LMHeadModel, which brings no base_model_tp_plan"),
         (
             {"model_type": "mixtral"},
             2,
-            "the plan of MixtralForCausalLM cuts 'model.layers.*experts.gate_up_proj' as packed_colwise, which is not",
+            "the plan of MixtralForCausalLM, which cuts 'model.layers.*experts.gate_up_proj' as packed_colwise",
         ),
-        ({"model_type": "llama"}, 3, "3 does not divide num_attention_heads of the model, which is 8"),
-        ({"model_type": "llama", "num_key_value_heads": 2}, 4, "4 does not divide num_key_value_heads"),
+        ({"model_type": "llama"}, 3, "3 does not work with task.params.hf.config.num_attention_heads: 8"),
+        (
+            {"model_type": "llama", "num_key_value_heads": 2},
+            4,
+            "4 does not work with task.params.hf.config.num_key_value_heads: 2",
+        ),
         (
             {"model_type": "llama", "intermediate_size": 18},
             4,
-            "4 does not divide the 18 columns of 'model.layers.0.mlp",
+            "4 does not work with the 18 columns of 'model.layers.0.mlp",
         ),
-        ({"model_type": "llama", "attention_dropout": 0.1}, 2, "hf.config.attention_dropout is 0.1: .*; set it to 0"),
+        (
+            {"model_type": "llama", "attention_dropout": 0.1},
+            2,
+            "hf.config.attention_dropout: 0.1, since .*, or dropout to 0",
+        ),
     ],
 )
 def test_what_cannot_be_cut_of_transformers_is_refused(changes: dict[str, Any], degree: int, message: str) -> None:
@@ -145,9 +153,12 @@ def test_what_cannot_be_cut_of_transformers_is_refused(changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "olmo2"}, "'model.layers.0.self_attn' of Olmo2ForCausalLM is not cut, and cannot run on some"),
-        ({"model_type": "starcoder2", "residual_dropout": 0.1}, "hf.config.residual_dropout is 0.1: .*; set it to 0"),
-        ({"model_type": "gpt2"}, "2 cuts models of transformers that bring a plan .*, and GPT2LMHeadModel has none"),
+        ({"model_type": "olmo2"}, "'model.layers.0.self_attn' of Olmo2ForCausalLM, which is not cut, since"),
+        (
+            {"model_type": "starcoder2", "residual_dropout": 0.1},
+            "sequence: true does not work with .*hf.config.residual_dropout: 0.1, since .*, or dropout to 0",
+        ),
+        ({"model_type": "gpt2"}, "tensor: 2 does not work with GPT2LMHeadModel, which brings no base_model_tp_plan"),
     ],
 )
 def test_models_of_transformers_whose_tokens_cannot_be_shared_out_are_refused(
@@ -175,7 +186,7 @@ def test_a_model_that_has_one_of_transformers_is_cut_there() -> None:
 @pytest.mark.parametrize(
     ("adapter", "parallel", "message"),
     [
-        ({"type": "ia3"}, {"tensor": 2}, "parallel.tensor: 2 does not go together with the type ia3"),
+        ({"type": "ia3"}, {"tensor": 2}, "parallel.tensor: 2 does not work with the type ia3 of task.params.adapter"),
         (
             {"type": "lora", "use_dora": True},
             {"tensor": 2},
@@ -184,9 +195,13 @@ def test_a_model_that_has_one_of_transformers_is_cut_there() -> None:
         (
             {"type": "prompt_tuning", "num_virtual_tokens": 2},
             {"context": 2},
-            "context: 2 does not go together",
+            "context: 2 does not work with the type prompt_tuning",
         ),
-        ({"type": "p_tuning", "num_virtual_tokens": 2}, {"pipeline": 2}, "pipeline does not go together"),
+        (
+            {"type": "p_tuning", "num_virtual_tokens": 2},
+            {"pipeline": 2},
+            "pipeline: 2 does not work with the type p_tuning",
+        ),
     ],
 )
 def test_adapters_that_are_more_than_layers_of_their_own_are_refused(
@@ -195,7 +210,7 @@ def test_adapters_that_are_more_than_layers_of_their_own_are_refused(
     (tmp_path / "config.json").write_text("{}")
     task = CausalLM(hf={"path": str(tmp_path)}, adapter=adapter)
     with pytest.raises(ConfigError, match=message):
-        cell_plan_of(task, nn.Linear(2, 2), ParallelConfig(**parallel))  # type: ignore[arg-type]
+        cell_plan_of(task, model_of_transformers("llama"), ParallelConfig(**parallel))  # type: ignore[arg-type]
 
 
 def with_lora(dropout: float = 0.0) -> nn.Module:
@@ -227,7 +242,10 @@ def test_parts_of_adapters_compute_what_the_whole_does(size: int) -> None:
 
 def test_dropout_of_what_a_rank_has_a_part_of_is_refused() -> None:
     task = CausalLM(hf={"config": {"model_type": "llama", **SIZES}})
-    with pytest.raises(ConfigError, match=r"'base_model.model.model.layers.1.self_attn.o_proj' .* lora_dropout would"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tensor: 2 does not work with lora_dropout in 'base_model.model.model.layers.1.self_attn.o_proj'",
+    ):
         cell_plan_of(task, with_lora(0.1), ParallelConfig(tensor=2))
 
 

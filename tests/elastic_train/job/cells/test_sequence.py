@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.config.parallel import ParallelConfig
+from elastic_train.config.schema import Config
 from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of, cut_dims_of
@@ -49,7 +50,10 @@ class WithExperts(CausalLM):
 
 def test_tokens_of_models_with_experts_are_not_shared_out() -> None:
     model = Decoder(replace(SHAPE, experts=8, expert_hidden=6))
-    with pytest.raises(ConfigError, match=r"some of the experts of 'blocks.0.mlp[\w.]*' each.*: set sequence to false"):
+    with pytest.raises(
+        ConfigError,
+        match=r"not work with the experts of 'blocks.0.mlp[\w.]*', since .*: set parallel.sequence to false",
+    ):
         cell_plan_of(WithExperts(model=SIZES), model, ParallelConfig(tensor=2, sequence=True))
 
 
@@ -156,7 +160,7 @@ def compare_tokens(
     assert torch.equal(run_once(model, 7), run_once(again, 7)), "whole again, it computes by itself"
     uneven = make_model()
     cut_of(uneven, group, task, sequence=True)
-    with pytest.raises(ConfigError, match=r"rows of 7 tokens cannot be shared out evenly between . ranks: pad them"):
+    with pytest.raises(ConfigError, match=r"sequence does not work with rows of 7 tokens between . ranks, since"):
         run_once(uneven, 7)
 
 
@@ -219,13 +223,21 @@ class Cutting(Witness):
 @pytest.mark.parametrize(
     ("task", "degree", "message"),
     [
-        (Cutting(), 2, r"parallel.sequence: true needs a task that says which modules run on some tokens each, .*Cutt"),
+        (
+            Cutting(),
+            2,
+            r"parallel.sequence: true does not work with Cutting, which does not say how \(`tensor` of `placements`\)",
+        ),
         (Sharing(), 2, "the task's placements have '1' as a dropout, which it is not"),
-        (CausalLM(model=SIZES, max_tokens=14), 4, r"max_tokens, 14, is not a multiple of 4: change either"),
+        (
+            CausalLM(model=SIZES, max_tokens=14),
+            4,
+            r"parallel.sequence: true does not work with task.params.max_tokens: 14, since",
+        ),
         (
             CausalLM(model={**SIZES, "heads": 3, "kv_heads": 3, "dim": 18}, max_tokens=24),
             3,
-            "padded to a multiple of 8, which 3 does not divide: set task.params.fixed_width to true",
+            r"rows that are padded to a multiple of 8 tokens \(task.params.fixed_width: false\)",
         ),
     ],
 )
@@ -245,5 +257,5 @@ def test_rows_of_one_width_may_be_shared_out_between_any_number_of_ranks() -> No
 
 
 def test_tokens_are_shared_out_between_tensor_ranks_alone() -> None:
-    with pytest.raises(ValueError, match=r"tensor is 1: set tensor to 2 or more, or sequence to false"):
-        ParallelConfig(sequence=True)
+    with pytest.raises(ValueError, match=r"parallel.sequence to false, or parallel.tensor to 2 or more"):
+        Config.model_validate({"data": {"train": "rows"}, "parallel": {"sequence": True}})

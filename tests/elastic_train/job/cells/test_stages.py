@@ -199,7 +199,11 @@ class Scale(nn.Module):
         ([["a", "tied"], ["c"]], {"c": nn.Linear(2, 2)}, "has 'b.weight' in no stage"),
         ([["a"], ["b", "tied"]], {}, "has 'a.weight' in the stages 0, 1: its gradient would be added in another order"),
         ([["a", "tied"], ["b", "c"]], {"c": Scale()}, "'c.scale' is a number, which cannot be left out of a stage"),
-        ([["a", "tied"], ["b", "c"]], {"c": nn.BatchNorm1d(2)}, "without persistent buffers, and this one has 'c.runn"),
+        (
+            [["a", "tied"], ["b", "c"]],
+            {"c": nn.BatchNorm1d(2)},
+            "parallel.pipeline: 2 does not work with the buffer 'c.runn",
+        ),
     ],
 )
 def test_stages_that_do_not_fit_their_model_are_refused(
@@ -213,13 +217,15 @@ def test_all_that_keeps_a_decoder_from_stages_is_said_at_once() -> None:
     shape = DecoderShape(vocabulary=11, dim=16, depth=2)
     with pytest.raises(ConfigError) as caught:
         cell_plan_of(TASK, Decoder(shape), ParallelConfig(pipeline=3))
-    assert "task.params.model.depth 2 is less than 3 stages" in str(caught.value)
-    assert "task.params.model.tied: true has one matrix in the first stage and in the last" in str(caught.value)
+    assert "task.params.model.depth: 2 in 3 stages" in str(caught.value)
+    assert "task.params.model.tied: true, since the first and the last stage would train one matrix" in str(
+        caught.value
+    )
 
 
 def test_a_model_of_fewer_blocks_than_chunks_is_refused() -> None:
     """Of two stages with four chunks each there are eight pieces."""
-    with pytest.raises(ConfigError, match=r"in 8 stages: task\.params\.model\.depth 5 is less than 8 stages"):
+    with pytest.raises(ConfigError, match=r"task\.params\.model\.depth: 5 in 8 stages"):
         cell_plan_of(TASK, Decoder(SHAPE), ParallelConfig(pipeline=2, schedule="interleaved", virtual_stages=4))
 
 
@@ -233,7 +239,9 @@ class Weighted(CausalLM):
 @pytest.mark.parametrize("key", ["pipeline", "context"])
 def test_a_task_whose_own_loss_would_not_be_called_is_refused(key: str) -> None:
     task = Weighted(model={"dim": 16, "depth": 5, "heads": 4, "tied": False})
-    with pytest.raises(ConfigError, match=rf"parallel.{key}: 2 calls `run` .* Weighted replaces `loss` alone"):
+    with pytest.raises(
+        ConfigError, match=rf"parallel.{key}: 2 does not work with Weighted, which replaces `loss` and not `run`"
+    ):
         cell_plan_of(task, Decoder(SHAPE), ParallelConfig.model_validate({key: 2}))
 
 
@@ -248,5 +256,8 @@ def test_a_stage_that_returns_the_wrong_kind_is_refused(is_last: bool, message: 
 
 
 def test_a_task_without_stages_hears_what_else_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.pipeline: 2 needs a task whose model runs in stages, .*shards"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel.pipeline: 2 does not work with Witness, which does not say how .*, use parallel.shards",
+    ):
         cell_plan_of(Witness(), nn.Linear(2, 2), ParallelConfig(pipeline=2))

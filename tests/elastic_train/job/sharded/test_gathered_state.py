@@ -177,7 +177,7 @@ def test_a_parameter_that_is_used_while_it_is_not_there_is_an_error() -> None:
     assert isinstance(state.model, Blocks)
     forward, block = state.model.forward, state.model.blocks[2]
     state.model.forward = lambda tokens: forward(tokens) @ block.upper.weight  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="a block's parameter is used while the block does not run"):
+    with pytest.raises(ConfigError, match="a block's parameter that is used while the block does not run"):
         compute(group, state)
 
 
@@ -191,14 +191,14 @@ def test_a_model_that_runs_a_block_twice_is_refused_before_training() -> None:
     assert isinstance(state.model, Blocks)
     state.model.path = runs_again(state.model)  # type: ignore[method-assign]
     with (
-        pytest.raises(ConfigError, match=r"'blocks.1' runs more than once.*set it to gradients"),
+        pytest.raises(ConfigError, match=r"'blocks.1', which runs more than once.*to none, or to gradients"),
         state.shards.recording(),
     ):
         state.model(torch.zeros(1, 2, dtype=torch.int64))
     group, state = seated("plain")
     assert isinstance(state.model, Blocks)
     state.model.path = runs_again(state.model)  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match=r"'blocks.1' runs after 'blocks.4'.*set it to gradients"):
+    with pytest.raises(ConfigError, match=r"'blocks.1', which runs after 'blocks.4'.*to none, or to gradients"):
         compute(group, state)
 
 

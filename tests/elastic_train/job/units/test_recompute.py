@@ -175,7 +175,9 @@ def test_a_second_pass_begins_with_containers_and_generators_as_the_first_did(ke
 
 @pytest.mark.parametrize("kept", ["object", "class", "parameter"])
 def test_a_block_that_differs_when_it_is_computed_again_is_refused(kept: str) -> None:
-    with pytest.raises(ConfigError, match=r"recompute: units: block 'blocks.0' \(Keeping\) has other results"):
+    with pytest.raises(
+        ConfigError, match=r"recompute does not work with block 'blocks.0' \(Keeping\), whose results differ"
+    ):
         trained(kept, "units")
 
 
@@ -187,5 +189,5 @@ def test_blocks_keep_their_input_alone() -> None:
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"recompute: units is for a model's blocks.*Linear has none: set it to none"):
+    with pytest.raises(ConfigError, match=r"recompute does not work with Linear, which has no blocks, since .*: set"):
         recompute_blocks(nn.Linear(2, 2), "units")

@@ -107,7 +107,9 @@ def test_experts_outside_of_what_is_computed_again_are_refused() -> None:
     experts.links = links = ExpertLinks([experts], [experts])
     links.bind(Group(0, 1, None, 60))
     with (
-        pytest.raises(ConfigError, match=r"parallel.recompute: experts run by themselves, .*: call the block, or set"),
+        pytest.raises(
+            ConfigError, match=r"recompute does not work with experts that a model calls outside .*, or call the block"
+        ),
         links.turn(trains=True),
     ):
         model(torch.ones(2, 3, 8)).sum().backward()

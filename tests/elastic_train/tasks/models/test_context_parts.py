@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.context import context_of
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.models.context_parts import check_computes_parts
+from elastic_train.tasks.models.context_parts import try_parts_of_rows
 from elastic_train.tasks.models.folder_weights import hollow
 from elastic_train.tasks.models.hugging_face import Kind, Source
 from tests.conftest import run_ranks, standby_with
@@ -56,7 +58,7 @@ def test_parts_compute_what_whole_rows_do(kind: str) -> None:
     model: Any = built({"model_type": kind, **SIZES}).eval()
     tokens = torch.arange(12)[None] % 11
     before = model(input_ids=tokens, use_cache=False).logits
-    check_computes_parts(model.train(), 3, max_tokens=16)
+    assert not list(try_parts_of_rows(model.train(), 3, max_tokens=16))
     assert model.training
     assert torch.equal(model.eval()(input_ids=tokens, use_cache=False).logits, before)
 
@@ -66,21 +68,24 @@ def test_a_model_without_weights_is_tried_with_others(config: dict[str, Any]) ->
     source = Source.of({"config": config})
     model = hollow(source, Kind("AutoModelForCausalLM", source.load_config()))
     assert all(one.is_meta for one in model.parameters())
-    check_computes_parts(model, 2, max_tokens=16)
+    assert not list(try_parts_of_rows(model, 2, max_tokens=16))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mistral", "sliding_window": 8}, r"Mistral\w+ attends within windows \(sliding_window: 8\)"),
+        (
+            {"model_type": "mistral", "sliding_window": 8},
+            r"Mistral\w+, which attends within windows \(sliding_window: 8\)",
+        ),
         (
             {"model_type": "gemma2"},
-            r"Gemma2ForCausalLM does not compute rows in parts: \w+: `sdpa` attention does not",
+            r"Gemma2ForCausalLM, which fails on rows in parts \(\w+: `sdpa` attention does not",
         ),
-        ({"model_type": "mamba", "state_size": 4}, r"MambaForCausalLM does not compute rows in parts: "),
+        ({"model_type": "mamba", "state_size": 4}, r"MambaForCausalLM, which fails on rows in parts "),
         (
             {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
-            r"Lfm2ForCausalLM (does not|computes some)",
+            r"Lfm2ForCausalLM, which (fails|gives other)",
         ),
         (
             {
@@ -94,7 +99,7 @@ def test_a_model_without_weights_is_tried_with_others(config: dict[str, Any]) ->
                     "long_factor": [2.0],
                 },
             },
-            r"Phi3ForCausalLM turns positions by how long a row is \(longrope, from 8 tokens on\)",
+            r"Phi3ForCausalLM, which turns positions by how long a row is \(longrope, from 8 tokens on\)",
         ),
         (
             {
@@ -103,32 +108,33 @@ def test_a_model_without_weights_is_tried_with_others(config: dict[str, Any]) ->
                 "max_position_embeddings": 8,
                 "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
             },
-            r"LlamaForCausalLM turns positions by how long a row is \(dynamic, from 8 tokens on\)",
+            r"LlamaForCausalLM, which turns positions by how long a row is \(dynamic, from 8 tokens on\)",
         ),
     ],
     ids=["window", "softcap", "no attention", "convolution", "longrope", "dynamic"],
 )
 def test_what_is_not_the_same_in_parts_is_refused_by_name(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"parallel.context: 2: {message}.*set it to 1, or use parallel.recompute"):
-        check_computes_parts(built({**SIZES, **config}), 2, max_tokens=16)
+    task = CausalLM(hf={"config": {**SIZES, **config}}, max_tokens=16)
+    with pytest.raises(ConfigError, match=f"context: 2 does not work with {message}.*, use parallel.recompute"):
+        cell_plan_of(task, built({**SIZES, **config}), ParallelConfig(context=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_that_looks_at_other_tokens_by_itself_is_refused(dtype: torch.dtype) -> None:
     """A little, too, in weights whose rounding would hide it; and a model that does not is taken in any type."""
     model: Any = built({"model_type": "llama", **SIZES}).to(dtype)
-    check_computes_parts(model, 2, max_tokens=16)
+    assert not list(try_parts_of_rows(model, 2, max_tokens=16))
     model.model.layers[1].mlp.register_forward_hook(lambda *_: _[2] + _[2].cumsum(1) / 100)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM computes something else of rows in parts than of whole"):
-        check_computes_parts(model, 2, max_tokens=16)
+    [found] = try_parts_of_rows(model, 2, max_tokens=16)
+    assert found.what == "LlamaForCausalLM, which gives other results for rows in parts than for whole ones"
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "falcon_h1"])
 def test_models_that_mix_tokens_outside_of_attention_are_refused_whatever_their_weights_are(kind: str) -> None:
     layers = {"layer_types": ["conv", "full_attention"]} if kind == "lfm2" else {}
     model = built({"model_type": kind, **SIZES, **layers}).bfloat16()
-    with pytest.raises(ConfigError, match=r"(does not compute rows in parts|computes something else of rows in parts)"):
-        check_computes_parts(model, 2, max_tokens=16)
+    [found] = try_parts_of_rows(model, 2, max_tokens=16)
+    assert "fails on rows in parts" in found.what or "gives other results for rows in parts" in found.what
 
 
 def of_rank(rank: int, size: int, folder: str, kind: str) -> None:

@@ -14,7 +14,7 @@ from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.folder_weights import hollow
 from elastic_train.tasks.models.hugging_face import Kind, Source
-from elastic_train.tasks.models.stage_plans import check_runs_in_parts, parts_of, run_parts
+from elastic_train.tasks.models.stage_plans import planned, run_parts, try_in_parts, unfit_for_stages
 from elastic_train.tasks.rows.token_parts import causal_within
 from tests.elastic_train.job.cells.test_cut_transformers import FAMILIES, SIZES
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS
@@ -45,8 +45,8 @@ def test_parts_make_the_bits_of_the_whole_pass(kind: str) -> None:
             module.attention_dropout = 0.3
     if hasattr(model.base_model, "rotary_emb"):
         model.base_model.rotary_emb.register_forward_hook(lambda *_: torch.rand(1) and None)
-    parts = parts_of(model, 3)
-    check_runs_in_parts(model, parts)
+    parts = planned(model)
+    assert parts is not None and not [*unfit_for_stages(model, parts, 3), *try_in_parts(model, parts)]
     tokens = torch.randint(0, SIZES["vocab_size"], (3, 7))
     named = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 3)}
     named["attention_mask"] = causal_within(torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 3))
@@ -83,15 +83,16 @@ def test_a_model_without_weights_is_tried_with_others(config: dict[str, Any]) ->
     source = Source.of({"config": {**config, "tie_word_embeddings": False}})
     model = hollow(source, Kind("AutoModelForCausalLM", source.load_config()))
     assert all(one.is_meta for one in model.parameters())
-    check_runs_in_parts(model, parts_of(model, 2))
+    parts = planned(model)
+    assert parts is not None and not list(try_in_parts(model, parts))
 
 
 @pytest.mark.parametrize(
     ("changes", "num_stages", "message"),
     [
-        ({"model_type": "opt"}, 2, "need a plan .base_model_pp_plan., and OPTForCausalLM has none: set parallel.pipe"),
-        ({"model_type": "llama"}, 4, "LlamaForCausalLM has 3 layers, and each stage has one at least: set parallel.pi"),
-        ({"model_type": "llama", "tie_word_embeddings": True}, 2, "has one matrix in the first stage and in the last"),
+        ({"model_type": "opt"}, 2, "pipeline: 2 does not work with OPTForCausalLM, which brings no base_model_pp_plan"),
+        ({"model_type": "llama"}, 4, "pipeline: 4 does not work with the 3 layers of LlamaForCausalLM in 4 stages"),
+        ({"model_type": "llama", "tie_word_embeddings": True}, 2, "task.params.hf.config.tie_word_embeddings: true"),
     ],
 )
 def test_what_cannot_run_in_stages_is_refused(changes: dict[str, Any], num_stages: int, message: str) -> None:
@@ -104,22 +105,23 @@ def test_a_model_whose_layers_need_more_than_a_stage_has_is_refused() -> None:
     """A layer that reads a weight of another, one that adds what was embedded, in training alone, and a weight that no
     part has."""
     model: Any = built({"model_type": "llama", **UNTIED}).eval()
-    parts = parts_of(model, 3)
+    parts = planned(model)
+    assert parts is not None
     layers = model.model.layers
     hook = layers[2].register_forward_hook(lambda *_: _[2] * layers[0].mlp.up_proj.weight[0, 0])
-    with pytest.raises(ConfigError, match=r"does not run in stages: model.layers.2: too many indices"):
-        check_runs_in_parts(model, parts)
+    [found] = try_in_parts(model, parts)
+    assert found.what.startswith("'model.layers.2' of LlamaForCausalLM, which fails on a stage (too many indices")
     hook.remove()
     embedded: list[Tensor] = []
     hooks = [
         model.model.embed_tokens.register_forward_hook(lambda *_: embedded.append(_[2])),
         layers[2].register_forward_hook(lambda *_: _[2] + model.training * embedded[-1]),
     ]
-    with pytest.raises(ConfigError, match="does not run in stages: its layers, one by one, make something else than"):
-        check_runs_in_parts(model, parts)
+    [found] = try_in_parts(model, parts)
+    assert "run one by one, give a different result from the whole model" in found.what
     for one in hooks:
         one.remove()
-    check_runs_in_parts(model, parts)
+    assert not list(try_in_parts(model, parts))
     model.model.extra = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"the plan of LlamaForCausalLM leaves out 'model.extra.weight'"):
-        parts_of(model, 3)
+    [found] = unfit_for_stages(model, parts, 3)
+    assert found.what == "the plan of LlamaForCausalLM, which leaves out 'model.extra.weight'"

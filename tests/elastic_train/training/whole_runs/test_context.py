@@ -184,19 +184,3 @@ def test_no_degree_changes_more_than_roundings(tmp_path: Path, few_rows: Path) -
         mine = newest_weights(folder)
         for name, tensor in whole.items():
             torch.testing.assert_close(mine[name], tensor, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "how", "num_ranks", "message"),
-    [
-        ({}, [], 3, "a world of 3 ranks is not of whole cells of 2 (parallel.context: 2): start a multiple of 2"),
-        ({"experts": 4}, [], 2, "routers weigh whole rows, and task.params.model.experts is 4: set either"),
-        ({}, STAGES, 4, "tied: true has one matrix in the first stage and in the last: set it to false"),
-    ],
-)
-def test_what_cannot_be_in_parts_is_refused(
-    tmp_path: Path, few_rows: Path, changes: dict[str, object], how: list[str], num_ranks: int, message: str
-) -> None:
-    """Before training, with what to do."""
-    done = start([write(tmp_path, few_rows, **changes), *CONTEXT, *how], num_ranks=num_ranks)
-    assert done.code == 2 and message in done.output.replace("\n", " "), done.output

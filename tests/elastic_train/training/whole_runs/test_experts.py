@@ -195,29 +195,3 @@ def assert_same_bits(folder: Path, other: Path) -> None:
         assert result(folder)[what] == result(other)[what]
     assert average_of(folder) == average_of(other)
     assert losses(folder) == losses(other)
-
-
-@pytest.mark.parametrize(
-    ("changes", "how", "num_ranks", "message"),
-    [
-        ({}, ["--parallel.expert", "3"], 3, "3 does not divide the 4 experts of 'blocks.0.mlp.experts'"),
-        ({"experts": 0}, [], 2, "the model of CausalLM has none: set it to 1"),
-        ({}, [], 3, "a world of 3 ranks is not of whole cells of 2 (parallel.expert: 2): start a multiple of 2"),
-        ({}, ["--batch.global_batch", "5"], 2, "parallel.expert: 2 ranks compute a lane each, and there are 1"),
-        ({}, ["--batch.global_batch", "15"], 4, "4 ranks, but only 3 lanes"),
-        ({"experts": 6}, TENSOR, 4, "tensor x parallel.expert: 4 does not divide the 6 experts of 'blocks.0.mlp."),
-        (
-            STAGED,
-            [*STAGES, "--batch.global_batch", "15"],
-            4,
-            "2 stages would wait for one another with 1 lane for each of 2 ranks with experts (batch.global_batch 15",
-        ),
-        ({}, ["--optimizer.name", "adafactor"], 2, "and parallel.tensor, pipeline and expert to 1"),
-    ],
-)
-def test_what_cannot_be_spread_is_refused(
-    tmp_path: Path, few_rows: Path, changes: dict[str, object], how: list[str], num_ranks: int, message: str
-) -> None:
-    """Before training, with what to do."""
-    done = start([write(tmp_path, few_rows, **changes), "--parallel.expert", "2", *how], num_ranks=num_ranks)
-    assert done.code == 2 and message in done.output.replace("\n", " "), done.output

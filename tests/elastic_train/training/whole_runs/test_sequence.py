@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_train.cli.main import main
 from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, history, losses, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, MODEL, TENSOR, TERMS, newest_weights
@@ -82,19 +81,3 @@ def test_stages_of_ranks_that_share_out_tokens_have_the_bits_of_one_stage(tmp_pa
         succeed(start([config(folder, few_rows, STAGED), *SEQUENCE, *how, "--max_steps", "2"], num_ranks=num_ranks))
         found[name] = result(folder)["weights_sha256"], result(folder)["metrics"], average_of(folder)
     assert found["two"] == found["chunks"] == found["one"]
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (["--parallel.sequence", "true"], "tensor is 1: set tensor to 2 or more, or sequence to false"),
-        ([*SEQUENCE, "--task.params.max_tokens", "15"], "max_tokens, 15, is not a multiple of 2: change either"),
-    ],
-)
-def test_what_cannot_share_out_tokens_is_refused(
-    tmp_path: Path, few_rows: Path, capsys: pytest.CaptureFixture[str], how: list[str], message: str
-) -> None:
-    """`validate` says so, with what to do."""
-    with pytest.raises(SystemExit) as ended:
-        main(["validate", config(tmp_path, few_rows, LANGUAGE), *how])
-    assert ended.value.code == 2 and message in " ".join("".join(capsys.readouterr()).split())
