@@ -112,6 +112,10 @@ class _Course:
         """The present turn's leaves of each rank of the group; none of its ranks has any once all have been."""
         return self.turns[self.turn] if self.turn < len(self.turns) else {}
 
+    def number_of(self, unit: int) -> int:
+        """Return which of the units one of a turn is: the last block is the first, the rest of the model the last."""
+        return len(self.units) - 2 - unit
+
     def runs_of(self, grains: Int64s) -> dict[int, list[Run]]:
         """Return where grains are, by flat vector, in those that are summed up here."""
         runs = by_flat(runs_of(self.tree.seating.layout, grains))
@@ -256,13 +260,9 @@ class ReduceScatterSum:
         """Begin to exchange a unit's gradients, or wait for what was begun before."""
         match action:
             case Begin(unit=unit):
-                self._send(course, self._number_of(course, unit))
+                self._send(course, course.number_of(unit))
             case End():
                 self._land(course)
-
-    def _number_of(self, course: _Course, unit: int) -> int:
-        """Return which of a tree's units one of a turn is: where units are gathered it is a block's number, or REST."""
-        return len(course.units) - 2 - unit if self._gathers else unit
 
     def finish(self, divisor: float) -> None:
         assert all(course.turn == len(course.turns) for course in self._courses), "not all turns were taken"
@@ -295,7 +295,7 @@ class ReduceScatterSum:
         while (
             isinstance(due := self._walk.next, Begin)
             and due.what == "reduce"
-            and self._missing[self._number_of(course, due.unit)] == 0
+            and self._missing[course.number_of(due.unit)] == 0
         ):
             self._walk.step()
             if isinstance(before := self._walk.next, End) and before.unit != due.unit:

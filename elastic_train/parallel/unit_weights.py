@@ -126,8 +126,7 @@ class UnitWeights:
         actions = gathering_turn(len(self._blocks), has_rest=self._has_rest, trains=trains, reduces=reduce is not None)
         self._walk = Walk(actions, self._act)
         try:
-            while self._walk.next in (Begin("gather", REST), End("gather", REST), Begin("gather", 0)):
-                self._walk.step()
+            self._walk.enter("forward", REST)
             yield self._walk
             self._walk.finish()
             self._group.wait(self._leaving)

@@ -14,7 +14,7 @@ ever, even if an exchange ended only when each of its messages had met its other
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -147,15 +147,6 @@ def _ahead(pipeline: Pipeline, stage: int, longest: int) -> int:
     if pipeline.num_chunks == 1:
         return others
     return (pipeline.num_chunks - 1) * longest + 2 * others
-
-
-def peak_lanes(passes: Sequence[Pass]) -> int:
-    """Return how many lanes, each in one chunk, have had their forward pass and not their backward pass, at most."""
-    num_alive = most = 0
-    for one in passes:
-        num_alive += 1 if one.direction == "forward" else -1
-        most = max(most, num_alive)
-    return most
 
 
 def bubble(pipeline: Pipeline) -> float:

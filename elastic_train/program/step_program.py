@@ -10,11 +10,12 @@ the step, and it is around the backward pass alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from elastic_train.program.schedules import Exchange, Pass, Pipeline, schedule
+from elastic_train.program.schedules import Direction, Exchange, Pass, Pipeline, schedule
+from elastic_train.program.unit_turn import REST, Begin, End, Enter, UnitAction, places
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +66,48 @@ def _with_leaves(pipeline: Pipeline, stage: int, *, has_experts: bool) -> Iterat
             yield Close(action.number, action.chunk)
             if has_experts:
                 yield AddExperts(action.number, action.chunk)
+
+
+def by_unit(
+    actions: Iterable[Action], num_blocks: int, turn_of: Callable[[Open], tuple[UnitAction, ...]]
+) -> Iterator[tuple[Action, tuple[UnitAction, ...]]]:
+    """Yield each action of a step with what is done of units in it; for equal ones that is the same tuple.
+
+    Each chunk has as many blocks, to all of which a pass comes; `turn_of` are the actions of a leaf that begins. A pass
+    first comes to the rest of the model, or last. A unit's gradients are on their way once a backward pass has left it.
+    """
+    known = dict[tuple[Direction | None, int, int], tuple[tuple[UnitAction, ...], int]]()
+    turn: tuple[UnitAction, ...] = ()
+    turns, at = {id(turn): turn}, 0
+    for action in actions:
+        done: tuple[UnitAction, ...] = ()
+        if isinstance(action, Open):
+            turn, at = turn_of(action), 0
+            turns[id(turn)] = turn  # as long as it is here, no other has its number
+        elif isinstance(action, Pass | Close):
+            key = action.direction if isinstance(action, Pass) else None, id(turn), at
+            if key not in known:
+                known[key] = (turn[at:], len(turn)) if key[0] is None else _in_pass(key[0], num_blocks, turn, at)
+            done, at = known[key]
+            turn, at = ((), 0) if isinstance(action, Close) else (turn, at)
+        yield action, done
+
+
+def _in_pass(
+    direction: Direction, num_blocks: int, turn: tuple[UnitAction, ...], at: int
+) -> tuple[tuple[UnitAction, ...], int]:
+    """Return what is done of units in a pass, from an action of the turn on, and which action comes after it."""
+    done, listed, units = list[UnitAction](), places(turn), [REST, *range(num_blocks)]
+    for unit in units if direction == "forward" else units[::-1]:
+        enter = Enter(direction, unit)
+        while at < len(turn) and (turn[at] != enter if enter in listed else _has_left(enter, turn[at])):
+            done.append(turn[at])
+            at += 1
+        at += enter in listed
+        done.append(enter)
+    return tuple(done), at
+
+
+def _has_left(enter: Enter, due: UnitAction) -> bool:
+    """Say whether a pass that comes to a unit has left the one whose gradients are due."""
+    return enter.direction == "backward" and isinstance(due, Begin | End) and due.unit > enter.unit

@@ -47,7 +47,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """A pass comes to a block, and waits for its weights; one that leaves it out does not."""
+    """A pass comes to a unit, and waits for its weights; one that leaves a block out does not."""
 
     direction: Direction
     unit: int
@@ -64,10 +64,10 @@ def gathering_turn(num_blocks: int, *, has_rest: bool, trains: bool, reduces: bo
 
 @lru_cache(256)
 def reducing_turn(num_units: int) -> tuple[UnitAction, ...]:
-    """Return the actions of a turn whose weights are there: units, by number, are reduced in this order."""
-    return tuple(action for unit in range(num_units) for action in _reduce(unit, unit - 1 if unit else None)) + tuple(
-        [End("reduce", num_units - 1)] if num_units else ()
-    )
+    """Return the actions of a turn whose weights are there: blocks are reduced from the last on, and then the rest."""
+    units = [*reversed(range(num_units - 1)), REST][:num_units]
+    begun = [action for pair in zip(units, [None, *units], strict=False) for action in _reduce(*pair)]
+    return (*begun, *(End("reduce", unit) for unit in units[-1:]))
 
 
 def _gathering(num_blocks: int, *, has_rest: bool, trains: bool, reduces: bool) -> Iterator[UnitAction]:
@@ -76,6 +76,7 @@ def _gathering(num_blocks: int, *, has_rest: bool, trains: bool, reduces: bool) 
     last = num_blocks - 1
     if num_blocks:
         yield Begin("gather", 0)
+    yield Enter("forward", REST)
     for block in range(num_blocks):
         if block < last:
             yield from (End("gather", block), Begin("gather", block + 1))
@@ -119,8 +120,8 @@ def _reduce(unit: int, before: int | None) -> Iterator[UnitAction]:
 
 
 @lru_cache(256)
-def _places(actions: tuple[UnitAction, ...]) -> dict[UnitAction, int]:
-    """Return where a pass comes to each block."""
+def places(actions: tuple[UnitAction, ...]) -> dict[UnitAction, int]:
+    """Return where a pass comes to each unit."""
     return {action: place for place, action in enumerate(actions) if isinstance(action, Enter)}
 
 
@@ -136,8 +137,8 @@ class Walk:
         return self._actions[self._at] if self._at < len(self._actions) else None
 
     def enter(self, direction: Direction, unit: int) -> None:
-        """Do what is due before a pass comes to a block, unless it has come to that one before."""
-        place = _places(self._actions)[Enter(direction, unit)]
+        """Do what is due before a pass comes to a unit, unless it has come to that one before."""
+        place = places(self._actions)[Enter(direction, unit)]
         while self._at <= place:
             self.step()
 

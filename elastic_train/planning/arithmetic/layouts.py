@@ -64,6 +64,11 @@ class Layout:
         return self.tensor * self.pipeline * self.expert * self.context
 
     @property
+    def deals(self) -> bool:
+        """Whether a lane's gradients are given away as they come, so that no rank has all of them."""
+        return self.shards in ("gradients", "parameters")
+
+    @property
     def gathers_for_steps(self) -> bool:
         """Whether weights in shares are gathered once for a step, not unit by unit for a pass."""
         return self.shards == "parameters" and self.pipeline * self.expert > 1

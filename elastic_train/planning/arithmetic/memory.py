@@ -1,19 +1,21 @@
 """What a rank's memory is taken by, part by part, in the trainer's own terms.
 
-Whole gradients are added up lane by lane in a binary counter; shares in counters of their own. A pass keeps its units'
-activations; with recomputation a block's input, and one block's activations while that is computed again.
+What comes and goes within a step is counted from the program that the trainer executes (`program.memory`), at the
+moment at which it is most. Whole gradients are added up lane by lane in a binary counter; shares in counters of their
+own.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_parts, rest_share
-from elastic_train.planning.arithmetic.model import ModelFacts, Unit
+from elastic_train.planning.arithmetic.model import ModelFacts, Sizes, Unit
 from elastic_train.planning.arithmetic.seating import Seated, seat_of
-from elastic_train.program.schedules import Kind, Pipeline, passes_of, peak_lanes
+from elastic_train.program.memory import Held, RankProgram, UnitBytes, peak_of
+from elastic_train.program.schedules import Kind, Pipeline
 
 UNCUT_OUTPUTS = 6
 """How many tensors of its output's size a block keeps that tensor ranks do not share out: of two norms the input, what
@@ -55,22 +57,23 @@ def memory_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster)
     seated = seat_of(model, layout, batch, cluster)
     elements, trained = (place_elements(model, layout, trained=only) for only in (False, True))
     sizes = model.sizes
-    weights = _weights(model, layout, seated, elements)
+    peak, rest = _peak(model, layout, batch, cluster, elements), model.rest.saved_bytes + model.transient_bytes
+    weights = sizes.weight * (seated.held if layout.shards == "parameters" else elements) + peak.weights
     state = sizes.state * (trained if layout.shards == "none" else seated.held_trained)
     staged = (sizes.weight * elements + sizes.state * trained) / layout.summing(cluster.size)
     host = 0.0 if cluster.device.is_cpu else staged
     if layout.offload != "none":
         host, state = host + state, rooms_bytes(model, layout, seated)
     if layout.offload == "all":
-        host += weights - (kept := _in_use(model, layout, elements))
-        weights = kept
+        host += weights - peak.weights
+        weights = peak.weights
     return Memory(
         weights=weights,
-        gradients=_gradients(model, layout, seated, trained),
+        gradients=sizes.gradient * (seated.held_trained if layout.deals else trained) + peak.gradients + peak.leaves,
         optimizer=state,
         sums=_sums(model, layout, seated, trained),
-        exchange=_exchange(model, layout, seated, trained, cluster),
-        activations=activations(model, layout, batch, cluster),
+        exchange=_exchange(model, layout, seated, trained, cluster, peak.leaves),
+        activations=peak.activations + rest / (rest_parts(layout) * layout.context),
         buffers=model.buffer_bytes + model.input_bytes,
         staging=staged if cluster.device.is_cpu else 0.0,
         host_bytes=host,
@@ -83,32 +86,54 @@ def rooms_bytes(model: ModelFacts, layout: Layout, seated: Seated) -> float:
     return min(held, ROOMS_BYTES)
 
 
-def activations(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -> float:
-    """Return the bytes of the passes that the first stage of a pipeline has under way at most."""
-    blocks = sum(_kept(unit, layout) for unit in model.blocks) / layout.pipeline
-    kept = blocks * _under_way(layout, batch, cluster)
-    again = max((_whole(unit, layout) for unit in model.blocks), default=0.0) if layout.recompute == "units" else 0.0
-    rest = (model.rest.saved_bytes + model.transient_bytes) / rest_parts(layout)
-    return (kept + again + rest) / layout.context  # ranks with experts have a lane each
-
-
-def _under_way(layout: Layout, batch: Batch, cluster: Cluster) -> float:
-    """Return how many lanes' activations the first stage keeps at most, in whichever cell keeps most of them.
+def _peak(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster, elements: float) -> Held:
+    """Return the most that comes and goes on a rank of the first stage, in whichever replica has most of it.
 
     That is not always one with most lanes: chunks keep least where lanes are a multiple of the stages.
     """
-    if layout.pipeline == 1:
-        return 1.0
-    kind: Kind = "interleaved" if layout.interleave > 1 else layout.schedule
     lanes, replicas = batch.num_lanes, layout.replicas(cluster.size)
-    counts = lanes // replicas, -(-lanes // replicas)
-    most = max(_peak(Pipeline(kind, layout.pipeline, count, layout.interleave)) for count in counts)
-    return most / layout.interleave  # a pass is of one chunk
+    programs = [_program(model, layout, count, elements) for count in (lanes // replicas, -(-lanes // replicas))]
+    return max((peak_of(one).held for one in programs), key=lambda held: held.total)
 
 
-@functools.lru_cache(256)
-def _peak(pipeline: Pipeline) -> int:
-    return peak_lanes(passes_of(pipeline, 0))
+def _program(model: ModelFacts, layout: Layout, num_lanes: int, elements: float) -> RankProgram:
+    """Return a first stage's step, with no more turns than it takes to have the most under way."""
+    kind: Kind = "interleaved" if layout.interleave > 1 else layout.schedule
+    if layout.pipeline == 1 or kind == "1f1b":
+        kind, num_lanes = "1f1b", min(num_lanes, layout.pipeline + 1)
+    blocks = [_block_bytes(unit, model.sizes, layout) for unit in model.blocks]
+    num_chunks = layout.interleave if layout.pipeline > 1 else 1
+    if layout.pipeline > 1:
+        blocks = [_alike(blocks)] * (len(blocks) // layout.pipeline // num_chunks)
+    whole = elements if layout.gathers_for_steps else model.rest.elements * rest_share(layout)
+    trained = model.rest.trained * rest_share(layout) if layout.deals else 0.0
+    rest = UnitBytes(model.sizes.weight * whole / num_chunks, model.sizes.gradient * trained / num_chunks)
+    return RankProgram(
+        Pipeline(kind, layout.pipeline, num_lanes, num_chunks),
+        0,
+        num_lanes,
+        (tuple(blocks),) * num_chunks,
+        rest,
+        gathers="step" if layout.gathers_for_steps else "turn" if layout.shards == "parameters" else "never",
+        reduces="never" if not layout.deals else "after" if layout.expert > 1 else "beside",
+    )
+
+
+def _block_bytes(unit: Unit, sizes: Sizes, layout: Layout) -> UnitBytes:
+    """Return the bytes of a block on a rank of a tensor group; ranks that share out rows keep a part of each."""
+    own = (unit.trained - unit.experts + unit.experts / layout.expert) / layout.tensor
+    return UnitBytes(
+        0.0 if layout.gathers_for_steps else sizes.weight * unit.elements / layout.tensor,
+        sizes.gradient * own if layout.deals else 0.0,
+        _kept(unit, layout) / layout.context,
+        _whole(unit, layout) / layout.context if layout.recompute == "units" else 0.0,
+    )
+
+
+def _alike(blocks: Sequence[UnitBytes]) -> UnitBytes:
+    """Return a block that stands for all, of which stages have equal numbers; of activations it has the mean."""
+    most = UnitBytes(*(max(getattr(one, name.name) for one in blocks) for name in fields(UnitBytes)))
+    return replace(most, kept=sum(one.kept for one in blocks) / len(blocks))
 
 
 def _kept(unit: Unit, layout: Layout) -> float:
@@ -125,52 +150,24 @@ def _whole(unit: Unit, layout: Layout) -> float:
     return (unit.saved_bytes - uncut) / layout.tensor + uncut / (layout.tensor if layout.sequence else 1)
 
 
-def _weights(model: ModelFacts, layout: Layout, seated: Seated, elements: float) -> float:
-    if layout.shards != "parameters":
-        return model.sizes.weight * elements
-    # A rank alone holds all of it, and its blocks are made whole beside that all the same.
-    return model.sizes.weight * seated.held + _in_use(model, layout, elements)
-
-
-def _in_use(model: ModelFacts, layout: Layout, elements: float) -> float:
-    """Return the bytes of whole weights at a time: the rest of the model and two blocks, or all."""
-    if layout.gathers_for_steps:
-        return model.sizes.weight * elements
-    blocks = min(2, len(model.blocks)) * model.largest_block / layout.tensor
-    return model.sizes.weight * min(elements, model.rest.elements * rest_share(layout) + blocks)
-
-
-def _gradients(model: ModelFacts, layout: Layout, seated: Seated, trained: float) -> float:
-    if layout.shards in ("none", "optimizer"):
-        return model.sizes.gradient * trained
-    return model.sizes.gradient * (seated.held_trained + _leaves(model, layout, trained))
-
-
-def _leaves(model: ModelFacts, layout: Layout, trained: float) -> float:
-    """Return the elements of the leaves that are there at once: two units', the largest ones; all with experts."""
-    if layout.expert > 1:
-        return trained
-    parts = [unit.trained / layout.tensor for unit in model.blocks] + [model.rest.trained * rest_share(layout)]
-    return min(trained, sum(sorted(parts)[-2:]))
-
-
 def _sums(model: ModelFacts, layout: Layout, seated: Seated, trained: float) -> float:
-    whole = trained if layout.shards in ("none", "optimizer") else seated.held_trained
+    whole = seated.held_trained if layout.deals else trained
     groups = 0.0
-    if layout.shards in ("gradients", "parameters"):
+    if layout.deals:
         groups = (seated.num_groups - 1) * seated.parts * seated.held_trained  # other groups' sums of this share
     return model.sizes.gradient * (seated.put_aside * whole + groups)
 
 
-def _exchange(model: ModelFacts, layout: Layout, seated: Seated, trained: float, cluster: Cluster) -> float:
-    """Return the bytes that arrive and are not yet added."""
+def _exchange(
+    model: ModelFacts, layout: Layout, seated: Seated, trained: float, cluster: Cluster, leaves: float
+) -> float:
+    """Return the bytes that arrive and are not yet added; of other ranks' leaves as many as there are of its own."""
     world = layout.summing(cluster.size)
     if world == 1:
         return 0.0
     size = model.sizes.gradient
-    if layout.shards in ("gradients", "parameters"):
-        others = (seated.group_size - 1) / seated.group_size
-        return size * _leaves(model, layout, trained) * others
+    if layout.deals:
+        return leaves * (seated.group_size - 1) / seated.group_size
     bucket, is_beside = bucket_elements(model, layout, trained, cluster), layout.bucket_mb is not None
     if layout.shards == "none" and world == 2 and seated.parts == 1 and not (is_beside and cluster.device.is_cpu):
         return 0.0  # one all-reduce, which only what is not beside the backward pass may use

@@ -102,6 +102,7 @@ def test_whole_gradients_send_an_all_reduces_volume_whatever_the_copies(shards: 
 
 def test_more_in_shards_takes_less_but_for_what_is_whole_for_a_moment() -> None:
     model, cluster = facts(), parse_cluster("8xCPU")
+    model = replace(model, blocks=8 * model.blocks, cut=None)
     batch = Batch(16, 1)
     states = [memory_of(model, Layout(shards), batch, cluster) for shards in ("none", "optimizer", "gradients")]
     assert states[0].optimizer > 7 * states[1].optimizer

@@ -43,7 +43,7 @@ def test_model_states_are_those_of_the_zero_paper(parameters: float, devices: in
         memory = memory_of(of_parameters(parameters), Layout(shards=shards), Batch(1024, 1), cluster)
         states = memory.states
         # The paper counts no unit that is whole for a moment: here the whole model is one.
-        states -= 2 * parameters * {"gradients": 1, "parameters": 2}.get(shards, 0)
+        states -= 2 * parameters * {"gradients": 2, "parameters": 3}.get(shards, 0)
         assert states / 1e9 == pytest.approx(expected, rel=0.03), shards
 
 
@@ -55,8 +55,12 @@ def test_model_states_are_those_of_the_zero_paper(parameters: float, devices: in
 def test_models_of_7_and_70_billion_take_16_bytes_a_parameter_or_their_share(
     model: Transformer, parameters: float, gigabytes: float
 ) -> None:
-    """Parameters as their model cards give them; by the ZeRO paper 16 bytes each, or 2 and 14/64, 4 and 12/64."""
+    """Parameters as their model cards give them; by the ZeRO paper 16 bytes each, or 2 and 14/64, 4 and 12/64.
+
+    Besides that two blocks and the rest are whole for a moment, and so are leaves of them while the rest's is made.
+    """
     facts, cluster = model.facts(1), parse_cluster("8x8xH100")
+    facts = replace(facts, blocks=tuple(replace(block, saved_bytes=0.0) for block in facts.blocks))
     assert facts.elements == pytest.approx(parameters, rel=0.01)
     by_stage: dict[Shards, float] = {
         "none": gigabytes,
@@ -64,11 +68,11 @@ def test_models_of_7_and_70_billion_take_16_bytes_a_parameter_or_their_share(
         "gradients": parameters * (2 + 14 / 64) / 1e9,
         "parameters": parameters * 16 / 64 / 1e9,
     }
-    units = 2 * sum(sorted([model.block, model.block, model.rest])[-2:]) / 1e9
+    units = 2 * (model.rest + 2 * model.block) / 1e9
     for shards, expected in by_stage.items():
         memory = memory_of(facts, Layout(shards=shards), Batch(64, 1), cluster)
-        leaves = units if shards in ("gradients", "parameters") else 0.0
-        whole = 2 * (model.rest + 2 * model.block) / 1e9 if shards == "parameters" else 0.0
+        leaves = units + 2 * model.rest / 1e9 if shards in ("gradients", "parameters") else 0.0
+        whole = units if shards == "parameters" else 0.0
         assert memory.states / 1e9 == pytest.approx(expected + leaves + whole, rel=0.02), shards
 
 

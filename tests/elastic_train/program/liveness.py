@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Axis, Cell, Mesh
 from elastic_train.program.schedules import Direction, Exchange, Kind, Pass, Pipeline
-from elastic_train.program.step_program import AddExperts, Close, Open, step_program
-from elastic_train.program.unit_turn import Begin, End, Enter, UnitAction, gathering_turn, reducing_turn
+from elastic_train.program.step_program import AddExperts, Close, Open, by_unit, step_program
+from elastic_train.program.unit_turn import REST, Begin, End, Enter, UnitAction, gathering_turn, reducing_turn
 
 Shards = Literal["none", "gradients", "parameters"]
 """What ranks hold a share of: `none` stands for all whose gradients are whole until their last leaf, too."""
@@ -97,8 +97,6 @@ class _Rank:
         first = self.mesh.replica * cell.size
         axes: list[Axis] = ["tensor", "context", "expert"]
         self.along = {axis: [first + place for place in cell.along(self.mesh.place, axis)] for axis in axes}
-        self.units: list[UnitAction] = []
-        """What is left of the units' actions in the present turn."""
         self.done, self.awaited = set[Pass](), set[Pass]()
         """The passes that have run, and those whose messages were asked for."""
         self.leaf: tuple[int, int] | None = None
@@ -124,19 +122,21 @@ class _Rank:
         stage = self.stage
         if self.keeps:
             yield from self._all("weights", "gather", self.group)
-        for action in step_program(pipeline, stage, has_experts=self.has_experts):
+        program = step_program(pipeline, stage, has_experts=self.has_experts)
+        for action, of_units in by_unit(program, world.num_blocks, self._turn):
             match action:
                 case Exchange():
                     yield from self._neighbours(action, pipeline, stage)
                 case Pass():
-                    yield from self._pass(action)
+                    yield from self._pass(action, of_units)
                 case Open():
                     self._need(self.leaf is None, action, "another leaf is open")
-                    self.leaf, self.units = (action.number, action.chunk), list(self._units_of(action))
+                    self.leaf = (action.number, action.chunk)
                 case Close():
                     self._need(self.leaf == (action.number, action.chunk), action, "its leaf is not open")
                     self._need(self._has_run("backward", action), action, "its pass has not run")
-                    yield from self._until(None, action)
+                    for of_unit in of_units:
+                        yield from self._unit(of_unit, action)
                     self.leaf = None
                     if world.shards == "none" and action.number == self.num_lanes - 1:
                         yield self._begin("beside", ("sum", action.chunk), self.adders)
@@ -159,31 +159,35 @@ class _Rank:
 
     # A turn.
 
-    def _units_of(self, action: Open) -> Sequence[UnitAction]:
+    def _turn(self, action: Open) -> tuple[UnitAction, ...]:
         if self.world.shards == "none" or not any(action.number < self._count(rank) for rank in self.owners):
             return ()
         if self.gathers:
             is_first = action.number == 0
             return gathering_turn(self.world.num_blocks, has_rest=not is_first, trains=True, reduces=True)
-        return reducing_turn(self.world.num_blocks)
+        reduced = reducing_turn(self.world.num_blocks + 1)
+        return (Enter("backward", REST), *reduced) if self.has_experts else reduced
 
-    def _pass(self, one: Pass) -> Iterator[Event]:
+    def _pass(self, one: Pass, of_units: Sequence[UnitAction]) -> Iterator[Event]:
         """Yield what is exchanged in a pass: of units, and within each block."""
         self._check(one)
         yield Wait((self.stage, one))  # what the piece before has made for it
-        computes = one.number < self.num_lanes
-        for block in range(self.world.num_blocks):
-            unit = block if one.direction == "forward" else self.world.num_blocks - 1 - block
-            yield from self._until(Enter(one.direction, unit), one)
-            if self.gathers and computes:
-                yield Wait(("gather", unit, one.number, one.chunk))
-            for axis in ("tensor", "context") if computes else ():
-                if len(self.along[axis]) > 1:
-                    yield from self._all(axis, (axis, one, unit), self.along[axis])
-            if self.has_experts and one.number < self.num_turns:
-                yield from self._all("expert", ("tokens", one, unit), self.along["expert"])
-
+        for action in of_units:
+            if not isinstance(action, Enter):
+                yield from self._unit(action, one)
+            elif action.unit != REST:
+                yield from self._block(one, action.unit)
         self.done.add(one)
+
+    def _block(self, one: Pass, block: int) -> Iterator[Event]:
+        computes = one.number < self.num_lanes
+        if self.gathers and computes:
+            yield Wait(("gather", block, one.number, one.chunk))
+        for axis in ("tensor", "context") if computes else ():
+            if len(self.along[axis]) > 1:
+                yield from self._all(axis, (axis, one, block), self.along[axis])
+        if self.has_experts and one.number < self.num_turns:
+            yield from self._all("expert", ("tokens", one, block), self.along["expert"])
 
     def _check(self, one: Pass) -> None:
         is_opened = self.leaf == (one.number, one.chunk)
@@ -199,13 +203,6 @@ class _Rank:
     def _need(self, is_so: bool, action: object, why: str) -> None:
         if not is_so:
             raise StuckError(f"rank {self.rank} in {action}: {why}")
-
-    def _until(self, enter: Enter | None, at: Pass | Close) -> Iterator[Event]:
-        """Yield the units' actions up to where a pass comes to a block, or to the turn's end."""
-        if enter is not None and enter not in self.units:
-            return
-        while self.units and (action := self.units.pop(0)) != enter:
-            yield from self._unit(action, at)
 
     def _unit(self, action: UnitAction, at: Pass | Close) -> Iterator[Event]:
         if not isinstance(action, Begin | End):

@@ -18,13 +18,14 @@ from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.cells.stage import Stage, stage_of
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.cells.pipeline import Passes, run_program
-from elastic_train.program.schedules import Pass, Pipeline, passes_of, peak_lanes
+from elastic_train.program.schedules import Pass, Pipeline
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder, drawn_weights
 from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.placements import Degrees, Piece, Placements, run_piece
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.witness import Witness
+from tests.elastic_train.program.test_schedules import lanes_alive
 from tests.memory_world import group_of, in_memory
 
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=5, heads=4, tied=False, dropout=0.3)
@@ -123,7 +124,7 @@ def of_rank(rank: int, size: int, kind: str, make: Callable[[], Subject] = decod
         expected = whole.get_parameter(name)
         assert torch.equal(cut.whole(name, one), expected)
         assert name not in own or (one.grad is not None and torch.equal(one.grad, expected.grad))
-    assert most <= peak_lanes(passes_of(Pipeline(parallel.schedule, size, len(WIDTHS), plan.num_chunks), rank))
+    assert most <= lanes_alive(Pipeline(parallel.schedule, size, len(WIDTHS), plan.num_chunks), rank)
     cut.become_whole()
     assert all(torch.equal(one, whole.get_parameter(name)) for name, one in model.named_parameters())
     group.close()
