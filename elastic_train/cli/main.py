@@ -55,16 +55,19 @@ _NO_FLAGS = Flags()
 
 
 @app.command
-def init(kind: Literal["text", "lm", "images"], folder: Path, *, data: str | None = None) -> int:
+def init(
+    kind: Literal["text", "lm", "images", "sft"], folder: Path, *, data: str | None = None, model: str | None = None
+) -> int:
     """Write a commented configuration and a task to change into FOLDER, and print the commands that train it.
 
-    KIND is text (a classifier of texts), lm (a language model) or images. Without --data it trains on a small dataset
-    that needs no download: docstrings, or handwritten digits. --data: the folder or URL of a dataset of your own, with
-    `train` and perhaps `validation` in it, as `data import` writes it.
+    KIND is text (a classifier of texts), lm (a language model), images, or sft (a model of transformers, fine-tuned on
+    chats by LoRA). Without --data it trains on a small dataset that needs no download: docstrings, handwritten digits,
+    or chats on Python. --data: the folder or URL of a dataset of your own, with `train` and perhaps `validation` in it,
+    as `data import` writes it. --model: the folder of the model that sft fine-tunes; without it, a tiny one.
     """
     from elastic_train.cli.templates import write_starter
 
-    return print_text("\n".join(write_starter(kind, folder, data)))
+    return print_text("\n".join(write_starter(kind, folder, data, model)))
 
 
 @app.command
@@ -272,6 +275,7 @@ def generate(
     run: str,
     *,
     prompt: str | None = None,
+    chat: Flag = False,
     ids: str | None = None,
     tokens: int = 64,
     temperature: float = 0.0,
@@ -284,18 +288,26 @@ def generate(
 ) -> int:
     """Let the language model of RUN go on with a --prompt, and print both.
 
-    --ids 5,6,7 gives token ids in place of a text. --tokens: how many follow at most. --temperature 0 takes the
-    likeliest token each time; above 0 tokens are drawn from --seed, of the --top-k likeliest if that is given.
-    --weights ema: with the average of the weights. --commit: a step, term-step, key or newest; by default the best
-    one if early stopping has ended the run, else the newest. --train: where the training set
-    is, if it has moved (once for each source of a mixture).
+    --chat: the prompt is a user's message, and the answer is printed alone. --ids 5,6,7 gives token ids in place of a
+    text. --tokens: how many follow at most. --temperature 0 takes the likeliest token each time; above 0 tokens are
+    drawn from --seed, of the --top-k likeliest if that is given. --weights ema: with the average of the weights.
+    --commit: a step, term-step, key or newest; by default the best one if early stopping has ended the run, else the
+    newest. --train: where the training set is, if it has moved (once for each source of a mixture).
     """
     from elastic_train.cli.models import generate as generate_text
     from elastic_train.tasks.task import Sampling
 
     sampling = Sampling(tokens, temperature, top_k, seed)
     return generate_text(
-        run, prompt, ids=ids, commit=commit, train=train or (), weights=weights, sampling=sampling, is_json=json_
+        run,
+        prompt,
+        ids=ids,
+        commit=commit,
+        train=train or (),
+        weights=weights,
+        sampling=sampling,
+        is_chat=chat,
+        is_json=json_,
     )
 
 

@@ -59,18 +59,21 @@ def generate(
     train: Sequence[str],
     weights: Weights,
     sampling: Sampling,
+    is_chat: bool,
     is_json: bool,
 ) -> int:
     """Print what a run's model makes of a prompt."""
     if (prompt is None) == (ids is None):
         raise ConfigError("give one of --prompt and --ids")
+    if is_chat and prompt is None:
+        raise ConfigError("--chat needs --prompt, a user's message")
     if sampling.num_tokens < 1 or not sampling.temperature >= 0 or sampling.top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
     trained = open_trained(run, commit, train=train, weights=weights)
-    found, text = complete(trained, prompt if prompt is not None else _parse_ids(ids or ""), sampling)
+    found, text = complete(trained, prompt if prompt is not None else _parse_ids(ids or ""), sampling, is_chat=is_chat)
     if is_json:
         return print_json({"commit": trained.record.key, "ids": found, "text": text})
-    return print_text(" ".join(map(str, found)) if text is None else f"{prompt or ''}{text}")
+    return print_text(" ".join(map(str, found)) if text is None else f"{'' if is_chat else prompt or ''}{text}")
 
 
 def _chosen(run: str, commit: str | None) -> CommitRecord:

@@ -7,12 +7,13 @@ class derives from a task of the package.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
 
+from elastic_train.cli.fine_tuning_trial import TRIAL
 from elastic_train.config.yaml12 import write_flow
 from elastic_train.data.dataset.manifest import NAME, load_manifest
 from elastic_train.data.parquet.sources import reaching
@@ -23,40 +24,68 @@ CONFIG, TASK = "config.yaml", "task.py"
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """What is trained, as files; `data` are the commands that make a small dataset for it at `data/`."""
+    """What is trained, as files; `data` are the commands that make a small dataset for it at `data/`, from the files of
+    `trial`, and `own_data` those that make one of the user's file for a model of the user's, whose folder is MODEL.
+
+    Without `task`, `path` names a task of the package.
+    """
 
     data: tuple[str, ...]
     params: str
     own_params: str
     more_data: str
     rest: str
-    task: str
+    own_rest: str | None = None
+    task: str | None = None
+    path: str = "task:Mine        # the class in task.py"
+    batch: str = """\
+  global_batch: 64        # samples of a step, on however many ranks
+  micro_batch: 16        # samples of a lane: at most global_batch / micro_batch ranks can train
+"""
+    best: str = "max macro_f1"
+    own_data: tuple[str, ...] = ()
+    trial: Mapping[str, str] = field(default_factory=dict)
 
-    def files(self, data: str | None) -> Mapping[str, str]:
+    def files(self, data: str | None, model: str | None) -> Mapping[str, str]:
         """Return the files by name, for the small dataset or for one of the user's, a folder or URL."""
-        folder = data or "data"
+        folder, is_trial = data or "data", data is None and model is None
         has_validation = data is None or _has_manifest(f"{data}/validation")
         config = _CONFIG.format(
             train=write_flow(f"{folder}/train"),
             validation=write_flow(f"{folder}/validation" if has_validation else None),
-            make="".join(f"#   {command}\n" for command in self.data) if data is None else "",
-            params=self.params if data is None else self.own_params,
+            make="".join(f"#   {command}\n" for command in self.making(data, model)),
+            python="PYTHONPATH=. " if self.task else "",
+            path=self.path,
+            params=(self.params if is_trial else self.own_params).replace("MODEL", write_flow(model)),
             more_data=self.more_data,
-            rest=self.rest,
+            batch=self.batch,
+            rest=self.rest if is_trial or self.own_rest is None else self.own_rest,
+            best=self.best,
         )
-        return {CONFIG: config, TASK: self.task}
+        return {CONFIG: config, **({TASK: self.task} if self.task else {}), **(self.trial if is_trial else {})}
+
+    def making(self, data: str | None, model: str | None) -> Sequence[str]:
+        """Return the commands that make the dataset; none if there is one."""
+        if data is not None:
+            return ()
+        return self.data if model is None else [each.replace("MODEL", shlex.quote(model)) for each in self.own_data]
 
 
-def write_starter(kind: str, folder: Path, data: str | None) -> list[str]:
+def write_starter(kind: str, folder: Path, data: str | None, model: str | None = None) -> list[str]:
     """Write a starter's files, never over others; return the commands to go on with.
 
-    Raises ConfigError if one of the files is there, and DataError if there is no dataset at `data`.
+    Raises ConfigError if one of the files is there, or if there is no model to fine-tune, and DataError if there is no
+    dataset at `data`.
     """
     starter = STARTERS[kind]
+    if model is not None:
+        model = _checked_model(kind, Path(model))
     if data is not None:
+        if starter.own_data and model is None:
+            raise ConfigError(f"init {kind} --data needs --model, the folder of the model whose tokens the data has")
         data = data.rstrip("/") if "://" in data else str(Path(data).absolute())
         load_manifest(f"{data}/train")
-    files = starter.files(data)
+    files = starter.files(data, model)
     there = [str(folder / name) for name in files if (folder / name).exists()]
     if there:
         raise ConfigError(f"{', '.join(there)}: already there; choose another folder, or remove what is there")
@@ -65,9 +94,22 @@ def write_starter(kind: str, folder: Path, data: str | None) -> list[str]:
         (folder / name).write_text(text)
     return [
         f"cd {shlex.quote(str(folder))}",
-        *(() if data else starter.data),
-        f"PYTHONPATH=. elastic-train train {CONFIG}",
+        *starter.making(data, model),
+        f"{'PYTHONPATH=. ' if starter.task else ''}elastic-train train {CONFIG}",
     ]
+
+
+def _checked_model(kind: str, model: Path) -> str:
+    """Return the absolute path of a model's folder; ConfigError if it is none, or if the starter takes none."""
+    if not STARTERS[kind].own_data:
+        takes = next(name for name, starter in STARTERS.items() if starter.own_data)
+        raise ConfigError(f"--model is for init {takes}; init {kind} trains a model of its own")
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"--model {model}: is not the folder of a model of transformers, which has a config.json; nothing is "
+            "downloaded, so clone the model or `save_pretrained` it first"
+        )
+    return str(model.absolute())
 
 
 def _has_manifest(url: str) -> bool:
@@ -78,24 +120,22 @@ def _has_manifest(url: str) -> bool:
 
 _CONFIG = """\
 # What is trained, on what, and how. All keys with their defaults: elastic-train keys
-{make}#   PYTHONPATH=. elastic-train train config.yaml        # one process; the same line resumes
-#   PYTHONPATH=. elastic-train launch config.yaml --ranks 2        # two, with the same bits; kill one and see
+{make}#   {python}elastic-train train config.yaml        # one process; the same line resumes
+#   {python}elastic-train launch config.yaml --ranks 2        # two, with the same bits; kill one and see
 run:
   dir: runs/first        # everything that a run writes
   seed: 1        # of the order, the initial weights, dropout and augmentation
 task:
-  path: task:Mine        # the class in task.py
+  path: {path}
   params:
 {params}data:
   train: {train}
   validation: {validation}
 {more_data}batch:
-  global_batch: 64        # samples of a step, on however many ranks
-  micro_batch: 16        # samples of a lane: at most global_batch / micro_batch ranks can train
-{rest}checkpoint:
+{batch}{rest}checkpoint:
   every_steps: 50        # what a fault costs at most, if all ranks are lost at once
   keep_last: 3
-  # keep_best: max macro_f1        # also keep the best of the validations
+  # keep_best: {best}        # also keep the best of the validations
 """
 
 _IMAGES = Starter(
@@ -220,4 +260,45 @@ class Mine(CausalLM):
 ''',
 )
 
-STARTERS: Mapping[str, Starter] = {"text": _TEXT, "lm": _LM, "images": _IMAGES}
+_SFT = Starter(
+    data=(
+        "python trial.py        # a tiny model in base/, and chats.jsonl",
+        "elastic-train data import jsonl chats chats.jsonl --tokenizer base --max-tokens 256",
+        "elastic-train data pack data chats --length 256",
+    ),
+    own_data=(
+        "cp YOUR_CHATS.jsonl chats.jsonl",
+        "elastic-train data import jsonl chats chats.jsonl --tokenizer MODEL --max-tokens 1024",
+        "elastic-train data pack data chats --length 1024",
+    ),
+    trial={"trial.py": TRIAL},
+    path="elastic_train.tasks.causal_lm:CausalLM        # or task:Mine, a class in task.py that derives from it",
+    params="""\
+    max_tokens: 256        # of a row: as many as `elastic-train data pack --length` gave it
+    hf: {path: base}        # the folder of the model to be fine-tuned
+    lora: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear}
+""",
+    own_params="""\
+    max_tokens: 1024        # of a row: as many as `elastic-train data pack --length` gave it
+    hf: {path: MODEL}        # dtype: bfloat16 halves the memory of the weights that are not trained
+    lora: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear}        # without it, all weights train
+""",
+    more_data="  too_long: truncate        # rows of more tokens are cut, and counted; fail refuses them\n",
+    batch="""\
+  global_batch: 8        # packed rows of a step, on however many ranks
+  micro_batch: 2        # rows of a lane: at most global_batch / micro_batch ranks can train
+""",
+    rest="""\
+optimizer: {lr: 5.0e-3, weight_decay: 0, warmup_steps: 10, schedule: cosine}        # 2.0e-4 for a trained model
+validation: {every_steps: 50}
+epochs: 5
+""",
+    own_rest="""\
+optimizer: {lr: 2.0e-4, weight_decay: 0, warmup_steps: 10, schedule: cosine}        # 1.0e-5 to train all weights
+validation: {every_steps: 50}
+epochs: 3
+""",
+    best="min loss",
+)
+
+STARTERS: Mapping[str, Starter] = {"text": _TEXT, "lm": _LM, "images": _IMAGES, "sft": _SFT}

@@ -8,27 +8,33 @@ import torch
 
 from elastic_train.errors import ConfigError
 from elastic_train.inference.opening import Trained
-from elastic_train.tasks.task import Generating, Sampling
+from elastic_train.tasks.task import Chatting, Generating, Sampling
 
 
-def complete(trained: Trained, prompt: str | Sequence[int], sampling: Sampling) -> tuple[list[int], str | None]:
+def complete(
+    trained: Trained, prompt: str | Sequence[int], sampling: Sampling, *, is_chat: bool = False
+) -> tuple[list[int], str | None]:
     """Return the token ids that follow on a prompt, and their text; None if only ids were given and are known.
 
-    Raises ConfigError if the task generates nothing, or has no tokenizer for a text.
+    With `is_chat` the prompt is a user's message, and the answer follows. Raises ConfigError if the task generates
+    nothing, or has no tokenizer for a text, or none with a template of chats.
     """
     task, model = trained.plan.task, trained.model.eval()
     if not isinstance(task, Generating):
         raise ConfigError(f"task.path: '{trained.plan.config.task.path}' does not generate: it is no language model")
     tokenizer = task.tokenizer()
-    if tokenizer is None and isinstance(prompt, str):
+    if not isinstance(prompt, str):
+        ids = list(prompt)
+    elif tokenizer is None:
         raise ConfigError(
             f"{trained.plan.manifest.url}: has no tokenizer, and neither has the model: give token ids, --ids 5,6,7"
         )
-    if isinstance(prompt, str):
-        assert tokenizer is not None, "it was looked for"
+    elif not is_chat:
         ids = tokenizer.encode(prompt)
+    elif isinstance(tokenizer, Chatting):
+        ids = tokenizer.encode_chat(prompt)
     else:
-        ids = list(prompt)
+        raise ConfigError("--chat needs the tokenizer of a model's folder, and a chat template: leave --chat out")
     torch.manual_seed(sampling.seed)
     with torch.no_grad():
         found = task.continue_ids(model, ids, sampling)

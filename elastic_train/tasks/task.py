@@ -258,6 +258,14 @@ class Tokenizer(Protocol):
         """Return the text of ids."""
 
 
+@runtime_checkable
+class Chatting(Tokenizer, Protocol):
+    """A tokenizer with a template of chats."""
+
+    def encode_chat(self, message: str) -> list[int]:
+        """Return the ids of a user's message, up to where the assistant's answer begins."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen: the likeliest at temperature 0, else one of the `top_k` likeliest (0: of all), drawn by
@@ -324,6 +332,7 @@ def load_task(config: TaskConfig) -> Task:
 __all__ = [
     "OWN_VALUES",
     "Batch",
+    "Chatting",
     "Counting",
     "Deferring",
     "Exporting",

@@ -32,9 +32,15 @@ _FILES = (
 
 @dataclass(frozen=True, slots=True)
 class FolderTokenizer:
-    """A tokenizer of transformers, with the special tokens that it puts before a text."""
+    """A tokenizer of transformers, with the special tokens that it puts before a text, and its template of chats."""
 
     tokenizer: Any
+
+    def encode_chat(self, message: str) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise ConfigError("neither the model's tokenizer nor the data has a chat template: leave --chat out")
+        messages = [{"role": "user", "content": message}]
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text)["input_ids"])
@@ -62,9 +68,12 @@ def tokenizer_of(folder: Path | None, manifest: Manifest) -> Tokenizer | None:
         with needed_for("a tokenizer of transformers"):
             from transformers import AutoTokenizer
         try:
-            return FolderTokenizer(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+            found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder}: its tokenizer cannot be read: {error}") from error
+        if manifest.tokenizer is not None and (template := _read(manifest, CHAT_TEMPLATE)) is not None:
+            found.chat_template = template.decode()
+        return FolderTokenizer(found)
     if manifest.tokenizer is None:
         return None
     with needed_for("a dataset's tokenizer"):

@@ -104,14 +104,36 @@ def test_a_language_model_starts_from_documents_that_are_packed(tmp_path: Path) 
     assert (tmp_path / "made" / "runs" / "first" / "result.json").exists()
 
 
-@pytest.mark.parametrize("kind", ["text", "lm", "images"])
+def test_a_fine_tuning_names_the_users_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands and the configuration have its whole path; with data of one's own there is nothing to make."""
+    model = tmp_path / "my model"
+    model.mkdir()
+    done = call(capsys, "sft", tmp_path / "made", "--model", model)
+    assert (done.code, f"--model {model}: is not the folder of a model of transformers" in done.output) == (2, True)
+    (model / "config.json").write_text("{}")
+    lines = call(capsys, "sft", tmp_path / "made", "--model", model).output.splitlines()
+    assert f"elastic-train data import jsonl chats chats.jsonl --tokenizer '{model}' --max-tokens 1024" in lines
+    assert lines[-1] == "elastic-train train config.yaml" and [*(tmp_path / "made").iterdir()] == [
+        tmp_path / "made" / "config.yaml"
+    ]
+    write_rows(tmp_path / "rows" / "train", 60)
+    assert call(capsys, "sft", tmp_path / "own", "--data", tmp_path / "rows").code == 2
+    done = call(capsys, "sft", tmp_path / "own", "--data", tmp_path / "rows", "--model", model)
+    assert done.output.splitlines() == [f"cd {tmp_path / 'own'}", "elastic-train train config.yaml"]
+    found = load_config(tmp_path / "own" / "config.yaml")
+    assert (found.task.params["hf"], found.optimizer.lr) == ({"path": str(model)}, 2e-4)
+    done = call(capsys, "lm", tmp_path / "lm", "--model", model)
+    assert (done.code, "--model is for init sft; init lm trains a model of its own" in done.output) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["text", "lm", "images", "sft"])
 def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     assert call(capsys, kind, tmp_path / "made").code == 0
     Config.model_validate(yaml.safe_load((tmp_path / "made" / "config.yaml").read_text()))
-    (tmp_path / "made" / "task.py").write_text("mine")
+    (tmp_path / "made" / "config.yaml").write_text("mine")
     done = call(capsys, kind, tmp_path / "made")
     assert (done.code, "config.yaml, " in done.output, "already there" in done.output) == (2, True, True)
-    assert (tmp_path / "made" / "task.py").read_text() == "mine"
+    assert (tmp_path / "made" / "config.yaml").read_text() == "mine"
 
 
 def test_what_cannot_be_begun_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,9 @@ def follow(text: str, folder: Path) -> list[str]:
     for line in code_of(text):
         if line.startswith("cd "):
             folder /= line.removeprefix("cd ")
+        elif line.startswith("python "):
+            made = run_source((folder / line.split()[1]).read_text(), cwd=folder)
+            assert made.returncode == 0, made.stderr
         elif re.match(r"(PYTHONPATH=\. )?elastic-train \w", line) and " launch " not in line:
             typed(line, folder)
             done.append(line.removeprefix("PYTHONPATH=. ").split()[1])
@@ -50,3 +53,15 @@ def test_a_csv_becomes_a_classifier(tmp_path: Path) -> None:
     ended = json.loads((tmp_path / "functions" / "runs" / "first" / "result.json").read_text())
     assert ended["metrics"]["macro_f1"] > 0.8
     assert (tmp_path / "functions" / "functions.safetensors").stat().st_size > 100_000
+
+
+def test_chats_become_a_lora(tmp_path: Path) -> None:
+    """The answers are learned in part, and the export is what peft and a chat need."""
+    pytest.importorskip("peft")
+    commands = follow(section("From chats to a LoRA"), tmp_path)
+    assert commands == ["init", "data", "data", "train", "generate", "export"]
+    run = tmp_path / "tuned" / "runs" / "first"
+    assert json.loads((run / "result.json").read_text())["metrics"]["token_accuracy"] > 0.3
+    assert {"adapter_model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
+        path.name for path in (run / "hf-60").iterdir()
+    }
