@@ -13,11 +13,12 @@ groups after the other. What an operation is to fill holds NaN until it is done,
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
+from torch.utils._python_dispatch import _disable_current_modes as unseen  # a network's copies are no operations
 
 from elastic_train.parallel.devices.device import Device
 from elastic_train.parallel.devices.device_group import DeviceGroup, OnDevice
@@ -69,10 +71,16 @@ def die() -> None:
     raise Died
 
 
-def rank_here() -> int:
-    """Return the rank that calls this."""
-    rank: int = _machine.rank
+def rank_here() -> int | None:
+    """Return the rank that calls this; None on another thread."""
+    rank: int | None = getattr(_machine, "rank", None)
     return rank
+
+
+def let_others_run() -> None:
+    """Let every other rank run that can; outside of a machine there are none."""
+    if (here := getattr(_machine, "here", None)) is not None:
+        here.yield_turn()
 
 
 def when_all_have_ended(close: Callable[[], None]) -> None:
@@ -93,8 +101,17 @@ def group_of(name: str, rank: int, size: int) -> MemoryGroup:
 class Machine:
     """The threads, and what they have posted."""
 
-    def __init__(self, size: int, lose: tuple[int, int] | None = None, *, on_devices: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        lose: tuple[int, int] | None = None,
+        *,
+        on_devices: bool = False,
+        environments: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        """`environments` are what each rank finds in `os.environ`, besides what all do."""
         self.size, self._lose, self.on_devices = size, lose, on_devices
+        self._environments = environments
         self.changed = threading.Condition(threading.RLock())
         self.hubs: dict[str, Hub] = {}
         self.num_exchanges = [0] * size
@@ -111,7 +128,7 @@ class Machine:
         results: list[T | None] = [None] * self.size
 
         def live(rank: int) -> None:
-            self._turn[rank].acquire()
+            self._await_turn(rank)
             _machine.here, _machine.rank = self, rank
             torch.manual_seed(0)
             try:
@@ -159,10 +176,26 @@ class Machine:
         with _own_generators():
             self._waits[rank] = why, can_go
             self._pass_on(rank)
-            self._turn[rank].acquire()
+            self._await_turn(rank)
             self._waits[rank] = None
         if self._failed is not None:
             raise DeadlockError(str(self._failed)) from self._failed
+
+    def yield_turn(self) -> None:
+        """Let every other rank run that can."""
+        has_yielded = False
+
+        def can_go() -> bool:
+            nonlocal has_yielded
+            was, has_yielded = has_yielded, True
+            return was
+
+        self.wait("others to run", can_go)
+
+    def _await_turn(self, rank: int) -> None:
+        self._turn[rank].acquire()
+        if self._environments:
+            os.environ.update(self._environments[rank])
 
     def _pass_on(self, rank: int) -> None:
         """Let the next rank run that can."""
@@ -224,6 +257,7 @@ class Hub:
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
+        self.store = dist.HashStore()
         self.members: dict[int, int] = {}
         """By rank of the group, the rank of the machine."""
         self.gone: set[int] = set()
@@ -247,7 +281,8 @@ class Hub:
                 f"{self.name}: rank {source} sends {tuple(sent.tensor.shape)} of {sent.tensor.dtype} to rank {to}, "
                 f"which expects {tuple(wanted.tensor.shape)} of {wanted.tensor.dtype}"
             )
-            wanted.tensor.detach().view(-1).copy_(sent.tensor.detach().reshape(-1))
+            with unseen():
+                wanted.tensor.detach().view(-1).copy_(sent.tensor.detach().reshape(-1))
             sent.is_done = wanted.is_done = True
 
 
@@ -321,14 +356,16 @@ class MemoryBackend:
         with self.machine.changed:
             one = hub.collectives.setdefault(number, Collective(kind))
             assert one.kind == kind, f"{hub.name}: rank {self.rank} begins {kind} where others begin {one.kind}"
-            one.given[self.rank] = tensor.detach().clone()
+            with unseen():
+                one.given[self.rank] = tensor.detach().clone()
             self.machine.changed.notify_all()
         is_finished = False
 
         def is_done() -> bool:
             nonlocal is_finished
             if not is_finished and len(one.given) == hub.size:
-                finish(one.given)
+                with unseen():
+                    finish(one.given)
                 is_finished = True
             return is_finished
 
@@ -351,8 +388,9 @@ class Asked:
         self.device, self._kind, self._start, self._copies = device, kind, start, copies
         self.is_done, self._is_broken = False, False
         self._works: list[MemoryWork] | None = None
-        for place, _ in copies:
-            place.detach().fill_(torch.nan)
+        with unseen():
+            for place, _ in copies:
+                place.detach().fill_(torch.nan)
         device.queue.append(self)
 
     def wait(self) -> None:
@@ -380,8 +418,9 @@ class Asked:
                 self._is_broken = True
         if self._works is None or not all(work.is_done() for work in self._works):
             return False
-        for place, value in self._copies:
-            place.detach().copy_(value)
+        with unseen():
+            for place, value in self._copies:
+                place.detach().copy_(value)
         self.is_done = True
         return True
 
@@ -413,8 +452,9 @@ class MemoryDevice:
     ) -> OnDevice:
         """Begin one operation of them all; as on NCCL, messages have no tags."""
         self._count()
-        given = [(rank, tensor.detach().clone()) for rank, tensor in sends]
-        taken = [(rank, torch.empty_like(place), place) for rank, place in receives]
+        with unseen():
+            given = [(rank, tensor.detach().clone()) for rank, tensor in sends]
+            taken = [(rank, torch.empty_like(place), place) for rank, place in receives]
 
         def start() -> list[MemoryWork]:
             arriving = [self.backend.recv([memory], rank, 0) for rank, memory, _ in taken]
@@ -423,15 +463,18 @@ class MemoryDevice:
         return OnDevice(Asked(self, "an exchange of devices", start, [(place, memory) for _, memory, place in taken]))
 
     def allreduce(self, tensors: list[Tensor]) -> Asked:
-        inside = tensors[0].detach().clone()
+        with unseen():
+            inside = tensors[0].detach().clone()
         return Asked(self, "all_reduce", lambda: [self.backend.allreduce([inside])], [(tensors[0], inside)])
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> Asked:
-        inside = tensors[0].detach().clone()
+        with unseen():
+            inside = tensors[0].detach().clone()
         return Asked(self, "broadcast", lambda: [self.backend.broadcast([inside], options)], [(tensors[0], inside)])
 
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor]) -> Asked:
-        mine, inside = tensors[0].detach().clone(), [torch.empty_like(place) for place in gathered[0]]
+        with unseen():
+            mine, inside = tensors[0].detach().clone(), [torch.empty_like(place) for place in gathered[0]]
         copies = list(zip(gathered[0], inside, strict=True))
         return Asked(self, "all_gather", lambda: [self.backend.allgather([inside], [mine])], copies)
 
@@ -468,11 +511,22 @@ class MemoryGroup(Group):
         if device is not None:
             self._device = MemoryDevice(self, self._memory, f"devices of {name}")  # type: ignore[assignment]
 
+    @property
+    def store(self) -> Store | None:
+        """Where the ranks can leave words: of a group of several, a store that has its name."""
+        return None if self.size == 1 else self._memory.hub.store
+
     def part(self, name: str, ranks: Any) -> MemoryGroup:
         place = ranks.index(self.rank)
         made = MemoryGroup(place, len(ranks), f"{self._store}/{name}", self._timeout_s, self._of)  # type: ignore[arg-type]
         self._parts.append(made)
         return made
+
+    def check(self, waited_s: float) -> None:
+        """Let others run: whoever asks waits for peers outside of an exchange."""
+        super().check(waited_s)
+        if self.size > 1:
+            self._memory.machine.yield_turn()
 
     def join(self) -> None:
         for call in self._expected:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import start
 from tests.elastic_train.training.jobs import CLASSIFIER, config, succeed
+from tests.memory_job import start
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ from elastic_train.checkpoint import open_store, read_state
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.inference.opening import open_trained
 from elastic_train.tasks.decoder.shape import DecoderShape
-from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, history, losses, result, succeed
+from tests.memory_job import start
 from tests.rounding import assert_same_but_for_rounding, num_terms
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cells")]  # one run to compare with

@@ -14,12 +14,13 @@ from torch import Tensor
 from elastic_train.checkpoint import open_store, read_state
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.checkpoint.format.layout import leaves_by_path
-from tests.conftest import start, write_rows
+from tests.conftest import write_rows
 from tests.elastic_train.data.loading.test_batch_builder import damage
 from tests.elastic_train.training.jobs import average_of, config, history, losses, result, succeed
 from tests.elastic_train.training.whole_runs import test_cells, test_pipeline
 from tests.elastic_train.training.whole_runs.test_cells import TENSOR, TERMS, newest_weights, one_cell
 from tests.elastic_train.training.whole_runs.test_pipeline import one_process, stages
+from tests.memory_job import start
 from tests.rounding import assert_same_but_for_rounding
 
 __all__ = ["one_cell", "one_process"]  # fixtures

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from elastic_train.tasks.decoder.shape import DecoderShape
-from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, losses, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, MODEL, TERMS, newest_weights
 from tests.elastic_train.training.whole_runs.test_cells_in_shards import (
@@ -20,6 +19,7 @@ from tests.elastic_train.training.whole_runs.test_cells_in_shards import (
     assert_stock_reader_finds_all,
     bytes_of,
 )
+from tests.memory_job import start
 from tests.rounding import assert_same_but_for_rounding, num_terms
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("context")]  # one run to compare with

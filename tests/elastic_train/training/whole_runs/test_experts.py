@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from elastic_train.tasks.decoder.shape import DecoderShape
-from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, history, losses, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, newest_weights
+from tests.memory_job import start
 from tests.rounding import assert_same_but_for_rounding, num_terms
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("experts")]  # one run to compare with

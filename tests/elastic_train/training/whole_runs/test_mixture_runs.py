@@ -9,10 +9,11 @@ import pytest
 
 import elastic_train as et
 from elastic_train.checkpoint.audit.coverage_proof import audit
-from elastic_train.system.failpoints import VARIABLE, arm
 from elastic_train.tracking.metric_log import final_metrics
-from tests.conftest import start, write_rows
+from tests.conftest import start as start_processes
+from tests.conftest import write_rows
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, WITNESS, config, history, result, succeed
+from tests.memory_job import AT_SECOND_COMMIT, start
 
 pytestmark = pytest.mark.slow
 
@@ -73,12 +74,9 @@ def test_another_world_gives_the_same_bits(tmp_path: Path, rows: Path, few: Path
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, rows: Path, few: Path, alone: Path
 ) -> None:
-    """Killed at its second commit; four ranks resume from the first, with the sums of sources, none of them over."""
-    points = tmp_path / "points"
-    points.mkdir()
-    arm(points, "record", "kill", nth=2)
+    """Lost at its second commit; four ranks resume from the first, with the sums of sources, none of them over."""
     path = mixed(tmp_path, rows, few, CLASSIFIER)
-    assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
+    assert start([path], num_ranks=2, lose=AT_SECOND_COMMIT).code != 0
     done = succeed(start([path], num_ranks=4))
     assert "Resuming from step" in done.output
     keys = ("weights_sha256", "metrics", "coverage", "sources")
@@ -112,7 +110,7 @@ def test_a_sample_that_is_repeated_ends_training_where_its_source_is_passed(
     """By the source's name, and no commit has the step."""
     task = {"path": "tests.tasks:Miscounts", "params": {**PARAMS, "how": "repeat"}}
     path = mixed(tmp_path, rows, few, {**CLASSIFIER, "task": task}, checkpoint={"every_steps": 1})
-    done = start([path])
+    done = start_processes([path])
     assert done.code == 65, done.output
     assert "the samples of source 'few' were not applied once in each of its 1 epochs" in done.output
     head = et.discover(et.open_store(str(tmp_path / "run"))).head

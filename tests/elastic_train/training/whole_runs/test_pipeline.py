@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.cli.main import main
-from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, history, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import newest_weights
+from tests.memory_job import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]  # one run to compare with
 

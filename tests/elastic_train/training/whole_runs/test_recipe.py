@@ -13,8 +13,9 @@ from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.errors import ConfigError
 from elastic_train.inference.evaluating import evaluate_trained
 from elastic_train.inference.opening import open_trained
-from tests.conftest import start
+from tests.conftest import start as start_processes
 from tests.elastic_train.training.jobs import CLASSIFIER, average_of, config, failing, history, result, succeed
+from tests.memory_job import start
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +58,7 @@ def test_training_ends_when_validations_do_not_improve_and_says_so(stopped: Path
 def test_a_fault_in_a_validation_and_another_world_change_nothing(tmp_path: Path, rows: Path, stopped: Path) -> None:
     """Failed in the last validation on two ranks, continued by three from a commit between two validations."""
     path = config(tmp_path, rows, {**failing(tmp_path, after=42), **RECIPE})
-    assert "planted failure" in start([path], num_ranks=2).output
+    assert "planted failure" in start_processes([path], num_ranks=2).output
     assert len(history(tmp_path, "validate")) == 6, "the third validation has begun on both ranks"
     done = succeed(start([path], num_ranks=3))
     assert "Resuming from step 7 (commits/00000001-000000000007.json" in done.output

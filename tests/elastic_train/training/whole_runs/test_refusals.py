@@ -10,8 +10,9 @@ import pytest
 
 from elastic_train.training.run import run
 from rendezvous.etcd.server import free_ports
-from tests.conftest import run_ranks, start, write_rows
+from tests.conftest import run_ranks, write_rows
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config, succeed
+from tests.memory_job import start
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, config, history, losses, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE, MODEL, TENSOR, TERMS, newest_weights
+from tests.memory_job import start
 from tests.rounding import assert_same_but_for_rounding
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sequence")]  # one run to compare with

@@ -15,8 +15,9 @@ import torch.distributed.checkpoint as dcp
 
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.checkpoint.format.weights_digest import join_digests, tensor_digest
-from tests.conftest import ROOT, run_source, start, start_cold
+from tests.conftest import ROOT, run_source, start_cold
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, WITNESS, config, history, result, succeed
+from tests.memory_job import start
 
 pytestmark = pytest.mark.slow
 

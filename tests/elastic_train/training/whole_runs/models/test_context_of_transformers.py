@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import standby_with, start
 from tests.elastic_train.training.jobs import average_of, losses, result, succeed
 from tests.elastic_train.training.whole_runs.models.test_stages_of_transformers import QWEN3, job
 from tests.elastic_train.training.whole_runs.test_cells import TERMS, newest_weights
 from tests.elastic_train.training.whole_runs.test_pipeline import stages
+from tests.memory_job import start
 from tests.rounding import assert_same_but_for_rounding
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]  # one process imports transformers
@@ -22,10 +22,8 @@ CONTEXT, TENSOR = ["--parallel.context", "2"], ["--parallel.tensor", "2"]
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> Any:
-    """Have trainers forked from a process that has imported transformers."""
-    found = pytest.importorskip("transformers")
-    standby_with("tests.preload_transformers")
-    return found
+    """Skip where transformers is not installed."""
+    return pytest.importorskip("transformers")
 
 
 def test_rows_of_transformers_have_one_hash_in_cells_and_in_stages(tmp_path: Path, few_rows: Path) -> None:

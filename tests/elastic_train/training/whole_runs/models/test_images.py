@@ -15,13 +15,13 @@ from PIL import Image
 
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.data.tables.digits import import_digits
-from elastic_train.system.failpoints import VARIABLE, arm
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tasks.image_classifier import ImageClassifier
 from elastic_train.training.opening import inspection
 from elastic_train.training.session import Inspected
-from tests.conftest import PATIENCE_S, start
+from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.jobs import config, history, result, succeed
+from tests.memory_job import AT_SECOND_COMMIT, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("images")]  # one run to compare with
 
@@ -74,12 +74,9 @@ def test_any_world_gives_the_same_bits(
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, digits: Path, alone: dict[str, object]
 ) -> None:
-    """Killed at its second commit, and resumed from the first by another number of ranks."""
-    points = tmp_path / "points"
-    points.mkdir()
-    arm(points, "record", "kill", nth=2)
+    """Lost at its second commit, and resumed from the first by another number of ranks."""
     path = config(tmp_path, digits, IMAGES)
-    assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
+    assert start([path], num_ranks=2, lose=AT_SECOND_COMMIT).code != 0
     done = succeed(start([path], num_ranks=3))
     assert "Resuming from step" in done.output
     assert result(tmp_path)["weights_sha256"] == alone["weights_sha256"]

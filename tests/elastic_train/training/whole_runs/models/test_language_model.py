@@ -11,8 +11,10 @@ from elastic_train.config.sources import load_config
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import make_plan
 from elastic_train.system.failpoints import VARIABLE, arm
-from tests.conftest import ROOT, start
+from tests.conftest import ROOT
+from tests.conftest import start as start_processes
 from tests.elastic_train.training.jobs import config, result, succeed
+from tests.memory_job import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("language model")]  # one run to compare with
 
@@ -74,7 +76,7 @@ def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
     points.mkdir()
     arm(points, "record", "kill", nth=2)
     path = config(tmp_path / "killed", few_rows, job)
-    assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
+    assert start_processes([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path], num_ranks=3))
     assert "Resuming from step" in done.output and "2 blocks compiled before training" in done.output
     worlds: list[tuple[int | None, list[str]]] = [
@@ -97,7 +99,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     points.mkdir()
     arm(points, "record", "kill", nth=2)
     path = config(tmp_path, few_rows, LANGUAGE)
-    assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
+    assert start_processes([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path], num_ranks=3))
     assert "Resuming from step" in done.output
     assert result(tmp_path)["weights_sha256"] == alone["weights_sha256"]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.reader import read_record, read_state
-from tests.conftest import start
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config, result, succeed
+from tests.memory_job import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parameter groups")]  # one run to compare with
 

@@ -22,11 +22,10 @@ from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
-from elastic_train.system.failpoints import VARIABLE, arm
 from elastic_train.tasks.causal_lm import CausalLM
-from tests.conftest import standby_with, start
 from tests.elastic_train.tasks.language_rows import BERT, LLAMA
 from tests.elastic_train.training.jobs import config, result, succeed
+from tests.memory_job import AT_SECOND_COMMIT, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]  # one process imports transformers
 
@@ -40,10 +39,8 @@ JOB: dict[str, object] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> object:
-    """Have trainers forked from a process that has imported transformers."""
-    found = pytest.importorskip("transformers")
-    standby_with("tests.preload_transformers")
-    return found
+    """Skip where transformers is not installed."""
+    return pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +119,9 @@ def test_ranks_share_layers_with_adapters_or_their_tokens(
 def test_a_killed_run_of_adapters_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, rows: Path, base: Path, alone: Path, shards: str
 ) -> None:
-    """Killed at its second commit, and resumed from the first, of the adapters alone, by another number of ranks."""
-    points = tmp_path / "points"
-    points.mkdir()
-    arm(points, "record", "kill", nth=2)
+    """Lost at its second commit, and resumed from the first, of the adapters alone, by another number of ranks."""
     path = adapted(tmp_path, rows, base)
-    assert start([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
+    assert start([path], num_ranks=2, lose=AT_SECOND_COMMIT).code != 0
     done = succeed(start([path, "--parallel.shards", shards], num_ranks=4))
     assert "Resuming from step" in done.output
     assert result(tmp_path)["weights_sha256"] == result(alone)["weights_sha256"]
@@ -246,10 +240,7 @@ def trained_in_three_worlds(folder: Path, rows: Path, task: dict[str, object]) -
     succeed(start([config(folder / "alone", rows, short, task=task)]))
     path, how = config(folder / "many", rows, short, task=task), ["--parallel.shards", "gradients"]
     how += ["--parallel.recompute", "units"]
-    arm_at = folder / "points"
-    arm_at.mkdir()
-    arm(arm_at, "record", "kill", nth=2)
-    assert start([path, *how], num_ranks=2, environ={VARIABLE: str(arm_at)}).code != 0
+    assert start([path, *how], num_ranks=2, lose=AT_SECOND_COMMIT).code != 0
     assert "Resuming from step" in succeed(start([path], num_ranks=3)).output
     assert result(folder / "many")["weights_sha256"] == result(folder / "alone")["weights_sha256"]
     return folder / "many"

@@ -10,11 +10,11 @@ import torch
 
 from elastic_train.cli.main import main
 from elastic_train.inference.exporting import export_folder
-from tests.conftest import standby_with, start
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA
 from tests.elastic_train.training.jobs import average_of, config, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import newest_weights
 from tests.elastic_train.training.whole_runs.test_pipeline import LANGUAGE, files_of, stages
+from tests.memory_job import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]  # one process imports transformers
 
@@ -25,10 +25,8 @@ QWEN3 = {**LLAMA, **SIZES, **UNTIED, "model_type": "qwen3", "num_key_value_heads
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> Any:
-    """Have trainers forked from a process that has imported transformers."""
-    found = pytest.importorskip("transformers")
-    standby_with("tests.preload_transformers")
-    return found
+    """Skip where transformers is not installed."""
+    return pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,178 @@
+"""Whole jobs in memory: the product's own command for each rank, as threads of one process of which one runs at a time.
+
+`start` takes what `tests.conftest.start` takes and returns what that returns. All of the product runs, from the
+configuration to the result: data, steps, sums, commits to a real folder, restores, validations. What is replaced is
+what a process has alone: its environment (of the rank that runs), signals, the watchdog, and gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from elastic_train.checkpoint.saving import background_saves
+from elastic_train.config.schema import Config
+from elastic_train.job.optimizers.choice import OptimizerChoice
+from elastic_train.parallel.group import Group
+from elastic_train.system import failpoints
+from elastic_train.system.preemption import LeaveRequest
+from elastic_train.system.watchdog import Watchdog
+from elastic_train.training import loop, supervisor
+from elastic_train.training import run as product
+from elastic_train.world import agreement, forming
+from tests.conftest import Finished, environ_of
+from tests.memory_world import Machine, die, group_of, let_others_run, rank_here, when_all_have_ended
+
+LOOK_EVERY_S = 1e-3
+"""How long a rank that waits for its save waits before it lets others run."""
+
+
+class Loss(NamedTuple):
+    """A rank that is lost once it has completed `nth` exchanges, or when it comes to a failpoint for the `nth` time."""
+
+    rank: int
+    nth: int
+    point: str | None = None
+
+
+AT_SECOND_COMMIT = Loss(0, 2, "commit")
+"""When the first commit exists."""
+
+
+def start(
+    arguments: list[str],
+    *,
+    num_ranks: int | None = None,
+    environ: Mapping[str, str] | None = None,
+    lose: Loss | None = None,
+    on_devices: bool = False,
+) -> Finished:
+    """Run `python -m elastic_train ...` by itself, or as `num_ranks` ranks, in this process.
+
+    `on_devices` gives ranks stand-ins for devices, as `tests.memory_world` has them.
+    """
+    path, *overrides = arguments
+    exchange = (lose.rank, lose.nth) if lose is not None and lose.point is None else None
+    with _installed(lose) as output:
+        environments = [{**place, **(environ or {})} for place in _places(num_ranks)]
+        machine = Machine(num_ranks or 1, exchange, on_devices=on_devices, environments=environments)
+        codes = machine.run(lambda rank: product.run(Path(path), overrides))
+    found = tuple(-9 if code is None else code for code in codes)
+    return Finished(next((code for code in found if code), 0), output.getvalue(), found)
+
+
+def _places(num_ranks: int | None) -> list[dict[str, str]]:
+    if num_ranks is None:
+        return [{}]
+    return [{"WORLD_SIZE": str(num_ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+class _Time(types.SimpleNamespace):
+    """What modules ask of the time that wait for peers without an exchange."""
+
+    monotonic, perf_counter = staticmethod(time.monotonic), staticmethod(time.perf_counter)
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        let_others_run()
+
+
+class _NoSignals(LeaveRequest):
+    """A request that nobody makes: signals are the main thread's, and the tests' own."""
+
+    def __init__(self) -> None:
+        with mock.patch("elastic_train.system.preemption.requests", tuple):
+            super().__init__()
+
+
+class _Unwatched(Watchdog):
+    """A watchdog without a thread: a rank that waits for nothing is found to hang by the machine, or by pytest."""
+
+    def _start(self) -> None:
+        """Nobody looks."""
+
+
+def _supervise(config: Config, leave: LeaveRequest, started_at: float, how_far: supervisor.HowFar) -> supervisor.Ended:
+    """Supervise a rank, whose threads and hooks of autograd end with the job, as those of a process would."""
+    try:
+        return supervisor.supervise(config, leave, started_at, how_far)
+    finally:
+        if (state := how_far.state) is not None:
+            when_all_have_ended(state.shards._close_sums)
+
+
+def _losing(lose: Loss | None) -> Callable[[Path, str], None]:
+    """Return what is done where a rank comes to a failpoint."""
+    seen = list[str]()
+
+    def come(_: Path, point: str) -> None:
+        if lose is not None and lose.point == point and rank_here() == lose.rank:
+            seen.append(point)
+            if len(seen) == lose.nth:
+                die()
+
+    return come
+
+
+def _once(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a check that passes at once what it has passed before: all ranks check the same."""
+    passed = set[tuple[object, ...]]()
+
+    def checked(owner: object, *arguments: Hashable, **options: Hashable) -> None:
+        key = arguments, tuple(options.items())
+        if key not in passed:
+            function(owner, *arguments, **options)
+            passed.add(key)
+
+    return checked
+
+
+def _connect(prefix: str, timeout_s: float, *_: object) -> Group:
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    return group_of(prefix, rank, size)
+
+
+@contextlib.contextmanager
+def _installed(lose: Loss | None) -> Iterator[io.StringIO]:
+    """Let the product run in this process; give back what it has changed for all of it. Yields what it says."""
+    output = io.StringIO()
+    handler = logging.StreamHandler(output)
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    switches = torch.get_deterministic_debug_mode(), torch.get_num_threads(), fills
+    turn_s = sys.getswitchinterval()
+    with contextlib.ExitStack() as undo:
+        for owner, name, stand_in in (
+            (failpoints, "_folder", Path("in memory")),
+            (failpoints, "_look", _losing(lose)),
+            (product, "_begin", _NoSignals),
+            (product, "supervise", _supervise),
+            (product, "_is_launched", lambda: False),
+            (supervisor, "Watchdog", _Unwatched),
+            (forming, "connect", _connect),
+            (OptimizerChoice, "rehearse", _once(OptimizerChoice.rehearse)),
+            *((module, "time", _Time) for module in (agreement, loop)),
+            (background_saves, "LOOK_EVERY_S", LOOK_EVERY_S),
+        ):
+            undo.enter_context(mock.patch.object(owner, name, stand_in))
+        undo.enter_context(mock.patch.dict(os.environ, environ_of(), clear=True))
+        undo.enter_context(contextlib.redirect_stdout(output))
+        undo.enter_context(contextlib.redirect_stderr(output))
+        logging.root.addHandler(handler)
+        undo.callback(logging.root.removeHandler, handler)
+        sys.setswitchinterval(product.TURN_S)
+        undo.callback(sys.setswitchinterval, turn_s)
+        yield output
+    torch.set_deterministic_debug_mode(switches[0])
+    torch.set_num_threads(switches[1])
+    torch.utils.deterministic.fill_uninitialized_memory = switches[2]
