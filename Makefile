@@ -14,7 +14,7 @@ WAITING := -n $(shell echo $$(( $(CORES) * 3 ))) --maxprocesses 8 --dist loadgro
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
-.PHONY: setup demo test test-fast test-long test-deploy test-deploy-quick skypilot gpu sim soak check docs release image format bench clean
+.PHONY: setup demo test hunts test-fast test-long test-deploy test-deploy-quick skypilot gpu sim soak check docs release image format bench clean
 
 setup: .venv/.installed
 
@@ -39,14 +39,19 @@ demo: setup
 test: setup
 	@echo "test: the whole suite, with real etcd, torchrun, signals, S3 and MLflow, in two passes"
 	@echo "test: pass 1 of 2, on every core"
-	@$(PYTEST) $(OVERLAPPING) -m "not long and not deploy and not alone"; code=$$?; \
+	@$(PYTEST) $(OVERLAPPING) -m "not long and not deploy and not alone and not hunt"; code=$$?; \
 	echo "test: pass 2 of 2, one at a time: what measures time and needs a quiet machine"; \
-	$(PYTEST) -m "alone and not long and not deploy" $(ALONE) && exit $$code
+	$(PYTEST) -m "alone and not long and not deploy and not hunt" $(ALONE) && exit $$code
+
+# What is proven in memory, or of one case in several, each time, and of all of them here.
+hunts: setup
+	@echo "hunts: planted bugs, combinations at more exchanges, and by processes"
+	@$(PYTEST) $(OVERLAPPING) -m "hunt and not long"
 
 test-fast: setup
 	@echo "test-fast: what starts no processes and takes no time, and beside it fifty jobs in virtual time"
 	@simulated=$$(mktemp); $(RUN) -m chaos.cli sim --seeds 50 --json > $$simulated & simulation=$$!; \
-	$(PYTEST) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not alone and not slow"; code=$$?; \
+	$(PYTEST) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not alone and not hunt and not slow"; code=$$?; \
 	wait $$simulation || code=1; cat $$simulated; rm -f $$simulated; exit $$code
 
 test-long: test

@@ -46,6 +46,7 @@ SEEDS = range(50)
 KEPT = sorted(cases.FOLDER.glob("*.yaml"))
 
 
+@pytest.mark.hunt
 def test_the_healthy_product_breaks_no_invariant() -> None:
     """Fifty sets of random faults break no invariant; together they hit most kinds and places."""
     hit, digests = set(), set()
@@ -81,6 +82,7 @@ def test_a_fault_left_out_is_another_history() -> None:
     assert all(finding.truth == "true" for finding in faulted.findings), faulted.findings
 
 
+@pytest.mark.hunt
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
     """Each bug is found within a bounded number of seeds; without it the same faults break nothing."""
