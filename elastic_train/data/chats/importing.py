@@ -6,10 +6,12 @@ is left out and listed.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from elastic_train.data.chats.layouts import KNOWN, REMEDY, Layout, UnfitError, layout_of, named_layout
@@ -139,8 +141,9 @@ class _Chats:
     def __init__(self, layout: Layout, tokenizer: ChatTokenizer, options: ChatOptions) -> None:
         self._layout, self._tokenizer, self._options = layout, tokenizer, options
         self.unfit = UnfitChats(options.skips)
-        self._num_chats, self._num_turns, self._num_skipped, self._num_cut = 0, 0, 0, 0
-        self._num_tokens, self._num_targets, self._longest = 0, 0, 0
+        self._num_turns, self._num_skipped, self._num_cut = 0, 0, 0
+        self._num_targets, self._longest = 0, 0
+        self._lengths = array("q")
         self._example: str | None = None
 
     def all(self, paths: Sequence[Path], what: str, track: Track) -> Iterator[Chunk]:
@@ -148,27 +151,34 @@ class _Chats:
         yield from shown_chunks(chunks, what, track)
 
     def notes(self) -> Iterator[str]:
-        """Yield lines on what was learned from, and by which template."""
+        """Yield lines on what is learned from, and by which template; there is a chat at least."""
+        num_tokens = sum(self._lengths)
         yield (
-            f"{counted(self._num_chats, 'chat')} of {self._layout}, {counted(self._num_turns, 'turn')} of the "
-            f"assistant, {counted(self._num_tokens, 'token')}, {self._num_targets / max(1, self._num_tokens):.1%} of "
-            f"them to be predicted; the longest chat has {self._longest:,}"
+            f"{counted(len(self._lengths), 'chat')} of {self._layout}, {counted(self._num_turns, 'turn')} of the "
+            f"assistant, {counted(num_tokens, 'token')}, {self._num_targets / num_tokens:.1%} of them to be predicted; "
+            f"the longest chat has {self._longest:,}, 99 of 100 have at most {self._most_lengths:,}"
         )
         yield f"chat template: {self._tokenizer.kind}; the assistant's turns are found by {self._tokenizer.masks}"
         if self._num_cut:
             yield f"{counted(self._num_cut, 'chat')} cut to {self._options.max_tokens:,} tokens"
         if self._num_skipped:
             yield (
-                f"{counted(self._num_skipped, 'turn')} of the assistant not learned from: the template writes them "
-                "otherwise when others follow; a template with {% generation %} learns from all (--chat-template FILE)"
+                f"{counted(self._num_skipped, 'turn')} of the assistant not learned from: they begin a chat, or the "
+                "template writes them otherwise when others follow; one with {% generation %} learns from all "
+                "(--chat-template FILE)"
             )
         if self._example is not None:
             yield f"the first chat, with what is to be predicted in [[ ]]:\n{self._example}"
 
     @property
     def row_length(self) -> int:
-        """The least power of two in which every chat fits whole, and at least 64."""
-        return max(64, 1 << (min(self._longest, self._options.max_tokens or self._longest) - 1).bit_length())
+        """The least power of two in which 99 of 100 chats fit whole, and at least 64."""
+        return max(64, 1 << (self._most_lengths - 1).bit_length())
+
+    @property
+    def _most_lengths(self) -> int:
+        """The tokens of the longest of 99 in 100 chats, as they are kept."""
+        return int(np.percentile(self._lengths, 99, method="lower"))
 
     def _chunk(self, rows: Rows) -> Chunk:
         found = []
@@ -196,10 +206,9 @@ class _Chats:
     def _count(self, rendered: Rendered, num_kept: int, num_targets: int) -> None:
         if self._example is None:
             self._example = self._tokenizer.shown(rendered)
-        self._num_chats += 1
+        self._lengths.append(num_kept)
         self._num_turns += rendered.num_turns
         self._num_skipped += rendered.num_skipped
         self._num_cut += num_kept < len(rendered.tokens)
-        self._num_tokens += num_kept
         self._num_targets += num_targets
         self._longest = max(self._longest, len(rendered.tokens))

@@ -74,6 +74,8 @@ class Layout:
         for name in self.columns:
             if row.get(name) is None:
                 raise UnfitError(f"it has no '{name}'; it has {', '.join(row) or 'nothing'}")
+            if isinstance(row[name], str) and not row[name].strip():
+                raise UnfitError(f"its '{name}' is empty")
         if self.messages:
             messages = _messages_of(row[self.messages], self.messages)
         else:

@@ -113,9 +113,8 @@ class ChatTokenizer:
             ids, is_target = self._targets_within(text, spans)
         if not is_target.any():
             raise UnfitError(
-                "no token of it would be learned: the template renders the assistant's turns otherwise within the "
-                "chat than alone, so where they are is not known; use --chat-template simple, or a FILE that has "
-                "{% generation %} around them"
+                "no turn of it could be learned from: they begin the chat, or the template writes them otherwise when "
+                "others follow; use --chat-template simple, or a FILE that has {% generation %} around them"
             )
         labels = np.where(is_target, ids, IGNORED).astype(np.int32)
         return Rendered(text, np.stack([ids, labels], axis=1), num_turns, len(turns) - num_turns)
@@ -194,13 +193,13 @@ class ChatTokenizer:
         for at, message in enumerate(chat.messages):
             content, calls = message["content"].strip(), message.get("tool_calls")
             if message["role"] != ASSISTANT and content and content not in text:
-                changed, what = {**message, "content": content + _MARK}, f"whose role is {message['role']}"
+                changed, what = {**message, "content": content + _MARK}, f"message {at + 1}, by the {message['role']}"
             elif calls:
-                changed, what = {**message, "tool_calls": []}, "or its calls of tools"
+                changed, what = {**message, "tool_calls": []}, f"the tool calls of message {at + 1}"
             else:
                 continue
             if self._is_unseen(chat, at, changed, text):
-                raise UnfitError(f"the chat template leaves out message {at + 1}, {what}")
+                raise UnfitError(f"the chat template leaves out {what}; --chat-template simple writes all")
 
     def _is_unseen(self, chat: Chat, at: int, changed: Message, text: str) -> bool:
         """Say whether another message in the place of one makes no difference to the text of the chat."""

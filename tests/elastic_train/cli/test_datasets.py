@@ -142,7 +142,7 @@ def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) 
     )
     (tmp_path / "a.jsonl").write_text('{"prompt": "", "response": "a"}\n' + lines)
     refused = call("import", "jsonl", tmp_path / "c", tmp_path / "a.jsonl", "--tokenizer", model)
-    assert (refused.code, "row 1: message 1, by the user, is empty" in refused.output) == (2, True)
+    assert (refused.code, "row 1: its 'prompt' is empty" in refused.output) == (2, True)
     skipped = call("import", "jsonl", tmp_path / "c", tmp_path / "a.jsonl", "--tokenizer", model, "--skip-unfit")
     assert (skipped.code, "\n1 chat left out\n" in skipped.output) == (0, True)
 

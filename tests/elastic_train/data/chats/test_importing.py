@@ -134,7 +134,9 @@ def test_turns_that_are_not_learned_are_counted(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "a.jsonl", [{"messages": [*turns, *turns]}])
     options = ChatOptions(save_tokenizer(tmp_path / "model", REASONING), share=0)
     made = imported(tmp_path / "out", [lines], options)
-    assert made.notes[2].startswith("1 turn of the assistant not learned from: the template writes them otherwise")
+    assert made.notes[2].startswith(
+        "1 turn of the assistant not learned from: they begin a chat, or the template writes"
+    )
 
 
 @pytest.mark.parametrize(

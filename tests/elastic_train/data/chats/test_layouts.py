@@ -91,7 +91,7 @@ def without(content: object, **more: object) -> dict[str, Any]:
         (without("x", weight=0), "message 2 has weight 0, and all of the assistant's messages are learned from"),
         ({"messages": [HI, HELLO], "tools": "f(x)"}, "'tools' is text that is not JSON"),
         ({"messages": [HI, HELLO], "tools": ["f"]}, "'tools' is not a list of JSON schemas"),
-        ({"instruction": "Hi", "output": ""}, "message 2, by the assistant, is empty"),
+        ({"instruction": "Hi", "output": ""}, "its 'output' is empty"),
         ({"instruction": "Hi", "output": "x", "history": ["a"]}, "'history' is not a list of pairs"),
     ],
 )

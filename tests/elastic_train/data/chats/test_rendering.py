@@ -101,7 +101,9 @@ def test_calls_of_tools_are_targets(tmp_path: Path) -> None:
     text, found = targets(tokenizer_with(tmp_path / "a", WITH_TOOLS), *turns, tools=[{"name": "add"}])
     assert found == '{"name": "add", "arguments": {"x": 1}}<|im_end|>\n|No.<|im_end|>\n'
     assert text.startswith('{"name": "add"}<|im_start|>user')
-    with pytest.raises(UnfitError, match="the chat template leaves out message 2, or its calls of tools"):
+    with pytest.raises(
+        UnfitError, match="the chat template leaves out the tool calls of message 2; --chat-template simple"
+    ):
         targets(tokenizer_with(tmp_path / "b", CHATML), *turns)
 
 
@@ -109,7 +111,7 @@ def test_what_a_template_leaves_out_is_not_lost_in_silence(tmp_path: Path) -> No
     """Without a generation prompt, the turn's header is a target, too: the model has to write it."""
     tokenizer = tokenizer_with(tmp_path, SOME_ROLES)
     assert targets(tokenizer, *TURNS[1:])[1] == "assistant: It is é你好 🙂.</s>|assistant: No.</s>"
-    with pytest.raises(UnfitError, match="the chat template leaves out message 1, whose role is system"):
+    with pytest.raises(UnfitError, match="the chat template leaves out message 1, by the system"):
         targets(tokenizer, *TURNS)
 
 
@@ -121,7 +123,7 @@ def test_a_text_that_spells_a_special_token_is_refused(tmp_path: Path) -> None:
 
 def test_a_chat_of_which_no_turn_is_known_is_refused(tmp_path: Path) -> None:
     """It begins with the assistant: there is no text before the turn to tell it from."""
-    with pytest.raises(UnfitError, match="no token of it would be learned"):
+    with pytest.raises(UnfitError, match="no turn of it could be learned from: they begin the chat"):
         targets(tokenizer_with(tmp_path, CHATML), ("assistant", "a"), ("user", "b"))
 
 
