@@ -14,7 +14,8 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -63,10 +64,10 @@ def start(
     `on_devices` gives ranks stand-ins for devices, as `tests.memory_world` has them.
     """
     path, *overrides = arguments
-    exchange = (lose.rank, lose.nth) if lose is not None and lose.point is None else None
-    with _installed(lose) as output:
+    losses = () if lose is None else (lose,)
+    with installed(losses) as output:
         environments = [{**place, **(environ or {})} for place in _places(num_ranks)]
-        machine = Machine(num_ranks or 1, exchange, on_devices=on_devices, environments=environments)
+        machine = Machine(num_ranks or 1, exchanges(losses), on_devices=on_devices, environments=environments)
         codes = machine.run(lambda rank: product.run(Path(path), overrides))
     found = tuple(-9 if code is None else code for code in codes)
     return Finished(next((code for code in found if code), 0), output.getvalue(), found)
@@ -112,15 +113,20 @@ def _supervise(config: Config, leave: LeaveRequest, started_at: float, how_far: 
             when_all_have_ended(state.shards._close_sums)
 
 
-def _losing(lose: Loss | None) -> Callable[[Path, str], None]:
+def exchanges(losses: Iterable[Loss]) -> dict[int, int]:
+    """Return the ranks that are lost at an exchange, and at which."""
+    return {lose.rank: lose.nth for lose in losses if lose.point is None}
+
+
+def _losing(losses: Iterable[Loss]) -> Callable[[Path, str], None]:
     """Return what is done where a rank comes to a failpoint."""
-    seen = list[str]()
+    places, seen = set(losses), Counter[tuple[int | None, str]]()
 
     def come(_: Path, point: str) -> None:
-        if lose is not None and lose.point == point and rank_here() == lose.rank:
-            seen.append(point)
-            if len(seen) == lose.nth:
-                die()
+        rank = rank_here()
+        seen[rank, point] += 1
+        if rank is not None and Loss(rank, seen[rank, point], point) in places:
+            die()
 
     return come
 
@@ -144,17 +150,16 @@ def _connect(prefix: str, timeout_s: float, *_: object) -> Group:
 
 
 @contextlib.contextmanager
-def _installed(lose: Loss | None) -> Iterator[io.StringIO]:
+def installed(losses: Iterable[Loss]) -> Iterator[io.StringIO]:
     """Let the product run in this process; give back what it has changed for all of it. Yields what it says."""
     output = io.StringIO()
     handler = logging.StreamHandler(output)
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    switches = torch.get_deterministic_debug_mode(), torch.get_num_threads(), fills
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     turn_s = sys.getswitchinterval()
     with contextlib.ExitStack() as undo:
         for owner, name, stand_in in (
             (failpoints, "_folder", Path("in memory")),
-            (failpoints, "_look", _losing(lose)),
+            (failpoints, "_look", _losing(losses)),
             (product, "_begin", _NoSignals),
             (product, "supervise", _supervise),
             (product, "_is_launched", lambda: False),
@@ -172,7 +177,11 @@ def _installed(lose: Loss | None) -> Iterator[io.StringIO]:
         undo.callback(logging.root.removeHandler, handler)
         sys.setswitchinterval(product.TURN_S)
         undo.callback(sys.setswitchinterval, turn_s)
-        yield output
-    torch.set_deterministic_debug_mode(switches[0])
-    torch.set_num_threads(switches[1])
-    torch.utils.deterministic.fill_uninitialized_memory = switches[2]
+        undo.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        undo.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        try:
+            yield output
+        except BaseException as error:
+            error.add_note(output.getvalue())
+            raise

@@ -104,13 +104,14 @@ class Machine:
     def __init__(
         self,
         size: int,
-        lose: tuple[int, int] | None = None,
+        lose: tuple[int, int] | Mapping[int, int] | None = None,
         *,
         on_devices: bool = False,
         environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
         """`environments` are what each rank finds in `os.environ`, besides what all do."""
-        self.size, self._lose, self.on_devices = size, lose, on_devices
+        self.size, self.on_devices = size, on_devices
+        self._lose = dict((lose,)) if isinstance(lose, tuple) else dict(lose or {})
         self._environments = environments
         self.changed = threading.Condition(threading.RLock())
         self.hubs: dict[str, Hub] = {}
@@ -123,6 +124,9 @@ class Machine:
         self._failed: BaseException | None = None
         self._all_ended = threading.Event()
         self.closing: list[Callable[[], None]] = []
+
+    def has_ended(self, rank: int) -> bool:
+        return self._has_ended[rank]
 
     def run(self, main: Callable[[int], T]) -> list[T | None]:
         results: list[T | None] = [None] * self.size
@@ -160,7 +164,7 @@ class Machine:
 
     def count(self, rank: int) -> None:
         """Count an exchange that a rank begins; it may be the one at which the rank is lost."""
-        if self._lose == (rank, self.num_exchanges[rank]):
+        if self._lose.get(rank) == self.num_exchanges[rank]:
             raise Died
         self.num_exchanges[rank] += 1
 
@@ -204,9 +208,8 @@ class Machine:
             self._all_ended.set()
             return
         if (able := self._first_able(left)) is None:
-            self._failed = self._failed or DeadlockError(
-                "; ".join(f"rank {r} waits for {self._waits[r][0]}" for r in left)
-            )  # type: ignore[index]
+            whys = [f"rank {one} waits for {self._waits[one][0]}" for one in left]  # type: ignore[index]
+            self._failed = self._failed or DeadlockError("; ".join(whys))
             able = left[0]
         self._turn[able].release()
 
@@ -257,7 +260,7 @@ class Hub:
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
-        self.store = dist.HashStore()
+        self.store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it there
         self.members: dict[int, int] = {}
         """By rank of the group, the rank of the machine."""
         self.gone: set[int] = set()
@@ -501,6 +504,9 @@ DEVICE = Device(torch.device("cpu"), torch.is_floating_point, MagicMock, MagicMo
 class MemoryGroup(Group):
     """The product's group over a machine's memory; `store` is the name at which its ranks meet."""
 
+    is_watched = False
+    """Whether a wait outside of exchanges ends when a peer is gone, as where membership knows of it."""
+
     def _connect(self, store: Store, timeout: timedelta, device: Device | None, address: str | None) -> None:
         machine, name = _machine.here, str(store)
         hub = machine.hubs.setdefault(name, Hub(name, self.size))
@@ -523,10 +529,11 @@ class MemoryGroup(Group):
         return made
 
     def check(self, waited_s: float) -> None:
-        """Let others run: whoever asks waits for peers outside of an exchange."""
-        super().check(waited_s)
+        """Let others run: whoever asks waits outside of an exchange; if `is_watched`, for nobody who is gone."""
         if self.size > 1:
             self._memory.machine.yield_turn()
+            if self.is_watched and self._memory.hub.gone:
+                raise self.lost("the world has changed")
 
     def join(self) -> None:
         for call in self._expected:

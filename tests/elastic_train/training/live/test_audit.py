@@ -74,6 +74,7 @@ def test_a_rank_that_computes_wrongly_is_named(
     assert weights(assert_named(tmp_path, etcd, config, num_ranks=3, num_right=4, lane_ms=100.0)) == undisturbed(STEPS)
 
 
+@pytest.mark.hunt
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -96,6 +97,7 @@ def test_a_rank_is_named_whose_gradients_are_rounded_or_in_shards(
     assert weights(run) == result(tmp_path / "alone")["weights_sha256"]
 
 
+@pytest.mark.hunt
 @pytest.mark.parametrize(
     ("sizes", "parallel"),
     [({"depth": 4}, {"pipeline": 2, "schedule": "interleaved"}), ({"experts": 4, "hidden": 16}, {"expert": 2})],

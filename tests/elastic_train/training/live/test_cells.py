@@ -29,7 +29,7 @@ from tests.elastic_train.training.live.test_live import (
 )
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.hunt]  # in memory: test_lost_ranks
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
 
 

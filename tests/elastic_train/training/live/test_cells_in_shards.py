@@ -28,17 +28,18 @@ from tests.elastic_train.training.live.test_sharded import lose_a_share
 __all__ = ["etcd", "nothing_left"]  # fixtures
 pytestmark = pytest.mark.slow
 SHARDS = {"shards": "optimizer", "copies": 2}
+HUNT = pytest.mark.hunt  # in memory: test_lost_ranks
 LONG = pytest.mark.long  # those with gradients hold shares of the optimizer's state, too
 
 
 @pytest.mark.parametrize(
     ("degrees", "num_cells", "places"),
     [
-        ({"tensor": 2, "shards": "gradients"}, 3, ("backward 3", "exchange", "commit")),
+        pytest.param({"tensor": 2, "shards": "gradients"}, 3, ("backward 3", "exchange", "commit"), marks=HUNT),
         ({"pipeline": 2, "shards": "parameters"}, 2, ("forward 5", "backward 7", "applied")),
-        ({"tensor": 2, "shards": "parameters"}, 2, ("backward 3",)),
-        ({"context": 2, "shards": "parameters"}, 2, ("backward 3", "applied")),
-        ({"context": 2, "pipeline": 2}, 1, ("exchange 2",)),
+        pytest.param({"tensor": 2, "shards": "parameters"}, 2, ("backward 3",), marks=HUNT),
+        pytest.param({"context": 2, "shards": "parameters"}, 2, ("backward 3", "applied"), marks=HUNT),
+        pytest.param({"context": 2, "pipeline": 2}, 1, ("exchange 2",), marks=HUNT),
         pytest.param({"context": 2}, 2, ("backward", "exchange", "apply"), marks=LONG),
         pytest.param({"pipeline": 2, "shards": "gradients"}, 2, ("forward 5", "backward 7", "applied"), marks=LONG),
         pytest.param({"context": 2, "pipeline": 2}, 1, ("backward 7", "applied"), marks=LONG),

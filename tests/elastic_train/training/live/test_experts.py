@@ -18,6 +18,7 @@ SIZES = {**MODEL, "experts": 4, "hidden": 16}
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.hunt  # in memory: test_lost_ranks
 @pytest.mark.parametrize(
     "places", [["backward"], pytest.param(["forward", "exchange", "apply"], marks=pytest.mark.long)]
 )
@@ -42,6 +43,7 @@ def test_ranks_of_stages_with_experts_that_die_cost_no_applied_step(
     assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={"expert": 1}, sizes=SIZES)
 
 
+@pytest.mark.hunt
 @pytest.mark.parametrize(
     ("how", "places"),
     [

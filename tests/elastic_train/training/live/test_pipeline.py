@@ -14,7 +14,7 @@ from tests.elastic_train.training.live.test_cells import MODEL, assert_nothing_i
 from tests.elastic_train.training.live.test_live import etcd, nothing_left
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.hunt]  # in memory: test_lost_ranks
 
 
 @pytest.mark.parametrize(

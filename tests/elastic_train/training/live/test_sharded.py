@@ -13,7 +13,6 @@ import yaml
 
 from elastic_train.system.failpoints import VARIABLE
 from rendezvous import EtcdServer
-from tests.conftest import start
 from tests.elastic_train.training.jobs import CLASSIFIER, WITNESS, average_of, config, result, succeed
 from tests.elastic_train.training.live.test_live import (
     ENDLESS,
@@ -31,8 +30,10 @@ from tests.elastic_train.training.live.test_live import (
     weights,
     write_config,
 )
+from tests.memory_job import start
 
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
+HUNT = pytest.mark.hunt  # in memory: test_lost_ranks
 RECIPE = {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.1, "ema": {"decay": 0.9}}
 JOB = {**CLASSIFIER, "optimizer": RECIPE, "validation": {"every_steps": 10, "weights": "ema"}}
 STEPS = 20
@@ -79,9 +80,9 @@ def test_a_task_gets_the_whole_model_in_the_end(tmp_path: Path, rows: Path) -> N
     ("shards", "copies", "places"),
     [
         pytest.param("optimizer", 2, ["exchange", "applied"], marks=pytest.mark.long),  # with gradients, too, below
-        ("gradients", 2, ["backward", "apply"]),
+        pytest.param("gradients", 2, ["backward", "apply"], marks=HUNT),
         ("parameters", 2, ["backward", "applied"]),
-        ("optimizer", 3, ["hand-over"]),
+        pytest.param("optimizer", 3, ["hand-over"], marks=HUNT),
         pytest.param("parameters", 3, ["hand-over"], marks=pytest.mark.long),
     ],
 )
@@ -114,6 +115,7 @@ def test_ranks_that_die_cost_no_applied_step(
 
 
 @pytest.mark.slow
+@HUNT
 def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:

@@ -117,6 +117,7 @@ def test_stages_on_nodes_of_their_own_that_are_lost_cost_no_applied_step(
     assert weights(run) == result(tmp_path / "alone")["weights_sha256"]
 
 
+@pytest.mark.hunt  # in memory: test_lost_ranks
 def test_a_stage_of_the_only_cell_comes_from_the_newest_commit(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """Two tensor ranks in each of two nodes, and a spare node: it fills the lost one's place, and no copy lives."""
     nodes = Nodes(tmp_path, etcd, {"tensor": 2, "pipeline": 2}, rows, ranks=2)

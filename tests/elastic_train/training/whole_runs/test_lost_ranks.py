@@ -1,0 +1,141 @@
+"""Live jobs in memory that lose ranks, of each combination: no applied step is given up, and no bit differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from chaos.judge.evidence.run_files import collect
+from chaos.judge.invariants.rollbacks import copies
+from chaos.judge.invariants.whole_run import check_kept
+from chaos.judge.job_shape import cell_size
+from tests import memory_job, memory_live
+from tests.elastic_train.training.jobs import average_of, config, result, succeed
+from tests.memory_job import Loss
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lost ranks")]  # runs to compare with
+
+Parallel = Mapping[str, object]
+STEPS = 8
+MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
+ALONE = ("tensor", "sequence", "context")
+"""What makes other bits; no other degree, and no share, does."""
+TENSOR, CONTEXT, STAGES, EXPERTS = {"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}
+CHUNKS = {**STAGES, "schedule": "interleaved"}
+OPTIMIZER, GRADIENTS, PARAMETERS = ({"shards": kind} for kind in ("optimizer", "gradients", "parameters"))
+ALL_IN_ALL = {**TENSOR, **STAGES, **CONTEXT, **OPTIMIZER}
+
+
+def write(folder: Path, rows: Path, parallel: Parallel) -> str:
+    sizes = {**MODEL, "depth": 4 if parallel.get("schedule") == "interleaved" else 2}
+    if "expert" in parallel:
+        sizes |= {"experts": 4, "hidden": 16}
+    keys: dict[str, object] = {
+        "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": sizes, "max_tokens": 16}},
+        "batch": {"global_batch": 24, "micro_batch": 6},
+        "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema": {"decay": 0.9}},
+        "checkpoint": {"every_steps": 3, "every_s": None, "keep_last": 2, "when_busy": "wait"},
+        "parallel": dict(parallel),
+        "max_steps": STEPS,
+    }
+    return config(folder, rows, keys)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Callable[[Parallel], tuple[object, ...]]:
+    """What jobs with some degrees end with in one cell that loses nobody, each of whose ranks holds all of its part."""
+
+    def ended(parallel: Parallel) -> tuple[object, ...]:
+        kept = ("expert", "schedule")  # of which the model is
+        own = {key: value for key, value in parallel.items() if key in ALONE} | {
+            key: 1 if key == "expert" else value for key, value in parallel.items() if key in kept
+        }
+        return of(tuple(own.items()))
+
+    @cache
+    def of(own: tuple[tuple[str, object], ...]) -> tuple[object, ...]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        path = write(folder, few_rows, dict(own))
+        succeed(memory_job.start([path], num_ranks=cell_size({"parallel": dict(own)})))
+        return found(folder)
+
+    return ended
+
+
+def found(folder: Path) -> tuple[object, ...]:
+    return result(folder)["weights_sha256"], result(folder)["num_samples"], average_of(folder)
+
+
+ROWS: list[tuple[Parallel, int, list[Loss]]] = [
+    ({}, 3, [Loss(1, 2, "backward"), Loss(0, 5, "apply")]),
+    ({}, 3, [Loss(2, 3, "exchange"), Loss(3, 1, "restore")]),
+    (OPTIMIZER, 3, [Loss(0, 2, "applied"), Loss(3, 1, "hand-over")]),
+    (GRADIENTS, 3, [Loss(2, 8, "backward"), Loss(0, 2, "commit")]),
+    (PARAMETERS, 3, [Loss(1, 9, "forward"), Loss(2, 4, "apply")]),
+    ({**PARAMETERS, "offload": "all"}, 2, [Loss(0, 3, "apply")]),
+    (TENSOR, 2, [Loss(3, 8, "backward"), Loss(0, 4, "apply"), Loss(4, 2, "commit")]),
+    (TENSOR, 3, [Loss(5, 6, "forward"), Loss(0, 1, "hand-over")]),
+    ({**TENSOR, "sequence": True}, 2, [Loss(1, 9, "backward")]),
+    ({**TENSOR, **OPTIMIZER}, 2, [Loss(2, 3, "applied"), Loss(1, 6, "backward")]),
+    ({**TENSOR, **PARAMETERS}, 2, [Loss(2, 7, "forward"), Loss(1, 4, "exchange")]),
+    (CONTEXT, 2, [Loss(1, 9, "backward"), Loss(2, 3, "apply")]),
+    (CONTEXT, 1, [Loss(0, 5, "backward"), Loss(1, 5, "applied")]),
+    ({**CONTEXT, **GRADIENTS}, 2, [Loss(3, 5, "backward")]),
+    ({**STAGES, "schedule": "1f1b"}, 2, [Loss(3, 7, "backward"), Loss(1, 6, "applied")]),
+    ({**STAGES, "schedule": "1f1b"}, 3, [Loss(5, 2, "apply"), Loss(0, 1, "hand-over")]),
+    ({**STAGES, "schedule": "gpipe"}, 2, [Loss(2, 8, "forward")]),
+    (CHUNKS, 2, [Loss(1, 5, "forward"), Loss(2, 17, "backward")]),
+    ({**CHUNKS, **GRADIENTS}, 2, [Loss(3, 9, "backward"), Loss(0, 3, "apply")]),
+    (EXPERTS, 2, [Loss(2, 4, "backward"), Loss(1, 6, "forward")]),
+    ({**EXPERTS, **STAGES, "recompute": "units"}, 2, [Loss(5, 7, "backward")]),
+    ({**EXPERTS, **PARAMETERS}, 2, [Loss(3, 9, "backward"), Loss(0, 3, "exchange")]),
+    ({**EXPERTS, "offload": "optimizer"}, 2, [Loss(1, 7, "backward"), Loss(2, 3, "apply")]),
+    ({**CONTEXT, **STAGES}, 1, [Loss(3, 7, "backward"), Loss(0, 3, "apply")]),
+    (ALL_IN_ALL, 2, [Loss(9, 6, "backward"), Loss(2, 4, "apply")]),
+]
+
+
+@pytest.mark.parametrize(("parallel", "num_cells", "losses"), ROWS, ids=str)
+def test_lost_ranks_cost_no_applied_step(
+    tmp_path: Path,
+    few_rows: Path,
+    undisturbed: Callable[[Parallel], tuple[object, ...]],
+    parallel: Parallel,
+    num_cells: int,
+    losses: list[Loss],
+) -> None:
+    """Others go on with their processes and parts, newcomers get those of the lost, and the judge finds nothing."""
+    size = num_cells * cell_size({"parallel": parallel})
+    done = memory_live.start([write(tmp_path, few_rows, parallel)], num_ranks=size, losses=losses)
+    assert sorted(done.codes) == [-9] * len(losses) + [0] * size, done.output
+    run = collect(tmp_path / "run")
+    check_kept(run)
+    copies(run)
+    assert len({line["term"] for line in run.of("form")}) > len(losses)
+    restored = [line for line in run.of("restore") if int(str(line["term"])) > 1]
+    assert all(int(str(line["step"])) > 0 for line in restored) and not run.of("rollback")
+    assert found(tmp_path) == undisturbed(parallel)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "num_cells"), [(OPTIMIZER, 2), (PARAMETERS, 3), ({**TENSOR, **OPTIMIZER}, 2)], ids=str
+)
+def test_without_a_second_copy_the_newest_commit_is_what_is_left(
+    tmp_path: Path,
+    few_rows: Path,
+    undisturbed: Callable[[Parallel], tuple[object, ...]],
+    parallel: Parallel,
+    num_cells: int,
+) -> None:
+    """It is said at the start what a lost rank costs, and no bit differs in the end."""
+    size = num_cells * cell_size({"parallel": parallel})
+    path, lost = write(tmp_path, few_rows, {**parallel, "copies": 1}), Loss(size - 1, 6, "apply")
+    done = memory_live.start([path], num_ranks=size, losses=[lost])
+    assert sorted(done.codes) == [-9] + [0] * size, done.output
+    assert "held once" in done.output
+    restored = [line for line in collect(tmp_path / "run").of("restore") if int(str(line["term"])) > 1]
+    assert {line["step"] for line in restored} == {3} and all(line["commit"] for line in restored)
+    assert found(tmp_path) == undisturbed(parallel)
