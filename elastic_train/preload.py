@@ -14,7 +14,7 @@ import torch._dynamo  # noqa: F401 - the first optimizer imports it
 import elastic_train.cli.main
 import elastic_train.tasks.causal_lm
 import elastic_train.tasks.image_classifier
-import elastic_train.tasks.language_metrics
+import elastic_train.tasks.language.metrics
 import elastic_train.tasks.text_classifier
 import elastic_train.training.run  # noqa: F401
 from elastic_train.config import sources

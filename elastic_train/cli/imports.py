@@ -16,7 +16,7 @@ from cyclopts import App, Parameter
 
 from elastic_train.cli.output import Flag, Json, print_json, print_text
 from elastic_train.data.chats.importing import ChatOptions, find_layout, import_chats
-from elastic_train.data.chats.layouts import layout_of
+from elastic_train.data.chats.layouts import PreferenceLayout, layout_of
 from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.text import Options
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS
@@ -344,7 +344,10 @@ def _import_chats(
         print_text(note)
     if made.written.is_new:
         source, packed = shlex.quote(str(out)), shlex.quote(f"{out}-packed")
-        print_text(f"next: elastic-train data pack {packed} {source} --length {made.row_length}")
+        if isinstance(layout, PreferenceLayout):
+            print_text(f"next: data.train: {out}/train, and task.path: elastic_train.tasks.preferences:Preferences")
+        else:
+            print_text(f"next: elastic-train data pack {packed} {source} --length {made.row_length}")
     return 0
 
 

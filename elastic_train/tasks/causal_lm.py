@@ -174,7 +174,7 @@ class CausalLM:
         return LaneLoss(total, float(len(targets)), likelihoods, logits.argmax(-1)[places] == targets)
 
     def metrics(self) -> Mapping[str, Metric]:
-        from elastic_train.tasks.language_metrics import Perplexity, TokenAccuracy
+        from elastic_train.tasks.language.metrics import Perplexity, TokenAccuracy
 
         return {"perplexity": Perplexity(), "token_accuracy": TokenAccuracy()}
 

@@ -14,8 +14,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from elastic_train.data.chats.layouts import KNOWN, REMEDY, Layout, UnfitError, layout_of, named_layout
-from elastic_train.data.chats.rendering import ChatTokenizer, Rendered, open_tokenizer
+from elastic_train.data.chats.layouts import (
+    KNOWN,
+    REMEDY,
+    AnyLayout,
+    PreferenceLayout,
+    UnfitError,
+    layout_of,
+    named_layout,
+)
+from elastic_train.data.chats.rendering import ChatTokenizer, Rendered, last_turn_of, open_tokenizer
 from elastic_train.data.chats.rows import Rows, read_rows
 from elastic_train.data.corpora import origin
 from elastic_train.data.packing.bins import Tokens
@@ -30,7 +38,8 @@ from elastic_train.system.extras import version_of
 from elastic_train.system.progress_bar import Track, silent
 from elastic_train.system.wording import counted
 
-SCHEMA = pa.schema([TOKENS, pa.field(LABELS, pa.list_(pa.int32()), nullable=False)])
+_NAMES = (TOKENS.name, LABELS)
+_PREFERENCE_NAMES = ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_labels")
 
 
 class UnfitChats(UnfitRows):
@@ -74,7 +83,7 @@ class ImportedChats:
     row_length: int = 0
 
 
-def find_layout(paths: Sequence[Path], options: ChatOptions, text_key: str) -> Layout | None:
+def find_layout(paths: Sequence[Path], options: ChatOptions, text_key: str) -> AnyLayout | None:
     """Return the layout of chats in files, None for rows that are none; the first row decides.
 
     Rows are taken for chats if options name their columns, or if there is a tokenizer and no column of text for it.
@@ -89,11 +98,6 @@ def find_layout(paths: Sequence[Path], options: ChatOptions, text_key: str) -> L
         return None
     if found := layout_of(names):
         return found
-    if {"chosen", "rejected"} <= set(names):
-        raise ConfigError(
-            f"{paths[0]}: has the columns chosen and rejected, which are preferences; to train on what was chosen, add "
-            "--messages-key chosen, or --prompt-key and --response-key chosen"
-        )
     raise ConfigError(
         f"{paths[0]}: row 1 has the columns {', '.join(names)}: no '{text_key}' to tokenise (--text-key), and no chat, "
         f"which is {KNOWN}; {REMEDY}"
@@ -106,7 +110,7 @@ def _first_columns(paths: Sequence[Path]) -> list[str]:
 
 
 def import_chats(
-    out: Path, parts: Parts, source: str, layout: Layout, options: ChatOptions, track: Track = silent
+    out: Path, parts: Parts, source: str, layout: AnyLayout, options: ChatOptions, track: Track = silent
 ) -> ImportedChats:
     """Make a dataset of files of chats; of a single part, a share validates."""
     if options.tokenizer is None:
@@ -130,7 +134,7 @@ def import_chats(
     chats = _Chats(layout, tokenizer, options)
     chunks = {name: chats.all(paths, f"reading chats of {name}", track) for name, paths in parts.items()}
     given = tokenizer.given()
-    table = Table(chunks, given.facts, TOKENS.name, given)
+    table = Table(chunks, given.facts, chats.schema.names[0], given)
     written = write_table(out, table, made_from, options.share, options.seed, options.rows_per_group, chats.unfit)
     return ImportedChats(written, tuple(chats.notes()), chats.row_length)
 
@@ -138,8 +142,10 @@ def import_chats(
 class _Chats:
     """Turns rows into tokens and labels, and counts."""
 
-    def __init__(self, layout: Layout, tokenizer: ChatTokenizer, options: ChatOptions) -> None:
+    def __init__(self, layout: AnyLayout, tokenizer: ChatTokenizer, options: ChatOptions) -> None:
         self._layout, self._tokenizer, self._options = layout, tokenizer, options
+        self._names = _PREFERENCE_NAMES if isinstance(layout, PreferenceLayout) else _NAMES
+        self.schema = pa.schema([TOKENS.with_name(name) for name in self._names])
         self.unfit = UnfitChats(options.skips)
         self._num_turns, self._num_skipped, self._num_cut = 0, 0, 0
         self._num_targets, self._longest = 0, 0
@@ -187,13 +193,20 @@ class _Chats:
                 found.append(self._rendered(row))
             except UnfitError as error:
                 self.unfit.wrong.append(f"{rows.path}: row {number}: {error}")
-        columns = [pa.array([tokens[:, place] for tokens in found], TOKENS.type) for place in range(2)]
-        return Chunk(rows.path, 0, pa.RecordBatch.from_arrays(columns, schema=SCHEMA), rows.done)
+        columns = [
+            pa.array([chats[at // 2][:, at % 2] for chats in found], TOKENS.type) for at in range(len(self._names))
+        ]
+        return Chunk(rows.path, 0, pa.RecordBatch.from_arrays(columns, schema=self.schema), rows.done)
 
-    def _rendered(self, row: Mapping[str, object] | str) -> Tokens:
+    def _rendered(self, row: Mapping[str, object] | str) -> list[Tokens]:
+        """Return the tokens and labels of each chat of a row."""
         if isinstance(row, str):
             raise UnfitError(row)
-        rendered = self._tokenizer.render(self._layout.chat_of(row))
+        is_last_alone = isinstance(self._layout, PreferenceLayout)
+        rendered = [self._tokenizer.render(chat) for chat in self._layout.chats_of(row)]
+        return [self._cut(last_turn_of(each) if is_last_alone else each) for each in rendered]
+
+    def _cut(self, rendered: Rendered) -> Tokens:
         tokens = rendered.tokens[: self._options.max_tokens]
         num_targets = int((tokens[1:, 1] != IGNORED).sum())
         if not num_targets:

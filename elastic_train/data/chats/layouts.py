@@ -69,13 +69,13 @@ class Layout:
         """The columns that every row must have."""
         return [self.messages] if self.messages else [str(self.prompt), str(self.response)]
 
+    def chats_of(self, row: Row) -> Sequence[Chat]:
+        """Return the only chat of a row; raises UnfitError."""
+        return [self.chat_of(row)]
+
     def chat_of(self, row: Row) -> Chat:
         """Return the chat of a row; raises UnfitError."""
-        for name in self.columns:
-            if row.get(name) is None:
-                raise UnfitError(f"it has no '{name}'; it has {', '.join(row) or 'nothing'}")
-            if isinstance(row[name], str) and not row[name].strip():
-                raise UnfitError(f"its '{name}' is empty")
+        _check_filled(row, self.columns)
         if self.messages:
             messages = _messages_of(row[self.messages], self.messages)
         else:
@@ -100,8 +100,49 @@ class Layout:
         return [{"role": ASSISTANT, "content": response}]
 
 
-def layout_of(names: Sequence[str]) -> Layout | None:
+@dataclass(frozen=True, slots=True)
+class PreferenceLayout:
+    """Two chats in each row, of which the first is preferred: they differ in their last message, by the assistant."""
+
+    columns: Sequence[str] = ("chosen", "rejected")
+
+    def __str__(self) -> str:
+        return " and ".join(self.columns)
+
+    def chats_of(self, row: Row) -> Sequence[Chat]:
+        """Return the chosen chat and the rejected one; raises UnfitError."""
+        _check_filled(row, self.columns)
+        chats = [self._chat_of(row, name) for name in self.columns]
+        if any(chat.messages[-1]["role"] != ASSISTANT for chat in chats):
+            raise UnfitError("its last message is not by the assistant, in what is chosen or rejected")
+        if chats[0].messages == chats[1].messages:
+            raise UnfitError("what is chosen is what is rejected")
+        return chats
+
+    def _chat_of(self, row: Row, name: str) -> Chat:
+        """Return a chat that a column has whole, or of which it has the end, after the prompt."""
+        answer, prompt = row[name], row.get("prompt")
+        is_whole = isinstance(answer, list) and _messages_of(answer, name)[0]["role"] != ASSISTANT
+        if is_whole or prompt is None:
+            return Layout(messages=name).chat_of(row)
+        return Layout(prompt="prompt", response=name).chat_of(row)
+
+
+AnyLayout = Layout | PreferenceLayout
+
+
+def _check_filled(row: Row, columns: Sequence[str]) -> None:
+    for name in columns:
+        if row.get(name) is None:
+            raise UnfitError(f"it has no '{name}'; it has {', '.join(row) or 'nothing'}")
+        if isinstance(row[name], str) and not row[name].strip():
+            raise UnfitError(f"its '{name}' is empty")
+
+
+def layout_of(names: Sequence[str]) -> AnyLayout | None:
     """Return the layout of rows with these columns, None if they have no usual one."""
+    if {"chosen", "rejected"} <= set(names):
+        return PreferenceLayout()
     for name in _MESSAGES:
         if name in names:
             return Layout(messages=name)

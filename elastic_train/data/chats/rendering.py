@@ -15,7 +15,7 @@ import itertools
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,16 @@ class ChatTokenizer:
             return self._text([*chat.messages[:at], changed, *chat.messages[at + 1 :]], chat.tools) == text
         except UnfitError:  # so the template looks at it
             return False
+
+
+def last_turn_of(rendered: Rendered) -> Rendered:
+    """Return a chat of which the last turn with targets has them alone."""
+    is_masked = rendered.tokens[:, 1] == IGNORED
+    last = int(np.flatnonzero(~is_masked)[-1])
+    begin = int(np.flatnonzero(is_masked[:last])[-1]) + 1 if is_masked[:last].any() else 0
+    tokens = rendered.tokens.copy()
+    tokens[:begin, 1] = IGNORED
+    return replace(rendered, tokens=tokens, num_turns=1, num_skipped=0)
 
 
 def open_tokenizer(path: Path, template: str | None) -> ChatTokenizer:

@@ -1,1 +1,1 @@
-"""What `CausalLM` trains: the package's own decoder, or a model of transformers."""
+"""Parts of tasks for language: the models that `CausalLM` trains, and metrics."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,26 @@ def _drop(names: Set[str], model: nn.Module, state: dict[str, Any], prefix: str,
 
 def _do_not_miss(names: Set[str], model: nn.Module, keys: Any) -> None:
     keys.missing_keys[:] = [name for name in keys.missing_keys if name not in names]
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Have a model compute what its base does, in eval mode, as long as the block lasts; no gradient is recorded."""
+    adapted: list[Any] = [each for each in model.modules() if getattr(each, "_disable_adapters", None) is False]
+    assert adapted, "the model has adapters"
+    training = [each for each in model.modules() if each.training]
+    for each in adapted:
+        each._disable_adapters = True  # peft's own switch freezes their weights, too
+    for each in training:
+        each.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for each in adapted:
+            each._disable_adapters = False
+        for each in training:
+            each.training = True
 
 
 def heads_of(model: nn.Module) -> list[str]:

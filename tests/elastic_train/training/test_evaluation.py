@@ -20,7 +20,7 @@ from elastic_train.inference.evaluating import Alone
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.classification_metrics import CalibrationError, classification_metrics
-from elastic_train.tasks.language_metrics import Perplexity, TokenAccuracy
+from elastic_train.tasks.language.metrics import Perplexity, TokenAccuracy
 from elastic_train.tasks.preparing import try_metrics
 from elastic_train.tasks.task import LaneLoss, Task, mean_loss, weight_of
 from elastic_train.training.evaluation import evaluate

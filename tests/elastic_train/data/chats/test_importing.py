@@ -139,11 +139,38 @@ def test_turns_that_are_not_learned_are_counted(tmp_path: Path) -> None:
     )
 
 
+def test_preferences_have_the_tokens_of_both_answers(tmp_path: Path, options: ChatOptions) -> None:
+    """Answers to a prompt, or whole chats; targets are those of the last turn alone."""
+    turns = chat(1)
+    rows = [
+        {"prompt": "Is it 1?", "chosen": "It is 1.", "rejected": "No."},
+        {"prompt": turns[:1], "chosen": turns[1:], "rejected": [{"role": "assistant", "content": "No."}]},
+        {"prompt": "Is it 1?", "chosen": turns, "rejected": [turns[0], {"role": "assistant", "content": "No."}]},
+        {"chosen": [*turns, *turns], "rejected": [*turns, turns[0], {"role": "assistant", "content": "No."}]},
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        {"prompt": "a", "chosen": "b", "rejected": ""},
+        {"prompt": "a", "chosen": "b", "rejected": [turns[0]]},
+    ]
+    lines = write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ConfigError) as refused:
+        imported(tmp_path / "out", [lines], options)
+    whys = ("what is chosen is what is rejected", "its 'rejected' is empty", "it has no message by the assistant")
+    for line, why in zip(str(refused.value).splitlines(), whys, strict=False):
+        assert why in line
+    made = imported(tmp_path / "out", [lines], replace(options, skips=True))
+    assert made.notes[0].startswith("8 chats of chosen and rejected, 8 turns")
+    found = rows_in(tmp_path / "out" / "train")
+    assert found[0] == found[1] == found[2]
+    for row, begin in ((found[0], 0), (found[3], len(found[0]["chosen_ids"]))):
+        assert row["chosen_ids"][begin:] == found[0]["chosen_ids"]
+        assert row["chosen_labels"] == [-100] * begin + found[0]["chosen_labels"]
+        assert row["rejected_labels"] == [-100] * begin + found[0]["rejected_labels"]
+
+
 @pytest.mark.parametrize(
     ("row", "more", "why"),
     [
         ({"a": 1, "b": 2}, {}, r"row 1 has the columns a, b: no 'text' to tokenise .* and no chat, which is a list of"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}, "chosen and rejected, which are preferences"),
         ({"messages": chat(1)}, {"prompt_key": "ask"}, "give --messages-key, or both of"),
         ({"messages": chat(1)}, {"messages_key": "chats"}, "no column 'chats'; row 1 has messages"),
         ({"messages": chat(1)}, {"messages_key": "messages", "tokenizer": None}, "chats need --tokenizer: the folder"),

@@ -51,3 +51,16 @@ class TokenAccuracy(TokenMetric):
     def update(self, likelihoods: Tensor, is_first: Tensor) -> None:
         self.total += is_first.sum()
         self.count += len(is_first)
+
+
+class PreferenceAccuracy(TokenMetric):
+    """The share of pairs of which the chosen answer has become the likelier one, against the reference.
+
+    It is fed with the margin of each pair, and whether that is above 0; both (pairs,).
+    """
+
+    higher_is_better = True
+
+    def update(self, margins: Tensor, is_preferred: Tensor) -> None:
+        self.total += is_preferred.sum()
+        self.count += len(margins)
