@@ -19,7 +19,7 @@ import torch
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.job.build import build_state
 from elastic_train.parallel.devices.squares import squares_of_tensors
-from elastic_train.parallel.gradient_sum import bind_gradients
+from elastic_train.parallel.gradient_sum import place_gradients
 from elastic_train.placement.digest import digests_of
 from elastic_train.placement.grains import bounds_of
 from elastic_train.placement.norm import total_norm
@@ -62,7 +62,7 @@ def measure_clipping(dim: int, depth: int, num_tokens: int) -> dict[str, object]
     batch = {name: torch.zeros(8, 0) for name in ("numeric", "is_missing", "categories")}
     batch |= {"tokens": torch.randint(1, 32768, (8, num_tokens)), "lengths": torch.full((8,), num_tokens)}
     batch["label"] = torch.zeros(8, dtype=torch.int64)
-    flats = bind_gradients(list(model.parameters()))
+    flats = place_gradients(list(model.parameters()))[0]
     state = build_state(model, OptimizerConfig(clip_norm=1.0), 100, "cpu", is_fp16=False)
 
     def compute() -> None:

@@ -1,7 +1,7 @@
-"""Buckets: slices of flat gradients, exchanged on another thread beside the backward pass that fills them.
+"""Exchanges of gradients beside the backward pass that fills them: of units, or of buckets, slices of flat gradients.
 
-A backward pass comes to a model's parameters about in the opposite order. While a replica's last lane runs, a bucket
-whose gradients are all there is finished: all ranks do that in one order, whatever the order in which theirs fill. No
+A backward pass comes to a model's parameters about in the opposite order. What is full is exchanged, on all ranks in
+the order of the turn's actions, whatever the order in which theirs fill. Buckets are exchanged on another thread. No
 bit can change: a bucket cuts the vectors, never the tree of lanes. (Li et al. 2020, section 3.2.3, for whole rings.)
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.group import Group
+from elastic_train.program.unit_turn import Begin, End, Walk, place_of
 from rendezvous.waiting import Bystander
 
 
@@ -85,12 +86,10 @@ class ExchangeQueue:
 
     def join(self) -> None:
         """Wait until all exchanges are made; raises what went wrong there."""
+        waited_s = self._group.waited_s
         self._group.join()
-
-    def take_busy_s(self) -> float:
-        """Return how long the thread took for exchanges since the last time; after `join`."""
-        busy_s, self._busy_s = self._busy_s, 0.0
-        return busy_s
+        self._group.beside_s += max(0.0, self._busy_s - (self._group.waited_s - waited_s))
+        self._busy_s = 0.0
 
     def close(self) -> None:
         """End the thread once it is free."""
@@ -113,51 +112,46 @@ class ExchangeQueue:
             raise
 
 
-class Beside:
-    """Finishes buckets in turn, beside the pass that fills them; it must be closed."""
+class Filling:
+    """Does what is due of a turn as a backward pass ends the gradients of units; it must be closed."""
 
-    def __init__(self, buckets: Sequence[Bucket], queue: ExchangeQueue, finish: Callable[[Bucket], None]) -> None:
-        self._buckets, self.queue, self._finish = list(buckets), queue, finish
-        self._num_full = 0
+    def __init__(self, units: Sequence[Sequence[nn.Parameter]]) -> None:
+        """`units` are the parameters of each, in the order of reductions."""
+        self._units, self._walk = units, Walk((), lambda action: None)
         self._missing: list[int] | None = None
         self._seen: set[int] = set()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))  # type: ignore[no-untyped-call]
-            for number, bucket in enumerate(self._buckets)
-            for parameter in bucket.parameters
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, place))  # type: ignore[no-untyped-call]
+            for place, unit in enumerate(units)
+            for parameter in unit
         ]
 
     @contextlib.contextmanager
-    def filling(self) -> Iterator[None]:
-        """Return the context of the backward pass that fills the buckets; what no lane uses is full at its end."""
-        self._missing, self._seen = [len(bucket.parameters) for bucket in self._buckets], set()
+    def filling(self, walk: Walk) -> Iterator[None]:
+        """Return the context of the backward pass that fills the units; what no lane uses is full at its end."""
+        self._walk, self._missing, self._seen = walk, list(map(len, self._units)), set()
         try:
             yield
-            self._hand_out(len(self._buckets))
+            walk.finish()
         finally:
             self._missing = None
-
-    def join(self) -> None:
-        """Wait until all buckets that were full are finished; raises what went wrong there."""
-        self._num_full = 0
-        self.queue.join()
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
         for hook in self._hooks:
             hook.remove()
 
-    def _arrived(self, number: int, parameter: Tensor) -> None:
+    def _arrived(self, place: int, parameter: Tensor) -> None:
+        """A backward pass has come to the end of a parameter's gradient."""
         if self._missing is None:
-            return  # another lane's pass
+            return  # a pass of another lane, or outside of any step
         check_once(parameter, self._seen)
-        self._missing[number] -= 1
-        num_full = self._num_full
-        while num_full < len(self._missing) and self._missing[num_full] == 0:
-            num_full += 1
-        self._hand_out(num_full)
-
-    def _hand_out(self, num_full: int) -> None:
-        for bucket in self._buckets[self._num_full : num_full]:
-            self.queue.begin(partial(self._finish, bucket))
-        self._num_full = num_full
+        self._missing[place] -= 1
+        while (
+            isinstance(due := self._walk.next, Begin)
+            and due.what == "reduce"
+            and self._missing[place_of(due.unit, len(self._units))] == 0
+        ):
+            self._walk.step()
+            if isinstance(before := self._walk.next, End) and before.unit != due.unit:
+                self._walk.step()

@@ -7,6 +7,7 @@ for k parts a rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -103,22 +104,47 @@ def finish_in_chunks(
 ) -> None:
     """Let every rank finish the tree over its 1/W of the vector, from all ranks' parts of it, and gather."""
     bounds = [rank * flat.numel() // group.size for rank in range(group.size + 1)]
-    lo, hi = bounds[group.rank], bounds[group.rank + 1]
-    # Every rank begins with its right neighbour, so that no receiver is flooded by all at once.
-    others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
-    chunk = {rank: slice(bounds[rank], bounds[rank + 1]) for rank in others}
-    sums: dict[Part, Tensor] = {part: buffer[lo:hi] for part, buffer in mine.items()}
-    theirs = [(rank, part) for rank in others[::-1] for part in layout[rank]]
-    sums |= zip((part for _, part in theirs), scratch.split([hi - lo] * len(theirs), flat), strict=True)
+    chunks = list(pairwise(bounds))
+    finish_owned(flat, mine, layout, group, num_lanes, scratch, [[chunk] for chunk in chunks])
+    own, others = flat[slice(*chunks[group.rank])], others_of(group)
     group.exchange(
-        sends=[(rank, mine[part][chunk[rank]]) for rank in others for part in layout[group.rank]],
-        receives=[(rank, sums[part]) for rank, part in theirs],
+        sends=[(rank, own) for rank in others], receives=[(rank, flat[slice(*chunks[rank])]) for rank in others[::-1]]
     )
+
+
+def finish_owned(
+    flat: Tensor,
+    mine: Mapping[Part, Tensor],
+    layout: Sequence[Sequence[Part]],
+    group: PointToPoint,
+    num_lanes: int,
+    scratch: Scratch,
+    owned: Sequence[Sequence[tuple[int, int]]],
+) -> None:
+    """Let every rank finish the tree over the elements [lo, hi) that it owns, from all ranks' parts of them."""
+    others = others_of(group)
+    theirs = [(rank, part, own) for rank in others[::-1] for part in layout[rank] for own in owned[group.rank]]
+    arrived = scratch.split([hi - lo for _, _, (lo, hi) in theirs], flat)
+    group.exchange(
+        sends=[(rank, mine[part][lo:hi]) for rank in others for part in layout[group.rank] for lo, hi in owned[rank]],
+        receives=[(rank, tensor) for (rank, _, _), tensor in zip(theirs, arrived, strict=True)],
+    )
+    for lo, hi in owned[group.rank]:
+        sums = {part: buffer[lo:hi] for part, buffer in mine.items()}
+        sums |= {part: tensor for (_, part, own), tensor in zip(theirs, arrived, strict=True) if own == (lo, hi)}
+        whole = add_up(sums, num_lanes)
+        if whole.data_ptr() != flat[lo:hi].data_ptr():
+            flat[lo:hi].copy_(whole)
+
+
+def add_up(sums: dict[Part, Tensor], num_lanes: int) -> Tensor:
+    """Add the sums of subtrees in the tree's order, into one of them; return that of the whole tree."""
     whole = next(iter(sums.values()))
     for left, right, parent in merge_plan(list(sums), num_lanes):
         whole = sums[parent] = sums.pop(left).add_(sums.pop(right))
-    if whole.data_ptr() != flat[lo:hi].data_ptr():
-        flat[lo:hi].copy_(whole)
-    group.exchange(
-        sends=[(rank, flat[lo:hi]) for rank in others], receives=[(rank, flat[chunk[rank]]) for rank in others[::-1]]
-    )
+    return whole
+
+
+def others_of(group: PointToPoint) -> list[int]:
+    """Return all other ranks, from the right neighbour on, so that no receiver is flooded by all at once."""
+    return [(group.rank + distance) % group.size for distance in range(1, group.size)]

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.core.lanes import Lanes, Part, parts_of, settle
-from elastic_train.parallel.buckets import Beside, Bucket, ExchangeQueue, Placed, cut_buckets
+from elastic_train.parallel.buckets import Bucket, ExchangeQueue, Filling, Placed, cut_buckets
 from elastic_train.parallel.exchange import Scratch
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Aside, PointToPoint
 from elastic_train.parallel.reductions import Everywhere, InAnyOrder, Reduce, Reduction, Subtrees
+from elastic_train.program.unit_turn import UnitAction, Walk, filling_turn, place_of
 from elastic_train.system.huge_pages import on_huge_pages
 
 OfPart = tuple[str, Tensor]
@@ -84,13 +85,11 @@ def reduce_of(kind: Reduction) -> Reduce:
     return Everywhere() if kind == "canonical" else InAnyOrder()
 
 
-def bind_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Make every gradient a view of one zeroed flat buffer per (dtype, device); return the buffers."""
-    return place_gradients(parameters)[0]
-
-
 def place_gradients(parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Placed]]:
-    """Bind gradients as `bind_gradients` does; return the buffers, and where each is, in the parameters' order."""
+    """Make every gradient a view of one zeroed flat buffer per (dtype, device).
+
+    Returns the buffers, and where each gradient is, in the parameters' order.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
@@ -207,7 +206,9 @@ class _Adding:
     tree: Tree
     own: LaneTree
     aside: Aside
-    beside: Beside | None = None
+    buckets: Sequence[Bucket] = ()
+    filling: Filling | None = None
+    """Exchanges the buckets beside the last leaf."""
     mine: dict[Part, Sequence[Tensor]] = field(default_factory=dict)
     """The sums of this rank's subtrees, once its last leaf runs."""
     merged: list[list[Tensor]] = field(default_factory=list)
@@ -228,8 +229,8 @@ class TreeSum:
         for one in self._trees:
             if bucket_bytes is not None and one.tree.placed and _may_be_beside(one.tree):
                 self._queue = self._queue or ExchangeQueue(one.tree.ranks)
-                buckets = cut_buckets(one.tree.placed, one.tree.flats, bucket_bytes)
-                one.beside = Beside(buckets, self._queue, partial(self._finish_bucket, one))
+                one.buckets = cut_buckets(one.tree.placed, one.tree.flats, bucket_bytes)
+                one.filling = Filling([bucket.parameters for bucket in one.buckets])
 
     def begin(self) -> None:
         self._join()  # of a step that was not applied after all
@@ -244,20 +245,20 @@ class TreeSum:
             yield  # it needs nobody else, or is added in any order
             return
         with one.own.adding(leaf):
-            if one.beside is None or leaf != one.own.last:
+            if one.filling is None or leaf != one.own.last:
                 yield
             else:
                 one.merged, one.mine = one.own.foresee()
                 one.own.check_complete(one.mine)
-                with one.beside.filling():
+                with one.filling.filling(Walk(filling_turn(len(one.buckets)), partial(self._begin, one))):
                     yield
 
     def finish(self, divisor: float) -> None:
         """Wait for what was exchanged beside the last leaves, and exchange the rest now."""
-        self._join_timed()
+        self._join()
         for one in reversed(self._trees):
             flats, ranks, _, reduce, _ = one.tree
-            if one.beside is None:
+            if one.filling is None:
                 one.mine = one.own.sums() if reduce.is_ordered else {}
                 for number, flat in enumerate(flats):
                     self._reduce(one, number, 0, flat.numel(), ranks)
@@ -268,8 +269,8 @@ class TreeSum:
 
     def close(self) -> None:
         for one in self._trees:
-            if one.beside is not None:
-                one.beside.close()
+            if one.filling is not None:
+                one.filling.close()
         if self._queue is not None:
             self._queue.close()
 
@@ -278,6 +279,11 @@ class TreeSum:
             yield from (("gradients", flat) for flat in one.tree.flats)
             yield from (("sums", buffer) for buffer in one.own.put_aside())
         yield from (("exchange", kept) for kept in self._scratch.tensors())
+
+    def _begin(self, one: _Adding, action: UnitAction) -> None:
+        assert self._queue is not None, "something is exchanged beside a pass"
+        bucket = one.buckets[place_of(action.unit, len(one.buckets))]
+        self._queue.begin(partial(self._finish_bucket, one, bucket))
 
     def _finish_bucket(self, one: _Adding, bucket: Bucket) -> None:
         cut = slice(bucket.lo, bucket.hi)
@@ -292,17 +298,8 @@ class TreeSum:
 
     def _join(self) -> None:
         """Wait for what is exchanged beside backward passes."""
-        for one in self._trees:
-            if one.beside is not None:
-                one.beside.join()
-
-    def _join_timed(self) -> None:
-        if self._queue is None:
-            return
-        ranks = next(one.tree.ranks for one in self._trees if one.beside is not None)
-        waited_s = ranks.waited_s
-        self._join()
-        ranks.beside_s += max(0.0, self._queue.take_busy_s() - (ranks.waited_s - waited_s))
+        if self._queue is not None:
+            self._queue.join()
 
 
 def _may_be_beside(tree: Tree) -> bool:

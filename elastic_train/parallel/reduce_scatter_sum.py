@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.lanes import Lanes, Part, merge_plan
-from elastic_train.parallel.buckets import check_once
+from elastic_train.core.lanes import Lanes, Part
+from elastic_train.parallel.buckets import Filling
+from elastic_train.parallel.exchange import add_up
 from elastic_train.parallel.gradient_sum import OfPart
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import BufferPool, FlatGradient, Leaf, Leaves, Units, Wire, forget_gradients
@@ -39,7 +40,7 @@ from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.deal import Counter, subtrees_of, sum_chunks
 from elastic_train.placement.holdings import Run, by_flat, runs_of
 from elastic_train.placement.seating import Seating
-from elastic_train.program.unit_turn import Begin, End, UnitAction, Walk, reducing_turn
+from elastic_train.program.unit_turn import Begin, End, UnitAction, Walk, place_of, reducing_turn
 from elastic_train.system.huge_pages import on_huge_pages
 
 
@@ -100,6 +101,8 @@ class _Course:
         self.turn = 0
         self.earlier: dict[int, Mapping[int, Leaf]] = {}
         """Leaves of this turn but the last one."""
+        units = tree.units if tree.is_beside else ()
+        self.filling = Filling([[parameter for flat in unit for parameter, _ in flat.parameters] for unit in units])
 
     @property
     def sums_what_it_holds(self) -> bool:
@@ -111,10 +114,6 @@ class _Course:
     def of_turn(self) -> Mapping[int, Lanes]:
         """The present turn's leaves of each rank of the group; none of its ranks has any once all have been."""
         return self.turns[self.turn] if self.turn < len(self.turns) else {}
-
-    def number_of(self, unit: int) -> int:
-        """Return which of the units one of a turn is: the last block is the first, the rest of the model the last."""
-        return len(self.units) - 2 - unit
 
     def runs_of(self, grains: Int64s) -> dict[int, list[Run]]:
         """Return where grains are, by flat vector, in those that are summed up here."""
@@ -161,25 +160,11 @@ class ReduceScatterSum:
         for course in self._courses:
             self._totals |= self._totals_of(course)
         self._counters: dict[int, Counter[Tensor]] = {}
-        self._running: _Course | None = None
-        """The tree that the running pass adds to."""
-        self._missing: list[int] = []
-        """Of the running pass: parameters of each unit whose gradient has not come."""
-        self._walk = Walk((), lambda action: None)
-        """The running pass's way through its turn."""
         self._in_flight = deque[_Flight]()
         self.is_dirty = False
         """Whether something is on its way that may reach the homes however late."""
         self._spare = BufferPool(2 * sum(len(one.tree.seating.seats) for one in self._courses))
-        self._seen: set[int] = set()
         self._leaves = Leaves(wire)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, course, number))  # type: ignore[no-untyped-call]
-            for course in self._courses
-            for number, unit in enumerate(course.units if course.tree.is_beside else ())
-            for flat in unit
-            for parameter, _ in flat.parameters
-        ]
 
     def _totals_of(self, course: _Course) -> Mapping[int, Tensor]:
         """Return memory for the mean of what this rank sums up: the homes, unless others give it some of that."""
@@ -190,8 +175,8 @@ class ReduceScatterSum:
 
     def close(self) -> None:
         """Leave the model's parameters alone from now on."""
-        for hook in self._hooks:
-            hook.remove()
+        for course in self._courses:
+            course.filling.close()
 
     def tensors(self) -> Iterator[OfPart]:
         for number, total in self._totals.items():
@@ -211,7 +196,6 @@ class ReduceScatterSum:
             self._counters |= {number: Counter(course.num_leaves, self._add) for number in course.numbers}
             course.turn, course.earlier = 0, {}
             forget_gradients(course.units)
-        self._running = None
         self._in_flight.clear()
 
     @contextlib.contextmanager
@@ -223,14 +207,10 @@ class ReduceScatterSum:
             yield
             course.earlier[leaf] = {flat.number: self._leaves.take(flat) for unit in course.units for flat in unit}
         elif course.of_turn:
-            self._running = course
-            self._missing = [sum(len(flat.parameters) for flat in unit) for unit in course.units]
-            self._seen.clear()
             try:
-                with self._walking(course) as self._walk:
+                with self._walking(course) as walk, course.filling.filling(walk):
                     yield
             finally:
-                self._running = None
                 self._in_flight.clear()
             self.is_dirty = False
             course.turn, course.earlier = course.turn + 1, {}
@@ -239,28 +219,19 @@ class ReduceScatterSum:
 
     @contextlib.contextmanager
     def _walking(self, course: _Course) -> Iterator[Walk]:
-        """Return the context of a turn, at whose end all of its actions are done; units are gathered for it, if they
-        are."""
-        if self._gathers:
-            assert self._weights is not None
+        """Return the context of a turn; units are gathered for it, if they are."""
+        if self._weights is not None and self._by_turn:
             computing = [rank for rank, leaves in course.of_turn.items() if leaves]
             with self._weights.turn(computing, trains=True, reduce=partial(self._reduce, course)) as walk:
                 yield walk
             return
-        walk = Walk(reducing_turn(len(course.units)), partial(self._reduce, course))
-        yield walk
-        walk.finish()
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether units are gathered for each turn."""
-        return self._weights is not None and self._by_turn
+        yield Walk(reducing_turn(len(course.units)), partial(self._reduce, course))
 
     def _reduce(self, course: _Course, action: UnitAction) -> None:
         """Begin to exchange a unit's gradients, or wait for what was begun before."""
         match action:
             case Begin(unit=unit):
-                self._send(course, course.number_of(unit))
+                self._send(course, place_of(unit, len(course.units)))
             case End():
                 self._land(course)
 
@@ -279,27 +250,9 @@ class ReduceScatterSum:
         for number in list(sums):
             parts = sums.pop(number)
             if self._totals[number].numel():
-                whole = next(iter(parts.values()))
-                for left, right, parent in merge_plan(list(parts), course.num_leaves):
-                    whole = parts[parent] = parts.pop(left).add_(parts.pop(right))
-                torch.div(whole, divisor, out=self._totals[number])
+                torch.div(add_up(parts, course.num_leaves), divisor, out=self._totals[number])
         if not course.sums_what_it_holds:
             self._give(course)
-
-    def _arrived(self, course: _Course, unit: int, parameter: Tensor) -> None:
-        """A backward pass has come to the end of a parameter's gradient."""
-        if course is not self._running:
-            return  # a pass outside of any step, such as warming up
-        check_once(parameter, self._seen)
-        self._missing[unit] -= 1
-        while (
-            isinstance(due := self._walk.next, Begin)
-            and due.what == "reduce"
-            and self._missing[course.number_of(due.unit)] == 0
-        ):
-            self._walk.step()
-            if isinstance(before := self._walk.next, End) and before.unit != due.unit:
-                self._walk.step()
 
     def _send(self, course: _Course, number: int) -> None:
         """Cut a unit's leaves, and forget them; what no lane uses is zero."""

@@ -8,14 +8,14 @@ unfinished. Who finishes a grain shows in no bit: the tree is the same. Or the r
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from elastic_train.core.lanes import Part, merge_plan
-from elastic_train.parallel.exchange import Scratch, exchange
+from elastic_train.core.lanes import Part
+from elastic_train.parallel.exchange import Scratch, exchange, finish_owned, others_of
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.placement.holdings import Run
@@ -109,50 +109,26 @@ class AtOwners:
     def reduce(self, elements: Subtrees, ranks: PointToPoint, scratch: Scratch) -> None:
         """Finish this rank's grains among the elements; other ranks finish theirs."""
         flat, number, lo, hi, mine, layout, num_leaves = elements
-        rank, others = ranks.rank, list(_others(ranks))
-        shares = [_within(number, lo, hi, runs) for runs in self.shares.owned]
-        theirs = [(other, part, run) for other in others[::-1] for part in layout[other] for run in shares[rank]]
-        arrived = scratch.split([run.hi - run.lo for _, _, run in theirs], flat)
-        ranks.exchange(
-            [
-                (other, mine[part][number][run.lo : run.hi])
-                for other in others
-                for part in layout[rank]
-                for run in shares[other]
-            ],
-            [(other, tensor) for (other, _, _), tensor in zip(theirs, arrived, strict=True)],
-        )
-        for run in shares[rank]:
-            sums = {part: buffers[number][run.lo : run.hi] for part, buffers in mine.items()}
-            sums |= {part: tensor for (_, part, one), tensor in zip(theirs, arrived, strict=True) if one == run}
-            whole = next(iter(sums.values()))
-            for left, right, parent in merge_plan(list(sums), num_leaves):
-                whole = sums[parent] = sums.pop(left).add_(sums.pop(right))
-            if whole.data_ptr() != flat[run.lo :].data_ptr():
-                flat[run.lo : run.hi].copy_(whole)
+        owned = [_within(number, lo, hi, runs) for runs in self.shares.owned]
+        parts = {part: buffers[number] for part, buffers in mine.items()}
+        finish_owned(flat, parts, layout, ranks, num_leaves, scratch, owned)
 
     def divide(self, flats: Sequence[Tensor], divisor: float, ranks: Group) -> None:
         """Divide what this rank has finished, give it to its other holders, and take what they have finished."""
         for run in self.shares.owned[ranks.rank]:
             _at(run, flats).div_(divisor)
-        others, given, taken = list(_others(ranks)), self.shares.given, self.shares.taken
+        others, given, taken = others_of(ranks), self.shares.given, self.shares.taken
         ranks.exchange(
             [(other, _at(run, flats)) for other in others for run in given[other]],
             [(other, _at(run, flats)) for other in others[::-1] for run in taken[other]],
         )
 
 
-def _others(ranks: PointToPoint) -> Iterator[int]:
-    """Yield all other ranks, from the right neighbour on, so that no receiver is flooded by all at once."""
-    for distance in range(1, ranks.size):
-        yield (ranks.rank + distance) % ranks.size
-
-
 def _at(run: Run, flats: Sequence[Tensor]) -> Tensor:
     return flats[run.flat][run.lo : run.hi]
 
 
-def _within(number: int, lo: int, hi: int, runs: Runs) -> Runs:
+def _within(number: int, lo: int, hi: int, runs: Runs) -> list[tuple[int, int]]:
     """Return what runs have of elements [lo, hi) of a flat vector."""
-    cuts = [Run(number, max(run.lo, lo), min(run.hi, hi)) for run in runs if run.flat == number]
-    return [run for run in cuts if run.lo < run.hi]
+    cuts = [(max(run.lo, lo), min(run.hi, hi)) for run in runs if run.flat == number]
+    return [(first, end) for first, end in cuts if first < end]

@@ -63,11 +63,22 @@ def gathering_turn(num_blocks: int, *, has_rest: bool, trains: bool, reduces: bo
 
 
 @lru_cache(256)
+def filling_turn(num_units: int) -> tuple[UnitAction, ...]:
+    """Return the actions of a turn of units that are reduced in the same order, and waited for after it."""
+    return tuple(action for action in reducing_turn(num_units) if isinstance(action, Begin))
+
+
+@lru_cache(256)
 def reducing_turn(num_units: int) -> tuple[UnitAction, ...]:
     """Return the actions of a turn whose weights are there: blocks are reduced from the last on, and then the rest."""
     units = [*reversed(range(num_units - 1)), REST][:num_units]
     begun = [action for pair in zip(units, [None, *units], strict=False) for action in _reduce(*pair)]
     return (*begun, *(End("reduce", unit) for unit in units[-1:]))
+
+
+def place_of(unit: int, num_units: int) -> int:
+    """Return where in the order of reductions a unit is: blocks from the last one on, then the rest of the model."""
+    return num_units - 2 - unit
 
 
 def _gathering(num_blocks: int, *, has_rest: bool, trains: bool, reduces: bool) -> Iterator[UnitAction]:

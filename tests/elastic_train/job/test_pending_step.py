@@ -22,7 +22,7 @@ from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.resharding import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.state_shards import Place
-from elastic_train.parallel.gradient_sum import bind_gradients
+from elastic_train.parallel.gradient_sum import place_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.holdings import Column
@@ -67,7 +67,7 @@ def make_state(mesh: Mesh, step: int) -> AppliedState:
     state = build_state(model, recipe, 9, "cpu", False, (), ParallelConfig(tensor=2), plan, plan.dims)
     state.shards.enter(mesh, Group(0, 1, None, 1.0), Group(0, 1, None, 1.0), None)
     state.shards.trained_in = TERM
-    bind_gradients(list(model.parameters()))
+    place_gradients(list(model.parameters()))
     part = state.shards.cut.cuts["0.weight"].part_of
     for _ in range(step):
         _fill(state, part(GRADIENT, mesh.place))

@@ -22,7 +22,7 @@ from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.state import AppliedState, StepFacts, TrainProgress
 from elastic_train.parallel.devices.squares import squares_of_tensors
-from elastic_train.parallel.gradient_sum import bind_gradients
+from elastic_train.parallel.gradient_sum import place_gradients
 from elastic_train.placement.grains import Listed
 from elastic_train.placement.norm import clip_factor, total_norm
 from tests.elastic_train.placement.laws import models
@@ -122,7 +122,7 @@ def test_a_schedule_of_its_own_length_does_not_depend_on_where_the_job_ends() ->
 def test_gradients_stay_bound_when_a_state_is_taken_over() -> None:
     """In the midst of a world, too: a rank that took rank 0's state before a commit trained on its own lanes alone."""
     state, other = built(OptimizerConfig()), built(OptimizerConfig())
-    flats = bind_gradients(list(other.model.parameters()))
+    flats = place_gradients(list(other.model.parameters()))[0]
     step(state)
     other.restore(lambda tree: tree.update(copy.deepcopy(state.shards.held())), state.reached)
     other.model(torch.ones(1, 4)).sum().backward()
@@ -135,7 +135,7 @@ def test_what_may_be_cut_is_stored_in_the_order_of_its_parts_after_a_restoration
     dims = {"0.weight": 1, "1.weight": 0}
     models = [nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)) for _ in range(2)]
     one, other = (build_state(each, OptimizerConfig(), 20, "cpu", is_fp16=False, dims=dims) for each in models)
-    bind_gradients(list(one.model.parameters()))
+    place_gradients(list(one.model.parameters()))
     for parameter in one.model.parameters():
         assert parameter.grad is not None
         parameter.grad.copy_(torch.randn(parameter.shape))

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import Assignment, contiguous, lane_seed, owned_lanes
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, PeerLostError
-from elastic_train.parallel.buckets import Beside, Bucket, ExchangeQueue, cut_buckets
+from elastic_train.parallel.buckets import Bucket, ExchangeQueue, Filling, cut_buckets
 from elastic_train.parallel.exchange import halving_turns
-from elastic_train.parallel.gradient_sum import bind_gradients, make_sum, place_gradients
+from elastic_train.parallel.gradient_sum import make_sum, place_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import _packed, _read_tables, gather_tables, tree_sum
+from elastic_train.program.unit_turn import Walk, filling_turn
 from tests.conftest import PATIENCE_S, run_ranks
 from tests.elastic_train.parallel.sums import make_gradient_sum
 
@@ -59,7 +61,7 @@ def train(
     assigned = assigned or contiguous(group.size, num_lanes)
     lanes = assigned[group.rank]
     if bucket_bytes is None:
-        gradients = make_sum("canonical", bind_gradients(list(net.parameters())), group, assigned)
+        gradients = make_sum("canonical", place_gradients(list(net.parameters()))[0], group, assigned)
     else:
         gradients = make_gradient_sum("canonical", list(net.parameters()), group, num_lanes, bucket_bytes)
     for step in range(steps):
@@ -130,13 +132,15 @@ def test_after_a_bucket_that_could_not_be_exchanged_none_is() -> None:
         raise PeerLostError("gone")
 
     queue = ExchangeQueue(Group(0, 1, None, 60))
-    beside = Beside(buckets, queue, finish)
-    with beside.filling():
+    filling = Filling([bucket.parameters for bucket in buckets])
+    full = iter(buckets)
+    walk = Walk(filling_turn(len(buckets)), lambda action: queue.begin(partial(finish, next(full))))
+    with filling.filling(walk):
         net(torch.ones(1, 3)).sum().backward()
     with pytest.raises(PeerLostError, match="gone"):
-        beside.join()
+        queue.join()
     queue._thread.begin(lambda: None).result(PATIENCE_S)  # after all that it was given before
-    beside.close()
+    filling.close()
     queue.close()
     assert len(buckets) > 1 and begun == buckets[:1]
 

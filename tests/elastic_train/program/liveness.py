@@ -17,7 +17,16 @@ from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Axis, Cell, Mesh
 from elastic_train.program.schedules import Direction, Exchange, Kind, Pass, Pipeline
 from elastic_train.program.step_program import AddExperts, Close, Open, by_unit, step_program
-from elastic_train.program.unit_turn import REST, Begin, End, Enter, UnitAction, gathering_turn, reducing_turn
+from elastic_train.program.unit_turn import (
+    REST,
+    Begin,
+    End,
+    Enter,
+    UnitAction,
+    filling_turn,
+    gathering_turn,
+    reducing_turn,
+)
 
 Shards = Literal["none", "gradients", "parameters"]
 """What ranks hold a share of: `none` stands for all whose gradients are whole until their last leaf, too."""
@@ -138,8 +147,6 @@ class _Rank:
                     for of_unit in of_units:
                         yield from self._unit(of_unit, action)
                     self.leaf = None
-                    if world.shards == "none" and action.number == self.num_lanes - 1:
-                        yield self._begin("beside", ("sum", action.chunk), self.adders)
                 case AddExperts():
                     self._need(self._has_run("backward", action), action, "its pass has not run")
                     yield from self._experts(action)
@@ -151,7 +158,8 @@ class _Rank:
         """Yield how the ranks' sums become one, tree by tree; of whole gradients that began with a last leaf."""
         chunks = range(self.world.num_chunks)
         for chunk in chunks if self.world.shards == "none" else ():
-            yield Wait(("sum", chunk))
+            for unit in (REST, *range(self.world.num_blocks)):
+                yield Wait(("sum", unit, chunk))
         for chunk in reversed(chunks) if self.has_experts else ():
             yield from self._all("column", ("sum of experts", chunk), self.column)
         for chunk in reversed(chunks) if self.world.shards != "none" else ():
@@ -160,7 +168,9 @@ class _Rank:
     # A turn.
 
     def _turn(self, action: Open) -> tuple[UnitAction, ...]:
-        if self.world.shards == "none" or not any(action.number < self._count(rank) for rank in self.owners):
+        if self.world.shards == "none":
+            return filling_turn(self.world.num_blocks + 1) if action.number == self.num_lanes - 1 else ()
+        if not any(action.number < self._count(rank) for rank in self.owners):
             return ()
         if self.gathers:
             is_first = action.number == 0
@@ -210,6 +220,8 @@ class _Rank:
         name = (action.what, action.unit, at.number, at.chunk)
         if isinstance(action, End):
             yield Wait(name)
+        elif self.world.shards == "none":
+            yield self._begin("beside", ("sum", action.unit, at.chunk), self.adders)
         elif action.what == "gather":
             yield self._give("units", name, self.group, to=self._computing(self.group, at.number), sources=self.group)
         else:

@@ -23,7 +23,7 @@ from elastic_train.job.build import build_state
 from elastic_train.job.resharding import gather_peer_states, reshard, take_state, tree_transfer
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.state_shards import Place
-from elastic_train.parallel.gradient_sum import bind_gradients
+from elastic_train.parallel.gradient_sum import place_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.world.equal_weights import level
 from tests.conftest import run_ranks
@@ -49,7 +49,7 @@ def trained(num_steps: int, name: str = "adamw") -> AppliedState:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 700), nn.BatchNorm1d(700), nn.Linear(700, 3, dtype=torch.float32))
     state = build_state(model, OptimizerConfig(name=name, lr=0.01, warmup_steps=2), 50, "cpu", is_fp16=False)  # type: ignore[arg-type]
-    bind_gradients(list(model.parameters()))
+    place_gradients(list(model.parameters()))
     for step in range(num_steps):
         state.optimizer.zero_grad(set_to_none=False)
         model(torch.randn(8, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
@@ -69,7 +69,7 @@ def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained([0, 4, 3, 4][rank], optimizer)
     given_by = come_together(group, state)
-    bind_gradients(list(state.model.parameters()))
+    place_gradients(list(state.model.parameters()))
     state.model(torch.ones(8, 5)).square().sum().backward()
     state.apply(StepFacts(Cursor(0, 9), CoverageSums(), TERM, SampleAccount()), state.measure())
     outcome = {

@@ -17,7 +17,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.parameter_groups import FirstStates, describe_groups
 from elastic_train.job.state import AppliedState, StepFacts
-from elastic_train.parallel.gradient_sum import bind_gradients
+from elastic_train.parallel.gradient_sum import place_gradients
 from elastic_train.tasks.task import ParameterGroup
 
 CONFIG = OptimizerConfig(lr=0.1, weight_decay=0.5, warmup_steps=2, decay_norms_and_biases=True)
@@ -101,7 +101,7 @@ def test_frozen_parameters_are_saved_and_not_trained() -> None:
     """No gradient buffer, no moments, no decay; but a place in every commit and hand-over."""
     state = built(ParameterGroup(BODY, is_frozen=True))
     before = weights(state)
-    assert sum(flat.numel() for flat in bind_gradients(list(state.model.parameters()))) == 3 * 2 + 2
+    assert sum(flat.numel() for flat in place_gradients(list(state.model.parameters()))[0]) == 3 * 2 + 2
     step(state, times=2)
     after, saved = weights(state), state.shards.held()
     assert [torch.equal(before[name], after[name]) for name in (*BODY, *HEAD)] == [True, True, False, False]

@@ -19,7 +19,7 @@ from elastic_train.insight.memory import MemoryFacts, facts_of
 from elastic_train.job.build import build_state
 from elastic_train.job.resharding import take_first_seat
 from elastic_train.job.state import AppliedState, StepFacts
-from elastic_train.parallel.gradient_sum import GradientSum, bind_gradients, make_sum
+from elastic_train.parallel.gradient_sum import GradientSum, make_sum, place_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.placement.holdings import num_elements
 from elastic_train.training.memory.meter import Meter, held_by, storages
@@ -88,7 +88,9 @@ def test_what_a_rank_holds_is_counted_once_and_by_part() -> None:
 
 def test_a_fast_sum_puts_nothing_aside() -> None:
     state = built()
-    gradients = make_sum("fast", bind_gradients(list(state.model.parameters())), Group(0, 1, None, 60), [range(LANES)])
+    gradients = make_sum(
+        "fast", place_gradients(list(state.model.parameters()))[0], Group(0, 1, None, 60), [range(LANES)]
+    )
     trained(state, gradients)
     parts = Meter(CPU).measure(held_by(state, gradients, SaveMemory())).parts
     assert (parts["gradients"], parts["sums"]) == (4 * ELEMENTS, 0)
