@@ -7,8 +7,10 @@ one after the other. Any other is, and saves itself.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from torch import nn
 
 from elastic_train.checkpoint.commits.weights import Weights
 from elastic_train.errors import ConfigError, StorageError
@@ -66,4 +68,19 @@ def _export(opened: Opened, folder: Path, most_bytes: int, *, is_merged: bool) -
     sketch = task.sketch_model()
     assert sketch is not None, "what is not built can be sketched"
     opened.check_fits(sketch)
+    _check_has(sketch, names, opened.plan.config.task.path)
     write_weights(folder, opened.weights.renamed(names), most_bytes)
+
+
+def _check_has(model: nn.Module, names: Mapping[str, str], path: str) -> None:
+    """Refuse a model whose weights are not those that a task names for transformers, as where a subclass of the task
+    builds another one."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    written = {id(parameters[name]) for name in names if name in parameters}
+    lacking = [name for name in names if name not in parameters]
+    if wrong := lacking + [name for name, one in parameters.items() if id(one) not in written]:
+        verb = "lacks" if lacking else "has"
+        raise ConfigError(
+            f"task.path: '{path}' builds a model that transformers cannot load, since it {verb} '{wrong[0]}': use --to "
+            "safetensors, or replace `begin_export`, which may return None, and `export`"
+        )

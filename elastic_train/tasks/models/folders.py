@@ -17,7 +17,7 @@ from elastic_train.tasks.decoder.shape import DecoderShape
 def save_folder(model: nn.Module, folder: Path, *, is_merged: bool) -> None:
     """Write a model of transformers, a decoder of ours as one, or adapters: alone, or added to their base.
 
-    Raises ConfigError for a prompt, which cannot be added to weights.
+    Raises ConfigError for a prompt, which cannot be added to weights, and for a model of another kind.
     """
     found: Any = as_transformers(model) if isinstance(model, Decoder) else model
     import_transformers().utils.logging.disable_progress_bar()
@@ -27,6 +27,11 @@ def save_folder(model: nn.Module, folder: Path, *, is_merged: bool) -> None:
                 "--merge adds adapters to their base's weights, and a prompt is not part of them: leave it out"
             )
         found = found.merge_and_unload()
+    if not hasattr(found, "save_pretrained"):
+        raise ConfigError(
+            f"task.path: the task builds a {type(model).__name__}, which transformers cannot load: use --to "
+            "safetensors, or replace the task's `export`"
+        )
     found.save_pretrained(folder)
 
 

@@ -17,6 +17,7 @@ from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.inference.exporting import export_folder
 from elastic_train.inference.weight_files import split
+from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.as_transformers import as_transformers
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
@@ -28,8 +29,17 @@ LARGE: dict[str, Any] = {"vocabulary": 16384, "dim": 512, "depth": 26, "heads": 
 """100 M parameters, of which the largest tensor has 8.4 M."""
 
 
-def write_run(folder: Path, rows: Path, sizes: dict[str, Any], *, spread: float = 0.0, **others: Any) -> Decoder:
-    """Write a run of one commit, with a moment and an average of every weight; return its model.
+def write_run(
+    folder: Path,
+    rows: Path,
+    sizes: dict[str, Any],
+    model: nn.Module | None = None,
+    *,
+    spread: float = 0.0,
+    **others: Any,
+) -> nn.Module:
+    """Write a run of one commit, with a moment and an average of every weight; return its model, a decoder if none is
+    given.
 
     Its weights are moved from where they are drawn by normal random numbers, `spread` wide.
     """
@@ -38,7 +48,7 @@ def write_run(folder: Path, rows: Path, sizes: dict[str, Any], *, spread: float 
     config = Config.model_validate({"run": {"dir": str(folder)}, "task": task, "data": {"train": str(rows / "train")}})
     folder.mkdir()
     (folder / "config.yaml").write_text(config.to_yaml())
-    model = Decoder(DecoderShape(**sizes))
+    model = model or Decoder(DecoderShape(**sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(spread * torch.randn_like(parameter))
@@ -121,6 +131,53 @@ def test_tensors_are_dealt_to_files_as_hugging_face_does(tmp_path: Path) -> None
         theirs = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=most)
         found = split({name: Kind(one.dtype, one.shape) for name, one in tensors.items()}, most)
         assert found == list(theirs.filename_to_tensors.values())
+
+
+class Longer(Decoder):
+    """A decoder with a layer that no model of transformers has."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__(shape)
+        self.extra = nn.Linear(2, 2)
+
+
+class OwnModel(CausalLM):
+    """A task whose user builds another model."""
+
+    built: type[nn.Module] = Longer
+
+    def build_model(self) -> nn.Module:
+        return Longer(DecoderShape(**SIZES)) if self.built is Longer else nn.Linear(2, 3)
+
+
+class Unlike(OwnModel):
+    built = nn.Linear
+
+
+class UnlikeWithExperts(Unlike):
+    """Its parameters are those of a decoder that has to be built."""
+
+
+@pytest.mark.xdist_group("transformers")
+@pytest.mark.parametrize(
+    ("task", "sizes", "message"),
+    [
+        (OwnModel, SIZES, "builds a model that transformers cannot load, since it has 'extra.weight': use --to safe"),
+        (Unlike, SIZES, "builds a model that transformers cannot load, since it lacks 'embed.weight': use --to safe"),
+        (UnlikeWithExperts, {**SIZES, "experts": 2}, "builds a Linear, which transformers cannot load: use --to safe"),
+    ],
+)
+def test_a_model_that_a_subclass_builds_is_refused(
+    tmp_path: Path, rows: Path, task: type[OwnModel], sizes: dict[str, Any], message: str
+) -> None:
+    """By what it has that transformers does not know, and nothing is left."""
+    pytest.importorskip("transformers")
+    write_run(tmp_path / "run", rows, sizes, task(model=sizes).build_model())
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("elastic_train.tasks.causal_lm:CausalLM", f"{__name__}:{task.__name__}"))
+    with pytest.raises(ConfigError, match=message):
+        export_folder(str(tmp_path / "run"), tmp_path / "mine")
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_model_that_is_not_the_commits_is_refused(tmp_path: Path, rows: Path) -> None:
