@@ -262,7 +262,8 @@ def execute(
     if scenario.soak is not None:
         return run_soak(scenario, seed, folder, changes, config, replay, is_quiet, say)
     total_steps = count_steps(config)
-    due = schedule(scenario, seed, total_steps, config.checkpoint.every_steps or total_steps)
+    every = config.checkpoint.every_steps
+    due = schedule(scenario, seed, total_steps, every if isinstance(every, int) else total_steps)
     steps = ", ".join(str(fault) for fault in due)
     say(f"scenario {scenario.name}, seed {seed}: {total_steps} steps, {steps or 'no faults'}")
     clear(folder)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from elastic_train.config.combinations import FEATURES, Feature, Found
-from elastic_train.config.section import Section
+from elastic_train.config.section import Old, Section
 from elastic_train.core.mesh import Cell
+
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class ParallelConfig(Section):
@@ -33,12 +35,10 @@ class ParallelConfig(Section):
     """How many workers of a node compute each row together, some of its tokens each (context parallelism), so that
     activations of long rows fit: a cell, each of whose ranks holds the whole model, or its part with `tensor` or
     `pipeline`. The task has to know how."""
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    schedule: str = Field(default="1f1b", pattern=r"^(gpipe|1f1b|interleaved(:([2-9]|[1-9]\d+))?)$")
     """In which order a stage computes its lanes: all forward passes first, or forward and backward passes in turn,
     which keeps fewer activations: of at most as many lanes as there are stages from it on. `interleaved` gives each
     stage several chunks of the model: stages wait less for one another, and send more. Same bits."""
-    virtual_stages: Annotated[int, Field(ge=2)] = 2
-    """How many chunks of the model a stage has with schedule: interleaved."""
     copies: PositiveInt = 2
     """How many ranks hold each share, on different nodes if there are; once all are lost, the newest commit is read."""
     offload: Literal["none", "optimizer", "all"] = "none"
@@ -59,6 +59,15 @@ class ParallelConfig(Section):
     domain: str | None = None
     """What may fail together with this node and others, such as a rack's name; copies go to different ones."""
 
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "virtual_stages": Old(
+            int,
+            2,
+            "is now parallel.schedule: interleaved:N",
+            lambda old: {"schedule": f"interleaved:{old['virtual_stages']}"} if "interleaved" in old.values() else {},
+        )
+    }
+
     @field_validator("wire", mode="before")
     @classmethod
     def _is_of_one_leaf(cls, value: object) -> object:
@@ -68,6 +77,17 @@ class ParallelConfig(Section):
                 "bits would depend on the world, and a lost rank would take a part of the state along: set wire to bf16"
             )
         return value
+
+    @property
+    def order(self) -> ScheduleKind:
+        """The kind of schedule."""
+        return "interleaved" if self.virtual_stages > 1 else "gpipe" if self.schedule == "gpipe" else "1f1b"
+
+    @property
+    def virtual_stages(self) -> int:
+        """How many chunks of the model each stage has, where there are several stages."""
+        kind, _, number = self.schedule.partition(":")
+        return 1 if kind != "interleaved" else int(number or 2)
 
     @property
     def has_shares(self) -> bool:
@@ -116,7 +136,7 @@ class ParallelConfig(Section):
     @property
     def num_chunks(self) -> int:
         """How many chunks of the model each stage of a pipeline has."""
-        return self.virtual_stages if self.schedule == "interleaved" and self.pipeline > 1 else 1
+        return self.virtual_stages if self.pipeline > 1 else 1
 
     @property
     def num_pieces(self) -> int:

@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -32,7 +32,7 @@ from elastic_train.config.datasets import DataConfig, names_of
 from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig, checked_best
-from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Section, Value, absolute, checked_name, folder, home
+from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Old, Section, Value, absolute, checked_name, folder, home
 from elastic_train.system.wording import counted, nearest
 
 Change = tuple[object, object]
@@ -60,10 +60,10 @@ class RunConfig(Section):
     min_link_mb_per_s: PositiveFloat | None = 0.1
     """Megabytes a second, each way, that the best of a node's links to some nodes that train must have, or the node is
     not let in. The default is for links that are of no use at all; null to only tell what they have."""
-    history_bytes: int = Field(default=256 << 20, ge=1 << 16)
-    """Size limit of one process's history of one term in bytes: the older half is deleted when it is reached."""
-    history_terms: PositiveInt | None = 100
-    """How many terms' histories are kept; what recovery asks of older ones is summarised. null to keep all."""
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "history_bytes": Old(int, 256 << 20, "is ignored: a process's history of a term has at most 256 MiB"),
+        "history_terms": Old(int | None, 100, "is ignored: the histories of 100 terms are kept"),
+    }
 
     _is_folder = field_validator("dir")(folder)
 
@@ -101,41 +101,87 @@ class BatchConfig(Section):
         return self.global_batch // self.micro_batch
 
 
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0, "days": 86400.0}
+
+
+def _periods_of(text: str | None) -> dict[str, float]:
+    """Return the periods of a text, in steps and in seconds; ValueError for what names none."""
+    periods = dict[str, float]()
+    for part in text.split(",") if text is not None else ():
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) *(steps?|s|min|h|days?)", part.strip())
+        if found is None or not float(found[1]) or (found[2].startswith("step") and not found[1].isdecimal()):
+            raise ValueError(f"'{part.strip()}' is no period: write '10000 steps', '90 s', '15 min', '2 h' or '1 day'")
+        unit = "steps" if found[2].startswith("step") else "s"
+        if unit in periods:
+            raise ValueError(f"names two periods in {'steps' if unit == 'steps' else 'time'}: give one of each")
+        periods[unit] = float(found[1]) * _SECONDS.get(found[2], 1.0)
+    return periods
+
+
+def _keep_every(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the periods of a section that has a key for steps, and one for seconds."""
+    given = ((old.get("keep_every_steps"), "steps"), (old.get("keep_every_s"), "s"))
+    return {"keep_every": ", ".join(f"{number} {unit}" for number, unit in given if number is not None)}
+
+
 class CheckpointConfig(Section):
     url: str | None = None
     """Folder or fsspec URL where commits are published; default: run.dir."""
     near_dir: str | None = None
     """Local folder on every node, such as tmpfs, for copies of the newest commits; a matching copy is read first."""
-    every_steps: PositiveInt | None = 50
-    """Commit every this many steps; null to ignore the step count."""
+    every_steps: PositiveInt | Literal["auto"] | None = 50
+    """Commit every this many steps; null to ignore the step count. auto: at the interval, in place of every_s, that
+    loses the least time to saves and faults, by those measured so far."""
     every_s: PositiveFloat | None = 900.0
     """Commit this many seconds after the last commit; null to ignore the time."""
-    interval: Literal["auto"] | None = None
-    """auto: in place of every_steps and every_s, the interval that wastes least time by saves and faults so far."""
     rpo_s: PositiveFloat = 900.0
-    """With interval: auto, the most seconds of training that a fault may cost (recovery point objective)."""
+    """With every_steps: auto, the most seconds of training that a fault may cost (recovery point objective)."""
     when_busy: Literal["skip", "wait"] = "skip"
     """If a commit is due while the last one is still being written: skip it, or wait."""
-    give_up_after: PositiveInt | None = 10
-    """End training with an error after this many failed commits in a row, over give_up_after_s; null for never."""
-    give_up_after_s: float = Field(default=600.0, ge=0)
-    """Commits that fail end training only if they have failed for this many seconds, however many there were."""
+    give_up_after_s: float | None = Field(default=600.0, ge=0)
+    """End training with an error when ten commits in a row, and all commits for this many seconds, have failed; null
+    for never."""
     accept_loss: str | None = None
     """A commit, as term-step, that the store has lost: continue from an older one all the same. Without it the start is
     refused, with the value to set. It holds for that commit alone, so it may stay set."""
     keep_last: PositiveInt = 5
     """Newest commits to keep. The newest verified commit, pinned ones and those in use are never deleted."""
-    keep_every_steps: PositiveInt | None = None
-    """Also keep the first commit at or after every multiple of this many steps."""
-    keep_every_s: PositiveFloat | None = None
-    """Also keep the first commit of every period of this many seconds."""
+    keep_every: str | None = None
+    """Also keep the first commit of every period: '10000 steps', '1 h' (s, min, h, days), or both: '10000 steps, 1
+    days'."""
     keep_best: str | None = None
     """Also keep the commit with the best value of a validation metric: 'min loss', 'max macro_f1'."""
     storage_budget: ByteSize | None = Field(default=None, gt=0)
     """In place of keep_last: as many of the newest commits as fit, with what other rules keep, into 200GB, say."""
 
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "interval": Old(str | None, None, "is now every_steps: auto", lambda old: {"every_steps": "auto"}),
+        "give_up_after": Old(
+            int | None,
+            10,
+            "is ignored, and is ten; for never, set give_up_after_s to null",
+            lambda old: {"give_up_after_s": None} if old["give_up_after"] is None else {},
+        ),
+        "keep_every_steps": Old(int | None, None, "is now keep_every: 'N steps'", _keep_every),
+        "keep_every_s": Old(float | None, None, "is now keep_every: 'N s'", _keep_every),
+    }
     _is_folder = field_validator("near_dir")(folder)
     _expands = field_validator("url")(home)
+
+    @field_validator("keep_every")
+    @classmethod
+    def _names_periods(cls, text: str | None) -> str | None:
+        _periods_of(text)
+        return text
+
+    @property
+    def keep_every_steps(self) -> int | None:
+        steps = _periods_of(self.keep_every).get("steps")
+        return None if steps is None else int(steps)
+
+    @property
+    def keep_every_s(self) -> float | None:
+        return _periods_of(self.keep_every).get("s")
 
     @field_validator("accept_loss")
     @classmethod

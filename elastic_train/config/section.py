@@ -6,16 +6,18 @@ what was probably meant.
 
 from __future__ import annotations
 
+import logging
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ByteSize, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from elastic_train.config import yaml12
 
+log = logging.getLogger(__name__)
 Value = object
 MOST_BYTES_OF_A_NAME = 255
 """What file systems take of one part of a path."""
@@ -25,13 +27,43 @@ _EXACT = 2**53
 """Above it not every whole number is a float."""
 
 
+class Old(NamedTuple):
+    """A key of earlier versions: its type, its default, and the keys of today that say the same in a section.
+
+    Without `now` its value is ignored. `why` completes a warning that begins with the key.
+    """
+
+    kind: object
+    default: object
+    why: str
+    now: Callable[[Mapping[str, Any]], Mapping[str, object]] | None = None
+
+
 class Section(BaseModel):
-    """Frozen, with no other keys than its fields; a field's docstring is its key's meaning."""
+    """Frozen, with no other keys than its fields; a field's docstring is its key's meaning.
+
+    `OLD` has the keys of earlier versions, which are still taken. A value other than the default is warned of once.
+    """
+
+    OLD: ClassVar[Mapping[str, Old]] = {}
 
     # What pydantic says of a mistake has no values in it, which may be secrets; `sources` says it better in any case.
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_keys_of_today(cls, section: object) -> object:
+        """Put the keys of today in place of old ones."""
+        if not isinstance(section, Mapping) or cls.OLD.keys().isdisjoint(section):
+            return section
+        today = {name: value for name, value in section.items() if name not in cls.OLD}
+        for name, old in cls.OLD.items():
+            if name in section and section[name] != old.default:
+                _warn(f"configuration: {name} {old.why}")
+                today |= old.now(section) if old.now is not None else {}
+        return today
 
     @field_validator("*", mode="before")
     @classmethod
@@ -47,6 +79,16 @@ class Section(BaseModel):
                 raise ValueError("has a character that no file can hold: it must be Unicode text without NUL")
         _check(kind, value)
         return value
+
+
+_warned = set[str]()
+
+
+def _warn(text: str) -> None:
+    """Warn once of what each process reads several times."""
+    if text not in _warned:
+        _warned.add(text)
+        log.warning("%s", text)
 
 
 def scalars_of(kind: object) -> frozenset[type]:
@@ -77,8 +119,8 @@ def below(kind: object, name: str) -> object:
     if kind is object:
         return object
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        field = kind.model_fields.get(name)
-        return None if field is None else field.annotation
+        field, old = kind.model_fields.get(name), kind.OLD.get(name) if issubclass(kind, Section) else None
+        return field.annotation if field is not None else old.kind if old is not None else None
     if get_origin(kind) is dict:
         return get_args(kind)[1]
     if get_origin(kind) is tuple and name.isdecimal():

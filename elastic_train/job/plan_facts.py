@@ -58,10 +58,10 @@ def describe_pipeline(config: Config) -> str:
     """Return what a pipeline's stages wait for one another in one cell; more cells have fewer lanes each."""
     parallel, num_lanes = config.parallel, config.batch.num_lanes
     of_each = -(-num_lanes // parallel.expert)  # ranks with experts have a pipeline each
-    waits = bubble(Pipeline(parallel.schedule, parallel.pipeline, of_each, parallel.num_chunks))
+    waits = bubble(Pipeline(parallel.order, parallel.pipeline, of_each, parallel.num_chunks))
     chunks = f" with {parallel.num_chunks} chunks each" if parallel.num_chunks > 1 else ""
     return (
-        f"{parallel.pipeline} stages{chunks}, {parallel.schedule}; with all {num_lanes} lanes in one cell they wait "
+        f"{parallel.pipeline} stages{chunks}, {parallel.order}; with all {num_lanes} lanes in one cell they wait "
         f"{100 * waits:.0f} % of a step"
     )
 

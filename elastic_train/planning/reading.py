@@ -73,7 +73,7 @@ def read_config(config: Config) -> Read:
         pipeline=parallel.pipeline,
         expert=parallel.expert,
         context=parallel.context,
-        interleave=parallel.virtual_stages if parallel.schedule == "interleaved" else 1,
+        interleave=parallel.virtual_stages,
         schedule="gpipe" if parallel.schedule == "gpipe" else "1f1b",
         bucket_mb=parallel.bucket_mb,
         wire=parallel.wire,

@@ -262,7 +262,7 @@ def _missing(story: Story, curves: Mapping[str, Curve]) -> list[str]:
         )
     if story.num_pruned:
         notes.append(
-            f"the histories of terms up to {story.num_pruned} are deleted (run.history_terms), and with them "
+            f"the histories of terms up to {story.num_pruned} are deleted, and with them "
             f"{story.pruned_s:.0f} s of training: times begin after those"
         )
     holes = sum(
@@ -271,7 +271,7 @@ def _missing(story: Story, curves: Mapping[str, Curve]) -> list[str]:
         for before, after in zip(world.steps, world.steps[1:], strict=False)
     )
     if holes:
-        notes.append(f"{counted(holes, 'step')} have no line in the histories any more (run.history_bytes)")
+        notes.append(f"{counted(holes, 'step')} have no line any more in the histories, whose size is limited")
     if story.worlds and not any(world.phases for world in story.worlds):
         notes.append("no phases of ranks: the run ended before the first were written, or is of an older version")
     return notes

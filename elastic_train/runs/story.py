@@ -2,8 +2,8 @@
 
 Read from rank 0's histories, and from the first lines of all others. Steps that a later world did not continue are
 given up: a world's steps count up to where a later one began. Times are unix seconds. A run may still go on, may have
-failed, and may have no history at all; a history may be torn, shortened (`run.history_bytes`) or deleted
-(`run.history_terms`): what is missing is counted, and nobody fails for it.
+failed, and may have no history at all; a history may be torn, shortened or deleted: what is missing is counted, and
+nobody fails for it.
 """
 
 from __future__ import annotations

@@ -39,6 +39,10 @@ Standing = Literal["settled", "unsettled", "pending"]
 a peer at the point of no return; or only that it could, if those that are left find that it may have been applied."""
 HEAD = ("form", "restore")
 """Lines that begin every part of a history, marked `again` in all but the first: the rest means little without them."""
+MOST_BYTES = 256 << 20
+"""Limit of one process's history of one term: the older half is deleted when it is reached."""
+MOST_TERMS = 100
+"""How many terms' histories are kept; what recovery asks of older ones is summarised."""
 MOST_UNFIT_BYTES = 1 << 16
 """Limit of what is kept of the health checks that a host has failed."""
 VALIDATE_FLUSH_S = 1.0

@@ -32,6 +32,8 @@ LAST_COMMIT_TRIES = 3
 LAST_COMMIT_PAUSE_S = 2.0
 LAST_SAVE_PATIENCE_S = 5.0
 """How long a process that ends with its world waits for a save in flight: the job resumes from it."""
+MOST_FAILED = 10
+"""Commits that fail in a row before training may end, which then takes `checkpoint.give_up_after_s`."""
 
 
 @dataclass(slots=True)
@@ -92,14 +94,13 @@ class Commits:
     def is_hopeless(self) -> bool:
         """Say whether saves have failed so often, and for so long, that training should end; only rank 0 knows."""
         keys = self.plan.config.checkpoint
-        if keys.give_up_after is None or self.num_failed_in_a_row < keys.give_up_after:
+        if keys.give_up_after_s is None or self.num_failed_in_a_row < MOST_FAILED:
             return False
         return time.monotonic() - self.failing_since_s >= keys.give_up_after_s
 
     def is_unable(self) -> bool:
         """Say whether this rank cannot write its part of the commits, or, as rank 0, their records."""
-        limit = self.plan.config.checkpoint.give_up_after or MOST_UNWRITTEN + 1
-        return self.use.num_unwritten >= max(1, min(MOST_UNWRITTEN, limit - 1))
+        return self.use.num_unwritten >= MOST_UNWRITTEN
 
     def confirm_writable(self, *, is_asked: bool) -> None:
         """Find out beside training whether this rank can write, if it is asked because another one cannot."""
@@ -176,9 +177,9 @@ class Commits:
         """Return the error that ends training on every rank."""
         keys = self.plan.config.checkpoint
         return SavesFailedError(
-            f"at least {keys.give_up_after} saves in a row have failed, for {keys.give_up_after_s:.0f} s or more, the "
-            f"last before step {self.state.step}: make {self.world.store.url} writable and start again. "
-            "checkpoint.give_up_after_s sets for how long to try, and give_up_after: null for ever"
+            f"at least {MOST_FAILED} saves in a row have failed, for {keys.give_up_after_s:.0f} s or more, the last "
+            f"before step {self.state.step}: make {self.world.store.url} writable and start again. "
+            "checkpoint.give_up_after_s sets for how long to try; null for ever"
         )
 
     def _check_weights(self) -> None:

@@ -212,7 +212,7 @@ def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage:
     if parallel.pipeline == 1:
         return Stage(task, state.model, experts=cut.experts, context=context)
     assert isinstance(task, Running) and world.cell is not None, "it was checked"
-    return stage_of(task, state.model, cut.plan, parallel.schedule, world.mesh, world.cell, cut.experts, context)
+    return stage_of(task, state.model, cut.plan, parallel.order, world.mesh, world.cell, cut.experts, context)
 
 
 def _open_context(plan: Plan, world: World) -> Context | None:

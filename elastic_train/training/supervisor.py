@@ -34,7 +34,7 @@ from elastic_train.system.watchdog import Watchdog
 from elastic_train.system.wording import counted
 from elastic_train.tasks.task import Finishing
 from elastic_train.tracking.background_files import BackgroundFiles
-from elastic_train.tracking.history import UnformedWorlds, note_unfit
+from elastic_train.tracking.history import MOST_BYTES, UnformedWorlds, note_unfit
 from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.memory.meter import Meter, held_by
@@ -136,7 +136,7 @@ def _train_on(
         lambda: _is_through(leave, state),
         job_of(plan),
         lambda: state.step,
-        UnformedWorlds(files, config.run.dir, config.run.history_bytes),
+        UnformedWorlds(files, config.run.dir, MOST_BYTES),
     )
     is_warmed_up = worlds.is_live or config.compile or config.parallel.shards == "parameters"  # which learn from it
     if is_warmed_up:

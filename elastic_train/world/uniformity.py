@@ -34,18 +34,16 @@ from rendezvous.membership.records import Job
 OWN = frozenset(
     {
         *("run.dir", "run.name", "run.forensic", "run.health_check", "run.min_link_mb_per_s"),
-        *("run.history_bytes", "run.history_terms"),
         *("data.train", "data.mixture", "data.validation", "data.num_workers", "data.cache_dir", "data.cache_bytes"),
         *(
             "checkpoint.url",
             "checkpoint.near_dir",
             "checkpoint.every_s",
             "checkpoint.rpo_s",
-            "checkpoint.give_up_after",
             "checkpoint.give_up_after_s",
             "checkpoint.accept_loss",
         ),
-        *("checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_every_s", "checkpoint.keep_best"),
+        *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.keep_best"),
         *("checkpoint.storage_budget", "parallel.domain", "device"),
         *("peer_timeout_s", "give_up_after_worlds", "give_up_after_s", "hang_timeout_s"),
     }

@@ -31,7 +31,7 @@ from elastic_train.system.file_systems import location_of
 from elastic_train.system.preemption import LeaveNow
 from elastic_train.system.wording import counted
 from elastic_train.tracking.background_files import BackgroundFiles
-from elastic_train.tracking.history import History
+from elastic_train.tracking.history import MOST_BYTES, MOST_TERMS, History
 from elastic_train.tracking.progress import Progress, ResumeBanner
 from elastic_train.tracking.run_folder import CONFIG
 from elastic_train.world import one_store
@@ -174,7 +174,7 @@ def enter_world(
         raise
     use.last_term = term
     location = use.location = location_of(config.checkpoint_url)
-    history = History(files, config.run.dir, term, group.rank, config.run.history_bytes)
+    history = History(files, config.run.dir, term, group.rank, MOST_BYTES)
     history.form(
         world=group.size,
         cause=launched.cause if launched else "start",
@@ -182,8 +182,8 @@ def enter_world(
         sealed_at=launched.sealed_at if launched else None,
         started_at=started_at,
     )
-    if config.run.history_terms is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        history.prune(max(config.run.history_terms, config.give_up_after_worlds or 0))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        history.prune(max(MOST_TERMS, config.give_up_after_worlds or 0))
     if group.rank == 0:
         try:
             sweep(store, term)

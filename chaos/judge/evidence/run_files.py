@@ -353,10 +353,10 @@ def _process(parts: list[list[Line]]) -> list[Line]:
 def _pruned(folder: Path, summary: Line) -> str | None:
     """Say which histories were deleted while the run went on, whole terms or the first parts of long ones."""
     if terms := summary.get("pruned"):
-        return f"the histories of the terms up to {terms} were deleted (run.history_terms)"
+        return f"the histories of the terms up to {terms} were deleted"
     firsts = [parts[0].name for parts in _histories(folder)]
     shortened = next((name for name in firsts if ".p" in name), None)
-    return f"the first parts of {shortened} were deleted (run.history_bytes)" if shortened else None
+    return f"the first parts of {shortened} were deleted" if shortened else None
 
 
 def record_files(folder: Path) -> list[Path]:

@@ -39,7 +39,7 @@ class Cadence:
         owed_s: float = 0.0,
     ) -> None:
         self._config = config
-        self._is_auto = config.interval == "auto"
+        self._is_auto = config.every_steps == "auto"
         self._past, self._clock = past, clock
         self._began_at = clock()
         self._last_at = self._began_at - owed_s
@@ -49,8 +49,8 @@ class Cadence:
 
     def is_due(self, step: int) -> bool:
         """Whether a commit is due at a step."""
-        every = None if self._is_auto else self._config.every_steps
-        return every is not None and step % every == 0
+        every = self._config.every_steps
+        return isinstance(every, int) and step % every == 0
 
     def is_overdue(self) -> bool:
         """Whether the time for a commit has come."""

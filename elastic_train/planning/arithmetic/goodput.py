@@ -1,6 +1,6 @@
 """What faults cost a run: the share of time that goes into new steps, and how often to save.
 
-Young (1974) and Daly (2006), as the trainer's own `checkpoint.interval: auto`. In live mode, while another replica
+Young (1974) and Daly (2006), as the trainer's own `checkpoint.every_steps: auto`. In live mode, while another replica
 has every grain, a fault costs the step in flight and the forming of the next world; else steps since the newest commit
 are computed again.
 """

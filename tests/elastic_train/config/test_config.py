@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_train.config import schema as configuration
-from elastic_train.config import sources
-from elastic_train.config.schema import Config
+from elastic_train.config import section, sources, yaml12
+from elastic_train.config.schema import CheckpointConfig, Config, nearest_key
 from elastic_train.errors import ConfigError
 
 GOOD = {"data": {"train": "somewhere"}}
@@ -360,3 +360,63 @@ def test_names_are_those_that_trackers_take(tmp_path: Path, key: str, text: str,
     else:
         with pytest.raises(ConfigError, match=f"'{key}': must be "):
             load(tmp_path, GOOD, arguments=(f"--{key}={text}",))
+
+
+@pytest.mark.parametrize(
+    ("old", "key", "value", "warning"),
+    [
+        (
+            {"checkpoint.interval": "auto", "checkpoint.every_steps": 50},
+            "every_steps",
+            "auto",
+            "interval is now every_st",
+        ),
+        ({"checkpoint.interval": None, "checkpoint.every_steps": 40}, "every_steps", 40, ""),
+        ({"checkpoint.give_up_after": None}, "give_up_after_s", None, "give_up_after is ignored, and is ten"),
+        ({"checkpoint.give_up_after": 3}, "give_up_after_s", 600.0, "give_up_after is ignored, and is ten"),
+        ({"checkpoint.keep_every_steps": 9}, "keep_every_steps", 9, "keep_every_steps is now keep_every"),
+        (
+            {"checkpoint.keep_every_steps": 9, "checkpoint.keep_every_s": 2.5},
+            "keep_every",
+            "9 steps, 2.5 s",
+            "now keep_every",
+        ),
+        ({"run.history_bytes": 1 << 20}, "dir", "runs/default", "history_bytes is ignored"),
+        ({"run.history_terms": None}, "dir", "runs/default", "history_terms is ignored"),
+        (
+            {"parallel.schedule": "interleaved", "parallel.virtual_stages": 3},
+            "schedule",
+            "interleaved:3",
+            "is now parallel.sch",
+        ),
+        ({"parallel.schedule": "interleaved", "parallel.virtual_stages": 2}, "virtual_stages", 2, ""),
+        ({"parallel.schedule": "1f1b", "parallel.virtual_stages": 3}, "virtual_stages", 1, "is now parallel.schedule"),
+    ],
+)
+def test_old_keys_are_taken_with_a_warning_that_names_the_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    old: dict[str, object], key: str, value: object, warning: str,
+) -> None:  # fmt: skip
+    """From a file, as runs have recorded them, and from the command line; a default is no news."""
+    monkeypatch.setattr(section, "_warned", set())
+    tree: dict[str, dict[str, object]] = {"data": {"train": "rows"}}
+    for name, was in old.items():
+        tree.setdefault(name.split(".")[0], {})[name.split(".")[1]] = was
+    arguments = [part for name, was in old.items() for part in (f"--{name}", "null" if was is None else str(was))]
+    for config in (load(tmp_path, tree), load(tmp_path, GOOD, arguments=arguments)):
+        assert getattr(getattr(config, next(iter(old)).split(".")[0]), key) == value
+    obsolete = [name for name in old if nearest_key(name) != name]
+    assert len(caplog.records) == (len(obsolete) if warning else 0)
+    assert warning in caplog.text
+    assert not set(yaml12.parse(config.to_yaml())["checkpoint"]) & set(CheckpointConfig.OLD)  # type: ignore[index, call-overload]
+
+
+@pytest.mark.parametrize("text", ["10", "steps", "0 steps", "1.5 steps", "3 weeks", "1 h, 2 h", "9 steps, 8 steps", ""])
+def test_a_period_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="keep_every"):
+        load(tmp_path, {**GOOD, "checkpoint": {"keep_every": text}})
+
+
+def test_periods_are_of_steps_and_of_time(tmp_path: Path) -> None:
+    kept = load(tmp_path, {**GOOD, "checkpoint": {"keep_every": "10000 steps, 1.5 h"}}).checkpoint
+    assert (kept.keep_every_steps, kept.keep_every_s) == (10_000, 5400.0)

@@ -36,7 +36,7 @@ SECTIONS: list[dict[str, object]] = [
     {"shards": "parameters", "offload": "all"},
     {"offload": "optimizer", "transport": "gloo"},
     {"tensor": 2, "sequence": True, "recompute": "selective"},
-    {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 3},
+    {"pipeline": 2, "schedule": "interleaved:3"},
     {"expert": 2},
     {"context": 2},
 ]

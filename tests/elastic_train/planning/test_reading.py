@@ -141,12 +141,12 @@ def test_what_another_machine_has_is_planned_for_on_any(
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize(
-    ("schedule", "expected"), [("1f1b", ("1f1b", 1)), ("gpipe", ("gpipe", 1)), ("interleaved", ("1f1b", 3))]
+    ("schedule", "expected"), [("1f1b", ("1f1b", 1)), ("gpipe", ("gpipe", 1)), ("interleaved:3", ("1f1b", 3))]
 )
 def test_a_schedule_is_read_also_for_stages_that_only_the_plan_has(
     schedule: str, expected: tuple[str, int], pipeline: int, rows: Path, tmp_path: Path
 ) -> None:
-    parallel = {"pipeline": pipeline, "schedule": schedule, "virtual_stages": 3}
+    parallel = {"pipeline": pipeline, "schedule": schedule}
     found = read(rows, tmp_path, parallel=parallel)
     layout = found.layout
     assert bool(found.refused) == (pipeline > 1), found.refused

@@ -29,6 +29,7 @@ from elastic_train.job.state import StepFacts
 from elastic_train.parallel.devices.switches import KeptSwitches
 from elastic_train.parallel.group import Group
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.training import commits as module
 from elastic_train.training import loop
 from elastic_train.training.commits import LAST_COMMIT_TRIES, Commits
 from elastic_train.training.step import Computed
@@ -195,10 +196,11 @@ def test_a_job_ends_after_the_save_in_flight(tmp_path: Path) -> None:
     assert discover(store).head == commits.head
 
 
-def test_saves_that_fail_in_a_row_end_training(tmp_path: Path) -> None:
+def test_saves_that_fail_in_a_row_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is counted and shown; one that succeeds makes up for those before; after too many in a row training ends."""
+    monkeypatch.setattr(module, "MOST_FAILED", 3)
     store = FullStore(tmp_path, 3 * 2)
-    commits, ears = opened_on(store, give_up_after=3, give_up_after_s=0)
+    commits, ears = opened_on(store, give_up_after_s=0)
     for number in range(1, 7):
         assert not commits.is_hopeless()
         take_step(commits)
@@ -246,7 +248,7 @@ def test_an_outage_is_outlasted_however_many_saves_fail_in_it(tmp_path: Path, mo
 def test_commits_missing_from_etcd_are_not_failures(tmp_path: Path) -> None:
     """The store has them; the first commit after the outage is their child, and the only one published to etcd."""
     etcd = AwayEtcd()
-    commits, ears = opened_on(LocalStore(tmp_path), etcd=etcd, give_up_after=2)
+    commits, ears = opened_on(LocalStore(tmp_path), etcd=etcd, give_up_after_s=0)
     for number in range(1, 5):
         take_step(commits)
         save(commits)

@@ -17,7 +17,6 @@ _OWN = {
     *(
         "run.dir",
         "run.name",
-        "run.history_terms",
         "checkpoint.url",
         "tracking.mlflow_uri",
         "data.unreadable",
@@ -25,8 +24,8 @@ _OWN = {
     ),
     *("parallel.shards", "parallel.offload", "task.params.lane_ms", "task.params.spoilt"),
 }
-"""Keys of the configuration that may differ: places, how much of the histories is kept, a soak's end, the cut of the
-state, the pace, planted losses."""
+"""Keys of the configuration that may differ: places, a soak's end, the cut of the state, the
+pace, planted losses."""
 _RECORDED = ("cursor", "order", "rng", "manifest_digest", "fast_steps")
 _SAMPLES = ("coverage", "account", "skipped_steps")
 """Fields that differ after a fault made samples unreadable or a loss not finite."""

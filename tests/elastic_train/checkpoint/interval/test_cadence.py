@@ -73,7 +73,7 @@ def test_worlds_shorter_than_the_interval_still_commit() -> None:
 def test_auto_saves_early_to_measure_and_then_at_the_computed_interval() -> None:
     """The first save comes soon; the next by Young and Daly from the medians, and the reason is logged."""
     past = Faults(9, 36000.0)
-    cadence, clock = open_cadence(past, interval="auto", every_steps=5)
+    cadence, clock = open_cadence(past, every_steps="auto")
     assert not cadence.is_due(5)
     assert FIRST_S < seconds_to_the_next(cadence, clock) <= FIRST_S + 1
     reason = cadence.measured(0.5, 3.0)
@@ -87,7 +87,7 @@ def test_auto_saves_early_to_measure_and_then_at_the_computed_interval() -> None
 
 def test_auto_logs_a_new_reason_only_after_a_large_change() -> None:
     """A small change is silent, a large one says why."""
-    cadence, _ = open_cadence(interval="auto", rpo_s=10_000)
+    cadence, _ = open_cadence(every_steps="auto", rpo_s=10_000)
     assert cadence.measured(0.5, 3.0) is not None
     assert cadence.measured(0.55, 3.0) is None
     reasons = [cadence.measured(5.0, 30.0) for _ in range(5)]

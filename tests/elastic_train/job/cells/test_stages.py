@@ -227,7 +227,7 @@ def test_all_that_keeps_a_decoder_from_stages_is_said_at_once() -> None:
 def test_a_model_of_fewer_blocks_than_chunks_is_refused() -> None:
     """Of two stages with four chunks each there are eight pieces."""
     with pytest.raises(ConfigError, match=r"task\.params\.model\.depth: 5 in 8 stages"):
-        cell_plan_of(TASK, Decoder(SHAPE), ParallelConfig(pipeline=2, schedule="interleaved", virtual_stages=4))
+        cell_plan_of(TASK, Decoder(SHAPE), ParallelConfig(pipeline=2, schedule="interleaved:4"))
 
 
 class Weighted(CausalLM):
