@@ -15,8 +15,8 @@ from elastic_train.cli.main import app
 from elastic_train.data.corpora.text import Options, import_text
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.decoder.as_transformers import llama_name
-from tests.conftest import start
 from tests.elastic_train.training.jobs import WITNESS, config, result, succeed
+from tests.memory_job import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("model commands")]  # one run is trained
 

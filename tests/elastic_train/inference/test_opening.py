@@ -19,8 +19,8 @@ from elastic_train.errors import ConfigError
 from elastic_train.inference.opening import open_trained
 from elastic_train.job import plan as job_plan
 from elastic_train.tracking.destinations import event_files, weights_and_biases
-from tests.conftest import start
 from tests.elastic_train.training.jobs import config, succeed
+from tests.memory_job import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("opening")]  # one run is trained
 

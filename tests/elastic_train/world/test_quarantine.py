@@ -22,7 +22,8 @@ from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
 from elastic_train.errors import DataError, PeerLostError, UnreadableError
 from elastic_train.parallel.group import Group
 from elastic_train.world.quarantine import _look_again, _readers, known_holes, make_hole
-from tests.conftest import Finished, start, write_rows
+from tests.conftest import Finished, write_rows
+from tests.conftest import start as start_processes
 from tests.elastic_train.data.loading.test_batch_builder import damage
 from tests.elastic_train.training.jobs import (
     CLASSIFIER,
@@ -32,6 +33,7 @@ from tests.elastic_train.training.jobs import (
     result,
     succeed,
 )
+from tests.memory_job import start
 
 QUARANTINE = {"unreadable": "quarantine", "too_long": "truncate"}
 
@@ -197,7 +199,7 @@ def test_a_replay_keeps_the_holes_of_the_first_run(tmp_path: Path) -> None:
     params = {**PARAMS, "marker": str(tmp_path / "failed"), "after": 4 * (since + 4)}
     task = {"task": {"path": "tests.tasks:FailsOnce", "params": params}, "checkpoint": {"every_steps": 1000}}
     path = config(tmp_path / "crashed", data, {**CLASSIFIER, **task}, **QUARANTINE)
-    first: Finished = start([path], num_ranks=1)
+    first: Finished = start_processes([path], num_ranks=1)
     assert first.code != 0 and "planted failure" in first.output
     (data / "part-1.parquet").write_bytes(whole)
     succeed(start([path], num_ranks=3))

@@ -18,9 +18,9 @@ from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.experts import MixtureOfExperts, RouterLosses
 from elastic_train.tasks.decoder.model import MLP, Decoder, drawn_weights
 from elastic_train.tasks.decoder.shape import DecoderShape
-from tests.conftest import start
 from tests.elastic_train.training.jobs import config, result, succeed
 from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE
+from tests.memory_job import start
 
 DIM, HIDDEN, EXPERTS = 8, 12, 4
 MODEL = {
@@ -169,7 +169,7 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int], message: str
 def test_tokens_whose_experts_are_chosen_are_not_shared_out(tmp_path: Path, rows: Path) -> None:
     path = config(tmp_path, rows, {**LANGUAGE, "task": task_of(MODEL)})
     done = start([path, "--parallel.tensor", "2", "--parallel.sequence", "true"], num_ranks=2)
-    message = "all of which routers look at, and task.params.model.experts is 4: set it to false"
+    message = "a router weighs whole rows: set parallel.sequence to false"
     assert done.code == 2 and message in done.output.replace("\n", " "), done.output
 
 

@@ -12,7 +12,6 @@ import yaml
 from chaos.judge.evidence.run_files import Evidence
 from chaos.tasks.orders import done_by, give
 from rendezvous import EtcdServer
-from tests.conftest import start
 from tests.elastic_train.training.jobs import history, result, succeed
 from tests.elastic_train.training.live.test_cells import MODEL
 from tests.elastic_train.training.live.test_cells import write_config as write_cells
@@ -27,6 +26,7 @@ from tests.elastic_train.training.live.test_live import (
     weights,
     write_config,
 )
+from tests.memory_job import start
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures

@@ -13,7 +13,6 @@ from chaos.judge.invariants.whole_run import check_kept
 from chaos.judge.job_shape import cell_size
 from elastic_train.system.failpoints import VARIABLE
 from rendezvous import EtcdServer
-from tests.conftest import start
 from tests.elastic_train.training.jobs import result, succeed
 from tests.elastic_train.training.live.test_live import (
     ENDLESS,
@@ -27,6 +26,7 @@ from tests.elastic_train.training.live.test_live import (
     until_whole,
     weights,
 )
+from tests.memory_job import start
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.hunt]  # in memory: test_lost_ranks

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from rendezvous import EtcdServer
-from tests.conftest import start
 from tests.elastic_train.training.jobs import result, succeed
 from tests.elastic_train.training.live.test_cells import MODEL, assert_nothing_is_lost, write_config
 from tests.elastic_train.training.live.test_live import (
@@ -24,6 +23,7 @@ from tests.elastic_train.training.live.test_live import (
     weights,
 )
 from tests.elastic_train.training.live.test_sharded import lose_a_share
+from tests.memory_job import start
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
 pytestmark = pytest.mark.slow

@@ -9,7 +9,6 @@ import yaml
 
 from elastic_train.system.failpoints import VARIABLE, arm
 from rendezvous import EtcdServer
-from tests.conftest import start
 from tests.elastic_train.training.jobs import average_of, result, succeed
 from tests.elastic_train.training.live.test_live import (
     JOB,
@@ -19,6 +18,7 @@ from tests.elastic_train.training.live.test_live import (
     nothing_left,
     write_config,
 )
+from tests.memory_job import start
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
 EVERY, PATIENCE = 15, 3

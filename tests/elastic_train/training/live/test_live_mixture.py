@@ -13,9 +13,10 @@ from chaos.judge.checker import judge
 from chaos.judge.evidence.applied import lineage_of
 from chaos.judge.evidence.run_files import collect
 from rendezvous import EtcdServer
-from tests.conftest import start, write_rows
+from tests.conftest import write_rows
 from tests.elastic_train.training.jobs import WITNESS, config, result, succeed
 from tests.elastic_train.training.live.test_live import etcd, finish, launch, nothing_left, until_whole
+from tests.memory_job import start
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left"]  # fixtures

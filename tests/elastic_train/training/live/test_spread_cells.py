@@ -16,7 +16,7 @@ from chaos.judge.invariants.whole_run import check_kept
 from rendezvous import EtcdServer
 from rendezvous.process_table import pids, stat_of
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import PATIENCE_S, begin, start
+from tests.conftest import PATIENCE_S, begin
 from tests.elastic_train.training.jobs import result, succeed
 from tests.elastic_train.training.live.test_cells import MODEL, write_config
 from tests.elastic_train.training.live.test_live import (
@@ -28,6 +28,7 @@ from tests.elastic_train.training.live.test_live import (
     until_whole,
     weights,
 )
+from tests.memory_job import start
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
