@@ -375,8 +375,14 @@ def _report_new(out: Path, made: Written, noun: str = "image") -> int:
         print_text("\n".join(f"left out: {line}" for line in made.left_out))
         print_text(f"{counted(len(made.left_out), noun)} left out")
     _report(out, made.manifests, is_new=made.is_new)
-    if layout_of([*made.manifests[0].columns]) is not None:
-        print_text("these rows look like chats: add --tokenizer MODEL_FOLDER to make tokens and labels of them")
+    found = made.manifests[0]
+    if layout_of([*found.columns]) is not None:
+        add = (
+            "--tokenizer MODEL_FOLDER"
+            if found.tokenizer is None
+            else "--messages-key, or --prompt-key and --response-key"
+        )
+        print_text(f"these rows look like chats: to train on them, add {add}")
     return 0
 
 

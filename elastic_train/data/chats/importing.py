@@ -105,8 +105,10 @@ def find_layout(paths: Sequence[Path], options: ChatOptions, text_key: str) -> A
 
 
 def _first_columns(paths: Sequence[Path]) -> list[str]:
-    rows = next(read_rows(paths[:1]))
-    return next((list(row) for _, row in rows.values if isinstance(row, dict)), [])
+    for _, row in next(read_rows(paths[:1])).values:
+        if isinstance(row, dict):
+            return list(row)
+    raise ConfigError(f"{paths[0]}: its first rows are not JSON objects; write one object a line, or an array of them")
 
 
 def import_chats(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,13 +63,13 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any, wanted: str | None) -> None:
         self.tokenizer = tokenizer
-        own = bool(getattr(tokenizer, "chat_template", None))
-        self.kind = "the tokenizer's own" if own and wanted is None else wanted or "simple"
         self.template: str | None = None
-        if wanted == "simple" or (wanted is None and not own):
+        if wanted is None and tokenizer.chat_template:
+            self.kind = "the tokenizer's own"
+        elif wanted is None or wanted == "simple":
             self.template, self.kind = SIMPLE, "simple"
-        elif wanted is not None:
-            self.template = _read_template(Path(wanted))
+        else:
+            self.template, self.kind = _read_template(Path(wanted)), wanted
         self._special = sorted({str(token) for token in tokenizer.all_special_tokens if str(token).strip()})
 
     def given(self) -> GivenTokenizer:
@@ -106,7 +105,7 @@ class ChatTokenizer:
         turns = [at for at, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
         if self._has_mask(chat.tools):
             ids, is_target = self._masked(chat)
-            num_turns = len(turns)
+            num_turns = min(len(turns), int((np.diff(is_target, prepend=False) & is_target).sum()))
         else:
             spans = list(self._spans(chat, text, turns))
             num_turns = len(spans)
@@ -227,7 +226,6 @@ def open_tokenizer(path: Path, template: str | None) -> ChatTokenizer:
         raise ConfigError(f"--tokenizer {path}: does not exist; name the folder of the model to be fine-tuned")
     folder = path if path.is_dir() else path.parent
     transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         if path.is_dir() or (folder / "tokenizer_config.json").is_file():
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

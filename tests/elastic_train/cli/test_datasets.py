@@ -137,7 +137,7 @@ def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) 
         digests.append(pq.read_table(tmp_path / kind / "train" / "part-00000.parquet"))
     assert digests[0].equals(digests[1]) and digests[0].equals(digests[2])
     assert (
-        "these rows look like chats: add --tokenizer"
+        "these rows look like chats: to train on them, add --tokenizer"
         in call("import", "jsonl", tmp_path / "b", tmp_path / "a.jsonl").output
     )
     (tmp_path / "a.jsonl").write_text('{"prompt": "", "response": "a"}\n' + lines)

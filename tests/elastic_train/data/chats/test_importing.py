@@ -193,3 +193,10 @@ def test_rows_of_text_stay_rows_of_text(tmp_path: Path, options: ChatOptions) ->
     texts = write_lines(tmp_path / "b.jsonl", [{"text": "It is"}])
     made = import_rows(tmp_path / "out", {"train": [texts]}, "jsonl", RowOptions(tokenizer=options.tokenizer, share=0))
     assert made.manifests[0].tokenizer == "tokenizer.json"
+
+
+def test_a_file_without_objects_is_named(tmp_path: Path, options: ChatOptions) -> None:
+    for number, text in enumerate(("[[1], [2]]", "1\n2\n", "[{", "")):
+        (tmp_path / f"{number}.json").write_text(text)
+        with pytest.raises(ConfigError, match=rf"{number}\.json: (its first rows are|begins as|holds no rows)"):
+            find_layout([tmp_path / f"{number}.json"], options, "text")
