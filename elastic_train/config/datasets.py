@@ -18,11 +18,11 @@ _UNNAMEABLE = re.compile(r"[^\w\-./ ]", re.ASCII)
 
 class SourceConfig(Section):
     source: str
-    """Folder or URL of one of the datasets, with a manifest.json."""
+    """Folder or URL of one dataset with a manifest.json."""
     weight: float = Field(gt=0, allow_inf_nan=False)
-    """Its share of every batch, against the weights of the others: 0.7 and 0.3, or 7 and 3."""
+    """Relative share of every batch: 0.7 and 0.3, or 7 and 3."""
     name: str | None = None
-    """What metrics and results call it; default: the end of its path, as much as tells it from the others."""
+    """Name in metrics and results. Default: the shortest end of the path that is unique."""
 
     @field_validator("name")
     @classmethod
@@ -34,28 +34,31 @@ class SourceConfig(Section):
 
 class DataConfig(Section):
     train: str | None = None
-    """Folder or URL of the training set, with a manifest.json (`elastic-train data` makes one); this, or mixture."""
+    """Folder or URL of the training set with a manifest.json (made by `elastic-train data`). Give this or
+    mixture."""
     mixture: tuple[SourceConfig, ...] | None = Field(default=None, min_length=1)
-    """In place of train, several sources and the share of each in every batch; each is passed on its own, again and
-    again, and training ends when all have been passed `epochs` times."""
+    """Several training sets with their shares of every batch. Each is repeated; training ends when all have been
+    passed `epochs` times."""
     validation: str | None = None
-    """Folder or URL of the validation set; null for no validation."""
+    """Folder or URL of the validation set. null: no validation."""
     block_row_groups: PositiveInt = 8
-    """Row groups shuffled together: more of them mix better and take more memory."""
+    """Number of row groups that are shuffled together. More mix better and take more memory."""
     length_bucketing: bool = False
-    """Put rows of similar length into one micro-batch; run `elastic-train data lengths` first. Not with mixture."""
+    """Put rows of similar length into a micro-batch. Run `elastic-train data lengths` first. Not with mixture."""
     num_workers: int = Field(default=0, ge=0)
-    """Loader processes per rank; 0 reads with threads, which is faster unless collating is slow."""
+    """Loader processes of each rank. 0: threads, which are faster unless collating is slow."""
     unreadable: Literal["fail", "quarantine"] = "fail"
-    """If a row group cannot be read: end the run, or continue without its samples, which every commit then lists."""
+    """When a row group cannot be read: fail ends the run, quarantine continues without its samples and lists them
+    in every commit."""
     deadly: Literal["fail", "quarantine"] = "fail"
-    """If samples end the processes that compute them, world after world: end the run, or continue without them."""
+    """When samples crash the processes that compute them, in several worlds: fail ends the run, quarantine
+    continues without them."""
     too_long: Literal["fail", "truncate"] = "fail"
-    """If a row has more values than the task takes: end the run, or truncate the row and count it."""
+    """When a row has more values than the task takes: fail ends the run, truncate shortens and counts the row."""
     cache_dir: str | None = None
-    """Local folder on every node for decoded row groups, shared by ranks, epochs and restarts; null for no cache."""
+    """Local folder on every node for decoded row groups, shared by ranks, epochs and restarts. null: no cache."""
     cache_bytes: PositiveInt = 64 << 30
-    """Size limit of the cache in bytes; the least recently used row groups are deleted first."""
+    """Size limit of the cache in bytes. The least recently used row groups are deleted first."""
 
     _is_folder = field_validator("cache_dir")(folder)
 

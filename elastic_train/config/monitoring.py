@@ -39,24 +39,24 @@ OF_RANKS: tuple[EventKind, ...] = ("slow_compute", "slow_data", "slow_link", "wr
 
 class MonitoringConfig(Section):
     port: int | None = Field(default=None, ge=0, le=65535)
-    """Serve a page for Prometheus at this port of every node; null for none, 0 for a free one that the log names."""
+    """Serve Prometheus metrics at this port of every node. null: no page. 0: a free port, which the log names."""
     host: str = "127.0.0.1"
-    """Where that page listens: this machine alone, or 0.0.0.0 for everybody who reaches it. It asks for no password."""
+    """Address of the Prometheus page: this machine only, or 0.0.0.0 for everybody. It has no password."""
     phases_every_steps: PositiveInt = 50
-    """After how many steps the seconds that every rank has spent, phase by phase, go to the history and the tracker."""
+    """Write each rank's seconds per phase to the history and the tracker every N steps."""
     otlp: str | None = Field(default=None, pattern=r"^https?://")
     """Send an OpenTelemetry trace of every recovery to this OTLP endpoint over HTTP, such as http://collector:4318.
     Needs the extra [otel]."""
     flops_per_sample: PositiveFloat | None = None
-    """Operations of the model for a sample, forward and backward, as `elastic-train plan` says; null for no MFU."""
+    """Model FLOPs per sample, forward and backward, as `elastic-train plan` prints them. null: no MFU."""
     recomputed_flops_per_sample: NonNegativeFloat = 0.0
-    """Operations for a sample that a backward pass computes once more (`parallel.recompute`): HFU counts them, too."""
+    """FLOPs per sample that parallel.recompute adds, for HFU."""
     peak_tflops: PositiveFloat | None = None
-    """What a rank's device can do, in 10^12 operations a second at the run's precision; null for no MFU."""
+    """Peak TFLOP/s of a rank's device at the run's precision. null: no MFU."""
     on_event: dict[EventKind, Action] = Field(default_factory=dict)
-    """What follows an event, by its kind: tell (the default of each) says so in log, history and tracker; snapshot also
-    commits at the next step; drop (of one rank) asks its node to leave the others, if at least the fewest nodes
-    stay; stop commits, and ends the job with exit code 93. Such as {slow_link: drop}."""
+    """Action for each kind of event, such as {slow_link: drop}. tell (default): log it. snapshot: also commit at
+    the next step. drop (events of one rank): ask the rank's node to leave if enough nodes stay. stop: commit and
+    end the job with exit code 93."""
 
     @model_validator(mode="after")
     def _has_both(self) -> MonitoringConfig:
@@ -77,10 +77,10 @@ class MonitoringConfig(Section):
 
 class ProfileConfig(Section):
     at_steps: tuple[PositiveInt, ...] = ()
-    """Take a trace that begins with each of these steps, such as [10, 1000]; [] for none, which costs nothing."""
+    """Take a trace that begins at each of these steps, such as [10, 1000]. []: no traces, at no cost."""
     num_steps: PositiveInt = 2
-    """How many steps a trace covers. A step of a large model is tens of megabytes before compression."""
+    """Number of steps in a trace. A step of a large model takes tens of megabytes before compression."""
     ranks: tuple[NonNegativeInt, ...] | Literal["all"] = (0,)
-    """Whose traces: such as [0, 3], or all."""
+    """Ranks to trace, such as [0, 3], or all."""
     memory: bool = False
-    """Also trace what is allocated and freed, and record it all the time on a GPU, for a snapshot at out of memory."""
+    """Also trace allocations. On a GPU they are recorded all the time, for a snapshot when memory runs out."""

@@ -16,48 +16,45 @@ ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
 
 class ParallelConfig(Section):
     shards: Literal["none", "optimizer", "gradients", "parameters"] = "none"
-    """What ranks hold shares of: nothing, the optimizer's state (ZeRO-1), the gradients, too (ZeRO-2), or all
-    (ZeRO-3). Where several ranks make up a replica, over those that hold the same part of the model."""
+    """Shard over data-parallel ranks: nothing (DDP), the optimizer state (ZeRO-1), also gradients (ZeRO-2), or also
+    parameters (ZeRO-3)."""
     tensor: PositiveInt = 1
-    """How many ranks, workers of one node, hold the model together and compute each lane together (tensor parallelism):
-    a cell. The task has to say how its model is cut. A state is lost when all cells have lost the same part of it."""
+    """Tensor parallelism: number of ranks of one node that share each layer. The task has to support it."""
     sequence: bool = False
-    """Whether tensor ranks go on with some tokens of every row each between the layers that are cut (sequence
-    parallelism), so that all that a block keeps for its backward pass is divided by `tensor`."""
+    """Sequence parallelism: also shard activations along the sequence between tensor-parallel layers."""
     pipeline: PositiveInt = 1
-    """How many stages a model runs in, each on other workers (pipeline parallelism): they are a cell, too, and may be
-    of different nodes. The task has to say what the stages are. No number of stages shows in the bits."""
+    """Pipeline parallelism: number of stages, which may be on different nodes. The task has to support it. Same
+    bits at any degree."""
     expert: PositiveInt = 1
-    """Over how many workers of a node the experts of each block are spread (expert parallelism): a cell, or a stage of
-    one, each of whose ranks computes lanes of its own and sends tokens to their experts. No degree shows in the
-    bits."""
+    """Expert parallelism: number of ranks of one node that share the experts of each block and compute different
+    lanes. Same bits at any degree."""
     context: PositiveInt = 1
-    """How many workers of a node compute each row together, some of its tokens each (context parallelism), so that
-    activations of long rows fit: a cell, each of whose ranks holds the whole model, or its part with `tensor` or
-    `pipeline`. The task has to know how."""
+    """Context parallelism: number of ranks of one node that each compute some tokens of every row. The task has to
+    support it."""
     schedule: str = Field(default="1f1b", pattern=r"^(gpipe|1f1b|interleaved(:([2-9]|[1-9]\d+))?)$")
-    """In which order a stage computes its lanes: all forward passes first, or forward and backward passes in turn,
-    which keeps fewer activations: of at most as many lanes as there are stages from it on. `interleaved` gives each
-    stage several chunks of the model: stages wait less for one another, and send more. Same bits."""
+    """Order of a pipeline stage's lanes. gpipe: all forward passes first. 1f1b: forward and backward passes
+    alternate, which keeps fewer activations. interleaved or interleaved:N: 1f1b with N (default 2) chunks of the
+    model on each stage, which waits less and sends more. Same bits."""
     copies: PositiveInt = 2
-    """How many ranks hold each share, on different nodes if there are; once all are lost, the newest commit is read."""
+    """Number of ranks that hold each shard, on different nodes where possible. When all are lost, the run continues
+    from the newest commit."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What is held in pinned host memory, and goes through the GPU in blocks to be updated: nothing, what the optimizer
-    keeps of each parameter, or the weights that a rank holds, too (which needs shards: parameters). Same bits."""
+    """Keep in pinned host memory: nothing, the optimizer state, or also the weights (needs shards: parameters). The
+    GPU updates them block by block. Same bits."""
     recompute: Literal["none", "units", "selective"] = "none"
-    """What a backward pass computes again, so that less is kept for it: nothing, each block of the model, or all of a
-    block but products of matrices and attention. Same bits."""
+    """Activation checkpointing. units: keep only each block's input and compute the block again in the backward
+    pass. selective: also keep matrix products and attention. Same bits."""
     bucket_mb: PositiveFloat | None = 2.0
-    """Megabytes of gradients that are exchanged together, beside the backward pass that computes the next ones; null to
-    exchange all after it. With shards: gradients or parameters a block is what is exchanged together."""
+    """Size (MB) of the gradient buckets that are exchanged during the backward pass. null: exchange after it. With
+    shards: gradients or parameters a bucket is a block."""
     wire: Literal["exact", "bf16"] = "exact"
-    """Gradients as ranks send them to one another: exact, or each lane's rounded to bf16, half the bytes; they are
-    added in fp32 all the same, and no world shows in the bits. bf16 needs shards: gradients or parameters."""
+    """Format of gradients on the network. bf16: round each lane's gradient to half the bytes and add in fp32; needs
+    shards: gradients or parameters. Same bits in every world."""
     transport: Literal["auto", "gloo"] = "auto"
-    """What carries tensors between ranks' GPUs: auto is NCCL, which needs a GPU for each rank; gloo goes through host
-    memory, also where ranks share a GPU. Between CPUs it is always gloo."""
+    """Transport between GPUs. auto: NCCL, which needs one GPU for each rank. gloo: through host memory, also for
+    ranks that share a GPU. CPUs always use gloo."""
     domain: str | None = None
-    """What may fail together with this node and others, such as a rack's name; copies go to different ones."""
+    """Failure domain of this node, such as the rack. Copies of shards go to different domains."""
 
     OLD: ClassVar[Mapping[str, Old]] = {
         "virtual_stages": Old(

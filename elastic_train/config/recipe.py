@@ -25,46 +25,46 @@ def _named(value: str, known: Sequence[str], what: str) -> str:
 
 class EmaConfig(Section):
     decay: float = Field(default=0.999, gt=0, lt=1)
-    """Weight, in the average, of what it was before a step; the step's weights have the rest. Steps in it: about
-    1 / (1 - decay)."""
+    """Share of the old average that a step keeps. The average spans about 1 / (1 - decay) steps."""
 
 
 class OptimizerConfig(Section):
     name: str = "adamw"
-    """Update rule: adamw, sgd, adafactor, muon (with AdamW for what is no hidden matrix), or a torch optimizer's class
-    as module:Class."""
+    """Optimizer: adamw, sgd, adafactor, muon (AdamW updates everything but hidden matrices), or a torch optimizer's
+    class as module:Class."""
     options: dict[str, Value] = Field(default_factory=dict)
-    """Other keyword arguments of the optimizer's class: {momentum: 0.9, nesterov: true} of sgd, {eps: 1e-6}; of muon
-    those of torch.optim.Muon, and adamw_names, patterns of matrices that AdamW is to update."""
+    """Other keyword arguments of the optimizer's class, such as {momentum: 0.9, nesterov: true} for sgd. muon also
+    takes adamw_names: patterns of matrices that AdamW updates."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay, or L2 (sgd)."""
     decay_norms_and_biases: bool = False
-    """Whether weight decay acts on biases, norms and all else of one dimension, too, where a task does not say so."""
+    """Also apply weight decay to biases, norms and other one-dimensional parameters. A task's parameter groups
+    override it."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moment."""
+    """AdamW's decay rates of the first and second moments."""
     clip_norm: PositiveFloat | None = 1.0
-    """Largest norm of the whole gradient of a step; null for no clipping."""
+    """Maximum norm of a step's whole gradient. null: no clipping."""
     warmup_steps: int = Field(default=20, ge=0)
-    """Steps over which the learning rate rises from 0, whatever the schedule."""
+    """Steps in which the learning rate rises from 0, with any schedule."""
     on_nonfinite: Literal["fail", "skip", "keep"] = "fail"
-    """If a step's loss or gradient is NaN or infinite. skip: leave out its update. fail: do so, and end with an error
-    after nonfinite_limit steps in a row. keep: update with it all the same."""
+    """When a step's loss or gradient is NaN or infinite. skip: leave out the update. fail: also end with an error
+    after nonfinite_limit such steps in a row. keep: update anyway."""
     nonfinite_limit: PositiveInt = 10
-    """With on_nonfinite: fail, how many steps in a row end training."""
+    """With on_nonfinite: fail, the number of steps in a row that ends training."""
     schedule: str = "cosine"
-    """Learning rate after the warm-up: cosine or linear (falling to its end), constant, wsd (constant, then falling
-    linearly: warm-up, stable, decay), or a function (step, total_steps) -> factor of your own as module:function."""
+    """Learning rate after the warm-up: cosine or linear (fall to schedule_end), constant, wsd (constant, then a
+    linear fall), or your own function (step, total_steps) -> factor as module:function."""
     schedule_steps: PositiveInt | None = None
-    """Steps, warm-up included, after which the schedule is at its end; null for the job's own, max_steps or its epochs.
-    Give it if the job is to end elsewhere, or later, without a change of its rates."""
+    """Length of the schedule in steps, with the warm-up. null: the job's length. Set it to train shorter or longer
+    with the same rates."""
     schedule_end: float = Field(default=0.0, ge=0, le=1)
-    """What cosine, linear and wsd end with, as a share of lr."""
+    """Final learning rate of cosine, linear and wsd, as a share of lr."""
     cooldown_share: float = Field(default=0.2, gt=0, le=1)
     """With schedule: wsd, the share of the steps after the warm-up in which the rate falls."""
     ema: EmaConfig | None = None
-    """Keep an exponential moving average of the weights, {decay: 0.999}, as a part of the state; null for none."""
+    """Keep an exponential moving average of the weights, such as {decay: 0.999}. null: none."""
 
     @field_validator("name")
     @classmethod
@@ -93,11 +93,11 @@ class OptimizerConfig(Section):
 
 class EarlyStoppingConfig(Section):
     metric: str = "min loss"
-    """What is to improve: 'min loss', 'max macro_f1', as in checkpoint.keep_best."""
+    """Metric that has to improve, such as 'min loss' or 'max macro_f1'."""
     patience: PositiveInt = 5
-    """How many validations in a row may pass without a better value; after the last of them training ends."""
+    """Training ends after this many validations in a row without a better value."""
     min_delta: float = Field(default=0.0, ge=0)
-    """By how much a value must be better than the best one to count."""
+    """Smallest difference from the best value that counts as better."""
 
     @field_validator("metric")
     @classmethod
@@ -107,14 +107,13 @@ class EarlyStoppingConfig(Section):
 
 class ValidationConfig(Section):
     every_steps: PositiveInt | None = 100
-    """Validate every this many steps; null for only at the end."""
+    """Validate every N steps. null: only at the end."""
     max_samples: PositiveInt | None = None
-    """Validate on the first this many samples only; null for all."""
+    """Validate on the first N samples. null: on all."""
     weights: Literal["trained", "ema"] = "trained"
-    """Which weights are validated: those that are trained, or their average (optimizer.ema)."""
+    """Validate the trained weights, or their average (optimizer.ema)."""
     early_stopping: EarlyStoppingConfig | None = None
-    """End training once validations do not improve any more, {metric: min loss, patience: 5}; null to train to the
-    end."""
+    """End training when validations stop improving, such as {metric: min loss, patience: 5}. null: never."""
 
 
 def checked_best(text: str) -> str:

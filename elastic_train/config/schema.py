@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pydantic import (
     BaseModel,
-    ByteSize,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -27,12 +25,13 @@ from pydantic import (
 from pydantic_core import to_jsonable_python
 
 from elastic_train.config import credentials, yaml12
+from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.config.combinations import Feature, Found, refusals
 from elastic_train.config.datasets import DataConfig, names_of
 from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
 from elastic_train.config.parallel import ParallelConfig
-from elastic_train.config.recipe import OptimizerConfig, ValidationConfig, checked_best
-from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Old, Section, Value, absolute, checked_name, folder, home
+from elastic_train.config.recipe import OptimizerConfig, ValidationConfig
+from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Old, Section, Value, absolute, checked_name, folder
 from elastic_train.system.wording import counted, nearest
 
 Change = tuple[object, object]
@@ -43,23 +42,22 @@ IDENTITY = ("run.seed", "task", "batch", "data.block_row_groups", "data.length_b
 
 class RunConfig(Section):
     dir: str = "runs/default"
-    """Local folder for everything that the run writes; start again with the same one to resume."""
+    """Local folder for everything the run writes. Start again with the same folder to resume."""
     name: str | None = None
-    """Name shown in MLflow; default: the folder's name."""
+    """Name shown in MLflow. Default: the folder's name."""
     seed: int = Field(default=1, ge=0, lt=2**63)
-    """Seed of the order, initial weights, dropout and augmentation."""
+    """Seed of the sample order, initial weights, dropout and augmentation."""
     forensic: bool = False
-    """Record every step's sample ids in the history, for `elastic-train audit --forensic` to name the wrong ones."""
+    """Record the sample ids of every step, so that `elastic-train audit --forensic` can name wrong ones."""
     audit_lanes: PositiveInt | None = None
-    """Have one lane in so many computed by another replica, too, which finds devices that compute wrongly: both must
-    have the same gradient, bit for bit. A step with one that differs is repeated. null for none, at no cost."""
+    """Recompute one lane in N on another replica, to find devices that compute wrongly. Both gradients must be
+    equal bit for bit, or the step is repeated. null: no audits, at no cost."""
     health_check: bool = True
-    """Have each worker examine its machine before it joins a live job: matrix products, memory, disk, clock and links,
-    within ten seconds; a link that seems slow is looked at for longer. One that computes or keeps wrong bits is named,
-    and not let in: its node ends with code 71."""
+    """Test each worker's machine before it joins a live job: matrix products, memory, disk, clock and links, within
+    ten seconds (longer for a link that seems slow). A machine that corrupts bits is rejected with exit code 71."""
     min_link_mb_per_s: PositiveFloat | None = 0.1
-    """Megabytes a second, each way, that the best of a node's links to some nodes that train must have, or the node is
-    not let in. The default is for links that are of no use at all; null to only tell what they have."""
+    """Minimum bandwidth (MB/s, both directions) of a node's best link; slower nodes are rejected. null: report
+    only."""
     OLD: ClassVar[Mapping[str, Old]] = {
         "history_bytes": Old(int, 256 << 20, "is ignored: a process's history of a term has at most 256 MiB"),
         "history_terms": Old(int | None, 100, "is ignored: the histories of 100 terms are kept"),
@@ -75,16 +73,17 @@ class RunConfig(Section):
 
 class TaskConfig(Section):
     path: str = "elastic_train.tasks.text_classifier:TextClassifier"
-    """The task to train, as module:Class; elastic_train.tasks.task.Task has the six methods of your own."""
+    """The task to train, as module:Class. Your own task implements elastic_train.tasks.task.Task."""
     params: dict[str, Value] = Field(default_factory=dict)
-    """Keyword arguments for the task's class."""
+    """Keyword arguments of the task's class."""
 
 
 class BatchConfig(Section):
     global_batch: PositiveInt = 64
     """Samples per optimizer step, whatever the number of nodes."""
     micro_batch: PositiveInt = 8
-    """Samples per lane and step. There are global_batch / micro_batch lanes; a job can use at most that many ranks."""
+    """Samples per lane and step. global_batch / micro_batch is the number of lanes, and the largest number of
+    ranks."""
 
     @model_validator(mode="after")
     def _divides(self) -> BatchConfig:
@@ -101,112 +100,17 @@ class BatchConfig(Section):
         return self.global_batch // self.micro_batch
 
 
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0, "days": 86400.0}
-
-
-def _periods_of(text: str | None) -> dict[str, float]:
-    """Return the periods of a text, in steps and in seconds; ValueError for what names none."""
-    periods = dict[str, float]()
-    for part in text.split(",") if text is not None else ():
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) *(steps?|s|min|h|days?)", part.strip())
-        if found is None or not float(found[1]) or (found[2].startswith("step") and not found[1].isdecimal()):
-            raise ValueError(f"'{part.strip()}' is no period: write '10000 steps', '90 s', '15 min', '2 h' or '1 day'")
-        unit = "steps" if found[2].startswith("step") else "s"
-        if unit in periods:
-            raise ValueError(f"names two periods in {'steps' if unit == 'steps' else 'time'}: give one of each")
-        periods[unit] = float(found[1]) * _SECONDS.get(found[2], 1.0)
-    return periods
-
-
-def _keep_every(old: Mapping[str, Any]) -> Mapping[str, object]:
-    """Return the periods of a section that has a key for steps, and one for seconds."""
-    given = ((old.get("keep_every_steps"), "steps"), (old.get("keep_every_s"), "s"))
-    return {"keep_every": ", ".join(f"{number} {unit}" for number, unit in given if number is not None)}
-
-
-class CheckpointConfig(Section):
-    url: str | None = None
-    """Folder or fsspec URL where commits are published; default: run.dir."""
-    near_dir: str | None = None
-    """Local folder on every node, such as tmpfs, for copies of the newest commits; a matching copy is read first."""
-    every_steps: PositiveInt | Literal["auto"] | None = 50
-    """Commit every this many steps; null to ignore the step count. auto: at the interval, in place of every_s, that
-    loses the least time to saves and faults, by those measured so far."""
-    every_s: PositiveFloat | None = 900.0
-    """Commit this many seconds after the last commit; null to ignore the time."""
-    rpo_s: PositiveFloat = 900.0
-    """With every_steps: auto, the most seconds of training that a fault may cost (recovery point objective)."""
-    when_busy: Literal["skip", "wait"] = "skip"
-    """If a commit is due while the last one is still being written: skip it, or wait."""
-    give_up_after_s: float | None = Field(default=600.0, ge=0)
-    """End training with an error when ten commits in a row, and all commits for this many seconds, have failed; null
-    for never."""
-    accept_loss: str | None = None
-    """A commit, as term-step, that the store has lost: continue from an older one all the same. Without it the start is
-    refused, with the value to set. It holds for that commit alone, so it may stay set."""
-    keep_last: PositiveInt = 5
-    """Newest commits to keep. The newest verified commit, pinned ones and those in use are never deleted."""
-    keep_every: str | None = None
-    """Also keep the first commit of every period: '10000 steps', '1 h' (s, min, h, days), or both: '10000 steps, 1
-    days'."""
-    keep_best: str | None = None
-    """Also keep the commit with the best value of a validation metric: 'min loss', 'max macro_f1'."""
-    storage_budget: ByteSize | None = Field(default=None, gt=0)
-    """In place of keep_last: as many of the newest commits as fit, with what other rules keep, into 200GB, say."""
-
-    OLD: ClassVar[Mapping[str, Old]] = {
-        "interval": Old(str | None, None, "is now every_steps: auto", lambda old: {"every_steps": "auto"}),
-        "give_up_after": Old(
-            int | None,
-            10,
-            "is ignored, and is ten; for never, set give_up_after_s to null",
-            lambda old: {"give_up_after_s": None} if old["give_up_after"] is None else {},
-        ),
-        "keep_every_steps": Old(int | None, None, "is now keep_every: 'N steps'", _keep_every),
-        "keep_every_s": Old(float | None, None, "is now keep_every: 'N s'", _keep_every),
-    }
-    _is_folder = field_validator("near_dir")(folder)
-    _expands = field_validator("url")(home)
-
-    @field_validator("keep_every")
-    @classmethod
-    def _names_periods(cls, text: str | None) -> str | None:
-        _periods_of(text)
-        return text
-
-    @property
-    def keep_every_steps(self) -> int | None:
-        steps = _periods_of(self.keep_every).get("steps")
-        return None if steps is None else int(steps)
-
-    @property
-    def keep_every_s(self) -> float | None:
-        return _periods_of(self.keep_every).get("s")
-
-    @field_validator("accept_loss")
-    @classmethod
-    def _names_a_commit(cls, text: str | None) -> str | None:
-        if text is not None and re.fullmatch(r"\d+-\d+", text) is None:
-            raise ValueError(f"'{text}' names no commit: give its term and step, such as 5-1200")
-        return text
-
-    @field_validator("keep_best")
-    @classmethod
-    def _names_a_best(cls, text: str | None) -> str | None:
-        return None if text is None else checked_best(text)
-
-
 class TrackingConfig(Section):
     mlflow_uri: str | None = None
-    """MLflow tracking URI, such as sqlite:///mlflow.db; null for local metrics only."""
+    """MLflow tracking URI, such as sqlite:///mlflow.db. null: local metrics only."""
     experiment: str = "elastic-train"
     """MLflow experiment."""
     tensorboard: bool = False
-    """Also write event files for TensorBoard, below run.dir/tensorboard; needs the extra [tensorboard]."""
+    """Also write TensorBoard event files to run.dir/tensorboard. Needs the extra [tensorboard]."""
     wandb: Literal["online", "offline"] | None = None
-    """Also log to Weights & Biases; offline: to run.dir/wandb, which `wandb sync` uploads. Needs the extra [wandb]."""
+    """Also log to Weights & Biases. offline: write to run.dir/wandb, for `wandb sync`. Needs the extra [wandb]."""
     wandb_project: str = "elastic-train"
-    """Project in Weights & Biases."""
+    """Weights & Biases project."""
 
     @field_validator("experiment")
     @classmethod
@@ -239,30 +143,30 @@ class Config(Section):
     monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     epochs: PositiveInt = 1
-    """Passes over the training set; of a mixture, over each source, until the slowest has had them all."""
+    """Passes over the training set. With data.mixture: passes over each source, until the slowest has finished."""
     max_steps: PositiveInt | None = None
-    """Stop after this many steps, even in the middle of an epoch; overrides epochs."""
+    """Stop after this many steps, even in the middle of an epoch. Overrides epochs."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16: autocast. fp16: autocast and a gradient scaler."""
+    """bf16: autocast. fp16: autocast with a gradient scaler."""
     compile: bool = False
-    """Compile the model's blocks with torch.compile, for the shape of the run's first micro-batch; others are computed
-    without. Needs a C++ compiler on CPUs, Triton on GPUs. The same bits in every world, but not those of false."""
+    """Compile the model's blocks with torch.compile for the shape of the run's first micro-batch; other shapes run
+    uncompiled. Needs a C++ compiler on CPUs, Triton on GPUs. The bits are the same in every world, but differ from
+    those of false."""
     reduction: Literal["canonical", "fast"] = "canonical"
-    """canonical: the same bits at any world size. fast: all_reduce, whose rounding varies with the world size."""
+    """canonical: the same bits at any world size. fast: all_reduce, whose rounding depends on the world size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the node's GPUs if it has any, else the CPU."""
+    """auto: the node's GPUs if it has any, otherwise the CPU."""
     threads_per_rank: PositiveInt = 1
-    """Compute threads per rank, the same in all worlds: another number may round differently."""
+    """Compute threads of each rank, the same in all worlds: another number may round differently."""
     peer_timeout_s: PositiveFloat = 300.0
-    """Seconds that a collective waits for a silent peer before the world is abandoned."""
+    """Abandon the world when a collective has waited this many seconds for a silent peer."""
     give_up_after_worlds: PositiveInt | None = 20
-    """End with exit code 93 after this many worlds in a row that end without a step; null for never."""
+    """End with exit code 93 after this many worlds in a row without a step. null: never."""
     give_up_after_s: PositiveFloat = 1800.0
-    """Worlds that do not form, or that processes outlive, end the job only if that goes on for so many seconds, too."""
+    """Worlds that do not form, or that their processes outlive, end the job only after this many seconds as well."""
     hang_timeout_s: PositiveFloat | None = None
-    """Seconds that a rank may work without progress before it dumps its stacks and exits; null: learned from its steps.
-
-    Warming up, before the first world, may take ten times as long; with null, ten minutes."""
+    """Dump stacks and exit when a rank has made no progress for this many seconds. null: learn the limit from the
+    rank's steps. The warm-up before the first world may take ten times as long (null: ten minutes)."""
 
     @property
     def features(self) -> Mapping[Feature, str]:

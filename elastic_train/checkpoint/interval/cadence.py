@@ -17,7 +17,7 @@ from elastic_train.checkpoint.interval.young_daly import (
     choose,
     typical,
 )
-from elastic_train.config.schema import CheckpointConfig
+from elastic_train.config.checkpoints import CheckpointConfig
 
 FIRST_S = 60.0
 """Before the first save nothing is known of its cost, so it comes early."""

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from elastic_train.config import schema as configuration
 from elastic_train.config import section, sources, yaml12
-from elastic_train.config.schema import CheckpointConfig, Config, nearest_key
+from elastic_train.config.checkpoints import CheckpointConfig
+from elastic_train.config.schema import Config, nearest_key
 from elastic_train.errors import ConfigError
 
 GOOD = {"data": {"train": "somewhere"}}

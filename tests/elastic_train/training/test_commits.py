@@ -17,8 +17,8 @@ from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.config.schema import CheckpointConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from elastic_train.checkpoint.interval.cadence import FIRST_S, Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults, SaveCost, choose
-from elastic_train.config.schema import CheckpointConfig
+from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.training.opening import saves
 
 
