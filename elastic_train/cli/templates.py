@@ -262,7 +262,7 @@ class Mine(CausalLM):
 
 _SFT = Starter(
     data=(
-        "python trial.py        # a tiny model in base/, and chats.jsonl",
+        "python trial.py        # a tiny model in base/, and chats.jsonl; needs the extra [hf]",
         "elastic-train data import jsonl chats chats.jsonl --tokenizer base --max-tokens 256",
         "elastic-train data pack data chats --length 256",
     ),
