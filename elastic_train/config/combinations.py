@@ -126,7 +126,7 @@ RULES = (
     Rule(
         ("recompute: selective",),
         ("compile",),
-        "selective recomputation chooses among operations, and compile makes one of a block's",
+        "selective recomputation needs separate operations, but compile fuses a block into one",
         "parallel.recompute to units",
     ),
     Rule(_OFFLOAD, ("`device: cpu`",), "offload spares a GPU's memory", "device to auto or cuda"),
@@ -140,7 +140,7 @@ RULES = (
     Rule(
         ("wire: bf16",),
         ("gradients that are exchanged as sums",),
-        "each lane's gradient is rounded by itself, or the world would show in the bits",
+        "the bits would depend on the world; only a lane's own gradient can be rounded",
         "parallel.shards to gradients or parameters",
     ),
     Rule(("sequence",), ("one tensor rank",), "tensor ranks share the tokens", "parallel.tensor to 2 or more"),
@@ -153,7 +153,7 @@ RULES = (
     Rule(
         ("expert",),
         ("fewer lanes than expert ranks",),
-        "each rank computes lanes of its own",
+        "each rank computes different lanes",
         "make batch.micro_batch smaller, or spread experts over fewer ranks",
     ),
     Rule(
@@ -193,7 +193,7 @@ RULES = (
         ("tensor", "expert"),
         ("experts outside `MixtureOfExperts`",),
         "tensor ranks add what a mixture's experts return",
-        "put them into one",
+        "put them into a MixtureOfExperts",
     ),
     Rule(
         ("pipeline",),
@@ -216,13 +216,13 @@ RULES = (
     Rule(
         ("tensor", "sequence"),
         ("dropout in layers that ranks share",),
-        "all ranks would drop the same of theirs",
+        "all ranks would drop the same elements of their parts",
         "dropout to 0",
     ),
     Rule(("sequence",), ("adapters",), "their layers need whole rows"),
     Rule(("tensor",), ("adapters but LoRA and `ln_tuning`",), "ranks cannot hold parts of others"),
     Rule(("pipeline", "context"), ("prompts",), "they lengthen rows outside the model's layers"),
-    Rule(("sequence",), ("modules that need whole rows",), "each rank has some tokens there"),
+    Rule(("sequence",), ("modules that need whole rows",), "each rank has only some of the tokens there"),
     Rule(
         ("pipeline",),
         ("layers that depend on more than the last",),
@@ -252,19 +252,19 @@ RULES = (
     Rule(
         (*_SHARDS, *_OFFLOAD, "tensor", "pipeline", "expert"),
         ("optimizers like Adafactor",),
-        "parts of its state are not those of parameters",
+        "its state cannot be cut as the parameters are",
         "optimizer.name to adamw",
     ),
     Rule(
         ("tensor", "expert"),
         ("optimizers like Muon",),
-        "ranks have parts of it (parallel.shards and pipeline keep it whole)",
+        "each rank has a part of the parameter (parallel.shards and pipeline keep it whole)",
         "optimizer.name to adamw",
     ),
     Rule(
         ("ema",),
         ("fused updates in fp16",),
-        "a fused update skips a step that overflows, and the average cannot know",
+        "a fused update skips a step that overflows without telling the average",
         "precision to bf16, or leave out fused",
     ),
     Rule(

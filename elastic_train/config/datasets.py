@@ -81,8 +81,8 @@ class DataConfig(Section):
             check_distinct(self.mixture)
         if self.mixture is not None and self.length_bucketing:
             raise ValueError(
-                "length_bucketing makes micro-batches of rows of like length, and a mixture's micro-batches have rows "
-                "of all sources: set it to false, or train on one dataset"
+                "length_bucketing does not work with mixture, since its micro-batches have rows of all sources: set "
+                "data.length_bucketing to false, or train on one dataset"
             )
         return self
 
