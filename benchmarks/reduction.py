@@ -39,7 +39,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.job.build import build_state
 from elastic_train.job.state import StepFacts
-from elastic_train.parallel.exchange import Scratch, exchange
+from elastic_train.parallel.exchange import Scratch, Subtrees, exchange
 from elastic_train.parallel.gradient_sum import TreeSum, tree_of
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import gather_tables, tree_sum
@@ -136,12 +136,13 @@ def _alternate(sides: tuple[Callable[[], None], Callable[[], None]], rounds: int
 def _exchange_sides(case: Case, group: Group) -> tuple[Callable[[], None], Callable[[], None]]:
     generator = torch.Generator().manual_seed(group.rank)
     layout = [parts_of(owned_lanes(rank, group.size, case.num_lanes), case.num_lanes) for rank in range(group.size)]
-    mine = {part: torch.randn(case.num_floats, generator=generator) for part in layout[group.rank]}
-    flat = next(iter(mine.values()))
+    mine = {part: [torch.randn(case.num_floats, generator=generator)] for part in layout[group.rank]}
+    [flat] = next(iter(mine.values()))
+    subtrees = Subtrees(flat, 0, 0, case.num_floats, mine, layout, case.num_lanes)
     theirs, scratch = flat.clone(), Scratch()
 
     def ours() -> None:
-        exchange(flat, mine, layout, group, case.num_lanes, scratch)
+        exchange(subtrees, group, scratch)
 
     return ours, lambda: dist.all_reduce(theirs)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,24 +37,33 @@ class Scratch:
         yield from self._kept.values()
 
 
-def exchange(
-    flat: Tensor,
-    mine: Mapping[Part, Tensor],
-    layout: Sequence[Sequence[Part]],
-    group: PointToPoint,
-    num_lanes: int,
-    scratch: Scratch,
-) -> None:
-    """Finish the tree over all ranks' parts and leave the whole sum in `flat`, which holds one of `mine`.
+class Subtrees(NamedTuple):
+    """Elements [lo, hi) of flat vector `number`, of which each rank has the sums of the subtrees in `layout`.
+
+    `mine` has this rank's, as buffers for all flat vectors; one of them is `flat`.
+    """
+
+    flat: Tensor
+    number: int
+    lo: int
+    hi: int
+    mine: Mapping[Part, Sequence[Tensor]]
+    layout: Sequence[Sequence[Part]]
+    num_leaves: int
+
+
+def exchange(elements: Subtrees, group: PointToPoint, scratch: Scratch) -> None:
+    """Finish the tree over all ranks' parts and leave the whole sum in the flat vector.
 
     NCCL would deadlock on receives posted at the start, and has nothing to gain: both ways have a ring's volume.
     """
+    flat, layout = elements.flat[elements.lo : elements.hi], elements.layout
     if group.size == 2 and isinstance(group, Group) and is_balanced(layout):
         group.all_reduce(flat)  # one addition for each element, and it commutes: any order gives the same sum
     elif group.size & (group.size - 1) == 0 and is_balanced(layout) and not group.is_on_device(flat):
         halve_and_double(flat, group, scratch)
     else:
-        finish_in_chunks(flat, mine, layout, group, num_lanes, scratch)
+        finish_in_chunks(elements, group, scratch)
 
 
 def is_balanced(layout: Sequence[Sequence[Part]]) -> bool:
@@ -94,35 +104,23 @@ def halving_turns(rank: int, size: int, length: int) -> list[tuple[int, tuple[in
     return turns
 
 
-def finish_in_chunks(
-    flat: Tensor,
-    mine: Mapping[Part, Tensor],
-    layout: Sequence[Sequence[Part]],
-    group: PointToPoint,
-    num_lanes: int,
-    scratch: Scratch,
-) -> None:
-    """Let every rank finish the tree over its 1/W of the vector, from all ranks' parts of it, and gather."""
-    bounds = [rank * flat.numel() // group.size for rank in range(group.size + 1)]
-    chunks = list(pairwise(bounds))
-    finish_owned(flat, mine, layout, group, num_lanes, scratch, [[chunk] for chunk in chunks])
-    own, others = flat[slice(*chunks[group.rank])], others_of(group)
+def finish_in_chunks(elements: Subtrees, group: PointToPoint, scratch: Scratch) -> None:
+    """Let every rank finish the tree over its 1/W of the elements, from all ranks' parts of it, and gather."""
+    lo, size = elements.lo, elements.hi - elements.lo
+    chunks = list(pairwise(lo + rank * size // group.size for rank in range(group.size + 1)))
+    finish_owned(elements, [[chunk] for chunk in chunks], group, scratch)
+    parts, others = [elements.flat[lo:hi] for lo, hi in chunks], others_of(group)
     group.exchange(
-        sends=[(rank, own) for rank in others], receives=[(rank, flat[slice(*chunks[rank])]) for rank in others[::-1]]
+        sends=[(rank, parts[group.rank]) for rank in others], receives=[(rank, parts[rank]) for rank in others[::-1]]
     )
 
 
 def finish_owned(
-    flat: Tensor,
-    mine: Mapping[Part, Tensor],
-    layout: Sequence[Sequence[Part]],
-    group: PointToPoint,
-    num_lanes: int,
-    scratch: Scratch,
-    owned: Sequence[Sequence[tuple[int, int]]],
+    elements: Subtrees, owned: Sequence[Sequence[tuple[int, int]]], group: PointToPoint, scratch: Scratch
 ) -> None:
     """Let every rank finish the tree over the elements [lo, hi) that it owns, from all ranks' parts of them."""
-    others = others_of(group)
+    flat, layout, others = elements.flat, elements.layout, others_of(group)
+    mine = {part: buffers[elements.number] for part, buffers in elements.mine.items()}
     theirs = [(rank, part, own) for rank in others[::-1] for part in layout[rank] for own in owned[group.rank]]
     arrived = scratch.split([hi - lo for _, _, (lo, hi) in theirs], flat)
     group.exchange(
@@ -132,7 +130,7 @@ def finish_owned(
     for lo, hi in owned[group.rank]:
         sums = {part: buffer[lo:hi] for part, buffer in mine.items()}
         sums |= {part: tensor for (_, part, own), tensor in zip(theirs, arrived, strict=True) if own == (lo, hi)}
-        whole = add_up(sums, num_lanes)
+        whole = add_up(sums, elements.num_leaves)
         if whole.data_ptr() != flat[lo:hi].data_ptr():
             flat[lo:hi].copy_(whole)
 

@@ -8,35 +8,19 @@ unfinished. Who finishes a grain shows in no bit: the tree is the same. Or the r
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
-from elastic_train.core.lanes import Part
-from elastic_train.parallel.exchange import Scratch, exchange, finish_owned, others_of
+from elastic_train.parallel.exchange import Scratch, Subtrees, exchange, finish_owned, others_of
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.placement.holdings import Run
 
 Reduction = Literal["canonical", "fast"]
 Runs = Sequence[Run]
-
-
-class Subtrees(NamedTuple):
-    """Elements [lo, hi) of flat gradient `number`, of which each rank has the sums of the subtrees in `layout`.
-
-    `mine` has this rank's, as buffers for all flat gradients; one of them is `flat`.
-    """
-
-    flat: Tensor
-    number: int
-    lo: int
-    hi: int
-    mine: Mapping[Part, Sequence[Tensor]]
-    layout: Sequence[Sequence[Part]]
-    num_leaves: int
 
 
 class Reduce(Protocol):
@@ -60,9 +44,7 @@ class Everywhere:
 
     def reduce(self, elements: Subtrees, ranks: PointToPoint, scratch: Scratch) -> None:
         if ranks.size > 1:
-            flat, number, lo, hi, mine, layout, num_leaves = elements
-            parts = {part: buffers[number][lo:hi] for part, buffers in mine.items()}
-            exchange(flat[lo:hi], parts, layout, ranks, num_leaves, scratch)
+            exchange(elements, ranks, scratch)
 
     def divide(self, flats: Sequence[Tensor], divisor: float, ranks: Group) -> None:
         for flat in flats:
@@ -108,10 +90,8 @@ class AtOwners:
 
     def reduce(self, elements: Subtrees, ranks: PointToPoint, scratch: Scratch) -> None:
         """Finish this rank's grains among the elements; other ranks finish theirs."""
-        flat, number, lo, hi, mine, layout, num_leaves = elements
-        owned = [_within(number, lo, hi, runs) for runs in self.shares.owned]
-        parts = {part: buffers[number] for part, buffers in mine.items()}
-        finish_owned(flat, parts, layout, ranks, num_leaves, scratch, owned)
+        owned = [_within(elements, runs) for runs in self.shares.owned]
+        finish_owned(elements, owned, ranks, scratch)
 
     def divide(self, flats: Sequence[Tensor], divisor: float, ranks: Group) -> None:
         """Divide what this rank has finished, give it to its other holders, and take what they have finished."""
@@ -128,7 +108,7 @@ def _at(run: Run, flats: Sequence[Tensor]) -> Tensor:
     return flats[run.flat][run.lo : run.hi]
 
 
-def _within(number: int, lo: int, hi: int, runs: Runs) -> list[tuple[int, int]]:
-    """Return what runs have of elements [lo, hi) of a flat vector."""
-    cuts = [(max(run.lo, lo), min(run.hi, hi)) for run in runs if run.flat == number]
-    return [(first, end) for first, end in cuts if first < end]
+def _within(elements: Subtrees, runs: Runs) -> list[tuple[int, int]]:
+    """Return what runs have of some elements of a flat vector."""
+    cuts = [(max(run.lo, elements.lo), min(run.hi, elements.hi)) for run in runs if run.flat == elements.number]
+    return [(lo, hi) for lo, hi in cuts if lo < hi]

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from elastic_train.core.lanes import Part
-from elastic_train.parallel.exchange import Scratch, exchange
+from elastic_train.parallel.exchange import Scratch, Subtrees, exchange
 from elastic_train.parallel.group import Group
 
 
@@ -38,10 +38,9 @@ class CellLinks:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of all places' tensors."""
         group, total = self.group, tensor.detach().clone(memory_format=torch.contiguous_format)
-        flat, mine = total.view(-1), Part(0, group.rank)
-        exchange(
-            flat, {mine: flat}, [[Part(0, place)] for place in range(group.size)], group, group.size, self._scratch
-        )
+        flat, layout = total.view(-1), [[Part(0, place)] for place in range(group.size)]
+        subtrees = Subtrees(flat, 0, 0, flat.numel(), {Part(0, group.rank): [flat]}, layout, group.size)
+        exchange(subtrees, group, self._scratch)
         return total
 
 
