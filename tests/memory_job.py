@@ -33,7 +33,8 @@ from elastic_train.training import loop, supervisor
 from elastic_train.training import run as product
 from elastic_train.world import agreement, forming
 from tests.conftest import Finished, environ_of
-from tests.memory_world import Machine, die, group_of, let_others_run, rank_here, when_all_have_ended
+from tests.memory_machine import Machine, die, let_others_run, rank_here, when_all_have_ended
+from tests.memory_world import group_of
 
 LOOK_EVERY_S = 1e-3
 """How long a rank that waits for its save waits before it lets others run."""

@@ -22,7 +22,8 @@ from rendezvous.membership.rules.admission import Policy, admitted
 from rendezvous.membership.rules.cells import CellShape, is_a_part_left_behind
 from tests.conftest import Finished
 from tests.memory_job import Loss, exchanges, installed
-from tests.memory_world import Machine, group_of, rank_here
+from tests.memory_machine import Machine, rank_here
+from tests.memory_world import group_of
 
 
 def start(arguments: list[str], *, num_ranks: int, losses: Sequence[Loss]) -> Finished:

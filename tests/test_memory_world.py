@@ -11,7 +11,8 @@ import torch
 from elastic_train.errors import PeerLostError
 from elastic_train.parallel.point_to_point import Aside
 from rendezvous.waiting import begin
-from tests.memory_world import DeadlockError, group_of, in_memory
+from tests.memory_machine import DeadlockError, in_memory
+from tests.memory_world import group_of
 
 SIZE = 3
 

@@ -11,7 +11,7 @@ from elastic_train.errors import PeerLostError
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
 from tests.elastic_train.job.sharded.shard_jobs import facts_of
-from tests.memory_world import die
+from tests.memory_machine import die
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from tests.elastic_train.job.sharded.shard_jobs import (
     shards_of,
     train,
 )
-from tests.memory_world import in_memory, rank_here
+from tests.memory_machine import in_memory, rank_here
 
 STEPS = 6
 MUON = {"name": "muon"}

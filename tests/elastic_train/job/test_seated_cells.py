@@ -37,7 +37,7 @@ from tests.elastic_train.job.cells.cell_jobs import (
 )
 from tests.elastic_train.job.faults import Fault, step_with
 from tests.elastic_train.job.sharded.shard_jobs import Offloads, facts_of
-from tests.memory_world import Machine, in_memory
+from tests.memory_machine import Machine, in_memory
 
 pytestmark = pytest.mark.slow
 STEPS = 6

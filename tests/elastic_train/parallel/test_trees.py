@@ -19,7 +19,8 @@ from elastic_train.parallel.reductions import Reduction
 from elastic_train.program.schedules import Pipeline, passes_of
 from tests.conftest import run_ranks
 from tests.elastic_train.parallel.sums import make_gradient_sum
-from tests.memory_world import group_of, in_memory
+from tests.memory_machine import in_memory
+from tests.memory_world import group_of
 
 LANES = 7
 

@@ -53,7 +53,8 @@ from tests.elastic_train.job.sharded.shard_jobs import (
     facts_of,
 )
 from tests.fake_memory import FakeMemory
-from tests.memory_world import group_of, when_all_have_ended
+from tests.memory_machine import when_all_have_ended
+from tests.memory_world import group_of
 
 SIZE = 2
 """Ranks of a cell, unless a test says otherwise."""

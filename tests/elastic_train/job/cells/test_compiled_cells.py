@@ -28,7 +28,8 @@ from elastic_train.world.world import World, form_cells
 from tests.conftest import write_rows
 from tests.elastic_train.job.sharded.shard_jobs import facts_of
 from tests.elastic_train.training.jobs import config
-from tests.memory_world import Machine, group_of, in_memory
+from tests.memory_machine import Machine, in_memory
+from tests.memory_world import group_of
 
 pytestmark = pytest.mark.slow
 STEPS = 3

@@ -28,7 +28,8 @@ from elastic_train.tasks.rows.token_rows import TokenColumns
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.witness import Witness
 from tests.elastic_train.tasks.language_rows import lists
-from tests.memory_world import group_of, in_memory
+from tests.memory_machine import in_memory
+from tests.memory_world import group_of
 
 pytestmark = pytest.mark.slow
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=8, kv_heads=4, hidden=12)

@@ -25,7 +25,8 @@ from elastic_train.tasks.placements import Degrees, Placements
 from elastic_train.tasks.task import Task
 from elastic_train.tasks.witness import Witness
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS
-from tests.memory_world import group_of, in_memory
+from tests.memory_machine import in_memory
+from tests.memory_world import group_of
 
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=8, kv_heads=4, hidden=12, dropout=0.2)
 TASK = CausalLM(model={"dim": 16, "heads": 8, "kv_heads": 4, "hidden": 12})

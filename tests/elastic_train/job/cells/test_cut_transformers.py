@@ -23,7 +23,8 @@ from tests.elastic_train.job.cells.test_context import of_tensor_rank
 from tests.elastic_train.job.cells.test_cut_model import compare, run_once
 from tests.elastic_train.job.cells.test_sequence import compare_tokens
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS
-from tests.memory_world import group_of, in_memory
+from tests.memory_machine import in_memory
+from tests.memory_world import group_of
 
 pytestmark = WITH_TRANSFORMERS
 SIZES = {

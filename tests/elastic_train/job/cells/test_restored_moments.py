@@ -9,7 +9,7 @@ import torch
 from elastic_train.checkpoint.format.layout import State, leaves_by_path, weight_of
 from elastic_train.checkpoint.format.pieces import Pieces
 from tests.elastic_train.job.cells.cell_jobs import build, enter, fingerprint, meet, train
-from tests.memory_world import in_memory
+from tests.memory_machine import in_memory
 
 
 def restored(rank: int, size: int) -> tuple[bool, bool]:

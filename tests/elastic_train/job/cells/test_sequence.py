@@ -27,7 +27,8 @@ from elastic_train.tasks.placements import Degrees, Placements
 from elastic_train.tasks.task import Task
 from elastic_train.tasks.witness import Witness
 from tests.elastic_train.job.cells.test_cut_model import assert_like
-from tests.memory_world import group_of, in_memory
+from tests.memory_machine import in_memory
+from tests.memory_world import group_of
 
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=8, kv_heads=4, hidden=12, dropout=0.2)
 SIZES = {"dim": 16, "heads": 8, "kv_heads": 4, "hidden": 12}

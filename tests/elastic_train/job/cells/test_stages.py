@@ -26,7 +26,8 @@ from elastic_train.tasks.placements import Degrees, Piece, Placements, run_piece
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.witness import Witness
 from tests.elastic_train.program.test_schedules import lanes_alive
-from tests.memory_world import group_of, in_memory
+from tests.memory_machine import in_memory
+from tests.memory_world import group_of
 
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=5, heads=4, tied=False, dropout=0.3)
 TASK = CausalLM(model={"dim": 16, "depth": 5, "heads": 4, "tied": False})

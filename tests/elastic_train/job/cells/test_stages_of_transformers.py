@@ -22,7 +22,7 @@ from elastic_train.tasks.models.hugging_face import Kind, Source
 from tests.conftest import standby_with
 from tests.elastic_train.job.cells.test_stages import Subject, of_rank
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS
-from tests.memory_world import in_memory
+from tests.memory_machine import in_memory
 
 pytestmark = WITH_TRANSFORMERS
 UNTIED = {"vocab_size": 11, "tie_word_embeddings": False}

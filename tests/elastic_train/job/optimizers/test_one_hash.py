@@ -19,7 +19,7 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from tests.elastic_train.job.sharded.shard_jobs import Shards, build, compute, facts_of, fingerprint, meet, train
-from tests.memory_world import in_memory
+from tests.memory_machine import in_memory
 
 STEPS = 3
 EMA = {"ema": {"decay": 0.9}}

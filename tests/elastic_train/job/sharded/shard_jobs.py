@@ -24,7 +24,8 @@ from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.tasks.task import ParameterGroup
 from tests.fake_memory import FakeMemory
-from tests.memory_world import group_of, when_all_have_ended
+from tests.memory_machine import when_all_have_ended
+from tests.memory_world import group_of
 
 NUM_LANES, TERM = 7, 3
 CLIPPING = 1e-3

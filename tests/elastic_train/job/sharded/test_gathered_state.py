@@ -21,7 +21,7 @@ from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum
 from elastic_train.parallel.unit_weights import UnitFlats, UnitWeights
 from tests.elastic_train.job.sharded.shard_jobs import Shards, compute, fingerprint, meet, shards_of, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers
-from tests.memory_world import in_memory
+from tests.memory_machine import in_memory
 
 WIDTH, NUM_BLOCKS, STEPS = 64, 5, 3
 

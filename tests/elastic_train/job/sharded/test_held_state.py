@@ -46,7 +46,7 @@ from tests.elastic_train.job.sharded.shard_jobs import (
     shards_of,
     train,
 )
-from tests.memory_world import in_memory
+from tests.memory_machine import in_memory
 
 STEPS = 4
 

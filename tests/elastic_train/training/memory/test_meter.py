@@ -25,7 +25,7 @@ from elastic_train.placement.holdings import num_elements
 from elastic_train.training.memory.meter import Meter, held_by, storages
 from tests.elastic_train.job.sharded.shard_jobs import Shards, build, meet, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers
-from tests.memory_world import in_memory
+from tests.memory_machine import in_memory
 
 CPU = torch.device("cpu")
 KINDS: dict[Shards, tuple[str, ...]] = {
