@@ -127,7 +127,7 @@ class Job:
         self.state.shards.share.agree_on_order(self.group)
         self.state.shards.trained_in = self.term
         self.gradients = self.state.shards.sum_of(self.group, self.work.num_lanes)
-        self.lanes = self.state.shards.assigned(self.group.size, self.work.num_lanes)[self.group.rank]
+        self.lanes = self.state.shards.table.assigned(self.work.num_lanes)[self.group.rank]
 
     @property
     def num_parameters(self) -> int:

@@ -14,8 +14,7 @@ from benchmarks.figures import Effort
 from elastic_train.placement.deal import sum_chunks
 from elastic_train.placement.grains import Layout, Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Column, column_of, grains_in, num_elements, runs_of
-from elastic_train.placement.owners import owned_of
-from elastic_train.placement.recut import Holder, Recut, plan_recut
+from elastic_train.placement.recut import Holder, Recut, owned_of, plan_recut
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat, seats_of_cells
 

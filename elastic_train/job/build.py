@@ -37,6 +37,7 @@ from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.devices.host_memory import host_memory_of
 from elastic_train.placement.grains import CutDims
 from elastic_train.placement.holdings import Column, column_of
+from elastic_train.placement.table import Parts
 from elastic_train.system.wording import counted
 from elastic_train.tasks.task import ParameterGroup
 
@@ -95,7 +96,13 @@ def build_state(
         slots = [one.with_moment(AVERAGE) for one in slots]
     cut = CutModel(model, cell_plan, parallel.cell, CellLinks())
     _check_stays_whole(cut, optimizer, atomic, config.name)
-    columns = columns_of(model, optimizer, cut, parallel, units, atomic)
+    places = range(0, parallel.cell.size, parallel.cell.context)
+    parts = Parts(
+        layout,
+        columns_of(model, optimizer, cut, parallel, units, atomic),
+        {name: [one.run(place)[0] for place in places] for name, one in cut.cuts.items()},
+        cut.outline.keys(),
+    )
     made = model, optimizer, scheduler, scaler
     if parallel.has_shares:
         make = _by_seat(made, parallel, slots, bucket_bytes)
@@ -106,7 +113,7 @@ def build_state(
         model=model,
         cell=parallel.cell,
         cut=cut,
-        columns=columns,
+        parts=parts,
         hold=make,
         gathers=parallel.shards == "parameters",
     )

@@ -23,24 +23,25 @@ from torch import Tensor, nn
 from elastic_train.checkpoint.format.layout import State, weight_of
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Assignment, lanes_by_cell, leaves_of
-from elastic_train.core.mesh import Cell, Mesh, ranks_by_part
+from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import WeightsDifferError
-from elastic_train.job.cells.counted_once import CountedOnce
 from elastic_train.job.cells.cut_model import Cut, CutModel
 from elastic_train.job.cells.state_parts import cut_at, in_whole, with_tensors, written_by_turns, written_spans
 from elastic_train.job.majority import name_others
-from elastic_train.job.sharded.held_tree import Cuts, Retained
+from elastic_train.job.sharded.held_tree import Cuts, Held, HeldRun, Retained, cuts_of
 from elastic_train.job.sharded.share import Share, Summed
+from elastic_train.job.sharded.shared_weights import checksums, checksums_by_name, digest_of_all
 from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction
 from elastic_train.placement.holdings import Column
 from elastic_train.placement.norm import clip_factor, squares_of_holders, total_norm
+from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat
+from elastic_train.placement.table import Parts, Table
 
 T = TypeVar("T")
 
@@ -57,13 +58,13 @@ class StateShards:
     """The pieces of weights, optimizer, scheduler and scaler that a rank holds.
 
     `cut` is the model, which has no part until a world gives this rank a place; `hold` makes the share of a column,
-    once the model has the part that is laid out. `columns` are by part.
+    once the model has the part that is laid out. `table` says what each rank of the world has, this one among them.
     """
 
     model: nn.Module
     cell: Cell
     cut: CutModel
-    columns: Sequence[Column]
+    parts: Parts
     hold: Callable[[Column], Share]
     gathers: bool = False
     """Whether weights are in shares, which are gathered for a pass."""
@@ -77,17 +78,19 @@ class StateShards:
     _order: Sequence[str] | None = None
     """In which order blocks run, once a pass has shown it."""
     _sum: GradientSum | None = None
+    _table: Table | None = None
     _writers: Sequence[int] = ()
     _spans: Sequence[Cuts] = ()
     """By part: which spans of each of its tensors each rank of its column speaks for, in commits."""
     _written: dict[int, Sequence[Sequence[Span]]] = field(default_factory=dict)
     """By the number of a tensor: which spans of it each writer writes."""
-    _counted: CountedOnce | None = None
 
     def __post_init__(self) -> None:
         if not self.cell.holds_parts:
             self.cut.place = 0
             self._share = self.hold(self.columns[0])
+            if self._share.is_whole:
+                self._table = self.seated_at((), 0, self.cell.size)
 
     # Where it is in a world.
 
@@ -117,9 +120,36 @@ class StateShards:
         return self.cell.holder_of(rank)[0]
 
     @property
+    def columns(self) -> Sequence[Column]:
+        """What the ranks of each part hold together, by part."""
+        return self.parts.columns
+
+    @property
+    def table(self) -> Table:
+        """What each rank has of the world in which this one took its seat."""
+        assert self._table is not None, "no seat has been taken"
+        return self._table
+
+    @property
     def seat(self) -> Seat | None:
         """This rank's seat in its column; None before its first world, and where every rank holds all."""
-        return self.share.seat
+        return None if self._table is None else self._table.seat
+
+    def seated_at(self, seats: Sequence[Seat], rank: int, size: int) -> Table:
+        """Return the table of a world in which the ranks of a column have some seats."""
+        share = self.share
+        return Table(self.parts, seats, rank, size, self.cell, share.is_shared_out, share.deals_lanes)
+
+    def sit(
+        self,
+        table: Table,
+        runs: Sequence[HeldRun],
+        num_updates: Sequence[float] | None = None,
+        retained: Retained | None = None,
+    ) -> None:
+        """Take the seat of a table; see `Share.sit`."""
+        self._table = table
+        self.share.sit(table.seating(), runs, num_updates, retained)
 
     @property
     def retained(self) -> Retained:
@@ -144,13 +174,14 @@ class StateShards:
         self.cut.become_part()  # at the end of a world that broke it may have become whole
         if cell is not None:
             self.cut.bind(mesh, cell)
-        if not is_new:
-            self.cut.place = mesh.place
-            return
-        self.cut.take_place(mesh.place, weights)
-        self._share = self.hold(self.columns[self.part])
-        if self._order is not None and not self.keeps_whole:
-            self._share.take_order(self._order)
+        if is_new:
+            self.cut.take_place(mesh.place, weights)
+            self._share = self.hold(self.columns[self.part])
+            if self._order is not None and not self.keeps_whole:
+                self._share.take_order(self._order)
+        self.cut.place = mesh.place
+        if self.share.is_whole:
+            self._table = self.seated_at((), mesh.rank, mesh.size)
 
     def _column(self, group: Group) -> Group:
         """Return the ranks of this rank's column, all of a group if there are no cells."""
@@ -174,56 +205,27 @@ class StateShards:
         """Return the parts that ranks of other columns do not have, by name."""
         return {name: tensor for name, tensor in self.model.state_dict().items() if name in self.cut.cuts}
 
-    def digest(self, group: Group) -> str:
-        """Return the digest of all weights and buffers (`weights_digest`); all ranks of the world call it."""
-        share, column = self.share, self._column(group)
-        if not self.cell.holds_parts:
-            return share.digest(column)
-        with share.showing_whole(column, self.cell.context):
-            if not share.is_shared_out:
-                return self._digest_of_parts()
-            found = self._digest_of_parts() if column.rank < self.cell.context else ""
-        return str(group.broadcast_object(found, 0))
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Return the saved tensors that are no parameters, which every rank has, by name."""
+        known = self.parts.layout.numbers
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in known}
 
-    def _digest_of_parts(self) -> str:
-        named, dims = self.model.state_dict().items(), self.cut.plan.dims
-        return join_digests({name: digest_of(self._whole(name, tensor), dims.get(name)) for name, tensor in named})
+    def digest(self, group: Group | None = None) -> str:
+        """Return the digest of all weights and buffers (`weights_digest`); all ranks of the world call it.
 
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        return self.cut.whole(name, tensor) if name in self.cut.cuts else tensor
+        Without a group there is this rank alone: "" if it has but a part or a share of the weights.
+        """
+        if self._table is None:
+            return ""
+        return digest_of_all(group, self._table, self.share.weights_at, self.buffers())
 
-    def digest_alone(self) -> str:
-        """Return the digest as far as this rank can say; empty if it holds but a part or a share of the weights."""
-        return "" if self.cell.holds_parts else self.share.digest_alone()
+    def checksums(self) -> list[int]:
+        """Return a checksum of each set of weights that this rank has in common with others (`Table.in_common`)."""
+        return checksums(self.table, self.share.weights_at, self.buffers())
 
-    def check_copies(self, group: Group, step: int) -> None:
-        """Raise WeightsDifferError on every rank if two hold other weights that `weights` does not have."""
-        if not self.cell.holds_parts:
-            self.share.check_copies(self._column(group), step)
-        elif not self.share.is_shared_out:
-            self._check_parts(group, step)
-        else:
-            said = ""
-            try:
-                self.share.check_copies(self._column(group), step)
-            except WeightsDifferError as error:
-                said = str(error)
-            if found := [one for one in group.all_gather_objects(said) if one]:
-                raise WeightsDifferError(found[0])
-
-    def _check_parts(self, group: Group, step: int) -> None:
-        """Raise WeightsDifferError on every rank if ranks that hold one part have other weights of it."""
-        mine = torch.tensor([checksum(tensor) for tensor in self.cut_weights().values()], dtype=torch.int64)
-        seen = group.all_gather(torch.tensor(checksum(mine))).flatten().tolist()
-        for part, ranks in enumerate(ranks_by_part(group.size, self.cell)):
-            of_part = [seen[rank] for rank in ranks]
-            if len(set(of_part)) > 1:
-                who, _ = name_others(of_part, ranks=ranks)
-                raise WeightsDifferError(
-                    f"step {step}: of the ranks {list(ranks)}, which hold part {part} of the model, {who}: a kernel is "
-                    "not deterministic, or a device computes wrongly. The last commit is intact: all ranks end, and "
-                    "the next start continues from it"
-                )
+    def checksums_by_name(self, which: int) -> Mapping[str, int]:
+        """Return a checksum of each tensor of a set of weights, of what this rank has of it."""
+        return checksums_by_name(self.table, which, self.share.weights_at, self.buffers())
 
     def make_whole(self, group: Group) -> None:
         """Make the model's weights whole on rank 0, for whoever reads them at the end; all ranks call it."""
@@ -234,10 +236,6 @@ class StateShards:
 
     # Computing.
 
-    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
-        """Return the lanes of every owner of lanes."""
-        return self.share.assigned(num_replicas, num_lanes, self.cell)
-
     def sum_of(self, owners: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
         """Bind the gradients, and return the sum over all lanes that leaves a mean where it is held.
 
@@ -245,11 +243,9 @@ class StateShards:
         """
         self._close_sums()
         share, column = self.share, self._column(owners)
-        lanes = self.assigned(column.size // self.cell.context, num_lanes)
-        share.begin_sums()
-        keeps_whole = share.is_shared_out and self.keeps_whole
-        weights = share.gathering(column, by_unit=not keeps_whole)
-        self._sum = share.sum_over(self._trees(owners, column, lanes), kind, weights, by_turn=not keeps_whole)
+        lanes = self.table.assigned(num_lanes)
+        by_turn = not (share.is_shared_out and self.keeps_whole)
+        self._sum = share.sum_over(self._trees(owners, column, lanes), column, kind, by_turn=by_turn)
         return self._sum
 
     def _trees(self, owners: Group, column: Group, lanes: Assignment) -> list[Summed]:
@@ -331,7 +327,7 @@ class StateShards:
     @property
     def most_grains(self) -> int:
         """How many grains the rank with most of them updates, at least 1."""
-        return max(1, *(grains.size for column in self.columns for grains in self.share.updated(column, 1)))
+        return max(1, *(grains.size for of_part in self.table.updated for _, grains in of_part))
 
     def norm_of(self, gathered: Tensor) -> Tensor:
         """Return the gradient's norm over the whole model from what all ranks have measured: a float64 on the CPU.
@@ -342,23 +338,19 @@ class StateShards:
         if self._knows_norm:
             check_same_norm(gathered)
             return gathered[0]
-        by_part = ranks_by_part(len(gathered), self.cell)
-        updated = [self.share.updated(column, len(ranks)) for column, ranks in zip(self.columns, by_part, strict=True)]
-        pairs = zip(by_part, updated, strict=True)
-        return self.norm_of_rows(gathered, [pair for ranks, some in pairs for pair in zip(ranks, some, strict=True)])
+        return self._norm_of(gathered, self.table.updated)
 
     def norm_of_rows(self, gathered: Tensor, holders: Sequence[tuple[int, Int64s]]) -> Tensor:
         """Return the norm from rows of some ranks, which hold all of the grains that are trained."""
         by_part: list[list[tuple[int, Int64s]]] = [[] for _ in self.columns]
         for rank, grains in holders:
             by_part[self.column_of(rank)].append((rank, grains))
-        squares = [
-            squares_of_holders(column.layout, gathered, some)
-            for column, some in zip(self.columns, by_part, strict=True)
-        ]
-        if self._counted is None:
-            self._counted = CountedOnce(self.columns, self.cut.cuts, self.cell)
-        return torch.tensor(total_norm(self._counted.of(squares)), dtype=torch.float64)
+        return self._norm_of(gathered, by_part)
+
+    def _norm_of(self, gathered: Tensor, by_part: Sequence[Sequence[tuple[int, Int64s]]]) -> Tensor:
+        pairs = zip(self.columns, by_part, strict=True)
+        squares = [squares_of_holders(column.layout, gathered, some) for column, some in pairs]
+        return torch.tensor(total_norm(self.parts.sum_once(squares)), dtype=torch.float64)
 
     def local_norm(self, measured: Tensor) -> Tensor | None:
         """Return the norm from what this rank alone has measured, None if that does not say."""
@@ -373,21 +365,10 @@ class StateShards:
 
     def can_save_alone(self) -> bool:
         """Say whether this rank holds everything; it is then the only one that writes commits."""
-        if self.cell.holds_parts or self._share is None or not self._share.holds_all():
+        if self._table is None or not self._table.holds_all:
             return False
-        self._assign([self._share.rank])  # a newer world may have begun, and ended before it gave this rank a seat
+        self._assign([self._table.rank])  # a newer world may have begun, and ended before it gave this rank a seat
         return True
-
-    def would_lose_state(self, leaving: Sequence[bool]) -> bool:
-        """Say whether ranks that leave the world, by rank, hold something that no other rank of it does."""
-        by_part = [[leaving[rank] for rank in ranks] for ranks in ranks_by_part(len(leaving), self.cell)]
-        pairs = zip(self.columns, by_part, strict=True)
-        return any(all(ranks) or self.share.are_sole_holders(column, ranks) for column, ranks in pairs)
-
-    @property
-    def num_copies(self) -> int:
-        """How many ranks hold each share of any place's part, at least."""
-        return min(map(self.share.num_copies, self.columns))
 
     def assign(self, writers: Sequence[int]) -> Sequence[int]:
         """Let ranks of the world write commits, in the order of their places; return which ranks do.
@@ -397,18 +378,19 @@ class StateShards:
         try:
             self._assign(writers)
         except LookupError:
-            assert self.mesh is not None, "a world has been entered"
-            writers = range(self.mesh.size)
+            writers = range(self.table.size)
             self._assign(writers)
         return writers
 
     def _assign(self, writers: Sequence[int]) -> None:
-        by_part: list[list[int]] = [[] for _ in self.columns]
-        for part, number in map(self.cell.holder_of, writers):
-            by_part[part].append(number)
-        self._spans = self.share.written(self.columns, by_part)
+        owned = enumerate(self.table.owned_by(writers))
+        self._spans = [self._spans_of(self.table.seating(part), grains) for part, grains in owned]
         self._writers, self._written = tuple(writers), {}
         self.share.made.clear()
+
+    def _spans_of(self, seating: Seating, by_rank: Sequence[Int64s]) -> Cuts:
+        held = [Held(grains, seating.sections_of(rank)) for rank, grains in enumerate(by_rank)]
+        return cuts_of(seating.layout, held)
 
     def held(self) -> State:
         """Return this rank's pieces as a nested dict, parameters by their full names; its tensors are the live ones."""

@@ -4,6 +4,10 @@ Every rank computes the same plan from the same facts: what each rank holds, and
 furthest step counts. A rank that has a grain there keeps it; for every other grain that it needs, one of the ranks that
 have it sends it. Loads are as even as they can be: the sum of the squares of what ranks send is smallest, to within
 rounding to whole grains, which also makes the largest load smallest.
+
+Of the holders of each grain one is its *owner*: it finishes the gradient's sum, and writes the grain in commits. What
+ranks own is as even as whole grains allow: with copies, a rank owns about its holdings' part of one copy, and what
+owners give to other holders is all that copies cost.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy as np
 
 from elastic_train.core.arrays import Int64s
 
-TrainProgress = tuple[int, int]
+Progress = tuple[int, int]
 """A step, and the term that applied it: ranks that reached the same hold the same bits of whatever they both hold."""
 
 _PASSES = 32
@@ -28,7 +32,7 @@ _NONE: Int64s = np.empty(0, dtype=np.int64)
 class Holder(NamedTuple):
     """What a rank brings into a world: the numbers of the grains that it holds, ascending, and how far they are."""
 
-    reached: TrainProgress = (0, 0)
+    reached: Progress = (0, 0)
     grains: Int64s = _NONE
 
 
@@ -46,7 +50,7 @@ class Recut(NamedTuple):
     Where any grain is lost there is nothing to transfer: the state has to come from a commit.
     """
 
-    reached: TrainProgress
+    reached: Progress
     transfers: tuple[Transfer, ...] = ()
     lost: Int64s = _NONE
 
@@ -79,6 +83,26 @@ def plan_recut(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) ->
             parts.setdefault((giver, taker), []).append(part)
     transfers = (Transfer(*pair, np.sort(np.concatenate(part))) for pair, part in sorted(parts.items()))
     return Recut(furthest, tuple(transfers))
+
+
+def owned_of(holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int] | None = None) -> list[Int64s]:
+    """Return the numbers of the grains that each rank owns, by rank, ascending.
+
+    `holdings` are what ranks hold, by rank; `spans` has the elements of every grain, shape (grains,). With `owners`
+    none but these ranks own anything. Raises LookupError if a grain has no holder that may own it.
+    """
+    may = range(len(holdings)) if owners is None else owners
+    none = np.empty(0, dtype=np.int64)
+    had = [Holder((0, 0), grains if rank in may else none) for rank, grains in enumerate(holdings)]
+    # A rank that is not there, and wants everything, is served by the holders as evenly as they can.
+    wants = [none] * len(holdings) + [np.arange(spans.size, dtype=np.int64)]
+    plan = plan_recut([*had, Holder()], wants, spans)
+    if plan.lost.size:
+        raise LookupError(f"{plan.lost.size} of {spans.size} grains have no holder among the ranks {list(may)}")
+    owned = [none] * len(holdings)
+    for transfer in plan.transfers:
+        owned[transfer.giver] = transfer.grains
+    return owned
 
 
 def _kinds(has: Sequence[Int64s], wants: Sequence[Int64s], num_grains: int) -> list[_Kind]:

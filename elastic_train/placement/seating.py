@@ -20,7 +20,7 @@ from elastic_train.placement.holdings import (
     sections_of,
     shared_with,
 )
-from elastic_train.placement.owners import owned_of
+from elastic_train.placement.recut import owned_of
 from elastic_train.placement.seats import Seat
 
 

@@ -189,8 +189,7 @@ class Commits:
             self.await_staging()
             with self.watchdog.resting():
                 level(self.world.holders, self.state)
-        check_same_weights(self.world.group, self.state.shards.weights(), self.state.step)
-        self.state.shards.check_copies(self.world.group, self.state.step)
+        check_same_weights(self.world.group, self.state.shards, self.state.step)
 
     def _set_back_switches(self) -> None:
         """Set back switches that something has changed since the last look, and say which, on the rank where it was."""

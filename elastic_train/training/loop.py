@@ -170,7 +170,7 @@ def _departure(session: Session) -> Outcome:
     """
     leaving = _leaving_together(session)
     is_end = all(leaving) or not session.worlds.is_live
-    if session.state.step and (is_end or session.state.shards.would_lose_state(leaving)):
+    if session.state.step and (is_end or session.state.shards.table.would_lose_state(leaving)):
         session.commits.finish()
     if is_end:
         return Outcome.PREEMPTED

@@ -24,7 +24,7 @@ from elastic_train.job.optimizers.recipe_changes import say_end_of_rates
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import describe_tests
 from elastic_train.job.resharding.placing import redundancy_of, take_place
-from elastic_train.job.sharded.share import Share
+from elastic_train.job.sharded.share import Offloaded
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import FIRST_LOSS, FirstLoss
 from elastic_train.parallel.buffer_mean import BufferMean
@@ -76,7 +76,7 @@ def _open_in(process: Process, world: World) -> Session:
     world, entered = _bring_state(process, world)
     head, differing = entered.head, entered.differing
     kind = _pick_reduction(plan, world, differing)
-    assigned = state.shards.assigned(world.mesh.num_replicas, plan.num_lanes)
+    assigned = state.shards.table.assigned(plan.num_lanes)
     gradients = sum_of_gradients(state, kind, world.owners, plan.num_lanes)
     versions = versions_of(plan)
     say_changes(process, world, head, versions)
@@ -171,8 +171,8 @@ def _announce(process: Process, world: World) -> None:
     _say_of_rates(process, world)
     if said := redundancy_of(world.mesh, state.shards):
         world.announce(said)
-    if state.shards.share.has_offload:
-        world.announce(_saving_of(state.shards.share, plan.device))
+    if (offloaded := state.shards.share.offloaded) is not None:
+        world.announce(_saving_of(offloaded, plan.device))
     if plan.config.compile:
         world.announce(f"{state.compiled}")
     _say_of_tests(process, world)
@@ -241,13 +241,13 @@ def _open_auditor(
     return Auditor(every, plan, state, buffers, assigned, world.group, world.mesh, world.cell, stage)
 
 
-def _saving_of(share: Share, device: torch.device) -> str:
+def _saving_of(offloaded: Offloaded, device: torch.device) -> str:
     """Say what this rank has in host memory in place of its device's."""
     if device.type == "cpu":
         return f"parallel.offload saves nothing on {device}, whose memory is the host's"
     return (
-        f"{size(share.offloaded_bytes())} of rank 0's state are in pinned host memory in place of {device}, which "
-        f"has {size(share.room_bytes())} for what it updates at a time"
+        f"{size(offloaded.num_bytes)} of rank 0's state are in pinned host memory in place of {device}, which "
+        f"has {size(offloaded.room_bytes)} for what it updates at a time"
     )
 
 

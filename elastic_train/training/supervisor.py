@@ -221,7 +221,7 @@ def _train_through(process: Process) -> Ended:
         if ended is not None:
             return ended
         num_failed = 0
-    return result_of(plan, state, CLOSED, state.shards.digest_alone())
+    return result_of(plan, state, CLOSED, state.shards.digest())
 
 
 def _train_or_say_why(process: Process, formed: Formed) -> Ended | None:

@@ -7,14 +7,17 @@ import socket
 import zlib
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.format.weights_digest import checksum
+from elastic_train.core.arrays import Int64s
 from elastic_train.errors import PeerLostError, WeightsDifferError
 from elastic_train.job.majority import name_others
 from elastic_train.job.resharding import give_state
 from elastic_train.job.state import AppliedState
+from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 
 
@@ -31,27 +34,41 @@ def _checksum_of(weights: Mapping[str, Tensor]) -> int:
     return zlib.crc32(each.numpy().tobytes())
 
 
-def check_same_weights(group: Group, weights: Mapping[str, Tensor], step: int) -> None:
-    """Raise WeightsDifferError, on every rank, if not all ranks hold the same weights and buffers bit for bit.
+def check_same_weights(group: Group, shards: StateShards, step: int) -> None:
+    """Raise WeightsDifferError, on every rank, if two ranks have other bits of a weight or buffer that both have.
 
-    Called before a commit begins, of which every rank writes a part. Costs a checksum of the weights, and one number a
-    rank; nothing in a world of one. No rank's state may outlive the error: all have added up gradients of all ranks.
+    Called before a commit begins, of which every rank writes a part. Costs a checksum of the weights, and a few numbers
+    a rank; nothing in a world of one. No rank's state may outlive the error: all have added up gradients of all ranks.
     """
     if group.size == 1:
         return
-    mine = torch.tensor([checksum(tensor) for tensor in weights.values()], dtype=torch.int64)
-    whole = zlib.crc32(mine.numpy().tobytes())
-    seen = group.all_gather(torch.tensor(whole)).flatten()
-    if bool((seen == seen[0]).all()):
-        return
-    who, right = name_others(seen.tolist())
+    common = shards.table.weights_in_common
+    mine = torch.zeros(max(map(len, common.of_rank)), dtype=torch.int64)
+    sums = shards.checksums()
+    mine[: len(sums)] = torch.tensor(sums)
+    rows = group.all_gather(mine).numpy()
+    known = np.full(len(common.ranks), -1, dtype=np.int64)
+    for rank, sets in enumerate(common.of_rank):
+        row = rows[rank, : sets.size]
+        others = sets[(known[sets] != row) & (known[sets] != -1)]
+        if others.size:
+            raise WeightsDifferError(_describe_others(group, shards, int(others[0]), rows, step))
+        known[sets] = row
+
+
+def _describe_others(group: Group, shards: StateShards, which: int, rows: Int64s, step: int) -> str:
+    """Say which of the ranks with a set of weights in common have other ones, and the first tensor that differs."""
+    common = shards.table.weights_in_common
+    ranks = common.ranks[which]
+    sums = [int(rows[rank, np.searchsorted(common.of_rank[rank], which)]) for rank in ranks]
+    who, right = name_others(sums, ranks=ranks)
     where = ""
     # A rank that ends is a lost peer to one that is later here: that one must not keep its state for the next world.
     with contextlib.suppress(PeerLostError):
-        rows = group.all_gather(mine)
-        is_other = (rows != rows[right]).any(0)
-        where = f", first in '{list(weights)[int(is_other.nonzero()[0])]}'"
-    raise WeightsDifferError(
+        by_rank = [dict(found) for found in group.all_gather_objects(list(shards.checksums_by_name(which).items()))]
+        names = [name for name in by_rank[right] if any(by_rank[rank][name] != by_rank[right][name] for rank in ranks)]
+        where = f", first in '{names[0]}'" if names else ""
+    return (
         f"step {step}: {who}{where}: a kernel is not deterministic, or a device computes wrongly. The last commit is "
         f"intact: all ranks end, and the next start continues from it. This is rank {group.rank} on "
         f"{socket.gethostname()}: leave out a machine that is named again and again"

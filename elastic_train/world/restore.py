@@ -258,7 +258,7 @@ def _report(
         skipped=list(found.skipped),
         resumed=asdict(banner) if banner else None,
         num_lost=found.num_lost,
-        holds_nothing=state.shards.share.holds_nothing,
+        holds_nothing=state.shards.table.holds_nothing,
     )
     if banner is not None and world.progress is not None:
         world.progress.banner(banner)

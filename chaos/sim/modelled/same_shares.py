@@ -24,7 +24,7 @@ from elastic_train.job.state_shards import StateShards
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.grains import Tensor as LaidOut
 from elastic_train.placement.holdings import Circle, Run, runs_of
-from elastic_train.placement.owners import owned_of
+from elastic_train.placement.recut import owned_of
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat
 
@@ -43,13 +43,16 @@ class SameShares:
         kinds = dict[tuple[LaidOut, ...], int]()
         self._kind_of = memory_of(lambda layout: kinds.setdefault(layout.tensors, len(kinds)), NUM_LAYOUTS)
         self._slots = Known() if is_planted else _SLOTS
-        self._common = memory_of(lambda seats, layout, circle: _CommonSeating(layout, circle, seats, 0))
+        self._common = memory_of(lambda seats: dict[int, _CommonSeating]())
         self.seats_of = memory_of(reshard.seats_at)
         self.plan_of = memory_of(reshard._plan_of)
         self._left = memory_of(lambda brought, shards: leave_out_unfinished(shards, brought))
 
     def seating(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> Seating:
-        return _OwnSeating(self._common(seats, layout, circle), rank)
+        by_layout = self._common(seats)  # the seats of a cell mean the same in the column of each place
+        if id(layout) not in by_layout:
+            by_layout[id(layout)] = _CommonSeating(layout, circle, seats, 0)
+        return _OwnSeating(by_layout[id(layout)], rank)
 
     def leave_out_unfinished(self, shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
         return self._left(brought, shards)

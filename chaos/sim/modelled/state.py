@@ -18,7 +18,6 @@ from torch import Tensor
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.modelled.training import CUT_DIMS, WORDS, Weights
 from elastic_train.checkpoint.format.layout import State
-from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive
 from elastic_train.core.mesh import Cell, Mesh
@@ -31,6 +30,7 @@ from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.gradient_sum import OfPart
 from elastic_train.placement.grains import Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Column
+from elastic_train.placement.table import Parts
 
 _EXACT = (1 << 52) - 1
 """Integers up to here are floats of their own."""
@@ -111,17 +111,19 @@ class ModelledShare(WholeShare):
         return {}
 
     def measure(self) -> Tensor:
-        """Return a grain of what all places hold, and one of this place's part; no norm of what is whole is asked."""
+        """Return what all places hold, and this place's part, as first grains; no norm of what is whole is asked."""
         gradient = self._weights.gradient
         assert gradient is not None, "a step has a gradient"
         if len(self._weights.parts) == self._weights.size:
             return torch.zeros(0, dtype=torch.float64)
         [part] = self._weights.parts
-        numbers = gradient.digest & _EXACT, derive(gradient.digest, part) & _EXACT
+        counts, digest = (len(tensor.grains) for tensor in self.layout.tensors)
+        of_counts, of_digest = gradient.digest & _EXACT, derive(gradient.digest, part) & _EXACT
+        numbers = of_counts, *[0] * (counts - 1), of_digest, *[0] * (digest - 1)
         return torch.tensor(numbers, dtype=torch.float64)
 
-    def digest_alone(self) -> str:
-        return weights_digest(self.model, CUT_DIMS)
+    def weights_at(self, number: int, lo: int, hi: int) -> Tensor:
+        return self._weights.state_dict()[self.layout.tensors[number].names[0]][lo:hi]
 
     def tensors(self) -> Iterator[OfPart]:
         return iter(())
@@ -208,14 +210,24 @@ def modelled_state(weights: Weights, cell: Cell) -> ModelledState:
         model=weights,  # type: ignore[arg-type]  # it has all that is asked of one
         cell=cell,
         cut=CutWeights(weights, cell.num_parts),  # type: ignore[arg-type]  # as far as it is used
-        columns=_columns(cell.num_parts),
+        parts=_parts(len(weights.counts), weights.size, cell.num_parts),
         hold=lambda column: ModelledShare(weights, column, kept),
     )
     return ModelledState(weights, shards)
 
 
 @lru_cache(64)
-def _columns(size: int) -> list[Column]:
-    """Return what the ranks of each part hold: a grain of the counts, and one of a part of the digest."""
-    listed = Listed("counts", (1,), "torch.float32"), Listed("digest", (WORDS,), "torch.float32")
-    return [Column(lay_out(listed)) for _ in range(size)]
+def _parts(num_rows: int, size: int, num_parts: int) -> Parts:
+    """Return what the ranks of each part hold of a digest of `size` parts: the counts, and one part, or all."""
+    counts = Listed("counts", (num_rows,), "torch.int64")
+    cut = cut_along((WORDS * size,), 0)
+    assert cut is not None, "it is cut"
+    length = WORDS * size // num_parts
+    starts = range(0, WORDS * size, length)
+    parts = (Listed("digest", (length,), "torch.int64", cut=cut.part(start, start + length)) for start in starts)
+    return Parts(
+        lay_out((counts, Listed("digest", (WORDS * size,), "torch.int64", cut=cut))),
+        [Column(lay_out((counts, part))) for part in parts],
+        {"digest": starts},
+        ("counts", "digest"),
+    )

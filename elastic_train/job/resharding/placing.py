@@ -34,12 +34,12 @@ def redundancy_of(mesh: Mesh, shards: StateShards) -> str | None:
             held = f"{counted(mesh.num_replicas, 'cell')} of {num_ranks}, over which the {what}{of_each} is held"
         else:
             held = f"the {what} is held"
-        if shards.num_copies == 1:
+        if shards.table.num_copies == 1:
             return (
                 f"{held} once: a rank that is lost takes its share along, and the job goes on from the newest commit "
                 "(parallel.copies, and the number of ranks, decide)"
             )
-        return f"{held} {shards.num_copies} times: a fault that leaves one of the holders costs no applied step"
+        return f"{held} {shards.table.num_copies} times: a fault that leaves one of the holders costs no applied step"
     if mesh.cell.size == 1:
         return None
     if not mesh.cell.holds_parts:

@@ -24,6 +24,7 @@ from torch import Tensor
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.core.arrays import Int64s
+from elastic_train.core.mesh import ranks_by_part
 from elastic_train.errors import PeerLostError
 from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, by_column
 from elastic_train.job.resharding.tree_transfer import give_tree, take_tree
@@ -37,6 +38,7 @@ from elastic_train.placement.holdings import Run, grains_in
 from elastic_train.placement.recut import Holder, Recut, plan_recut
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat, seats_of_cells, seats_of_holders
+from elastic_train.placement.table import Table
 from elastic_train.system.failpoints import reach
 from elastic_train.system.huge_pages import on_huge_pages
 
@@ -63,7 +65,8 @@ def take_state(column: Group, state: AppliedState, shards: StateShards, brought:
         take_first_seat(column, shards, brought, begins=True)
         return Taken(_NOTHING)
     is_furthest = [one.place == furthest for one in of_column]
-    seating = _seating(shards, column, brought, furthest)
+    table = _table(shards, column, brought, furthest)
+    seating = table.seating()
     plan = _plan_of(of_column, share, furthest, seating)
     if plan.lost.size:
         return Taken(plan.lost)
@@ -82,7 +85,7 @@ def take_state(column: Group, state: AppliedState, shards: StateShards, brought:
     if given is not None:
         counts = state.adopt(*given)
     arcs = all_arcs_of(of_column[column.rank]) if is_furthest[column.rank] else ()
-    share.sit(seating, runs, counts, Retained(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
+    shards.sit(table, runs, counts, Retained(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
     reach("hand-over")
     if share.circle.length:  # something is held by seats
         column.barrier()
@@ -100,13 +103,10 @@ def is_first(share: Share, brought: Sequence[PeerState]) -> bool:
 
 def take_first_seat(column: Group, shards: StateShards, brought: Sequence[PeerState], *, begins: bool = False) -> None:
     """Take the seat of a world that has no updates yet, and begins with the first weights, or with a commit."""
-    share, seating = shards.share, _seating(shards, column, brought, None)
-    runs = share.room_for(seating)
-    if begins:
-        share.begin(runs)
-    else:
-        share.begin_from_commit(runs)
-    share.sit(seating, runs, [0.0] * len(share.optimizer.param_groups))
+    share, table = shards.share, _table(shards, column, brought, None)
+    runs = share.room_for(table.seating())
+    share.begin(runs, from_commit=not begins)
+    shards.sit(table, runs, [0.0] * len(share.optimizer.param_groups))
 
 
 def give_state(column: Group, state: AppliedState, takers: Sequence[int]) -> None:
@@ -117,8 +117,8 @@ def give_state(column: Group, state: AppliedState, takers: Sequence[int]) -> Non
         state.adopt(*given)
 
 
-def _seating(shards: StateShards, column: Group, brought: Sequence[PeerState], furthest: Place | None) -> Seating:
-    """Return the seats of a column; those that ranks bring count at the furthest step, and none do without it.
+def _table(shards: StateShards, column: Group, brought: Sequence[PeerState], furthest: Place | None) -> Table:
+    """Return what each rank is to have; the seats that ranks bring count at the furthest step, and none do without it.
 
     A cell holds nothing if one of its ranks may not, unless no other cell can. Where it has several seats it is a
     domain of its own, the narrowest one: it is given up as a whole if it loses a rank.
@@ -136,7 +136,8 @@ def _seating(shards: StateShards, column: Group, brought: Sequence[PeerState], f
         if context > 1:
             paths = [(*path, str(number // context)) for number, path in enumerate(paths)]
         seats = seats_of_cells(paths, share.copies, before, able if any(able) else [True] * len(seated))
-    return Seating(share.layout, share.circle, seats, column.rank)
+    rank = ranks_by_part(len(brought), shards.cell)[shards.part][column.rank]
+    return shards.seated_at(seats, rank, len(brought))
 
 
 def seats_at(brought: Sequence[PeerState], copies: int, furthest: Place | None) -> list[Seat]:

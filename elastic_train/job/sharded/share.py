@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,24 +21,19 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.format.layout import AVERAGE, State, weight_of
 from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.checkpoint.format.weights_digest import weights_digest
-from elastic_train.core.arrays import Int64s
-from elastic_train.core.lanes import Assignment, Lanes
-from elastic_train.core.mesh import Cell
+from elastic_train.core.lanes import Lanes
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.state_parts import Cuts, cut_at, filled_parts, with_tensors
 from elastic_train.job.optimizers.optimizer_memory import OWN, Names, OptimizerMemory, names_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates, regroup, set_rates
-from elastic_train.job.sharded.held_tree import Cuts as Spans
 from elastic_train.job.sharded.held_tree import HeldRun, Retained
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, TreeSum, tree_of
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction
-from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.holdings import Column, Run
+from elastic_train.placement.norm import in_memory_order
 from elastic_train.placement.seating import Seating
-from elastic_train.placement.seats import Seat
 
 T = TypeVar("T")
 
@@ -57,6 +53,13 @@ class Summed(NamedTuple):
     is_beside: bool = True
 
 
+class Offloaded(NamedTuple):
+    """How many bytes the host's memory keeps, and how many of the device's are kept for what is updated at a time."""
+
+    num_bytes: int
+    room_bytes: int
+
+
 class Share:
     """One rank's share of what its column holds."""
 
@@ -64,6 +67,8 @@ class Share:
     """Whether every rank of the column holds all of it, each parameter as the tensor that the model computes with."""
     is_shared_out = False
     """Whether no rank need have all of the weights."""
+    deals_lanes = False
+    """Whether lanes are dealt out by seats."""
     copies = 1
     """How many groups of ranks hold what is held by seats, once each."""
 
@@ -73,11 +78,6 @@ class Share:
         self.retained = Retained()
         self.made = dict[StatePath, tuple[Pieces, Pieces]]()
         """What commits are given of the pieces that are held, by path, as long as seat and writers are the same."""
-
-    @property
-    def seat(self) -> Seat | None:
-        """This rank's seat; None before its first world, and where every rank holds all."""
-        return None
 
     def begin_with(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         """Begin a run with weights that come one by one, where the model was built without."""
@@ -98,13 +98,10 @@ class Share:
         """Return a run to hold."""
         raise NotImplementedError("nothing is held by seats")
 
-    def begin(self, runs: Sequence[HeldRun]) -> None:
-        """Put into the runs of a first seat what a run begins with; whole weights are there already."""
+    def begin(self, runs: Sequence[HeldRun], *, from_commit: bool) -> None:
+        """Put into the runs of a first seat what a run, or the commit that follows, does not bring.
 
-    def begin_from_commit(self, runs: Sequence[HeldRun]) -> None:
-        """Put into the runs of a seat what the commit that it begins with does not hold; see `begin`.
-
-        Raises StateLostError if this process does not have that any more.
+        Whole weights are there already. Raises StateLostError if this process does not have that any more.
         """
 
     def sit(
@@ -130,27 +127,9 @@ class Share:
         raise NotImplementedError
 
     @property
-    def has_offload(self) -> bool:
-        """Whether host memory keeps some of it in place of a device's."""
-        return False
-
-    def offloaded_bytes(self) -> int:
-        """Return how much this rank has in host memory in place of its device's."""
-        return 0
-
-    def room_bytes(self) -> int:
-        """Return how much of the device's memory is kept for updates of what is in host memory."""
-        return 0
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the column of the world that gave it its seat."""
-        return 0
-
-    @property
-    def holds_nothing(self) -> bool:
-        """Whether this rank has a seat at which it holds nothing."""
-        return False
+    def offloaded(self) -> Offloaded | None:
+        """What this rank has in host memory in place of its device's; None without offload."""
+        return None
 
     def held(self) -> State:
         """Return what is held as a nested dict, parameters by their full names; its tensors are the live ones."""
@@ -163,28 +142,15 @@ class Share:
         """
         raise NotImplementedError
 
-    def assigned(self, num_replicas: int, num_lanes: int, cell: Cell) -> Assignment:
-        """Return the lanes of every owner of a world of replicas of a shape."""
-        raise NotImplementedError
+    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction, *, by_turn: bool) -> GradientSum:
+        """Bind the gradients, and return the sum along some trees that leaves a mean where it is held.
 
-    def begin_sums(self) -> None:
-        """Make gradients ready for the sums of a new world."""
-
-    def sum_over(
-        self, trees: Sequence[Summed], kind: Reduction, weights: UnitWeights | None, *, by_turn: bool
-    ) -> GradientSum:
-        """Return the sum along some trees that leaves a mean where it is held, once `begin_sums` was called.
-
-        `weights` are gathered for a turn, or for a step.
+        Weights in shares are gathered for a turn, or for a step.
         """
         raise NotImplementedError
 
     def close(self) -> None:
         """Leave the model's parameters alone from now on."""
-
-    def gathering(self, column: Group, *, by_unit: bool) -> UnitWeights | None:
-        """Return what gathers weights, unit by unit for a pass, or all for a step; None if they are whole."""
-        return None
 
     def take_order(self, names: Sequence[str]) -> None:
         """Learn in which order a pass runs the model's blocks."""
@@ -211,20 +177,15 @@ class Share:
         """Return the weights and buffers that are whole on every rank of the column, by name."""
         return self.model.state_dict()
 
-    def digest(self, column: Group) -> str:
-        """Return the digest of all weights and buffers of the part; all ranks of the column call it."""
-        return self.digest_alone()
+    @cached_property
+    def _parameters(self) -> Sequence[nn.Parameter]:
+        """The model's parameters by the number of their tensor in the layout."""
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        return [named[one.names[0]] for one in self.layout.tensors]
 
-    def digest_alone(self) -> str:
-        """Return the digest as far as this rank can say; empty if it holds but a share of the weights."""
-        return weights_digest(self.model, self.column.layout.dims)
-
-    def check_copies(self, column: Group, step: int) -> None:
-        """Raise WeightsDifferError, on every rank of the column, if two hold other weights that are not whole."""
-
-    def showing_whole(self, column: Group, num_ranks: int) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the first ranks of the column have whole weights."""
-        return contextlib.nullcontext()
+    def weights_at(self, number: int, lo: int, hi: int) -> Tensor:
+        """Return the memory of the elements [lo, hi) of a tensor that this rank has, in memory order."""
+        return in_memory_order(self._parameters[number].detach(), self.layout.tensors[number].cut)[lo:hi]
 
     def make_whole(self, column: Group, num_ranks: int) -> None:
         """Make the weights whole on the first ranks of the column."""
@@ -233,31 +194,8 @@ class Share:
         """Return the sums of the squares of the gradient's grains that this rank updates, ascending."""
         raise NotImplementedError
 
-    def updated(self, column: Column, num_ranks: int) -> Sequence[Int64s]:
-        """Return the grains that each rank of a column of this world updates."""
-        raise NotImplementedError
-
     def clip(self, factor: float) -> None:
         """Multiply the reduced gradients by a factor."""
-        raise NotImplementedError
-
-    def written(self, columns: Sequence[Column], writers: Sequence[Sequence[int]]) -> Sequence[Spans]:
-        """Return by column which spans of each of its tensors each rank speaks for, if some ranks of each write.
-
-        Raises LookupError if these do not hold everything. Nothing is returned where parts are held as a whole.
-        """
-        raise NotImplementedError
-
-    def holds_all(self) -> bool:
-        """Say whether this rank holds all of the part."""
-        raise NotImplementedError
-
-    def are_sole_holders(self, column: Column, leaving: Sequence[bool]) -> bool:
-        """Say whether ranks of a column of this world, marked by rank, hold something that no other rank of it does."""
-        raise NotImplementedError
-
-    def num_copies(self, column: Column) -> int:
-        """Return how many ranks of a column of this world hold each share, at least."""
         raise NotImplementedError
 
     def tensors(self) -> Iterator[OfPart]:
@@ -371,12 +309,7 @@ class WholeShare(Share):
         self._first.forget()
         return {name: dict(state) for name, state in found.items() if state}
 
-    def assigned(self, num_replicas: int, num_lanes: int, cell: Cell) -> Assignment:
-        return cell.assigned(num_replicas, num_lanes)
-
-    def sum_over(
-        self, trees: Sequence[Summed], kind: Reduction, weights: UnitWeights | None, *, by_turn: bool
-    ) -> GradientSum:
+    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction, *, by_turn: bool) -> GradientSum:
         made = [tree_of(kind, one.parameters, one.ranks, one.leaves) for one in trees]
         beside = [one if of.is_beside else one._replace(placed=()) for one, of in zip(made, trees, strict=True)]
         return TreeSum(beside, self._bucket_bytes)
@@ -396,24 +329,10 @@ class WholeShare(Share):
         named = self.model.named_parameters()
         return squares_of_tensors((one.grad, self._cuts[name]) for name, one in named if one.grad is not None)
 
-    def updated(self, column: Column, num_ranks: int) -> Sequence[Int64s]:
-        return [column.layout.trained] * num_ranks
-
     def clip(self, factor: float) -> None:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-
-    def written(self, columns: Sequence[Column], writers: Sequence[Sequence[int]]) -> Sequence[Spans]:
-        if not all(writers):
-            raise LookupError("no writer holds some part")
-        return ()
-
-    def holds_all(self) -> bool:
-        return True
-
-    def are_sole_holders(self, column: Column, leaving: Sequence[bool]) -> bool:
-        return all(leaving)
 
     def tensors(self) -> Iterator[OfPart]:
         for kept in self.optimizer.state.values():

@@ -1,88 +1,111 @@
-"""Weights that no rank holds as a whole: their digest, whether copies agree, and the whole model on one rank."""
+"""Weights that several ranks have: their digest, whether all have the same, and the whole model on one rank."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 
 from elastic_train.checkpoint.format.torch_frame import bytes_of
-from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
+from elastic_train.checkpoint.format.weights_digest import digest_of, join_digests
 from elastic_train.core.arrays import Int64s
-from elastic_train.errors import WeightsDifferError
+from elastic_train.job.sharded.held_tree import Held, spans_of
 from elastic_train.parallel.group import Group
-from elastic_train.placement.digest import tensor_digests
+from elastic_train.placement.digest import digests_of, tensor_digests
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.holdings import Run
 from elastic_train.placement.seating import Seating
+from elastic_train.placement.table import Table
 
-GrainAt = Callable[[int], Tensor]
-"""Returns this rank's memory of a grain that it holds, by its number, without padding."""
+WeightsAt = Callable[[int, int, int], Tensor]
+"""Returns this rank's memory of the elements [lo, hi) of a tensor, by its number in the layout of this rank's part.
 
-
-def grain_run(layout: Layout, number: int) -> Run:
-    """Return where a grain is, without its padding."""
-    start, length = int(layout.start[number]), int(layout.hi[number] - layout.lo[number])
-    return Run(int(layout.flat_of[number]), start, start + length)
-
-
-def saved_grains(layout: Layout, names: Collection[str]) -> npt.NDArray[np.bool_]:
-    """Return which grains are of tensors that commits hold, by any of their `names`; shape (grains,)."""
-    is_saved = [any(name in names for name in one.names) for one in layout.tensors]
-    return np.array(is_saved, dtype=np.bool_)[layout.tensor_of]
+The elements are in memory order, and all of them in grains of one section whose weights the rank has.
+"""
+SHA256_BYTES = hashlib.sha256().digest_size
 
 
-def shared_digest(
-    group: Group, seating: Seating, grain_at: GrainAt, names: Collection[str], buffers: Mapping[str, Tensor]
-) -> str:
-    """Return, on every rank, the digest of the weights of some `names`, and of `buffers`: each grain is hashed by one
-    of its holders."""
-    layout = seating.layout
-    is_saved = saved_grains(layout, names)
-    owned = [grains[is_saved[grains]] for grains in seating.all_owned()]
-    mine = torch.zeros(max(1, *(grains.size for grains in owned)), 32, dtype=torch.uint8)
-    for place, number in enumerate(owned[group.rank].tolist()):
-        grain = grain_at(number)
-        digest = hashlib.sha256(bytes_of(grain.detach().cpu().contiguous())).digest()
-        mine[place] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    rows = group.all_gather(mine).numpy()
-    digests = {
-        number: rows[rank, place].tobytes()
-        for rank, grains in enumerate(owned)
-        for place, number in enumerate(grains.tolist())
-    }
+def checksums(table: Table, weights_at: WeightsAt, buffers: Mapping[str, Tensor]) -> list[int]:
+    """Return a checksum of each set of weights that this rank has in common with the same others, by `in_common`."""
+    sets = table.weights_in_common.of_rank[table.rank].tolist()
+    by_name = (checksums_by_name(table, one, weights_at, buffers) for one in sets)
+    return [crc32(np.array(list(found.values()), dtype=np.int64).tobytes()) for found in by_name]
+
+
+def checksums_by_name(table: Table, which: int, weights_at: WeightsAt, buffers: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return a CRC-32 of what this rank has of each tensor in a set of weights; of none if it has none of the set."""
+    set_of, found = table.weights_in_common.set_of, dict[str, int]()
+    grains = table.weights[table.rank][set_of[_numbers(table)] == which]
+    tensors = table.parts.columns[table.part].layout.tensors
+    for number, _, memory in _stretches(table, grains, weights_at):
+        name = tensors[number].names[0]
+        found[name] = crc32(_content(memory), found.get(name, 0))
+    if set_of[-1] == which:
+        found |= {name: crc32(_content(tensor)) for name, tensor in buffers.items()}
+    return found
+
+
+def digest_of_all(group: Group | None, table: Table, weights_at: WeightsAt, buffers: Mapping[str, Tensor]) -> str:
+    """Return, on every rank, the digest of all weights, each grain hashed by one of the ranks that have it.
+
+    Without a group there is this rank alone, and "" is what it can say if it does not have all weights.
+    """
+    parts, is_alone = table.parts, table.has_all_weights
+    if group is None and not is_alone:
+        return ""
+    owned = [_numbers(table)] if is_alone else table.weights_owned()
+    owned = [numbers[parts.is_saved[numbers]] for numbers in owned]
+    mine = owned[0 if is_alone else table.rank]
+    digests = dict(zip(mine.tolist(), _grain_digests(table, mine, weights_at), strict=True))
+    if group is not None and not is_alone:
+        digests = _gathered(group, owned, digests)
     named = {name: digest_of(tensor) for name, tensor in buffers.items()}
-    saved = Layout(
-        tuple(one for one in layout.tensors if is_saved[one.grains.start : one.grains.stop].all()), layout.flats
-    )
-    return join_digests({name: one for name, one in tensor_digests(saved, digests).items() if name in names} | named)
+    tensors = [one for one in parts.layout.tensors if parts.is_saved[one.grains.start : one.grains.stop].all()]
+    found = tensor_digests(Layout(tuple(tensors), parts.layout.flats), digests)
+    return join_digests({name: one for name, one in found.items() if name in parts.saved} | named)
 
 
-def check_copies(group: Group, seating: Seating, grain_at: GrainAt, names: Collection[str], step: int) -> None:
-    """Raise WeightsDifferError, on every rank, if two holders of a grain have different weights of some `names`."""
-    is_saved = saved_grains(seating.layout, names)
-    held = [grains[is_saved[grains]] for grains in seating.holdings]
-    most = max(1, *(grains.size for grains in held))
-    mine = torch.full((most,), -1, dtype=torch.int64)
-    own = held[seating.rank]
-    mine[: own.size] = torch.tensor([checksum(grain_at(number)) for number in own.tolist()])
-    rows = group.all_gather(mine).numpy()
-    known: Int64s = np.full(seating.layout.num_grains, -1, dtype=np.int64)
-    for rank, grains in enumerate(held):
-        row = rows[rank, : grains.size]
-        others = grains[(known[grains] != row) & (known[grains] != -1)]
-        if others.size:
-            name = seating.layout.tensors[seating.layout.tensor_of[others[0]]].names[0]
-            raise WeightsDifferError(
-                f"step {step}: rank {rank} and another copy's holder have different weights, first in '{name}': a "
-                "kernel is not deterministic, or memory is damaged. The last commit is intact: all ranks end, and the "
-                "next start continues from it"
-            )
-        known[grains] = row
+def _numbers(table: Table) -> Int64s:
+    """Return the grains of the model whose weights this rank has."""
+    return table.parts.numbers[table.part][table.weights[table.rank]]
+
+
+def _stretches(table: Table, grains: Int64s, weights_at: WeightsAt) -> Iterator[tuple[int, Sequence[int], Tensor]]:
+    """Yield a tensor's number, and the bounds and the memory of grains of it that are side by side."""
+    layout = table.parts.columns[table.part].layout
+    for number, spans in spans_of(layout, Held(grains, table.sections())).items():
+        bounds = layout.tensors[number].bounds
+        for lo, hi in spans:
+            first, last = np.searchsorted(bounds, [lo, hi]).tolist()
+            yield number, [at - lo for at in bounds[first : last + 1]], weights_at(number, lo, hi)
+
+
+def _grain_digests(table: Table, numbers: Int64s, weights_at: WeightsAt) -> Iterator[bytes]:
+    """Yield the SHA-256 of grains of the model that this rank has, in their order."""
+    grains = np.flatnonzero(np.isin(table.parts.numbers[table.part], numbers, assume_unique=True))
+    for _, bounds, tensor in _stretches(table, grains, weights_at):
+        yield from digests_of(_content(tensor), tensor.dtype.itemsize, bounds)
+
+
+def _gathered(group: Group, owned: list[Int64s], mine: Mapping[int, bytes]) -> dict[int, bytes]:
+    """Return the digests of all grains by number, from those that each rank has of what it owns."""
+    rows = torch.zeros(max(1, *(numbers.size for numbers in owned)), SHA256_BYTES, dtype=torch.uint8)
+    for place, digest in enumerate(mine.values()):
+        rows[place] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    gathered = group.all_gather(rows).numpy()
+    return {
+        number: gathered[rank, place].tobytes()
+        for rank, numbers in enumerate(owned)
+        for place, number in enumerate(numbers.tolist())
+    }
+
+
+def _content(tensor: Tensor) -> memoryview:
+    return bytes_of(tensor.detach().cpu().contiguous())
 
 
 def gather_whole(

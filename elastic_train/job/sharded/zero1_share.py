@@ -23,21 +23,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.format.layout import AVERAGE, State
 from elastic_train.config.combinations import refused
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.lanes import Assignment
-from elastic_train.core.mesh import Cell
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.state_parts import Cuts, filled_parts
 from elastic_train.job.optimizers.optimizer_memory import OWN
 from elastic_train.job.sharded.elementwise import Slots
 from elastic_train.job.sharded.flat_model import FlatModel
-from elastic_train.job.sharded.held_tree import Cuts as Spans
 from elastic_train.job.sharded.held_tree import (
     Held,
     HeldRun,
     Retained,
     TensorPieces,
     count_of,
-    cuts_of,
     names_of,
     pieces_of,
     shaped,
@@ -45,7 +41,7 @@ from elastic_train.job.sharded.held_tree import (
     tree_to_fill,
 )
 from elastic_train.job.sharded.settings import Settings
-from elastic_train.job.sharded.share import Share, Summed
+from elastic_train.job.sharded.share import Offloaded, Share, Summed
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.parallel.devices.squares import squares_of_vectors
@@ -53,13 +49,10 @@ from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Tree, TreeS
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.parallel.reductions import AtOwners, Reduction, Shares
-from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.grain_tables import Lengths
 from elastic_train.placement.grains import Tensor as Place
 from elastic_train.placement.holdings import Column, Run, grains_side_by_side, runs_of
-from elastic_train.placement.owners import owned_of
 from elastic_train.placement.seating import Seating
-from elastic_train.placement.seats import Seat
 
 T = TypeVar("T")
 
@@ -87,8 +80,6 @@ class Zero1Share(Share):
         self.settings = Settings(model, optimizer, scheduler, scaler)
         self.seating: Seating | None = None
         self._runs: list[HeldRun] = []
-        self._others = dict[int, Seating]()
-        """What this world's seats mean in other columns, by the column's identity."""
         self._named: Mapping[str, TensorPieces] | None = None
         self._names, self._slots = names_of(model, optimizer), slots
         """Of each parameter group: its parameters, and what the optimizer keeps of each."""
@@ -102,11 +93,6 @@ class Zero1Share(Share):
         self._stream = None if offload is None else StreamedUpdate(optimizer, offload)
 
     @property
-    def seat(self) -> Seat | None:
-        """This rank's seat; None before its first world."""
-        return None if self.seating is None else self.seating.seat
-
-    @property
     def runs(self) -> list[HeldRun]:
         self.settle()
         return self._runs
@@ -117,25 +103,12 @@ class Zero1Share(Share):
             self.offload.memory.settle()
 
     @property
-    def has_offload(self) -> bool:
-        return self.offload is not None
-
-    def offloaded_bytes(self) -> int:
-        if self.offload is None:
-            return 0
+    def offloaded(self) -> Offloaded | None:
+        if self.offload is None or self._stream is None:
+            return None
         weights = [one.weights for one in self._runs] if self.offload.with_weights else []
-        return sum(tensor.nbytes for tensor in (*weights, *(m for one in self._runs for m in one.moments.values())))
-
-    def room_bytes(self) -> int:
-        return 0 if self._stream is None else self._stream.room_bytes
-
-    @property
-    def rank(self) -> int:
-        return self.seated.rank
-
-    @property
-    def holds_nothing(self) -> bool:
-        return self.seating is not None and not self.seating.seat.arcs
+        moments = [moment for one in self._runs for moment in one.moments.values()]
+        return Offloaded(sum(tensor.nbytes for tensor in (*weights, *moments)), self._stream.room_bytes)
 
     def room_for(self, seating: Seating, known: Sequence[HeldRun] = ()) -> list[HeldRun]:
         kept = {one.run: one for one in known}
@@ -173,7 +146,6 @@ class Zero1Share(Share):
         counts = self.settings.num_updates() if num_updates is None else list(num_updates)
         self.retained = retained or Retained()
         self.seating, self._runs, self._named = seating, list(runs), None
-        self._others = {}
         self.made.clear()
         self.make_room()
         self.optimizer.state.clear()
@@ -214,16 +186,9 @@ class Zero1Share(Share):
         """Return the gradient of a run that this rank holds."""
         return self.flat.gradients[run.flat][run.lo : run.hi]
 
-    def assigned(self, num_replicas: int, num_lanes: int, cell: Cell) -> Assignment:
-        return cell.assigned(num_replicas, num_lanes)
-
-    def begin_sums(self) -> None:
-        self.flat.bind()
-
-    def sum_over(
-        self, trees: Sequence[Summed], kind: Reduction, weights: UnitWeights | None, *, by_turn: bool
-    ) -> GradientSum:
+    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction, *, by_turn: bool) -> GradientSum:
         assert kind == "canonical", "copies have to have the same bits"
+        self.flat.bind()
         return TreeSum([self._tree_of(one) for one in trees], self._bucket_bytes)
 
     def _tree_of(self, one: Summed) -> Tree:
@@ -244,35 +209,6 @@ class Zero1Share(Share):
             return self.seated
         seats = [seat for seat in self.seated.seats for _ in range(repeats)]
         return Seating(*self.column, seats, ranks.rank)
-
-    def seating_of(self, column: Column) -> Seating:
-        """Return what this world's seats mean in a column: each rank of a cell has its cell's seat."""
-        if column is self.column:
-            return self.seated
-        if id(column) not in self._others:
-            self._others[id(column)] = Seating(*column, self.seated.seats, self.seated.rank)
-        return self._others[id(column)]
-
-    def updated(self, column: Column, num_ranks: int) -> Sequence[Int64s]:
-        return self.seating_of(column).trained
-
-    def num_copies(self, column: Column) -> int:
-        return self.seating_of(column).num_copies
-
-    def are_sole_holders(self, column: Column, leaving: Sequence[bool]) -> bool:
-        return self.seating_of(column).are_sole_holders(leaving)
-
-    def holds_all(self) -> bool:
-        return self.seating is not None and self.seating.held.size == self.layout.num_grains
-
-    def written(self, columns: Sequence[Column], writers: Sequence[Sequence[int]]) -> Sequence[Spans]:
-        found = []
-        for column, some in zip(columns, writers, strict=True):
-            seating = self.seating_of(column)
-            owned = owned_of(seating.holdings, seating.layout.span, some)
-            held = [Held(grains, seating.sections_of(rank)) for rank, grains in enumerate(owned)]
-            found.append(cuts_of(seating.layout, held))
-        return found
 
     def refresh(self, column: Group, *, everything: bool = False) -> None:
         self._share(column, self.seated.holdings if everything else self.seated.trained, self.flat.weights_at)

@@ -6,21 +6,20 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from elastic_train.core.lanes import Assignment
-from elastic_train.core.mesh import Cell
 from elastic_train.job.sharded.share import Summed
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.parallel.gradient_sum import GradientSum
+from elastic_train.parallel.group import Group
 from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum, ReduceScatterTree, within
 from elastic_train.parallel.reductions import Reduction
 from elastic_train.parallel.unit_weights import UnitWeights
-from elastic_train.placement.deal import lanes_by_owner
 from elastic_train.placement.holdings import Run
 
 
 class Zero2Share(Zero1Share):
     """No gradient is whole: of each flat vector there is only a `home` of what this rank holds of its mean."""
 
+    deals_lanes = True
     _homes: dict[int, Tensor]
     _dealt: ReduceScatterSum | None = None
 
@@ -41,23 +40,24 @@ class Zero2Share(Zero1Share):
             return self._homes[run.flat][:0]
         return within(run, self._homes[run.flat], [one.run for one in self._runs if one.run.flat == run.flat])
 
-    def assigned(self, num_replicas: int, num_lanes: int, cell: Cell) -> Assignment:
-        return lanes_by_owner(self.seated.seats, num_lanes, cell.context, cell.expert)
-
-    def begin_sums(self) -> None:
+    def _begin_sums(self) -> None:
         if self._dealt is not None and self._dealt.is_dirty:  # what may still arrive goes to the old memory
             self._homes = {}
             self.make_room()
             self.bind_gradients()
         self._dealt = None
 
-    def sum_over(
-        self, trees: Sequence[Summed], kind: Reduction, weights: UnitWeights | None, *, by_turn: bool
-    ) -> GradientSum:
+    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction, *, by_turn: bool) -> GradientSum:
         assert kind == "canonical", "copies have to have the same bits"
+        self._begin_sums()
+        weights = self.gathering(column, by_unit=by_turn)
         dealt = [self._dealt_tree(one, by_block=weights is not None and by_turn) for one in trees]
         self._dealt = ReduceScatterSum(dealt, self._homes, weights, self._wire, by_turn=by_turn)
         return self._dealt
+
+    def gathering(self, column: Group, *, by_unit: bool) -> UnitWeights | None:
+        """Return what gathers weights, unit by unit for a pass, or all for a step; None if they are whole."""
+        return None
 
     def _dealt_tree(self, one: Summed, *, by_block: bool) -> ReduceScatterTree:
         numbers = self.flats_of(one.parameters)

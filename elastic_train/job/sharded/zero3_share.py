@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import TypeVar
 
 from torch import Tensor
@@ -21,11 +20,7 @@ from elastic_train.errors import StateLostError
 from elastic_train.job.sharded.first_weights import fill
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
 from elastic_train.job.sharded.shared_weights import (
-    check_copies,
     gather_whole,
-    grain_run,
-    saved_grains,
-    shared_digest,
 )
 from elastic_train.job.sharded.zero2_share import Zero2Share
 from elastic_train.parallel.group import Group
@@ -51,27 +46,21 @@ class Zero3Share(Zero2Share):
         assert not self.flat.has_weights, "the model has weights"
         self._is_whole, self._first = False, weights
 
-    def begin(self, runs: Sequence[HeldRun]) -> None:
+    def begin(self, runs: Sequence[HeldRun], *, from_commit: bool) -> None:
+        saved = set(self.model.state_dict()) if from_commit else set[str]()
+        if all(not one.grains or not saved.isdisjoint(one.names) for one in self.layout.tensors):
+            return
         if self._first is not None:
             fill(self.layout, runs, self._first())
+        elif from_commit and not self._is_whole:
+            raise StateLostError(
+                "commits do not hold the frozen weights, and this process has a share of them alone: it ends, and "
+                "the next one builds the model with all of them"
+            )
+        if self._first is not None and not from_commit:
             for one in runs:
                 if AVERAGE in one.moments:
                     one.moments[AVERAGE].copy_(one.weights)
-
-    def begin_from_commit(self, runs: Sequence[HeldRun]) -> None:
-        if not saved_grains(self.layout, self._saved).all():
-            if self._first is not None:
-                fill(self.layout, runs, self._first())
-            elif not self._is_whole:
-                raise StateLostError(
-                    "commits do not hold the frozen weights, and this process has a share of them alone: it ends, and "
-                    "the next one builds the model with all of them"
-                )
-
-    @cached_property
-    def _saved(self) -> Collection[str]:
-        """The names of the weights and buffers that commits hold."""
-        return self.model.state_dict().keys()
 
     def take_order(self, names: Sequence[str]) -> None:
         self._order = [name for name in names if name in self.flat.block_names]
@@ -145,23 +134,9 @@ class Zero3Share(Zero2Share):
         shared = set[str]() if self._is_whole else {name for place in self.layout.tensors for name in place.names}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in shared}
 
-    def digest(self, column: Group) -> str:
-        return shared_digest(column, self.seated, self._grain_at, self._saved, self.weights())
-
-    def digest_alone(self) -> str:
-        return super().digest_alone() if self._is_whole else ""
-
-    def check_copies(self, column: Group, step: int) -> None:
-        check_copies(column, self.seated, self._grain_at, self._saved, step)
-
-    @contextlib.contextmanager
-    def showing_whole(self, column: Group, num_ranks: int = 1) -> Iterator[None]:
-        """Let the first ranks of a column have whole weights within the context, in memory of their own."""
-        numels = [flat.numel for flat in self.layout.flats] if column.rank < num_ranks else []
-        vectors = {number: self.flat.zeros(number, numel) for number, numel in enumerate(numels)}
-        gather_whole(column, self.seated, self._given_at, lambda run: vectors[run.flat][run.lo : run.hi], num_ranks)
-        with self.flat.showing(vectors):
-            yield
+    def weights_at(self, number: int, lo: int, hi: int) -> Tensor:
+        tensor = self.layout.tensors[number]
+        return self._weights_at(Run(tensor.flat, tensor.start + lo, tensor.start + hi))
 
     def make_whole(self, column: Group, num_ranks: int = 1) -> None:
         if column.rank < num_ranks:
@@ -178,6 +153,3 @@ class Zero3Share(Zero2Share):
 
     def _weights_at(self, run: Run) -> Tensor:
         return run_around(self.runs, run).cut(run).weights
-
-    def _grain_at(self, number: int) -> Tensor:
-        return self._weights_at(grain_run(self.layout, number))

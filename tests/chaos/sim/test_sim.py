@@ -34,8 +34,7 @@ from chaos.sim.job.shape import Shape, Shards
 from chaos.sim.machine.kernel import Kernel, Timeless
 from elastic_train.errors import ElasticTrainError
 from elastic_train.placement.holdings import grains_in, runs_of
-from elastic_train.placement.owners import owned_of
-from elastic_train.placement.recut import plan_recut
+from elastic_train.placement.recut import owned_of, plan_recut
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import seats_of_holders
 from elastic_train.training.session import Session

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from elastic_train.placement.domains import Path
 from elastic_train.placement.grains import GRAIN, Listed, lay_out
 from elastic_train.placement.holdings import all_held, circle_of
-from elastic_train.placement.owners import owned_of
+from elastic_train.placement.recut import owned_of
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import seats_of
 from tests.elastic_train.placement.laws import blocks, models

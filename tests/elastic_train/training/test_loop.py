@@ -111,7 +111,7 @@ def test_ranks_that_are_asked_to_leave_one_after_another_leave_together(
     session = MagicMock(is_over=False)
     session.world.group.rank = 0
     session.leaving.side_effect = [*looks[: 1 if is_before else 0], *looks]
-    session.state.shards.would_lose_state.return_value = False
+    session.state.shards.table.would_lose_state.return_value = False
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, LEAVE, 0)
     assert (loop._end_before(session) if is_before else loop._end(session, 0, sums)) is end
     assert session.commits.finish.called == (end is loop.Outcome.PREEMPTED)
@@ -127,7 +127,7 @@ def test_what_only_those_that_leave_have_is_committed_before_they_go(
     session = MagicMock(is_over=False)
     session.world.group.rank, session.state.step = 0, step
     session.leaving.return_value = asked
-    session.state.shards.would_lose_state.side_effect = lambda leaving: is_sole and leaving == asked
+    session.state.shards.table.would_lose_state.side_effect = lambda leaving: is_sole and leaving == asked
     assert loop._departure(session) is end
     assert session.commits.finish.called == (is_sole and step > 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -10,14 +11,20 @@ from unittest.mock import patch
 import pytest
 import torch
 from pydantic import Field
+from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import Config, keys
+from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
+from elastic_train.job.build import build_state
 from elastic_train.job.majority import name_others
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
+from elastic_train.placement.grains import Listed, lay_out
+from elastic_train.placement.holdings import Column
+from elastic_train.placement.table import Parts, Table
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.world import uniformity
 from elastic_train.world.equal_weights import check_same_weights
@@ -214,20 +221,20 @@ def test_optimizers_and_schedules_of_ones_own_are_compared_by_their_source() -> 
 def compare_weights(rank: int, size: int, folder: str, wrong: list[int], ends_early: bool) -> None:
     """Compare the weights of a world in which some ranks hold others, each its own."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
-    weights = {"body": torch.zeros(3), "head": torch.zeros(2)}
+    model = nn.Module()
+    model.body, model.head = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
     if rank in wrong:
-        weights["head"][1] = rank + 1
-    gather, num_gathered = group.all_gather, [0]
+        model.head.data[1] = rank + 1
+    shards = build_state(model, OptimizerConfig(), 8, "cpu", is_fp16=False).shards
+    shards.enter(Mesh(rank, size), None, group)
 
-    def all_gather(tensor: torch.Tensor) -> torch.Tensor:
-        num_gathered[0] += 1
-        if ends_early and num_gathered[0] == 2:
-            raise PeerLostError("the others have ended")
-        return gather(tensor)
+    def lost(value: object) -> list[object]:
+        raise PeerLostError("the others have ended")
 
-    group.all_gather = all_gather  # type: ignore[method-assign]
+    if ends_early:
+        group.all_gather_objects = lost  # type: ignore[method-assign]
     with pytest.raises(WeightsDifferError) as caught:
-        check_same_weights(group, weights, 7)
+        check_same_weights(group, shards, 7)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(str(caught.value)))
     group.close()  # who ends at once may cost another rank the tensor's name
 
@@ -266,3 +273,17 @@ def test_without_a_majority_all_sets_of_ranks_are_named() -> None:
         0,
     )
     assert name_others([4, 5, 6])[0].startswith("ranks [0] and [1] and [2] hold different weights")
+
+
+def test_of_ranks_that_hold_a_part_those_that_differ_are_named_by_their_numbers_in_the_world() -> None:
+    """Two cells of two stages of two ranks: the second cell's first rank holds other weights of the first stage."""
+    stages = [Listed("first", (8,), "torch.float32"), Listed("second", (8,), "torch.float32")]
+    columns = [Column(lay_out([replace(one, shape=(8 * (one is stage),)) for one in stages])) for stage in stages]
+    parts = Parts(lay_out(stages), columns, {"first": [0, 8], "second": [0, 0]}, {"first", "second"})
+    table = Table(parts, (), size=8, cell=Cell(stage=2, context=2))
+    seen = torch.ones(8, 2, dtype=torch.int64)
+    seen[4, 0] = 9
+    shards = SimpleNamespace(table=table, checksums=lambda: [1, 1], checksums_by_name=lambda which: {})
+    group = SimpleNamespace(rank=0, size=8, all_gather=lambda mine: seen, all_gather_objects=lambda one: [one] * 8)
+    with pytest.raises(WeightsDifferError, match=r"step 3: ranks \[4\] hold other weights than the 3 others: a kernel"):
+        check_same_weights(group, shards, 3)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ def move_all_but_a_joiners_weights(
     """Let who joins take moments alone: its weights are those that it began with."""
     first = [one.weights.clone() for one in runs]
     arrived = _MOVE(group, shards, seating, plan, runs, old)
-    for one, weights in zip(runs, first, strict=True) if shards.seat is None else ():
+    for one, weights in zip(runs, first, strict=True) if shards.seating is None else ():
         one.weights.copy_(weights)
     return arrived
 
@@ -90,7 +90,7 @@ SHARED_WEIGHTS = (
         "who joins keeps the weights that it began with, and ranks do not compare the copies of a share",
         lambda: {
             "elastic_train.job.resharding.reshard:_move": move_all_but_a_joiners_weights,
-            "elastic_train.job.sharded.zero3_share:check_copies": lambda *_: None,
+            "elastic_train.training.commits:check_same_weights": lambda *_: None,
         },
         ("hash", "weights"),
         faults.kills,
@@ -117,7 +117,7 @@ SHARED_WEIGHTS = (
         "a rank that is behind brings its shares as if they were the furthest step's, and nobody compares copies",
         lambda: {
             "elastic_train.job.resharding.reshard:_holder": at_any_place,
-            "elastic_train.job.sharded.zero3_share:check_copies": lambda *_: None,
+            "elastic_train.training.commits:check_same_weights": lambda *_: None,
         },
         ("hash", "weights"),
         faults.wakes,

@@ -27,7 +27,6 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import TrainProgress
 from elastic_train.parallel.group import Group
-from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import seats_of
 from elastic_train.training.opening.saves import commit_alone
 from elastic_train.world.fencing import StoreFence
@@ -286,14 +285,13 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     assert isinstance(shards, Zero1Share)
     state.reached = TrainProgress(step=8, intervals=(Interval(1, 0, 8),))
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory()), "it has no seat yet"
-    seats = seats_of([("0",), ("1",)], 1)
-    seating = Seating(shards.layout, shards.circle, seats, 1)
-    shards.sit(seating, shards.room_for(seating), [0.0, 0.0])
+    table = state.shards.seated_at(seats_of([("0",), ("1",)], 1), rank=1, size=2)
+    state.shards.sit(table, shards.room_for(table.seating()), [0.0, 0.0])
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory())
     assert discover(LocalStore(tmp_path)).head is None
-    alone = Seating(shards.layout, shards.circle, seats_of([("0",)], 1), 0)
+    alone = state.shards.seated_at(seats_of([("0",)], 1), rank=0, size=1)
     state.shards.enter(Mesh(1, 2), None, Group(0, 1, None, 1.0))  # a world that gives it another number, and no seat
-    shards.sit(alone, shards.room_for(alone), [0.0, 0.0])
+    state.shards.sit(alone, shards.room_for(alone.seating()), [0.0, 0.0])
     assert commit_alone(plan_of(tmp_path), state, SaveMemory())
     head = discover(LocalStore(tmp_path)).head
     assert head is not None and head.step == 8

@@ -166,7 +166,7 @@ def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
 
 def compute(ranks: Ranks, state: AppliedState, schedule: Kind = "1f1b") -> Tensor:
     """Compute the next step's gradient; return what this rank measures of it."""
-    assigned = state.shards.assigned(ranks.mesh.num_replicas, NUM_LANES)
+    assigned = state.shards.table.assigned(NUM_LANES)
     lanes, gradients = assigned[ranks.mesh.owner], state.shards.sum_of(ranks.owners, NUM_LANES)
     if not isinstance(state.model, Decoder):
         return compute_lanes(state, lanes, gradients, ranks.world, ranks.mesh.coordinates.context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -13,12 +12,11 @@ from torch import nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
-from elastic_train.errors import ConfigError, WeightsDifferError
+from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of, cut_dims_of
 from elastic_train.job.cells.context import context_of, lone_part
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.model_layout import store_in_memory_order
-from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder
@@ -145,14 +143,3 @@ def test_what_cannot_be_computed_in_parts_is_refused() -> None:
     ):
         cell_plan_of(Witness(), nn.Linear(2, 2), parallel)
     assert cell_plan_of(TASK, make_model(), parallel) is None, "every rank holds the whole model"
-
-
-def test_of_ranks_that_hold_a_part_those_that_differ_are_named_by_their_numbers_in_the_world() -> None:
-    """Two cells of two stages of two ranks: the second cell's first rank holds other weights of the first stage."""
-    seen = torch.ones(8, dtype=torch.int64).index_fill(0, torch.tensor(4), 9)
-    state = SimpleNamespace(cut_weights=dict, cell=Cell(stage=2, context=2))
-    group = SimpleNamespace(all_gather=lambda mine: seen, size=8)
-    with pytest.raises(
-        WeightsDifferError, match=r"of the ranks \[0, 1, 4, 5\], which hold part 0 of.*ranks \[4\] hold"
-    ):
-        StateShards._check_parts(state, group, 3)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import torch
 
 from elastic_train.checkpoint.format.layout import AVERAGE
 from elastic_train.checkpoint.format.torch_frame import bytes_of
+from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ConfigError
 from elastic_train.job.resharding import PeerState, take_first_seat
 from elastic_train.job.sharded.zero1_share import Zero1Share
@@ -40,6 +41,7 @@ RECIPES: dict[str, tuple[Mapping[str, Any], list[Shards]]] = {
 def trained(group: Group, shards: Shards, recipe: Mapping[str, Any], *, resumes: bool = False) -> list[str]:
     """Return the weights and what the averaged model computes after each step; resumed after the first if asked."""
     state, found = build(shards, recipe=recipe), list[str]()
+    state.shards.enter(Mesh(group.rank, group.size), None, group)
     if isinstance(state.shards.share, Zero1Share):
         nobody = [PeerState(Place(0, 0), None, ("", str(number))) for number in range(group.size)]
         take_first_seat(group, state.shards, nobody)

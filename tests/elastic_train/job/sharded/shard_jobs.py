@@ -103,7 +103,7 @@ def meet(name: str, rank: int, size: int) -> Group:
 
 def compute(group: Group, state: AppliedState) -> Tensor:
     """Compute the next step's gradient; return what this rank measures of it."""
-    lanes = state.shards.assigned(group.size, NUM_LANES)[group.rank]
+    lanes = state.shards.table.assigned(NUM_LANES)[group.rank]
     return compute_lanes(state, lanes, state.shards.sum_of(group, NUM_LANES), group)
 
 

@@ -147,9 +147,11 @@ def test_the_device_has_blocks_in_place_of_what_is_offloaded(shards: Shards, off
             if what != "none":
                 state.apply(facts_of(state), state.shards.norm_of(group.all_gather(measured)))
     weights = sum(one.weights.nbytes for one in shards_of(state).trained_runs)
-    saved_bytes, rooms = shards_of(state).offloaded_bytes(), 2 * FakeMemory.room_bytes
+    offloaded, rooms = shards_of(state).offloaded, 2 * FakeMemory.room_bytes
+    assert offloaded is not None, "the optimizer's state is offloaded"
+    saved_bytes = offloaded.num_bytes
     assert saved_bytes >= (2 + (offload == "all")) * weights > 10 * rooms / 2
-    assert shards_of(state).room_bytes() == rooms
+    assert offloaded.room_bytes == rooms
     assert found[1] <= found[0] - saved_bytes + rooms + _SMALL
     assert counted.peak <= found[1] + 2 * rooms
 
@@ -214,7 +216,8 @@ def test_a_matrix_that_is_updated_as_a_whole_is_in_one_block(shards: Shards, off
         assert fingerprint(group, state) == replicated(STEPS, recipe)[-1]
         assert OWN not in state.shards.held()["optimizer"], "nor does Muon within it keep what a block was updated in"
         largest = -(-301 * 250 // 64) * 64 * 4 * (1 + (offload == "all"))
-        assert FakeMemory.room_bytes < largest <= shards_of(state).room_bytes() // 2
+        offloaded = shards_of(state).offloaded
+        assert offloaded is not None and FakeMemory.room_bytes < largest <= offloaded.room_bytes // 2
 
 
 def test_a_rank_that_holds_nothing_of_a_parameter_group_has_host_memory_for_it() -> None:

@@ -1,0 +1,300 @@
+"""The placement table: which rank of a world holds, updates, computes and writes what; the same on every rank.
+
+Ranks that hold the same part of the model are a column. Each of them holds all of the part, or the grains of its seat.
+Every answer here follows from the model's layout, the shape of a cell, and the world's seats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import xor
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.keyed_random import mix64
+from elastic_train.core.lanes import Assignment
+from elastic_train.core.mesh import ALONE, Cell, ranks_by_part
+from elastic_train.errors import WeightsDifferError
+from elastic_train.placement.deal import lanes_by_owner
+from elastic_train.placement.grains import Layout
+from elastic_train.placement.holdings import Column
+from elastic_train.placement.recut import owned_of
+from elastic_train.placement.seating import Seating
+from elastic_train.placement.seats import Seat
+
+Float64s = npt.NDArray[np.float64]
+
+
+class _Repeated(NamedTuple):
+    """Where trained grains that an earlier part holds, too, stand in the parts' rows, and where that part has them."""
+
+    at: Int64s
+    first: Int64s
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model and the parts of it that the places of a cell hold, by part.
+
+    `starts` are, by the name of each tensor that is cut, the elements of it in memory order with which each part's
+    begins. A part is whole grains of the model, so each grain of a part is one of the model's. `saved` are the names of
+    the weights and buffers that commits have.
+    """
+
+    layout: Layout
+    columns: Sequence[Column]
+    starts: Mapping[str, Sequence[int]]
+    saved: Collection[str]
+
+    @cached_property
+    def is_saved(self) -> npt.NDArray[np.bool_]:
+        """Whether a commit has each grain of the model; shape (grains,)."""
+        saved = [any(name in self.saved for name in tensor.names) for tensor in self.layout.tensors]
+        return np.array(saved, dtype=np.bool_)[self.layout.tensor_of]
+
+    @cached_property
+    def numbers(self) -> Sequence[Int64s]:
+        """The number in the model of each grain of a part, by part; each of shape (grains of the part,)."""
+        return [self._numbers_of(part, column.layout) for part, column in enumerate(self.columns)]
+
+    def _numbers_of(self, part: int, layout: Layout) -> Int64s:
+        found = [np.empty(0, dtype=np.int64)]
+        for whole, tensor in zip(self.layout.tensors, layout.tensors, strict=True):
+            first = whole.first_grain
+            if tensor.grains and (starts := self.starts.get(whole.names[0])):
+                first += int(np.searchsorted(whole.bounds, starts[part]))
+            found.append(np.arange(first, first + len(tensor.grains)))
+        return np.concatenate(found)
+
+    def sum_once(self, rows: Sequence[Float64s]) -> Float64s:
+        """Return the squares of all trained grains of the model from those of each part, every grain once.
+
+        Raises WeightsDifferError if parts have measured other gradients of what both of them hold.
+        """
+        if len(rows) == 1:
+            return rows[0]
+        counted, repeated = self._counted
+        squares = np.concatenate(rows)
+        here, there = squares[repeated.at], squares[repeated.first]
+        others = np.flatnonzero((here != there) & ~(np.isnan(here) & np.isnan(there)))
+        if others.size:
+            ends = np.cumsum([len(row) for row in rows])
+            at, first = (int(where[others[0]]) for where in repeated)
+            part, of = (int(np.searchsorted(ends, where, side="right")) for where in (at, first))
+            grain = self.columns[part].layout.trained[at - (int(ends[part - 1]) if part else 0)]
+            raise WeightsDifferError(
+                f"ranks that hold part {part} of the model have other gradients of "
+                f"'{self.name_of(int(self.numbers[part][grain]))}' than those of part {of}, which hold the same of it: "
+                "memory or a connection is damaged, or a device computes wrongly. The step is not applied: all ranks "
+                "end, and the next start continues from the last commit"
+            )
+        once: Float64s = squares[counted]
+        return once
+
+    @cached_property
+    def _counted(self) -> tuple[Int64s, _Repeated]:
+        """Where each trained grain of the model stands in the parts' rows, one after the other; and where again."""
+        pairs = zip(self.numbers, self.columns, strict=True)
+        numbers = np.concatenate([of_part[column.layout.trained] for of_part, column in pairs])
+        _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+        at = np.setdiff1d(np.arange(numbers.size), first, assume_unique=True)
+        return np.sort(first), _Repeated(at, first[which[at]])
+
+    def name_of(self, number: int) -> str:
+        """Return the name of the tensor that a grain of the model is in."""
+        return self.layout.tensors[int(self.layout.tensor_of[number])].names[0]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What each of `size` ranks has by its seat; `seats` are those of a column's ranks, and mean the same in each.
+
+    With `shares_weights` a rank has the weights of its seat alone, else all of its part's; with `deals_lanes` lanes are
+    dealt out by seats.
+    """
+
+    parts: Parts
+    seats: Sequence[Seat]
+    rank: int = 0
+    size: int = 1
+    cell: Cell = ALONE
+    shares_weights: bool = False
+    deals_lanes: bool = False
+
+    @cached_property
+    def part(self) -> int:
+        """Which part of the model this rank holds."""
+        return self.cell.holder_of(self.rank)[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of its part."""
+        return self.parts.columns[0].is_whole
+
+    @cached_property
+    def _seatings(self) -> dict[int, Seating]:
+        return {}
+
+    def seating(self, part: int | None = None) -> Seating:
+        """Return the seats in the column of a part, by default of this rank's."""
+        part = self.part if part is None else part
+        if part not in self._seatings:
+            self._seatings[part] = Seating(*self.parts.columns[part], self.seats, self.cell.holder_of(self.rank)[1])
+        return self._seatings[part]
+
+    @cached_property
+    def ranks(self) -> Sequence[Sequence[int]]:
+        """The ranks of each column, by part."""
+        return ranks_by_part(self.size, self.cell)
+
+    # Who holds.
+
+    @property
+    def seat(self) -> Seat | None:
+        """This rank's seat; None where every rank holds all of its part."""
+        return None if self.is_whole else self.seating().seat
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether this rank has a seat at which it holds nothing."""
+        return self.seat is not None and not self.seat.arcs
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether this rank holds the state of the whole model."""
+        if self.cell.holds_parts:
+            return False
+        return self.is_whole or self.seating().held.size == self.parts.layout.num_grains
+
+    @property
+    def num_copies(self) -> int:
+        """How many ranks hold each share of any part, at least."""
+        if self.is_whole:
+            return min(map(len, self.ranks))
+        return min(self.seating(part).num_copies for part in range(len(self.ranks)))
+
+    def would_lose_state(self, leaving: Sequence[bool]) -> bool:
+        """Say whether ranks that leave the world, by rank, hold something that no other rank of it does."""
+        for part, ranks in enumerate(self.ranks):
+            left = [leaving[rank] for rank in ranks]
+            if all(left) or (not self.is_whole and self.seating(part).are_sole_holders(left)):
+                return True
+        return False
+
+    # Who computes, updates and writes.
+
+    def assigned(self, num_lanes: int) -> Assignment:
+        """Return the lanes of every owner of lanes."""
+        if not self.deals_lanes:
+            return self.cell.assigned(self.size // self.cell.size, num_lanes)
+        return lanes_by_owner(self.seats, num_lanes, self.cell.context, self.cell.expert)
+
+    @cached_property
+    def updated(self) -> Sequence[Sequence[tuple[int, Int64s]]]:
+        """The grains of its part that each rank updates, by part: pairs of a rank and its grains, ascending."""
+        found = []
+        for part, ranks in enumerate(self.ranks):
+            whole = [self.parts.columns[part].layout.trained] * len(ranks)
+            found.append(list(zip(ranks, whole if self.is_whole else self.seating(part).trained, strict=True)))
+        return found
+
+    def owned_by(self, writers: Sequence[int]) -> Sequence[Sequence[Int64s]]:
+        """Return which grains of its part each rank speaks for, by part and by the ranks of its column.
+
+        Of the ranks of each column those among `writers` alone speak. Raises LookupError if these do not hold all of
+        the model.
+        """
+        by_part: list[list[int]] = [[] for _ in self.ranks]
+        for part, number in map(self.cell.holder_of, writers):
+            by_part[part].append(number)
+        if self.is_whole:
+            if not all(by_part):
+                raise LookupError("no writer holds some part")
+            return ()
+        seatings = map(self.seating, range(len(self.ranks)))
+        return [owned_of(one.holdings, one.layout.span, some) for one, some in zip(seatings, by_part, strict=True)]
+
+    # Weights that several ranks have.
+
+    def _weights_of(self, part: int) -> Sequence[Int64s]:
+        """Return the grains of a part whose weights each rank of its column has."""
+        if self.shares_weights:
+            return self.seating(part).holdings
+        return [np.arange(self.parts.columns[part].layout.num_grains)] * len(self.ranks[part])
+
+    @cached_property
+    def weights(self) -> Sequence[Int64s]:
+        """The grains of its part whose weights each rank has, by rank."""
+        found: dict[int, Int64s] = {}
+        for part, ranks in enumerate(self.ranks):
+            found |= dict(zip(ranks, self._weights_of(part), strict=True))
+        return [found[rank] for rank in range(self.size)]
+
+    def sections(self) -> Int64s:
+        """Return the sections of this rank's grains, at whose ends its memory is cut (`Seating.sections_of`)."""
+        if not self.shares_weights:
+            return np.zeros(self.parts.columns[self.part].layout.num_grains, dtype=np.int64)
+        seating = self.seating()
+        return seating.sections_of(seating.rank)
+
+    @property
+    def has_all_weights(self) -> bool:
+        """Whether every rank has all of the model's weights."""
+        return not self.shares_weights and not self.cell.holds_parts
+
+    def weights_owned(self) -> Sequence[Int64s]:
+        """Return the grains of the model of which each rank is the one that speaks for all that have their weights."""
+        numbers = [self.parts.numbers[self.cell.holder_of(rank)[0]][some] for rank, some in enumerate(self.weights)]
+        return owned_of(numbers, self.parts.layout.span)
+
+    @cached_property
+    def weights_in_common(self) -> InCommon:
+        """The weights that several ranks have in common."""
+        return in_common(self)
+
+
+@dataclass(frozen=True)
+class InCommon:
+    """The saved grains of a model in sets, each of those that the same ranks have; buffers count as one grain more.
+
+    `set_of` is by the number of the grain, of shape (grains + 1,); grains that are not saved are in set -1. `ranks` are
+    by set, and `of_rank` are the sets by rank, both ascending.
+    """
+
+    set_of: Int64s
+    ranks: Sequence[Sequence[int]]
+    of_rank: Sequence[Int64s]
+
+
+def in_common(table: Table) -> InCommon:
+    """Return which ranks of a world have the same weights; all have the buffers."""
+    groups: dict[tuple[int, int], tuple[Int64s, list[int]]] = {}
+    last = table.parts.layout.num_grains
+    for rank, grains in enumerate(table.weights):
+        part = table.cell.holder_of(rank)[0]
+        if (key := (part, id(grains))) not in groups:
+            numbers = table.parts.numbers[part][grains]
+            groups[key] = np.append(numbers[table.parts.is_saved[numbers]], last), []
+        groups[key][1].append(rank)
+    # Grains with the same holders have the same exclusive or of these ranks' random numbers, and no others have.
+    signs = np.zeros(last + 1, dtype=np.uint64)
+    for numbers, ranks in groups.values():
+        signs[numbers] ^= np.uint64(reduce(xor, (mix64(rank + 1) for rank in ranks)))
+    counted = np.append(np.flatnonzero(table.parts.is_saved), last)
+    _, first, which = np.unique(signs[counted], return_index=True, return_inverse=True)
+    set_of = np.full(last + 1, -1)
+    set_of[counted] = np.argsort(np.argsort(first))[which]  # in the order of first grains: no random number decides
+    of_rank = [np.empty(0, dtype=np.int64)] * table.size
+    by_set: list[list[int]] = [[] for _ in first]
+    for numbers, ranks in groups.values():
+        sets = np.unique(set_of[numbers])
+        for rank in ranks:
+            of_rank[rank] = sets
+        for number in sets.tolist():
+            by_set[number] += ranks
+    return InCommon(set_of, [sorted(ranks) for ranks in by_set], of_rank)

@@ -1,0 +1,117 @@
+"""The placement table: who has the same weights, and who speaks for what, as a search over all ranks finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.core.mesh import Cell
+from elastic_train.placement.grains import Listed, cut_along, lay_out
+from elastic_train.placement.holdings import Column, column_of
+from elastic_train.placement.seats import seats_of
+from elastic_train.placement.table import Parts, Table
+
+WIDE, TALL = (600, 400), (64, 3000)
+CUT = {name: cut_along(shape, 0) for name, shape in {"wide": WIDE, "tall": TALL}.items()}
+
+
+def parts_of(degree: int, *, in_shares: bool) -> Parts:
+    """Return a model of which two tensors are cut in `degree` parts, one is whole, and another is not saved."""
+    whole = [
+        Listed("wide", WIDE, "torch.float32", cut=CUT["wide"]),
+        Listed("norm", (7,), "torch.float32"),
+        Listed("tall", TALL, "torch.float32", cut=CUT["tall"]),
+        Listed("base", (70_000,), "torch.float32", group=None),
+    ]
+
+    def part(number: int) -> list[Listed]:
+        found = []
+        for one in whole:
+            rows = one.shape[0] // degree
+            cut = None if one.cut is None else one.cut.part(number * rows, (number + 1) * rows)
+            shape = one.shape if cut is None else (rows, *one.shape[1:])
+            found.append(Listed(one.name, shape, one.dtype, group=one.group, cut=cut))
+        return found
+
+    layouts = [lay_out(part(number)) for number in range(degree)]
+    columns = [column_of(one) if in_shares else Column(one) for one in layouts]
+    numels = {"wide": WIDE[0] * WIDE[1], "tall": TALL[0] * TALL[1]}
+    starts = {name: [numel // degree * number for number in range(degree)] for name, numel in numels.items()}
+    return Parts(lay_out(whole), columns, starts, {"wide", "norm", "tall"})
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    """Draw a world of one to six replicas of a rank or of two or four tensor ranks, whole or in shares."""
+    degree, replicas = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 6))
+    in_shares, copies = draw(st.booleans()), draw(st.integers(1, 3))
+    seats = seats_of([(f"node-{number}",) for number in range(replicas)], copies) if in_shares else ()
+    shares_weights = in_shares and draw(st.booleans())
+    return Table(
+        parts_of(degree, in_shares=in_shares),
+        seats,
+        draw(st.integers(0, degree * replicas - 1)),
+        degree * replicas,
+        Cell(tensor=degree),
+        shares_weights,
+    )
+
+
+def numbers_of(table: Table) -> list[set[int]]:
+    """Return the grains of the model whose weights each rank has."""
+    return [
+        set(table.parts.numbers[table.cell.holder_of(rank)[0]][grains].tolist())
+        for rank, grains in enumerate(table.weights)
+    ]
+
+
+@given(tables())
+def test_grains_are_in_one_set_if_the_same_ranks_have_them(table: Table) -> None:
+    common, has = table.weights_in_common, numbers_of(table)
+    saved = np.flatnonzero(table.parts.is_saved).tolist()
+    holders = {number: [rank for rank, numbers in enumerate(has) if number in numbers] for number in saved}
+    holders[table.parts.layout.num_grains] = list(range(table.size))  # the buffers
+    assert {number: list(common.ranks[common.set_of[number]]) for number in holders} == holders
+    assert len(common.ranks) == len({tuple(ranks) for ranks in holders.values()})
+    assert all((common.set_of[number] == -1) == (number not in holders) for number in range(len(common.set_of)))
+    of_rank = [{one for one, ranks in enumerate(common.ranks) if rank in ranks} for rank in range(table.size)]
+    assert [set(sets.tolist()) for sets in common.of_rank] == of_rank
+
+
+@given(tables())
+def test_each_grain_has_one_rank_that_speaks_for_it_and_has_it(table: Table) -> None:
+    has = numbers_of(table)
+    owned = [set(numbers.tolist()) for numbers in table.weights_owned()]
+    assert all(mine <= held for mine, held in zip(owned, has, strict=True))
+    assert sorted(number for mine in owned for number in mine) == list(range(table.parts.layout.num_grains))
+
+
+@given(tables(), st.data())
+def test_a_rank_is_missed_if_it_alone_has_a_grain(table: Table, data: st.DataObject) -> None:
+    leaving = data.draw(st.lists(st.booleans(), min_size=table.size, max_size=table.size))
+    assert table.would_lose_state(leaving) == is_missed(table, leaving)
+
+
+def is_missed(table: Table, leaving: Sequence[bool]) -> bool:
+    """Say whether a part's column, or a grain of it, is left without a rank."""
+    for part, ranks in enumerate(table.ranks):
+        stay = [number for number, rank in enumerate(ranks) if not leaving[rank]]
+        held = range(len(ranks)) if table.is_whole else table.seating(part).holdings
+        left = {0} if table.is_whole and stay else {g for number in stay for g in held[number].tolist()}  # type: ignore[attr-defined]
+        if not stay or (not table.is_whole and len(left) < table.parts.columns[part].layout.num_grains):
+            return True
+    return False
+
+
+@given(tables())
+def test_what_parts_have_measured_counts_once(table: Table) -> None:
+    """Grains of the tensor that is whole in every part, too."""
+    parts = table.parts
+    squares = np.arange(1.0, parts.layout.num_grains + 1)
+    rows = [
+        squares[numbers][column.layout.trained] for numbers, column in zip(parts.numbers, parts.columns, strict=True)
+    ]
+    assert sorted(parts.sum_once(rows)) == sorted(squares[parts.layout.trained])
