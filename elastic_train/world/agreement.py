@@ -26,8 +26,8 @@ from rendezvous.waiting import LOOK_EVERY_S, GivenUp, begin
 T = TypeVar("T")
 
 WHY, NUM_READY = "why", "ready to end"
-ANSWER_S, READY_S = 1.0, 1.0
-"""How long an answer of the store is waited for, and all ranks' readiness to end."""
+ANSWER_S, READY_S = 2.0, 5.0
+"""How long to wait for the store's answer, and for all ranks to be ready to end: they may have to share processors."""
 
 
 def agree(group: Group, decide: Callable[[], T]) -> T:
