@@ -259,8 +259,8 @@ def export(
     --to hf (the default): a folder that transformers' AutoModel classes load, with the tokenizer; the package's own
     decoder becomes a Llama, with experts a Mixtral or Qwen2-MoE; adapters a folder of peft, or with --merge a whole
     model. --to safetensors or torch: one file of weights, of any task. --weights ema: their average, of a run with
-    optimizer.ema. --commit: a step, term-step, key or newest; by default the best
-    one if early stopping has ended the run, else the newest. --train: where the training set is, if it has moved (once
+    optimizer.ema. --commit: newest, best, a step, term-step or key; by default the best one if early stopping ended the
+    run or it has checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once
     for each source of a mixture).
     """
     from elastic_train.cli.models import export as export_model
@@ -291,8 +291,9 @@ def generate(
     --chat: the prompt is a user's message, and the answer is printed alone. --ids 5,6,7 gives token ids in place of a
     text. --tokens: how many follow at most. --temperature 0 takes the likeliest token each time; above 0 tokens are
     drawn from --seed, of the --top-k likeliest if that is given. --weights ema: with the average of the weights.
-    --commit: a step, term-step, key or newest; by default the best one if early stopping has ended the run, else the
-    newest. --train: where the training set is, if it has moved (once for each source of a mixture).
+    --commit: newest, best, a step, term-step or key; by default the best one if early stopping ended the run or it has
+    checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once for each source of
+    a mixture).
     """
     from elastic_train.cli.models import generate as generate_text
     from elastic_train.tasks.task import Sampling
@@ -325,8 +326,8 @@ def evaluate(
     """Compute the loss and the metrics of RUN's model, of any task, over --data, a folder or URL with a manifest.
 
     On the validation set of the run they are those of training, to the last bit. --max-samples: only the first ones.
-    --weights ema: the average of the weights. --commit: a step, term-step, key or newest; by default the best
-    one if early stopping has ended the run, else the newest. --train: where the training set is,
+    --weights ema: the average of the weights. --commit: newest, best, a step, term-step or key; by default the best one
+    if early stopping ended the run or it has checkpoint.keep_best, else the newest. --train: where the training set is,
     if it has moved (once for each source of a mixture).
     """
     from elastic_train.cli.models import evaluate as evaluate_run

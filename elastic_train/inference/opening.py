@@ -101,7 +101,8 @@ def open_commit(
 ) -> Iterator[Opened]:
     """Verify a commit of a run, and hold it while its weights are read.
 
-    By default it is the newest intact one, or the best of a run that early stopping has ended (see `find_trained`).
+    By default it is the newest intact one, or the best of a run that early stopping has ended or that keeps its
+    best (see `find_trained`).
 
     `run` is a run's folder. `train` says where the training set is now, or all sources of a mixture in their order, if
     it has moved; `validation` is a set to evaluate, of which the first `max_samples` count; `weights` says whether the

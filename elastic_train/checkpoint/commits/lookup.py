@@ -8,12 +8,12 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from elastic_train.checkpoint.commits.improvement import is_exhausted
+from elastic_train.checkpoint.commits.improvement import Improvement, is_exhausted
 from elastic_train.checkpoint.commits.reader import commit_keys, continues, damage_of, discover, read_record, records
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import Store, read
-from elastic_train.config.recipe import EarlyStoppingConfig
+from elastic_train.config.recipe import EarlyStoppingConfig, parse_best
 from elastic_train.core.lineage import ATTEMPTS, COMMITS, place_of
 from elastic_train.errors import ConfigError
 from elastic_train.tracking.history_files import FOLDER
@@ -34,7 +34,8 @@ def open_run(run: str, *, may_be_new: bool = False) -> Store:
     return open_store((not has_commits and RunFolder(folder).setting("checkpoint", "url")) or run)
 
 
-NEWEST = "newest"
+NEWEST, BEST = "newest", "best"
+DEFAULT_METRIC = "min loss"
 CONFIGS = "configs/"
 _OF_A_RUN = (CONFIG, RESULT, FOLDER, COMMITS, ATTEMPTS, CONFIGS, "terms", "store-id")
 """Each of them is in the folder of a run, or of its commits, from some moment on."""
@@ -53,34 +54,67 @@ def find(store: Store, name: str | None) -> CommitRecord:
 def find_trained(run: str, name: str | None) -> tuple[CommitRecord, str | None]:
     """Return the commit whose model a person wants, and a sentence if it is not the newest, or should not be it.
 
-    Without a name it is the best one of a run that early stopping has ended, and else the newest; `newest` names that.
+    Without a name it is the best one of a run that early stopping has ended, or that keeps its best commit, and else
+    the newest. `best` and `newest` name these. Raises ConfigError if there is none.
     """
     store = open_run(run)
-    head = find(store, name)
-    best = head.improvement
-    if name is not None or best is None or not 0 < best.best_step < head.step:
+    if name not in (None, BEST):
+        return find(store, name), None
+    head, (stopping, metric) = find(store, None), _best_by(run, store)
+    reached = head.improvement
+    if reached is not None and reached.best_step and (name == BEST or is_exhausted(stopping, reached)):
+        return _best_step(store, head, reached)
+    if name is None and metric is None:
         return head, None
-    if not is_exhausted(_early_stopping(run, store), best):
+    best = _best_commit(store, head, metric or DEFAULT_METRIC)
+    if best is None and name == BEST:
+        raise ConfigError(
+            f"{run}: no commit has a value to be the best by ({metric or DEFAULT_METRIC}): train with data.validation, "
+            f"or take --commit {NEWEST}"
+        )
+    if best is None or best.key == head.key:
         return head, None
-    why = f"early stopping ended this run after step {head.step}: its best validation ({best.metric}: {best.best}) was"
-    of_step = (r for _, r, _ in records(store) if r and r.step == best.best_step and continues(head.intervals, r))
+    value = best.metrics[parse_best(metric or DEFAULT_METRIC)[0]]
+    why = f"{best.key} has this run's best validation ({metric or DEFAULT_METRIC}: {value})"
+    return best, f"{why}, and is used; --commit {NEWEST} takes step {head.step}"
+
+
+def _best_step(store: Store, head: CommitRecord, reached: Improvement) -> tuple[CommitRecord, str | None]:
+    """Return the commit of the step whose validation was the best one by early stopping, and what is to be said."""
+    if reached.best_step >= head.step:
+        return head, None
+    why = f"the best validation of this run, whose last step is {head.step}, ({reached.metric}: {reached.best}) was"
+    of_step = (r for _, r, _ in records(store) if r and r.step == reached.best_step and continues(head.intervals, r))
     found = next((record for record in of_step if damage_of(store, record.key) is None), None)
     if found is None:
-        return head, f"{why} that of step {best.best_step}, of which no intact commit is left; the newest is used"
+        return head, f"{why} that of step {reached.best_step}, of which no intact commit is left; the newest is used"
     return found, f"{why} that of {found.key}, which is used; --commit {NEWEST} takes step {head.step}"
 
 
-def _early_stopping(run: str, store: Store) -> EarlyStoppingConfig | None:
-    """Return how a run ends early, by its folder, or by the configuration beside its commits; None if it does not."""
+def _best_commit(store: Store, head: CommitRecord, metric: str) -> CommitRecord | None:
+    """Return the intact commit that the head continues with the best value of a metric, the first of equal ones."""
+    name, is_higher_better = parse_best(metric)
+    by_value: list[tuple[float, int, CommitRecord]] = []
+    for _, record, _ in records(store):
+        value = record.metrics.get(name) if record is not None and continues(head.intervals, record) else None
+        if record is not None and value is not None:
+            by_value.append((-value if is_higher_better else value, record.step, record))
+    in_order = (record for _, _, record in sorted(by_value, key=lambda one: one[:2]))
+    return next((record for record in in_order if damage_of(store, record.key) is None), None)
+
+
+def _best_by(run: str, store: Store) -> tuple[EarlyStoppingConfig | None, str | None]:
+    """Return how a run ends early, and by which metric it keeps its best commit; None for what it does not."""
     config: Mapping[str, object] = {}
     if "://" not in run and (Path(run) / CONFIG).is_file():
         config = RunFolder(Path(run)).config()
     elif copies := store.list(CONFIGS):
         config = yaml.safe_load(read(store, copies[-1].key))
-    validation = config.get("validation")
+    validation, checkpoint = config.get("validation"), config.get("checkpoint")
     keys = validation.get("early_stopping") if isinstance(validation, dict) else None
+    metric = checkpoint.get("keep_best") if isinstance(checkpoint, dict) else None
     try:
-        return None if keys is None else EarlyStoppingConfig.model_validate(keys)
+        return None if keys is None else EarlyStoppingConfig.model_validate(keys), metric
     except ValidationError as error:
         raise ConfigError(f"{run}/{CONFIG}: is of another version: {error}") from error
 

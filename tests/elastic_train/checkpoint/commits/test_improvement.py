@@ -16,6 +16,7 @@ from elastic_train.checkpoint.commits.lookup import find_trained
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.recipe import EarlyStoppingConfig
 from elastic_train.core.lineage import COMMITS
+from elastic_train.errors import ConfigError
 from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state
 
@@ -89,6 +90,26 @@ def test_a_run_that_early_stopping_ended_is_known_by_its_best_commit(
     store.delete(best)
     record, why = find_trained(url, None)
     assert record.key == head and "no intact commit is left" in str(why)
+
+
+def test_a_run_that_keeps_its_best_commit_is_known_by_it(tmp_path: Path) -> None:
+    """By the metric that it keeps it by, and by the loss if a person asks for the best of a run that keeps none."""
+    store = LocalStore(tmp_path)
+    fence = StoreFence(store)
+    writer = CommitWriter(store, fence, fence.claim(), None)
+    with pytest.raises(ConfigError, match="no commits"):
+        find_trained(str(tmp_path), "best")
+    for step, loss, score in ((1, 0.5, 0.1), (2, 0.3, 0.2), (3, 0.4, 0.9), (4, 0.6, 0.9)):
+        writer.save(small_state(step), replace(facts(step), metrics={"loss": loss, "score": score}))
+    (tmp_path / "config.yaml").write_text("checkpoint: {keep_best: max score}\n")
+    record, why = find_trained(str(tmp_path), None)
+    assert record.step == 3, "the first of those that are as good"
+    assert why is not None and "best validation (max score: 0.9)" in why and "--commit newest takes step 4" in why
+    assert find_trained(str(tmp_path), "newest") == (find_trained(str(tmp_path), "4")[0], None)
+    (tmp_path / "config.yaml").write_text("checkpoint: {}\n")
+    assert find_trained(str(tmp_path), None)[0].step == 4 and find_trained(str(tmp_path), "best")[0].step == 2
+    store.delete(find_trained(str(tmp_path), "best")[0].key)
+    assert find_trained(str(tmp_path), "best")[0].step == 3
 
 
 def test_a_validation_without_a_value_counts_neither_way() -> None:
