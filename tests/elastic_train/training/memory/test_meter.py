@@ -14,6 +14,7 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.insight.memory import MemoryFacts, facts_of
 from elastic_train.job.build import build_state
@@ -153,6 +154,7 @@ def ranks(rank: int, size: int) -> dict[str, dict[str, int]]:
     found = {}
     for shards in KINDS:
         group, state = meet(shards, rank, size), build(shards, copies=1)
+        state.shards.enter(Mesh(rank, size), None, group)
         if shards != "none":
             take_first_seat(group, state.shards, newcomers(size))
         train(group, state, 1)
