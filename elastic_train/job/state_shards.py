@@ -170,6 +170,7 @@ class StateShards:
         is_new = not self.holds_part_of(mesh)
         if is_new:
             self._close_sums()  # the old share's, before the model has another part
+            self._table = None  # what was held of the old part is no seat in the new one's column
         self.mesh, self._ranks = mesh, column
         self.cut.become_part()  # at the end of a world that broke it may have become whole
         if cell is not None:
@@ -220,7 +221,7 @@ class StateShards:
         return digest_of_all(group, self._table, self.share.weights_at, self.buffers())
 
     def checksums(self) -> list[int]:
-        """Return a checksum of each set of weights that this rank has in common with others (`Table.in_common`)."""
+        """Return a checksum of each set of weights that this rank shares with others (`Table.weights_in_common`)."""
         return checksums(self.table, self.share.weights_at, self.buffers())
 
     def checksums_by_name(self, which: int) -> Mapping[str, int]:

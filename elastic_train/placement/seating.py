@@ -53,7 +53,7 @@ class Seating:
 
     @cached_property
     def owned(self) -> list[Int64s]:
-        """The trained grains whose sums each rank finishes, by rank; see `owners`."""
+        """The trained grains whose sums each rank finishes, by rank; see `recut`."""
         return list(map(self.layout.trained_of, self._spoken_for))
 
     @cached_property

@@ -265,6 +265,15 @@ def test_what_one_rank_of_a_cell_held_alone_is_said_to_be_lost() -> None:
 
 
 @pytest.mark.parametrize("shards", ["none", "optimizer", "gradients", "parameters"])
+def test_ranks_that_change_places_before_the_first_step_bring_no_seat(expected: list[object], shards: Shards) -> None:
+    """The seats of the world that broke were of other parts."""
+    worlds = [World(range(4), Fault(0, "computing", dying=[2, 3])), World([1, 0])]
+    seen = live_through(worlds, copies=1, shards=shards)
+    ends = [next(row for row in reversed(seen[who]) if len(row) == 4) for who in (0, 1)]
+    assert [row[1:] for row in ends] == [[STEPS, expected[-1], 0]] * 2
+
+
+@pytest.mark.parametrize("shards", ["none", "optimizer", "gradients", "parameters"])
 def test_a_part_that_is_lost_before_the_first_step_begins_anew(shards: Shards) -> None:
     """One of two tensor ranks has its seat already; a newcomer has all of the other part to begin with."""
     worlds = [World([0, 1], Fault(0, "computing", dying=[1])), World([0, 2])]
