@@ -214,7 +214,7 @@ class StateShards:
     def digest(self, group: Group | None = None) -> str:
         """Return the digest of all weights and buffers (`weights_digest`); all ranks of the world call it.
 
-        Without a group there is this rank alone: "" if it has but a part or a share of the weights.
+        Without a group there is this rank alone: "" if it has no seat yet, or but a part or a share of the weights.
         """
         if self._table is None:
             return ""
@@ -333,7 +333,7 @@ class StateShards:
     def norm_of(self, gathered: Tensor) -> Tensor:
         """Return the gradient's norm over the whole model from what all ranks have measured: a float64 on the CPU.
 
-        It is that by grains (`shards.norm`), in which neither a cut nor a number of threads shows. Raises
+        It is that by grains (`placement.norm`), in which neither a cut nor a number of threads shows. Raises
         WeightsDifferError if ranks have measured the same otherwise.
         """
         if self._knows_norm:

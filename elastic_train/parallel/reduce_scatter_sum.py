@@ -1,6 +1,6 @@
 """The gradient sum where gradients are sharded, too: a leaf is cut as soon as a unit's part of it is there (ZeRO-2).
 
-Lanes are dealt (`shards.deal`): in a turn a group's ranks run neighbouring lanes, and each sends the others what they
+Lanes are dealt (`placement.deal`): in a turn a group's ranks run neighbouring lanes. Each sends the others what they
 sum up of its leaf, unit by unit during the backward pass, and forgets the rest. They add what comes along the tree, in
 at most 1 + log2 L sums of a share for each run of leaves. When all leaves are in, ranks of different groups that sum up
 the same exchange their sums, and each finishes the same tree. Where several ranks of a group hold the same, one of them

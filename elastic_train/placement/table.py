@@ -249,8 +249,19 @@ class Table:
 
     def weights_owned(self) -> Sequence[Int64s]:
         """Return the grains of the model of which each rank is the one that speaks for all that have their weights."""
-        numbers = [self.parts.numbers[self.cell.holder_of(rank)[0]][some] for rank, some in enumerate(self.weights)]
-        return owned_of(numbers, self.parts.layout.span)
+        return owned_of(self.numbers, self.parts.layout.span)
+
+    @property
+    def numbers(self) -> Sequence[Int64s]:
+        """The grains of the model whose weights each rank has, by rank; one array for all that have all of a part."""
+        known: dict[tuple[int, int], Int64s] = {}
+        found = []
+        for rank, grains in enumerate(self.weights):
+            part = self.cell.holder_of(rank)[0]
+            if (key := (part, id(grains))) not in known:
+                known[key] = self.parts.numbers[part][grains]
+            found.append(known[key])
+        return found
 
     @cached_property
     def weights_in_common(self) -> InCommon:
@@ -273,14 +284,12 @@ class InCommon:
 
 def in_common(table: Table) -> InCommon:
     """Return which ranks of a world have the same weights; all have the buffers."""
-    groups: dict[tuple[int, int], tuple[Int64s, list[int]]] = {}
-    last = table.parts.layout.num_grains
-    for rank, grains in enumerate(table.weights):
-        part = table.cell.holder_of(rank)[0]
-        if (key := (part, id(grains))) not in groups:
-            numbers = table.parts.numbers[part][grains]
-            groups[key] = np.append(numbers[table.parts.is_saved[numbers]], last), []
-        groups[key][1].append(rank)
+    groups: dict[int, tuple[Int64s, list[int]]] = {}
+    last, by_rank = table.parts.layout.num_grains, table.numbers
+    for rank, numbers in enumerate(by_rank):
+        if id(numbers) not in groups:
+            groups[id(numbers)] = np.append(numbers[table.parts.is_saved[numbers]], last), []
+        groups[id(numbers)][1].append(rank)
     # Grains with the same holders have the same exclusive or of these ranks' random numbers, and no others have.
     signs = np.zeros(last + 1, dtype=np.uint64)
     for numbers, ranks in groups.values():

@@ -91,10 +91,10 @@ def join_runs(dtype: torch.dtype, shape: torch.Size, cut: Cut | None, runs: Iter
     for first, digests in sorted(runs):
         assert first == len(grains), f"grain {first} follows {len(grains)} grains"
         joined = bytes.fromhex(digests)
-        grains += [joined[at : at + _SHA256_BYTES] for at in range(0, len(joined), _SHA256_BYTES)]
+        grains += [joined[at : at + SHA256_BYTES] for at in range(0, len(joined), SHA256_BYTES)]
     expected = len(bounds_of(tuple(shape), cut)) - 1
     assert len(grains) == expected, f"{len(grains)} of {expected} grains of a tensor of shape {tuple(shape)}"
     return join_grains(str(dtype), shape, cut, grains)
 
 
-_SHA256_BYTES = hashlib.sha256().digest_size
+SHA256_BYTES = hashlib.sha256().digest_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -11,7 +10,7 @@ from isal.isal_zlib import crc32
 from torch import Tensor
 
 from elastic_train.checkpoint.format.torch_frame import bytes_of
-from elastic_train.checkpoint.format.weights_digest import digest_of, join_digests
+from elastic_train.checkpoint.format.weights_digest import SHA256_BYTES, digest_of, join_digests
 from elastic_train.core.arrays import Int64s
 from elastic_train.job.sharded.held_tree import Held, spans_of
 from elastic_train.parallel.group import Group
@@ -26,7 +25,6 @@ WeightsAt = Callable[[int, int, int], Tensor]
 
 The elements are in memory order, and all of them in grains of one section whose weights the rank has.
 """
-SHA256_BYTES = hashlib.sha256().digest_size
 
 
 def checksums(table: Table, weights_at: WeightsAt, buffers: Mapping[str, Tensor]) -> list[int]:

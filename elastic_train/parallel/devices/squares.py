@@ -1,4 +1,4 @@
-"""The squares of grains wherever they are: on a GPU by one kernel, elsewhere by `shards.norm`, to the same bits.
+"""The squares of grains wherever they are: on a GPU by one kernel, elsewhere by `placement.norm`, to the same bits.
 
 By operations of torch a GPU takes fifteen passes over memory, and took a launch for each grain when the kernel was
 made, which spared 0.16 s of a step of 0.57 s. Where Triton is missing or cannot compile, they remain.

@@ -1,7 +1,7 @@
 """A kernel that squares grains and adds along their tree, in one pass over memory (in Triton, Tillet et al. 2019).
 
-It makes the additions that `shards.norm` makes, of the same numbers in the same tree, so a grain has the same bits from
-both. Each function adds two halves of a tree: the compiler puts them into one another, and the loads beside each other.
+It adds what `placement.norm` adds, in the same tree, so a grain has the same bits from both. Each function
+adds two halves of a tree: the compiler puts them into one another, and the loads beside each other.
 Zeros stand where a grain is shorter than a whole one, which changes no sum of squares.
 """
 
