@@ -365,8 +365,21 @@ def _element_of(kind: object) -> type[BaseModel] | None:
     return next((found for part in get_args(kind) if (found := _element_of(part)) is not None), None)
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), "optimizer.lr"),
+    **dict.fromkeys(("batch_size", "train_batch_size"), "batch.global_batch"),
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "batch.micro_batch"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "optimizer.clip_norm"),
+    "gradient_checkpointing": "parallel.recompute",
+    "num_train_epochs": "epochs",
+}
+"""What other trainers call our keys."""
+
+
 def nearest_key(name: str) -> str | None:
     """Return the key or section closest to an unknown one, else the closest by its last part; None if none is alike."""
     known = [*(key for key, *_ in keys()), *Config.model_fields]
     by_tail = {key.rpartition(".")[2]: key for key in known}
+    if (tail := name.rpartition(".")[2]) in _ELSEWHERE:
+        return _ELSEWHERE[tail]
     return nearest(name, known, cutoff=0.5) or by_tail.get(nearest(name.rpartition(".")[2], by_tail) or "")

@@ -421,3 +421,15 @@ def test_a_period_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
 def test_periods_are_of_steps_and_of_time(tmp_path: Path) -> None:
     kept = load(tmp_path, {**GOOD, "checkpoint": {"keep_every": "10000 steps, 1.5 h"}}).checkpoint
     assert (kept.keep_every_steps, kept.keep_every_s) == (10_000, 5400.0)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("max_grad_norm", "optimizer.clip_norm"),
+        ("num_train_epochs", "epochs"),
+    ],
+)
+def test_a_key_of_another_trainer_is_understood(theirs: str, ours: str) -> None:
+    assert nearest_key(theirs) == ours
