@@ -274,10 +274,13 @@ def harmless_kill(folder: Path) -> None:
     """A kill at a drawn step came right after a commit, so nothing had to come back."""
     run = collect(folder)
     fault = next(line for line in run.of("fault") if line.get("is_drawn") and str(line["kind"]).startswith("kill"))
-    after = next(term for term, t in formed_at(run).items() if t > number(fault, "t"))
+    at = number(fault, "t")
+    after = next(term for term, t in formed_at(run).items() if t > at)
     start = whole(restored_at(run)[after], "step")
 
     def unlucky(line: Line) -> Line | None:
+        if line["op"] == "commit" and line["step"] == start and number(line, "t") > at:
+            return {**line, "t": at}  # a survivor's, as it left
         is_lost = line["op"] == "step" and whole(line, "term") < after and whole(line, "step") > start
         return None if is_lost else line
 

@@ -12,16 +12,18 @@ torchdata's own state also names the number of workers and their states, and can
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -205,9 +207,10 @@ def read_in_workers(loader: LaneDataLoader, num_lanes: int) -> Generator[list[La
 
 
 class WorkerProcess(SpawnProcess):
-    """A worker that is deaf to requests to leave from its first instruction on.
+    """A worker that is deaf to requests to leave from its first instruction on, and ends as a forked one does.
 
-    A terminal sends them to all processes, and the imports of a worker take seconds.
+    A terminal sends them to all processes, and the imports of a worker take seconds. At its end, the destructors of
+    C++ libraries would abort it where one of their threads still runs.
     """
 
     def start(self) -> None:
@@ -218,6 +221,9 @@ class WorkerProcess(SpawnProcess):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         need(self)
+
+    def _bootstrap(self, parent_sentinel: int | None = None) -> NoReturn:
+        os._exit(super()._bootstrap(parent_sentinel))  # type: ignore[misc]  # typeshed leaves it out
 
 
 class WorkerContext(SpawnContext):
@@ -249,26 +255,32 @@ def _read(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], 
     finally:
         workers = needed() - others
         need_no_more(workers)
-        if is_cut_short:
-            _kill(workers)
-        loader.end()
+        with _unheard():
+            if is_cut_short:
+                _kill(workers)
+            loader.end()
         for worker in workers:  # torch terminates those that do not end, with a signal that they ignore
             worker.join(LONGEST_END_S)
             worker.kill()
 
 
-def _kill(workers: Iterable[BaseProcess]) -> None:
-    """End workers at once: this process has failed, or leaves, and those that still import end for nothing else.
-
-    torch's handler would take each for a failure.
-    """
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Let workers end: torch's handler would take one that is killed, or fails as it ends, for a failure of the run."""
     is_heard = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if is_heard else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGCHLD, before)
+
+
+def _kill(workers: Iterable[BaseProcess]) -> None:
+    """End workers at once: this process has failed, or leaves, and those that still import end for nothing else."""
     for worker in workers:
         worker.kill()
         worker.join(LONGEST_END_S)
-    if before is not None:
-        signal.signal(signal.SIGCHLD, before)
 
 
 @atexit.register

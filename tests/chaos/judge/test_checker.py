@@ -27,6 +27,7 @@ from chaos.judge.invariants.exactly_once.samples import closed_form, coverage
 from chaos.judge.invariants.tracked_values import tracking
 from chaos.judge.verdict import examine
 from chaos.planted.catalogue import PLANTED, Planted
+from chaos.planted.damage import harmless_kill
 from chaos.planted.edits import edit
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Order
@@ -65,6 +66,23 @@ def test_a_planted_bug_is_caught_by_its_invariant(healthy: Path, tmp_path: Path,
     assert found[planted.invariant].truth == planted.truth, found[planted.invariant].why
     assert len(found[planted.invariant].why) > 10
     assert not verdict.is_valid
+
+
+def test_a_kill_that_lost_nothing_is_seen_where_a_survivor_had_committed_as_it_left(
+    healthy: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(healthy / "faulted", folder / "faulted")
+    (folder / "reference").symlink_to(healthy / "reference")
+    run = collect(folder / "faulted")
+    killed = next(number(line, "t") for line in run.of("fault") if line.get("is_drawn"))
+    kept = next(line["step"] for line in run.of("restore") if number(line, "t") > killed)
+    last = [line for line in run.of("commit") if line["step"] == kept]
+    assert last
+    edit(folder / "faulted", lambda line: {**line, "t": killed + 1e-3} if line in last else line)
+    assert truths(folder)["faults"] == "true"
+    harmless_kill(folder / "faulted")
+    assert truths(folder)["faults"] == "unknown"
 
 
 def test_every_invariant_has_a_bug_that_breaks_it() -> None:

@@ -34,7 +34,7 @@ from elastic_train.data.loading.worker_processes import (
 from elastic_train.data.worker_failures import UNGUARDED_CODE, needed, refuse_unguarded
 from elastic_train.errors import ConfigError, ElasticTrainError, UnfinishedError
 from tests.conftest import PATIENCE_S, ROOT, write_rows
-from tests.elastic_train.data.loading.worker_collate import Ending, collate
+from tests.elastic_train.data.loading.worker_collate import AbortingAtExit, Ending, collate
 
 pytestmark = pytest.mark.slow
 
@@ -236,9 +236,10 @@ def inner_loader(
     num_steps: int,
     num_workers: int,
     cursor: Cursor = Cursor(),  # noqa: B008 - frozen
+    collated: Collate = collate,
 ) -> LaneDataLoader:
     """Return what carries the lanes of a loader with worker processes."""
-    dataset = LaneDataset(Reader(manifest, ["label"]), order, collate, MICRO_BATCH, AS_THEY_ARE)
+    dataset = LaneDataset(Reader(manifest, ["label"]), order, collated, MICRO_BATCH, AS_THEY_ARE)
     sampler = LaneSampler(order, lanes, MICRO_BATCH, cursor, num_steps)
     return LaneDataLoader(dataset, sampler, num_workers=num_workers)
 
@@ -276,6 +277,16 @@ def test_a_state_is_loaded_with_other_workers_in_another_world(dataset: Manifest
         assert not multiprocessing.active_children()
         state = loader.state_dict()
         assert state == states.write(order.cursor_at(2 * turn + 2, MICRO_BATCH)), "kept when its workers end"
+
+
+def test_a_library_that_would_abort_a_worker_at_exit_changes_nothing(dataset: Manifest) -> None:
+    order = order_of(dataset)
+    loader = inner_loader(dataset, order, range(1), num_steps=9, num_workers=1, collated=AbortingAtExit().collate)
+    steps = read_in_workers(loader, 1)
+    assert micro_batches(next(steps)) == expected_steps(order, range(1), 0, 1)[0]
+    (worker,) = multiprocessing.active_children()
+    steps.close()  # type: ignore[attr-defined]
+    assert worker.exitcode == 0
 
 
 def test_a_resumed_loader_ends_where_the_original_would(dataset: Manifest) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import sys
 
@@ -39,3 +41,12 @@ class Ending:
         if self.code < 0:
             os.kill(os.getpid(), -self.code)
         os._exit(self.code)
+
+
+class AbortingAtExit:
+    """Aborts a worker process when it exits, as a C++ library does whose thread still runs."""
+
+    def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+        if multiprocessing.parent_process() is not None:
+            atexit.register(os.abort)
+        return collate(rows, ids)
