@@ -118,8 +118,6 @@ def _unfit(shape: DecoderShape, degrees: Degrees) -> Iterator[Found]:
     for name in ("heads", "kv_heads", "shared_hidden" if shape.experts else "hidden"):
         if (size := getattr(shape, name)) % degrees.tensor:
             yield Found("a size that it does not divide", f"{params}.{name}: {size}", "tensor")
-    if shape.experts:
-        yield Found("experts", f"{params}.experts: {shape.experts}", "context")
     if degrees.stages > shape.depth:
         yield Found("fewer blocks than stages", f"{params}.depth: {shape.depth} in {degrees.stages} stages")
     if shape.tied:

@@ -22,6 +22,7 @@ from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.models.adapters import leave_base_out
 from elastic_train.tasks.placements import Degrees, Placements
+from elastic_train.tasks.preferences import Preferences
 from elastic_train.tasks.task import Task
 from elastic_train.tasks.witness import Witness
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS
@@ -256,7 +257,7 @@ def test_more_parts_than_grains_end_at_are_refused() -> None:
         (4, {"expert": 3}, "parallel.expert: 3 does not work with the 4 experts of 'blocks.0.mlp.experts'"),
         (0, {"expert": 2}, "parallel.expert: 2 does not work with Decoder, which has no experts"),
         (6, {"expert": 2, "tensor": 2}, "parallel.tensor: 2 and parallel.expert: 2 do not work with the 6 experts of"),
-        (4, {"context": 2}, "parallel.context: 2 does not work with task.params.model.experts: 4"),
+        (4, {"context": 2}, "parallel.context: 2 does not work with the experts of 'blocks.0.mlp"),
     ],
 )
 def test_experts_that_cannot_be_spread_are_refused(experts: int, degrees: dict[str, int], message: str) -> None:
@@ -277,6 +278,7 @@ class Opaque(CausalLM):
     [
         pytest.param(Opaque(model={}), id="own"),
         pytest.param(Opaque(hf={"config": {"model_type": "llama"}}), marks=WITH_TRANSFORMERS, id="hf"),
+        pytest.param(Preferences(hf={"path": "base"}, lora={"r": 2}), marks=WITH_TRANSFORMERS, id="pairs"),
         pytest.param(Witness(), id="none"),
     ],
 )

@@ -46,16 +46,20 @@ class WithExperts(CausalLM):
     """Lets ranks share out tokens around mixtures, as was right while each of them had all experts."""
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
-        return Placements({"blocks.*.attention.q": "column", "blocks.*.mlp": "tokens"})
+        cuts = {"blocks.*.attention.q": "column", "blocks.*.mlp": "tokens"}
+        return Placements(cuts, context=True)
 
 
-def test_tokens_of_models_with_experts_are_not_shared_out() -> None:
+@pytest.mark.parametrize(
+    ("degrees", "way_out"),
+    [({"tensor": 2, "sequence": True}, "parallel.sequence to false"), ({"context": 2}, "parallel.context to 1")],
+)
+def test_tokens_of_models_with_experts_are_not_shared_out(degrees: dict[str, Any], way_out: str) -> None:
     model = Decoder(replace(SHAPE, experts=8, expert_hidden=6))
     with pytest.raises(
-        ConfigError,
-        match=r"not work with the experts of 'blocks.0.mlp[\w.]*', since .*: set parallel.sequence to false",
+        ConfigError, match=rf"not work with the experts of 'blocks.0.mlp[\w.]*', since .*: set {way_out}"
     ):
-        cell_plan_of(WithExperts(model=SIZES), model, ParallelConfig(tensor=2, sequence=True))
+        cell_plan_of(WithExperts(model=SIZES), model, ParallelConfig(**degrees))
 
 
 def make_biased() -> nn.Sequential:
