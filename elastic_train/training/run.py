@@ -21,6 +21,7 @@ from elastic_train.system.preemption import LeaveRequest, launched_grace_s
 from elastic_train.tracking.progress import flush_streams
 from elastic_train.training.result import TrainResult
 from elastic_train.training.supervisor import Ended, HowFar, supervise
+from rendezvous import reverse_lookups
 from rendezvous.agent.worker_end import announce, declare_finished, release
 from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
@@ -138,6 +139,7 @@ def _begin() -> LeaveRequest:
     sys.setswitchinterval(TURN_S)
     if _is_launched():
         die_with_parent()
+        reverse_lookups.switch_off()
     return LeaveRequest(launched_grace_s())
 
 

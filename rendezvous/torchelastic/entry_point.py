@@ -47,9 +47,11 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+    from rendezvous import reverse_lookups
     from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
     from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 
+    reverse_lookups.switch_off()
     with contextlib.ExitStack() as undone:
         try:
             conf = Conf.read(params)

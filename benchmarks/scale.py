@@ -1,0 +1,97 @@
+"""How recovery grows with the number of ranks: a node of four is killed, and the others continue.
+
+    python -m benchmarks.scale [--json] [--quick] [--only NAME]
+
+by_ranks    seconds from the kill to the next applied step, and its parts: until the next world is sealed (detect),
+            until its ranks are connected (form), until they have the state (restore), and the first step less a step's
+            time when all is well (step); medians, by the ranks of the world that was hit (goal with 32: 1.0 in all).
+            Ranks notice a death once they have computed the lane that they are at: `LANE_MS` at most is no delay
+growth      the parts as `a + b * ranks`, fitted by least squares: seconds, and seconds a rank
+held        descriptors and threads of a rank once a world has formed, the most of any, by ranks
+
+All ranks are processes of one machine; each takes `LANE_MS` longer for its lane, so that cores are free for what is
+measured. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from benchmarks.figures import Effort, measure_chosen
+from benchmarks.recovery.jobs import write_live_job
+from benchmarks.recovery.live import run_job
+from benchmarks.sharding.live.recovery import step_s
+from chaos.judge.evidence.recovery_cost import Recovery, recoveries
+from chaos.judge.evidence.run_files import Evidence
+from chaos.scenario.schedule import Due
+
+RANKS = 4
+"""Of a node."""
+LANE_MS = 500.0
+PARTS = ("rto", "detect", "form", "restore", "step")
+
+
+def by_ranks(effort: Effort) -> dict[str, object]:
+    """Return medians of recoveries, what they grow by, and what a rank holds."""
+    sizes, num_kills = ((8, 32), 1) if effort.is_quick else ((8, 16, 32, 64), 3)
+    found, held = dict[str, Mapping[str, float]](), dict[str, Mapping[str, int]]()
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            run = _run(Path(folder), size // RANKS, num_kills)
+        costs = [cost for cost in recoveries(run) if cost.kind == "kill_node"]
+        parts = [_parts(cost, step_s(run)) for cost in costs]
+        found[str(size)] = {name: round(statistics.median(one[name] for one in parts), 3) for name in PARTS}
+        holds = [cast(Mapping[str, int], line["holds"]) for line in run.of("form")]
+        held[str(size)] = {name: max(one[name] for one in holds) for name in ("fds", "threads")}
+        effort.say(f"{size} ranks: {found[str(size)]}, {held[str(size)]}")
+    return {"by_ranks": found, "growth": _growth(found), "held": held}
+
+
+def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
+    params = {"max_tokens": 16, "dim": 32, "depth": 1, "heads": 4, "lane_ms": LANE_MS}
+    changes = {
+        "task": {"path": "chaos.tasks.paced_classifier:PacedClassifier", "params": params},
+        "batch": {"global_batch": num_nodes * RANKS, "micro_batch": 1},
+    }
+    config = write_live_job(folder / "job", num_nodes * RANKS, changes)
+    due: list[Due] = []
+    for turn in range(num_kills):
+        node = 1 + turn % (num_nodes - 1)
+        due += [
+            Due("kill_node", node, None, 4.0, is_healed=True),
+            Due("start_node", node, None, 8.0),
+        ]
+    return run_job(
+        folder / "run",
+        config,
+        due,
+        ranks=RANKS,
+        leave_after_s=2.0,
+        timeout_s=120.0 + 10.0 * num_nodes * (1 + num_kills),
+        num_nodes=num_nodes,
+        forked=True,
+    )
+
+
+def _parts(cost: Recovery, one_step_s: float) -> dict[str, float]:
+    known = (cost.rto_s - one_step_s, cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s - one_step_s)
+    return {name: value for name, value in zip(PARTS, known, strict=True) if value is not None}
+
+
+def _growth(found: Mapping[str, Mapping[str, float]]) -> dict[str, Sequence[float]]:
+    sizes = np.array([int(size) for size in found], dtype=float)
+    lines = {name: np.polyfit(sizes, [parts[name] for parts in found.values()], 1) for name in PARTS}
+    return {name: [round(float(line[1]), 4), round(float(line[0]), 5)] for name, line in lines.items()}
+
+
+FIGURES: Mapping[str, Callable[[Effort], dict[str, object]]] = dict.fromkeys(("by_ranks", "growth", "held"), by_ranks)
+
+
+if __name__ == "__main__":
+    measure_chosen("benchmarks.scale", __doc__, FIGURES)

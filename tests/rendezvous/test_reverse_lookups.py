@@ -1,0 +1,47 @@
+"""Stores ask DNS for no names: where it answers late, a world would form as late."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ASKED = """
+import ctypes, socket, struct, sys, threading
+from torch.distributed import TCPStore
+from rendezvous.reverse_lookups import _Resolver, switch_off
+
+questions = []
+dns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+dns.bind(("127.0.0.1", 0))
+
+def answer():
+    while True:
+        question, whom = dns.recvfrom(4096)
+        questions.append(question)
+        dns.sendto(question[:2] + bytes([0x81, 0x83]) + question[4:], whom)  # there is no such name
+
+threading.Thread(target=answer, daemon=True).start()
+if "off" in sys.argv:
+    switch_off()
+libc = ctypes.CDLL(None)
+libc.__res_init()
+libc.__res_state.restype = ctypes.c_void_p
+resolver = _Resolver.from_address(libc.__res_state())
+port = struct.pack("!H", dns.getsockname()[1])
+resolver.nscount = 1
+resolver.nsaddr[:] = struct.pack("=H", socket.AF_INET) + port + socket.inet_aton("127.0.0.1") + bytes(8)
+store = TCPStore("127.83.67.2", 0, is_master=True, wait_for_workers=False)
+store.set("key", "value")
+assert store.get("key") == b"value"
+print(len(questions))
+"""
+
+
+@pytest.mark.parametrize(("arguments", "asks"), [(["off"], False), ([], True)])
+def test_stores_ask_dns_for_no_names_once_it_is_switched_off(arguments: list[str], asks: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", ASKED, *arguments], capture_output=True, text=True, check=True)
+    assert (int(done.stdout) > 0) == asks
+    if not asks:
+        assert "hostname" not in done.stderr, "the failure that switches it off is no news"
