@@ -273,8 +273,8 @@ class Table:
 class InCommon:
     """The saved grains of a model in sets, each of those that the same ranks have; buffers count as one grain more.
 
-    `set_of` is by the number of the grain, of shape (grains + 1,); grains that are not saved are in set -1. `ranks` are
-    by set, and `of_rank` are the sets by rank, both ascending.
+    `set_of` is by the number of the grain, of shape (grains + 1,); grains that are not saved, or that one rank alone
+    has, are in set -1. `ranks` are by set, and `of_rank` are the sets by rank, both ascending.
     """
 
     set_of: Int64s
@@ -291,10 +291,11 @@ def in_common(table: Table) -> InCommon:
             groups[id(numbers)] = np.append(numbers[table.parts.is_saved[numbers]], last), []
         groups[id(numbers)][1].append(rank)
     # Grains with the same holders have the same exclusive or of these ranks' random numbers, and no others have.
-    signs = np.zeros(last + 1, dtype=np.uint64)
+    signs, holders = np.zeros(last + 1, dtype=np.uint64), np.zeros(last + 1, dtype=np.int64)
     for numbers, ranks in groups.values():
         signs[numbers] ^= np.uint64(reduce(xor, (mix64(rank + 1) for rank in ranks)))
-    counted = np.append(np.flatnonzero(table.parts.is_saved), last)
+        holders[numbers] += len(ranks)
+    counted = np.flatnonzero(holders > 1)
     _, first, which = np.unique(signs[counted], return_index=True, return_inverse=True)
     set_of = np.full(last + 1, -1)
     set_of[counted] = np.argsort(np.argsort(first))[which]  # in the order of first grains: no random number decides
@@ -302,6 +303,7 @@ def in_common(table: Table) -> InCommon:
     by_set: list[list[int]] = [[] for _ in first]
     for numbers, ranks in groups.values():
         sets = np.unique(set_of[numbers])
+        sets = sets[sets >= 0]
         for rank in ranks:
             of_rank[rank] = sets
         for number in sets.tolist():
