@@ -338,6 +338,32 @@ def evaluate(
 
 
 @app.command
+def predict(
+    run: str,
+    *,
+    data: str,
+    out: Path,
+    commit: str | None = None,
+    train: list[str] | None = None,
+    batch: int | None = None,
+    weights: Weights = "trained",
+    json_: Json = False,
+) -> int:
+    """Write what RUN's model predicts for each row of --data to --out, a Parquet file.
+
+    --data is a folder or URL with a manifest, and `id` a row's number in it. A classifier gives the likeliest class,
+    its probability and those of all classes, and needs no labels; a language model gives the mean loss of a row, and
+    how many targets it has. --batch: rows at once (default: the run's micro-batch). --weights ema: the average of the
+    weights. --commit: newest, best, a step, term-step or key; by default the best one if early stopping ended the run
+    or it has checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once for each
+    source of a mixture).
+    """
+    from elastic_train.cli.models import predict as predict_rows
+
+    return predict_rows(run, data, out, commit=commit, train=train or (), batch=batch, weights=weights, is_json=json_)
+
+
+@app.command
 def sync(run: Path, *, mlflow_uri: str | None = None, tensorboard: Flag = False) -> int:
     """Send MLflow what it has missed of RUN (the tracker was down, the run was killed), from RUN's local metrics.
 

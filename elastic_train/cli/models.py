@@ -1,4 +1,4 @@
-"""`elastic-train export`, `generate` and `evaluate`: what a run's model is worth, outside of training."""
+"""`elastic-train export`, `generate`, `evaluate` and `predict`: what a run's model is worth, outside of training."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from elastic_train.inference.evaluating import evaluate_trained
 from elastic_train.inference.exporting import export_folder
 from elastic_train.inference.generating import complete
 from elastic_train.inference.opening import open_trained
+from elastic_train.inference.predicting import predict_rows
+from elastic_train.system.progress_bar import shown
 from elastic_train.system.wording import counted, size
 from elastic_train.tasks.task import Sampling
 
@@ -91,6 +93,28 @@ def _parse_ids(text: str) -> list[int]:
         raise ConfigError(f"--ids '{text}': write token ids, such as 5,6,7") from error
 
 
+def predict(
+    run: str,
+    data: str,
+    out: Path,
+    *,
+    commit: str | None,
+    train: Sequence[str],
+    batch: int | None,
+    weights: Weights,
+    is_json: bool,
+) -> int:
+    """Write what a run's model makes of each row of a dataset, and print where it is."""
+    if batch is not None and batch < 1:
+        raise ConfigError(f"--batch must be at least 1, not {batch}")
+    trained = open_trained(run, _chosen(run, commit).key, train=train, weights=weights)
+    num_rows, columns = predict_rows(trained, data, out, batch, shown)
+    if is_json:
+        found = {"commit": trained.record.key, "step": trained.record.step, "data": data, "out": str(out)}
+        return print_json({**found, "rows": num_rows, "columns": columns})
+    return print_text(f"{trained.record.key}: {counted(num_rows, 'row')} of {data} in {out}: {', '.join(columns)}")
+
+
 def evaluate(
     run: str,
     data: str,
@@ -111,7 +135,7 @@ def evaluate(
     if is_json:
         return print_json({"commit": trained.record.key, "step": trained.record.step, "data": data, "metrics": values})
     num_samples = int(values.pop("samples") or 0)
-    shown = "\n".join(
+    lines = "\n".join(
         f"{name} is no number" if value is None else f"{name} {value:.6g}" for name, value in values.items()
     )
-    return print_text(f"{trained.record.key} over {counted(num_samples, 'sample')} of {data}\n{shown}")
+    return print_text(f"{trained.record.key} over {counted(num_samples, 'sample')} of {data}\n{lines}")

@@ -1,1 +1,1 @@
-"""What becomes of a run's model: it is opened from a commit, evaluated, exported, and asked to go on with a text."""
+"""Use of a run's model after training: open a commit, evaluate, predict, export, generate."""

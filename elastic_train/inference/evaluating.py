@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from elastic_train.core.mesh import Mesh
 from elastic_train.inference.opening import Trained
 from elastic_train.parallel.group import Group
-from elastic_train.training.evaluation import evaluate
+from elastic_train.training.evaluation import Ranks, evaluate
 from elastic_train.training.open_session import make_repeatable
 
 _TIMEOUT_S = 60.0
@@ -25,11 +25,15 @@ class Alone:
         return self.group
 
 
+def alone() -> Ranks:
+    """Return a world of one rank."""
+    return Alone(Group(0, 1, None, _TIMEOUT_S))
+
+
 def evaluate_trained(trained: Trained) -> dict[str, float | None]:
     """Return loss, number of samples and the task's metrics over the validation set that it was opened with."""
     plan, state = trained.plan, trained.state
     make_repeatable(plan.config)
     batches = plan.feed.validation(range(plan.num_lanes))
     assert batches is not None, "it was opened with a validation set"
-    alone = Alone(Group(0, 1, None, _TIMEOUT_S))
-    return evaluate(plan.task, state.model, batches, state.shards, alone, plan.num_lanes, plan.device)
+    return evaluate(plan.task, state.model, batches, state.shards, alone(), plan.num_lanes, plan.device)

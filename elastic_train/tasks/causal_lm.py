@@ -173,6 +173,18 @@ class CausalLM:
             return LaneLoss(total, float(len(targets)))
         return LaneLoss(total, float(len(targets)), likelihoods, logits.argmax(-1)[places] == targets)
 
+    def begin_predicting(self, manifest: Manifest) -> None:
+        """Read all columns: the loss of a row needs its targets."""
+
+    def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
+        """Return the mean loss of each row's targets, NaN without one, and how many it has."""
+        assert loss.predictions is not None, "a model in eval mode has the loss of each target"
+        num_rows, width = batch["tokens"].shape
+        rows = batch["places"] // width
+        total = loss.predictions.new_zeros(num_rows).index_add(0, rows, loss.predictions)
+        targets = rows.bincount(minlength=num_rows)
+        return {"loss": total / targets, "targets": targets}
+
     def metrics(self) -> Mapping[str, Metric]:
         from elastic_train.tasks.language.metrics import Perplexity, TokenAccuracy
 

@@ -38,9 +38,11 @@ from elastic_train.tasks.rows.classes import (
     check_columns,
     check_label,
     check_same_classes,
+    class_names,
     count_classes,
     label_of,
     labels_of,
+    predicted,
     unfit_labels,
 )
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
@@ -108,7 +110,7 @@ class ImageClassifier:
         self.size, self.channels, self.label_smoothing = size, channels, label_smoothing
         self.augmentation = Augmentation(crop, (scale[0], scale[-1]), shift, flip, mixup, cutmix)
         self.normalisation = Normalisation.of(channels, mean, std, self.source.path if self.source else None)
-        self._image, self._label = image, label
+        self._image, self._label, self._has_labels = image, label, True
 
     def prepare(self, manifest: Manifest) -> None:
         with needed_for("training on images"):
@@ -135,22 +137,24 @@ class ImageClassifier:
 
     def check_held_out(self, manifest: Manifest) -> None:
         self._check_columns(manifest)
-        check_same_classes(self._known, manifest, str(self._label), self.num_classes)
+        if self._has_labels:
+            check_same_classes(self._known, manifest, str(self._label), self.num_classes)
 
     def _check_columns(self, manifest: Manifest) -> None:
         """Refuse a dataset that lacks a column, or has it in a type that cannot be used."""
         image, label = self._image, str(self._label)
-        check_columns(manifest, image, label)
+        check_columns(manifest, *([image, label] if self._has_labels else [image]))
         if plain_name(manifest.columns[image]) not in ("binary", "large_binary"):
             raise DataError(
                 f"{manifest.url}: column '{image}' is {manifest.columns[image]}, not the bytes of encoded images; make "
                 "the dataset with `elastic-train data import images`"
             )
-        check_label(manifest, label)
+        if self._has_labels:
+            check_label(manifest, label)
 
     def columns(self) -> Sequence[str]:
         assert self._label is not None, "prepare comes first"
-        return [self._image, self._label]
+        return [self._image, self._label] if self._has_labels else [self._image]
 
     def inspected_columns(self) -> Sequence[str]:
         return [self._image, str(self._label)]
@@ -193,7 +197,9 @@ class ImageClassifier:
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> Batch:
         from elastic_train.tasks.images.augmentation import draw_mixing
 
-        label = labels_of(rows, ids, str(self._label), self.num_classes)
+        label = np.zeros(len(ids), np.int64)
+        if self._has_labels:
+            label = labels_of(rows, ids, str(self._label), self.num_classes)
         batch = {"pixels": self._pixels(rows, draw), "label": label}
         if draw.is_training and self.augmentation.mixes:
             mixing = draw_mixing(draw, self.size, self.augmentation)
@@ -254,6 +260,13 @@ class ImageClassifier:
         """Write a folder that transformers' AutoModelForImageClassification loads, and how to prepare images for it."""
         save_folder(model, folder, is_merged=is_merged)
         self.normalisation.write(folder, self.size, self.augmentation.centre_share)
+
+    def begin_predicting(self, manifest: Manifest) -> None:
+        self._has_labels = False
+
+    def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
+        assert loss.predictions is not None, "`loss` has returned probabilities"
+        return predicted(loss.predictions, class_names(self._known, self.num_classes))
 
     def metrics(self) -> Mapping[str, Metric]:
         from elastic_train.tasks.classification_metrics import classification_metrics

@@ -124,6 +124,14 @@ class Preferences:
         likelihoods = -F.cross_entropy(logits, batch["targets"], reduction="none")
         return likelihoods.new_zeros(len(tokens)).index_add(0, places // tokens.shape[1], likelihoods)
 
+    def begin_predicting(self, manifest: Manifest) -> None:
+        """Read all columns: both answers are needed."""
+
+    def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
+        """Return how much likelier than the reference makes it the chosen answer is, minus that of the rejected one."""
+        assert loss.predictions is not None, "a model in eval mode has the margin of each pair"
+        return {"margin": loss.predictions}
+
     def metrics(self) -> Mapping[str, Metric]:
         from elastic_train.tasks.language.metrics import PreferenceAccuracy
 

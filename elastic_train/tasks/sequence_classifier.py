@@ -180,6 +180,12 @@ class SequenceClassifier:
         save_folder(model, folder, is_merged=is_merged)
         write_tokenizer(self.source.path, self.rows.known, folder)
 
+    def begin_predicting(self, manifest: Manifest) -> None:
+        self.rows.begin_predicting(manifest)
+
+    def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
+        return self.rows.predictions(loss)
+
     def metrics(self) -> Mapping[str, Metric]:
         from elastic_train.tasks.classification_metrics import CalibrationError, classification_metrics
 

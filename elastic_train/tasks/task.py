@@ -199,6 +199,20 @@ class Inspecting(Protocol):
 
 
 @runtime_checkable
+class Predicting(Protocol):
+    """A task that names what its model finds in a row, for `elastic-train predict`.
+
+    Of any other task `predict` writes `LaneLoss.predictions`, if they have an entry for each row.
+    """
+
+    def begin_predicting(self, manifest: Manifest) -> None:
+        """Take a dataset whose rows are to be predicted; from here on read no labels if predictions need none."""
+
+    def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
+        """Return columns with an entry for each row of a micro-batch, by their names; 'id' is taken."""
+
+
+@runtime_checkable
 class Deferring(Protocol):
     """A task that makes its model's weights one after the other, so that no process need have all of them."""
 
@@ -344,6 +358,7 @@ __all__ = [
     "Limited",
     "Matching",
     "ParameterGroup",
+    "Predicting",
     "Sampling",
     "Task",
     "Tokenizer",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
@@ -119,6 +119,12 @@ class TextClassifier:
             batch["tokens"], batch["lengths"], batch["numeric"], batch["is_missing"], batch["categories"]
         ).float()
         return self.rows.loss(logits, batch["label"])
+
+    def begin_predicting(self, manifest: Manifest) -> None:
+        self.rows.begin_predicting(manifest)
+
+    def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
+        return self.rows.predictions(loss)
 
     def metrics(self) -> Mapping[str, Metric]:
         from elastic_train.tasks.classification_metrics import classification_metrics

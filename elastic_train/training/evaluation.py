@@ -75,11 +75,8 @@ def evaluate(
     cut = stage if stage is not None and stage.is_cut else None
     metrics = {name: metric.to(device) for name, metric in task.metrics().items()}
     sums: dict[int, list[float]] = {}
-    modes, was_training = TrainingModes(model), model.training
-    model.eval()
-    try:
-        turns = shards.turns(world.owners, (batch for step in steps for batch in step))
-        for batch, loss in _losses(task, model, turns, device) if cut is None else cut.losses(turns, device):
+    with losses(task, model, steps, shards, world, device, cut) as each:
+        for batch, loss in each:
             row = sums.setdefault(batch.lane, [0.0, 0.0, 0.0, 0.0])
             if loss is None:
                 continue
@@ -90,9 +87,6 @@ def evaluate(
             with _plain_kernels():
                 for metric in metrics.values():
                     metric.update(loss.predictions, loss.targets)
-    finally:
-        model.train(was_training)
-        modes.set_back()
     table = gather_tables(world.group, world.mesh, world.mesh.assigned(num_lanes), sums).lanes
     total, weight, samples, num_nan = (tree_sum([row[place] for row in table]) for place in range(4))
     mean = mean_loss(total, weight)
@@ -111,6 +105,31 @@ def evaluate(
         elif text is not None:
             remark(f"the metric '{name}': {text}")
     return found
+
+
+@contextlib.contextmanager
+def losses(
+    task: Task,
+    model: nn.Module,
+    steps: Iterable[Sequence[LaneBatch]],
+    shards: StateShards,
+    world: Ranks,
+    device: torch.device,
+    cut: Stage | None = None,
+) -> Iterator[Iterator[tuple[LaneBatch, LaneLoss | None]]]:
+    """Give each micro-batch and its loss, None without samples, by a model that is in eval mode meanwhile.
+
+    `cut` is this rank's stage of a pipeline, whose last one alone gives losses.
+    """
+    modes, was_training = TrainingModes(model), model.training
+    model.eval()
+    try:
+        turns = shards.turns(world.owners, (batch for step in steps for batch in step))
+        with torch.no_grad():
+            yield _losses(task, model, turns, device) if cut is None else cut.losses(turns, device)
+    finally:
+        model.train(was_training)
+        modes.set_back()
 
 
 def _has_nan(predictions: Tensor | None) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
+from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.data.arrow.numbers import numbers_of
@@ -67,6 +68,19 @@ def check_same_classes(known: Manifest, held_out: Manifest, label: str, num_clas
             f"{held_out.url}: its labels differ from those of {known.url}, so what was learned there means something "
             "else here; give both the same `labels`, in one order, or import them together"
         )
+
+
+def class_names(known: Manifest, num_classes: int) -> list[str]:
+    """Return the names of the training set's classes; their numbers where it names none."""
+    names = list(known.labels or ())
+    return names + [str(number) for number in range(len(names), num_classes)]
+
+
+def predicted(probabilities: Tensor, names: Sequence[str]) -> Mapping[str, Tensor | Sequence[str]]:
+    """Return the likeliest class of each row, its probability, and those of all classes in order of their numbers."""
+    highest, likeliest = probabilities.max(dim=-1)
+    classes = [names[number] for number in likeliest.tolist()]
+    return {"prediction": classes, "probability": highest, "probabilities": probabilities}
 
 
 def unfit_labels(rows: pa.Table, label: str, num_classes: int) -> Iterator[tuple[int, str]]:

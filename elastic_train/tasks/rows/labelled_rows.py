@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -24,9 +25,11 @@ from elastic_train.tasks.rows.classes import (
     check_columns,
     check_label,
     check_same_classes,
+    class_names,
     count_classes,
     label_of,
     labels_of,
+    predicted,
     unfit_labels,
 )
 from elastic_train.tasks.rows.vocabulary import (
@@ -36,6 +39,7 @@ from elastic_train.tasks.rows.vocabulary import (
 )
 from elastic_train.tasks.task import Batch, LaneLoss
 
+log = logging.getLogger(__name__)
 _WIDTH_MULTIPLE = 8
 _NUMBERS = re.compile(r"u?int\d+|halffloat|float|double|bool|null|decimal\d+\(.*\)")
 _NESTED = re.compile(r"\w+<|\w*binary")
@@ -72,6 +76,7 @@ class LabelledRows:
         )
         self._label, self._numeric, self._categorical = label, numeric, categorical
         self._class_weights, self._weights = class_weights, None if class_weights is None else torch.empty(0)
+        self._has_labels, self._absent = True, list[str]()
 
     def prepare(self, manifest: Manifest) -> None:
         """Take columns, classes and their weights from the training set; DataError or ConfigError if it is unfit."""
@@ -101,7 +106,8 @@ class LabelledRows:
     def check_held_out(self, manifest: Manifest) -> None:
         """Refuse a validation set of other columns, classes or tokens than the training set's."""
         self._check_columns(manifest)
-        check_same_classes(self.known, manifest, self.label, self.num_classes)
+        if self._has_labels:
+            check_same_classes(self.known, manifest, self.label, self.num_classes)
         check_same_tokens(self.known, manifest)
 
     def inspected_names(self) -> Sequence[str]:
@@ -114,8 +120,9 @@ class LabelledRows:
         return sorted([*tokens, *unfit_labels(rows, self.label, self.num_classes)])
 
     def names(self) -> Sequence[str]:
-        """Name all columns."""
-        return [self.tokens, self.label, *self.numeric, *self.categorical]
+        """Name all columns that are read."""
+        metadata = [name for name in (*self.numeric, *self.categorical) if name not in self._absent]
+        return [self.tokens, *([self.label] if self._has_labels else []), *metadata]
 
     def collate(self, rows: pa.Table, ids: Ids, max_tokens: int, *, has_fixed_width: bool = False) -> Batch:
         """Return `tokens` (rows, width), padded with 0, `lengths` (rows,) >= 1, metadata, and `label` (rows,).
@@ -127,6 +134,8 @@ class LabelledRows:
                 f"column '{self.tokens}': a value is missing (null) in sample {ids[row]}; write the data again without "
                 "missing tokens"
             )
+        for name in self._absent:
+            rows = rows.append_column(name, pa.nulls(len(rows), pa.float64()))
         multiple = max_tokens if has_fixed_width else _WIDTH_MULTIPLE
         tokens, lengths = pad_lists(rows.column(self.tokens), max_width=max_tokens, multiple=multiple)
         numeric, is_missing = _numeric(rows, self.numeric)
@@ -136,8 +145,12 @@ class LabelledRows:
             "numeric": torch.from_numpy(numeric),
             "is_missing": torch.from_numpy(is_missing),
             "categories": torch.from_numpy(_categories(rows, self.categorical, self.category_buckets)),
-            "label": torch.from_numpy(labels_of(rows, ids, self.label, self.num_classes)),
+            "label": torch.from_numpy(self._labels(rows, ids)),
         }
+
+    def _labels(self, rows: pa.Table, ids: Ids) -> npt.NDArray[np.int64]:
+        """Return each row's class; 0 where labels are not read."""
+        return labels_of(rows, ids, self.label, self.num_classes) if self._has_labels else np.zeros(len(ids), np.int64)
 
     def loss(self, logits: Tensor, label: Tensor) -> LaneLoss:
         """Return the weighted sum over rows; its predictions are probabilities, (rows, classes)."""
@@ -146,18 +159,36 @@ class LabelledRows:
         weight = float(len(label)) if weights is None else float(weights[label].sum())
         return LaneLoss(total, weight, logits.detach().softmax(dim=-1), label)
 
+    def predictions(self, loss: LaneLoss) -> Mapping[str, Tensor | Sequence[str]]:
+        """Return what `predict` writes of a micro-batch's rows."""
+        assert loss.predictions is not None, "`loss` has returned probabilities"
+        return predicted(loss.predictions, class_names(self.known, self.num_classes))
+
+    def begin_predicting(self, manifest: Manifest) -> None:
+        """Read no labels, and take metadata that the dataset lacks as missing in all of its rows, with a warning."""
+        self._has_labels = False
+        self._absent = [name for name in (*self.numeric, *self.categorical) if name not in manifest.columns]
+        if self._absent:
+            log.warning(
+                "%s: lacks %s, which the model was trained with: they count as missing in every row, so predictions "
+                "are less certain",
+                manifest.url,
+                ", ".join(self._absent),
+            )
+
     def _check_columns(self, manifest: Manifest) -> None:
         """Refuse a dataset that lacks a column or has it in a type that cannot be collated."""
         check_columns(manifest, *self.names())
         check_lists(manifest, self.tokens)
-        check_label(manifest, self.label)
-        for name in self.numeric:
+        if self._has_labels:
+            check_label(manifest, self.label)
+        for name in filter(manifest.columns.__contains__, self.numeric):
             if not _NUMBERS.fullmatch(manifest.columns[name]):
                 raise DataError(
                     f"{manifest.url}: column '{name}' is {manifest.columns[name]}, not numbers: leave it out of "
                     "task.params.numeric, or name it in task.params.categorical"
                 )
-        for name in self.categorical:
+        for name in filter(manifest.columns.__contains__, self.categorical):
             if _NESTED.match(plain_name(manifest.columns[name])):
                 raise DataError(
                     f"{manifest.url}: column '{name}' is {manifest.columns[name]}, not one value a row: leave it out "

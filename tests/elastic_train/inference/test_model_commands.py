@@ -6,6 +6,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -13,9 +16,10 @@ from elastic_train.checkpoint import discover, open_store
 from elastic_train.checkpoint.commits.reader import read_state
 from elastic_train.cli.main import app
 from elastic_train.data.corpora.text import Options, import_text
+from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.decoder.as_transformers import llama_name
-from tests.elastic_train.training.jobs import WITNESS, config, result, succeed
+from tests.elastic_train.training.jobs import CLASSIFIER, WITNESS, config, result, succeed
 from tests.memory_job import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("model commands")]  # one run is trained
@@ -80,6 +84,56 @@ def test_evaluate_gives_the_bits_of_the_runs_own_validation(
     assert isinstance(part, dict) and part["samples"] == 3.0
     call("evaluate", run, "--data", texts / "train")
     assert "of" in (printed := capsys.readouterr().out) and "perplexity" in printed
+
+
+def test_predict_gives_the_loss_of_every_row(
+    run: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In order of ids, whatever the batch; weighted by their targets, they make the loss of the set."""
+    first, second = tmp_path / "out" / "first.parquet", tmp_path / "second.parquet"
+    done = said(capsys, "predict", run, "--data", texts / "train", "--out", first)
+    call("predict", run, "--data", texts / "train", "--out", second, "--batch", "7")
+    assert "first.parquet" not in capsys.readouterr().out
+    rows, others = pq.read_table(first), pq.read_table(second)
+    assert rows["id"].to_pylist() == list(range(int(str(done["rows"])))) == others["id"].to_pylist()
+    loss, targets, other = (
+        np.array(table[name]) for table, name in ((rows, "loss"), (rows, "targets"), (others, "loss"))
+    )
+    assert loss == pytest.approx(other, rel=1e-4)
+    metrics = said(capsys, "evaluate", run, "--data", texts / "train")["metrics"]
+    assert isinstance(metrics, dict) and (loss * targets).sum() / targets.sum() == pytest.approx(
+        metrics["loss"], rel=1e-4
+    )
+    with pytest.raises(ConfigError, match=r"first.parquet: exists already"):
+        call("predict", run, "--data", texts / "train", "--out", first)
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_predict_gives_classes_without_labels(
+    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows whose labels were never known get the classes of those that have some; absent metadata is missing."""
+    task = {"path": "elastic_train.tasks.text_classifier:TextClassifier", "params": {"dim": 16, "depth": 1, "heads": 2}}
+    succeed(start([config(tmp_path, texts, {**CLASSIFIER, "task": task, "max_steps": 4})]))
+    bare = pq.ParquetDataset(sorted((texts / "train").glob("*.parquet"))).read().drop_columns("label")
+    absent = bare.drop_columns("num_lines")
+    tables = {"bare": bare, "absent": absent}
+    tables["missing"] = absent.append_column("num_lines", pa.nulls(len(bare), pa.float64()))
+    for name, table in tables.items():
+        (tmp_path / name).mkdir()
+        pq.write_table(table, tmp_path / name / "rows.parquet")
+        build_manifest(str(tmp_path / name))
+    found = {}
+    for name, data in (("with", texts / "train"), *((name, tmp_path / name) for name in tables)):
+        out = tmp_path / f"{name}.parquet"
+        assert said(capsys, "predict", tmp_path / "run", "--data", data, "--out", out)["rows"] == len(bare)
+        found[name] = pq.read_table(out)
+    assert found["with"].equals(found["bare"]) and found["absent"].equals(found["missing"])
+    assert "lacks num_lines, which the model was trained with" in caplog.text
+    row = found["with"].to_pylist()[0]
+    labels = load_manifest(str(texts / "train")).labels
+    assert labels is not None and row["prediction"] == labels[int(np.argmax(row["probabilities"]))]
+    assert row["probability"] == max(row["probabilities"]) and sum(row["probabilities"]) == pytest.approx(1)
 
 
 def test_export_gives_a_folder_that_transformers_loads_to_the_last_bit(

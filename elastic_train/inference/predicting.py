@@ -1,0 +1,129 @@
+"""Predictions of a trained model for each row of a dataset, as one Parquet file that appears whole or not at all.
+
+The rows are those of a validation, computed by the same loop, in one lane: so they come in the order of their ids, and
+are written as they come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from elastic_train.config.schema import BatchConfig
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.errors import ConfigError, StorageError
+from elastic_train.inference.evaluating import alone
+from elastic_train.inference.opening import Trained
+from elastic_train.job.sample_streams import Feed
+from elastic_train.system.atomic_files import draft_of, publish
+from elastic_train.system.progress_bar import Track, silent
+from elastic_train.tasks.task import LaneLoss, Predicting, Task
+from elastic_train.training.evaluation import losses
+from elastic_train.training.open_session import make_repeatable
+
+ID = "id"
+
+
+def predict_rows(
+    trained: Trained, data: str, target: Path, batch: int | None = None, track: Track = silent
+) -> tuple[int, list[str]]:
+    """Write the id of each row of a dataset and what the model makes of it; return the number of rows and the columns.
+
+    `batch` rows go through the model at once, by default the run's micro-batch. Raises ConfigError or DataError if the
+    dataset does not fit the task, or the task has nothing to say of a row.
+    """
+    if target.exists():
+        raise ConfigError(f"{target}: exists already; name another file")
+    feed, size = _feed_of(trained, data, batch)
+    num_rows = feed.manifests[-1].num_rows
+    steps, columns, num_written = feed.validation(range(1)), [ID], 0
+    assert steps is not None, "it has a validation set"
+    make_repeatable(trained.plan.config)
+    with _writing(target) as draft, contextlib.ExitStack() as stack:
+        writer = None
+        for rows in _tables(trained, track(steps, f"{data}: batches of {size} rows", -(-num_rows // size))):
+            if writer is None:
+                writer = stack.enter_context(pq.ParquetWriter(draft, rows.schema))
+                columns = rows.column_names
+            writer.write_table(rows)
+            num_written += len(rows)
+    return num_written, columns
+
+
+def _feed_of(trained: Trained, data: str, batch: int | None) -> tuple[Feed, int]:
+    """Return what reads a dataset in order, in one lane, and how many rows at once."""
+    plan, config = trained.plan, trained.plan.config
+    size = batch or config.batch.micro_batch
+    if isinstance(plan.task, Predicting):
+        plan.task.begin_predicting(load_manifest(data))
+    changes = {
+        "data": config.data.model_copy(update={"validation": data}),
+        "batch": BatchConfig(global_batch=size, micro_batch=size),
+    }
+    return Feed(config.model_copy(update=changes), plan.task, plan.feed.manifests), size
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[Path]:
+    """Give a draft that becomes the target; nothing stays of one that fails."""
+    draft = draft_of(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        publish(draft, target)
+    except OSError as error:
+        raise StorageError(f"{target}: cannot write: {error.strerror or error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _tables(trained: Trained, steps: Iterable[Sequence[LaneBatch]]) -> Iterator[pa.Table]:
+    """Yield the ids and predictions of each micro-batch."""
+    plan, state = trained.plan, trained.state
+    with losses(plan.task, state.model, steps, state.shards, alone(), plan.device) as each:
+        for batch, loss in each:
+            if loss is not None:
+                found = _found(plan.task, batch, loss, plan.config.task.path)
+                yield pa.table({ID: pa.array(batch.ids), **{name: _array(values) for name, values in found.items()}})
+
+
+def _found(task: Task, batch: LaneBatch, loss: LaneLoss, path: str) -> Mapping[str, Tensor | Sequence[str]]:
+    """Return what the task says of each row; refuse columns without an entry for each."""
+    loss = replace(loss, predictions=None if loss.predictions is None else loss.predictions.detach().cpu())
+    if isinstance(task, Predicting):
+        found = task.predictions(loss, batch.tensors or {})
+    else:
+        found = {} if loss.predictions is None else {"prediction": loss.predictions}
+    wrong = [name for name, values in found.items() if name == ID or not _has_rows(values, len(batch.ids))]
+    if wrong or not found:
+        what = f"its column '{wrong[0]}' is the id's, or lacks rows" if wrong else "its `loss` returns no predictions"
+        raise ConfigError(
+            f"task.path: '{path}' predicts nothing for each row: {what}; give it the methods of "
+            "elastic_train.tasks.task.Predicting"
+        )
+    return found
+
+
+def _has_rows(values: Tensor | Sequence[str], num: int) -> bool:
+    return len(values) == num if not isinstance(values, Tensor) else values.dim() > 0 and len(values) == num
+
+
+def _array(values: Tensor | Sequence[str]) -> pa.Array:
+    """Return one entry a row: a text, a number, or a list of numbers."""
+    if not isinstance(values, Tensor):
+        return pa.array(values, pa.string())
+    plain = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+    flat = plain.flatten(1).numpy() if plain.dim() > 1 else plain.numpy()
+    if flat.ndim == 1:
+        return pa.array(flat)
+    offsets = np.arange(len(flat) + 1, dtype=np.int32) * flat.shape[1]
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat.reshape(-1)))
