@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 from urllib.parse import quote
 
 from rendezvous.errors import NewerVersionError
-from rendezvous.lenient_json import NewerRecordError, UnreadableRecordError, read_record
+from rendezvous.membership.lenient_json import NewerRecordError, UnreadableRecordError, read_record
 from rendezvous.membership.store import Snapshot
 
 _log = logging.getLogger("rendezvous")

@@ -11,7 +11,7 @@ import pytest
 
 from rendezvous import EtcdFence, EtcdServer, MemoryStore
 from rendezvous.errors import NewerVersionError
-from rendezvous.lenient_json import FORMAT, NewerRecordError, UnreadableRecordError, read_record
+from rendezvous.membership.lenient_json import FORMAT, NewerRecordError, UnreadableRecordError, read_record
 from rendezvous.membership.records import Closed, Head, Job, Keys, Member, Seat, World, encode, read_head, read_view
 from rendezvous.membership.store import Entry, Put, Snapshot
 from tests.conftest import PATIENCE_S

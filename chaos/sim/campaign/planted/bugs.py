@@ -42,7 +42,7 @@ from elastic_train.training.session import Session
 from elastic_train.world import uniformity
 from elastic_train.world.quarantine import find_holes
 from elastic_train.world.standstill import Standstill
-from rendezvous.lenient_json import UnreadableRecordError
+from rendezvous.membership.lenient_json import UnreadableRecordError
 from rendezvous.membership.records import Head, Keys, encode
 from rendezvous.membership.rules.changes import Change
 from rendezvous.membership.store import Snapshot
