@@ -43,8 +43,11 @@ MOST_BYTES = 256 << 20
 """Limit of one process's history of one term: the older half is deleted when it is reached."""
 MOST_TERMS = 100
 """How many terms' histories are kept; what recovery asks of older ones is summarised."""
-MOST_UNFIT_BYTES = 1 << 16
-"""Limit of what is kept of the health checks that a host has failed."""
+MOST_NOTED_BYTES = 1 << 16
+"""Limit of what is kept of the health checks that a host has failed, and of the errors with which its processes
+ended."""
+MOST_WHY = 2000
+"""The most characters of an error that are kept."""
 VALIDATE_FLUSH_S = 1.0
 """How long a validation waits until it is in the file that it has begun."""
 
@@ -294,7 +297,21 @@ class UnformedWorlds:
 
 def note_unfit(files: BackgroundFiles, run_dir: str | Path, why: str) -> None:
     """Note in <run.dir>/history/unfit-<host>.jsonl that this machine failed its health check, and was not let in."""
+    _note(files, run_dir, "unfit", why=why)
+
+
+def note_failed(run_dir: str | Path, *, exit_code: int, step: int, why: str) -> None:
+    """Note in <run.dir>/history/failed-<host>.jsonl why this process ends, if the run has begun; waits a moment."""
+    files = BackgroundFiles()
+    if files.ask(lambda: (Path(run_dir) / FOLDER).is_dir(), False):
+        rank = int(os.environ.get("RANK", "0"))
+        _note(files, run_dir, "failed", rank=rank, exit_code=exit_code, step=step, why=why[:MOST_WHY])
+        files.flush(ANSWER_S)
+
+
+def _note(files: BackgroundFiles, run_dir: str | Path, op: str, **fields: object) -> None:
+    """Append a line to a host's own file: the process has no world, or not any more."""
     who = {"pid": os.getpid(), **process_identity()}
-    lines = files.lines(Path(run_dir) / FOLDER / f"unfit-{who['host']}.jsonl", MOST_UNFIT_BYTES)
-    lines.append(json.dumps({"op": "unfit", "t": time.time(), "term": 0, "why": why, **who}).encode())
+    lines = files.lines(Path(run_dir) / FOLDER / f"{op}-{who['host']}.jsonl", MOST_NOTED_BYTES)
+    lines.append(json.dumps({"op": op, "t": time.time(), "term": 0, **fields, **who}).encode())
     lines.close()

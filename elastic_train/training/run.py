@@ -18,6 +18,7 @@ from elastic_train.config.schema import Config
 from elastic_train.data.worker_failures import refuse_unguarded
 from elastic_train.errors import ElasticTrainError, Preempted, UnfinishedError, explain
 from elastic_train.system.preemption import LeaveRequest, launched_grace_s
+from elastic_train.tracking.history import note_failed
 from elastic_train.tracking.progress import flush_streams
 from elastic_train.training.result import TrainResult
 from elastic_train.training.supervisor import Ended, HowFar, supervise
@@ -112,20 +113,37 @@ def _say(text: str) -> None:
 
 def _supervised(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
     """Train to the end, and declare the work finished if the job is done; until then it may not exit in good order."""
-    how_far = HowFar()
+    config, how_far = config.anchored(), HowFar()
     announce(how_far.__str__)
     try:
-        ended = supervise(config.anchored(), leave, started_at, how_far)
+        ended = _ended(config, leave, started_at, how_far)
         if isinstance(ended, TrainResult):
             declare_finished()
+    except Exception as error:
+        if not isinstance(error, Preempted):
+            _note(error, config, how_far)
+        raise
+    finally:
+        release()
+    return ended
+
+
+def _ended(config: Config, leave: LeaveRequest, started_at: float, how_far: HowFar) -> Ended:
+    try:
+        return supervise(config, leave, started_at, how_far)
     except SystemExit as error:
         raise UnfinishedError(
             f"the process was to end with {error.code!r} {how_far} without finishing, by sys.exit, quit or SystemExit "
             f"in {_place_of(error)}: let that code raise an error, or return"
         ) from error
-    finally:
-        release()
-    return ended
+
+
+def _note(error: Exception, config: Config, how_far: HowFar) -> None:
+    """Leave in the run's folder why this process ends: `status` says it when logs are gone."""
+    is_own = isinstance(error, ElasticTrainError | RendezvousError)
+    why = str(error) if is_own else f"{type(error).__name__}: {error} ({_place_of(error)})"
+    code = error.exit_code if isinstance(error, ElasticTrainError) else 1
+    note_failed(config.run.dir, exit_code=code, step=how_far.step, why=why)
 
 
 def _place_of(error: BaseException) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from elastic_train.checkpoint.commits.listing import survey_store
@@ -14,10 +15,31 @@ from elastic_train.cli.output import print_json, print_text
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import CommitError, ConfigError, Preempted
+from elastic_train.runs.lines import read_lines, text, whole
+from elastic_train.tracking.history_files import FOLDER
 from elastic_train.tracking.run_folder import RunFolder
 from elastic_train.training.result import EARLY_STOPPING
 
+TOGETHER_S = 60.0
+"""Within which the ranks of a job end that ends with an error: the first of them says why."""
 CODES = {"done": 0, "resumable": Preempted.exit_code, "failed": CommitError.exit_code}
+
+
+@dataclass(frozen=True, slots=True)
+class LastError:
+    """The error with which a run ended the last time: when (unix seconds), where, after which step, and in words."""
+
+    at: float
+    host: str
+    rank: int
+    step: int
+    exit_code: int
+    why: str
+
+    def __str__(self) -> str:
+        at = datetime.fromtimestamp(self.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        where = f"{at} on {self.host}, rank {self.rank}, after step {self.step}"
+        return f"last error (exit code {self.exit_code}, {where}): {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +49,8 @@ class Status:
     state: str
     step: int | None
     why: str
+    last_error: LastError | None = None
+    """Of a run that has not gone on since."""
 
     @property
     def exit_code(self) -> int:
@@ -41,6 +65,8 @@ def status(run: str, overrides: Sequence[str] = (), *, is_json: bool) -> int:
         print_json({**asdict(found), "exit_code": found.exit_code})
     else:
         print_text(f"{found.state}: {found.why}")
+        if found.last_error is not None:
+            print_text(f"{found.last_error}")
     return found.exit_code
 
 
@@ -49,6 +75,28 @@ def status_of(run: str, config: Config | None = None) -> Status:
 
     Raises ConfigError if there is none.
     """
+    found = _status_of(run, config)
+    is_here = found.state != "done" and "://" not in run
+    return replace(found, last_error=_last_error(Path(run) / FOLDER)) if is_here else found
+
+
+def _last_error(folder: Path) -> LastError | None:
+    """Return why the first rank to fail ended the last time; None if training has gone on since, or nobody has failed.
+
+    What was killed left no line.
+    """
+    lines = [line for path in folder.glob("failed-*.jsonl") for line in read_lines(path)]
+    at = sorted((float(str(line["t"])), place) for place, line in enumerate(lines))
+    histories = [path.stat().st_mtime for path in folder.glob("[0-9]*-*-*.jsonl")]
+    if not at or max(histories, default=0.0) > at[-1][0] + TOGETHER_S:
+        return None
+    first, place = next(each for each in at if each[0] >= at[-1][0] - TOGETHER_S)
+    line = lines[place]
+    rank, step, code = (whole(line, key) or 0 for key in ("rank", "step", "exit_code"))
+    return LastError(first, text(line, "host") or "?", rank, step, code, text(line, "why") or "?")
+
+
+def _status_of(run: str, config: Config | None) -> Status:
     store = open_run(run, may_be_new=config is not None)
     rows = survey_store(store, Best.parse("min loss")).rows
     head = next((row.record for row in rows if "head" in row.marks), None)

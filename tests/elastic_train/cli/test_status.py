@@ -105,3 +105,35 @@ def test_a_run_without_a_whole_commit_has_failed(local_store: Store, capsys: pyt
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, str(tmp_path / "nothing"))[0] == 2
+
+
+def test_the_first_of_the_errors_with_which_a_run_ended_is_said(
+    local_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until the run goes on."""
+    folder = Path(local_store.url)
+    commit_steps(local_store, 1, 2)
+    history = folder / "history"
+    history.mkdir()
+    for host, at, why in (("a", 1000.0, "older"), ("a", 2003.0, "a peer is lost"), ("b", 2001.5, "row 7 is damaged")):
+        line = {"op": "failed", "t": at, "rank": 3, "step": 2, "exit_code": 65, "why": why, "host": host}
+        with (history / f"failed-{host}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    own = history / "00000001-00000-0.jsonl"
+    own.touch()
+    os.utime(own, (2000.0, 2000.0))
+    code, found = said(capsys, str(folder))
+    assert (code, found["state"]) == (75, "resumable")
+    assert found["last_error"] == {
+        "at": 2001.5,
+        "host": "b",
+        "rank": 3,
+        "step": 2,
+        "exit_code": 65,
+        "why": "row 7 is damaged",
+    }
+    with pytest.raises(SystemExit):
+        main(["status", str(folder)])
+    assert "(exit code 65, 1970-01-01 00:33:21 UTC on b, rank 3, after step 2): row 7" in capsys.readouterr().out
+    os.utime(own, (2100.0, 2100.0))
+    assert said(capsys, str(folder))[1]["last_error"] is None

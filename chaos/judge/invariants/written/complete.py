@@ -58,7 +58,7 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split
 _OPS = {
     *_FIELDS,
     *("rollback", "leave", "read", "unformed", "phases", "memory", "event", "nonfinite", "unwritable", "no_progress"),
-    *("undo", "missed", "horizon", "healed", "stopped", "stuck", "unfit", "script", "unseen"),
+    *("undo", "missed", "horizon", "healed", "stopped", "stuck", "unfit", "failed", "script", "unseen"),
 }
 _FREE = {"event", "phases", "memory", "read", "nonfinite"}
 """Operations whose values are measurements, or are checked by the one invariant that reads them."""
