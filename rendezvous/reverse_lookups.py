@@ -15,11 +15,13 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 _NAMELESS = "127.83.67.1"
 """An address of every machine that has no name, so that DNS is asked for one."""
+_PATIENCE = timedelta(seconds=2)
 _NOBODY = struct.pack("=H", socket.AF_INET) + struct.pack("!H", 1) + socket.inet_aton("127.0.0.1") + bytes(8)
 """A `struct sockaddr_in`."""
 
@@ -53,7 +55,7 @@ def _fail_once(libc: ctypes.CDLL) -> None:
     resolver = _Resolver.from_address(libc.__res_state())
     resolver.retry, resolver.nscount, resolver.nsaddr[:] = 1, 1, _NOBODY
     with contextlib.suppress(DistError, OSError):  # no such address here, or no socket: lookups stay as they are
-        TCPStore(_NAMELESS, 0, is_master=True, wait_for_workers=False)
+        TCPStore(_NAMELESS, 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
 
 
 @contextlib.contextmanager
