@@ -14,7 +14,7 @@ WAITING := -n $(shell echo $$(( $(CORES) * 3 ))) --maxprocesses 8 --dist loadgro
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
-.PHONY: setup demo test hunts test-fast test-long test-deploy test-deploy-quick skypilot gpu sim soak check docs release image format bench clean
+.PHONY: setup demo test hunts test-fast test-long test-deploy test-deploy-quick test-torch skypilot gpu sim soak check docs release image format bench clean
 
 setup: .venv/.installed
 
@@ -70,6 +70,27 @@ test-deploy-quick: setup
 	@$(MAKE) -s skypilot || echo "test-deploy-quick: SkyPilot's parser could not be installed"
 	@echo "test-deploy-quick: manifests by their APIs, tasks by their parsers"
 	@$(PYTEST) -rs -m deploy tests/deploy/test_kubernetes.py tests/deploy/test_skypilot.py
+
+# At another version of torch than the pin: `make test-torch TORCH=2.9.1`, the quick tests and a live job whose worker is killed.
+# An environment of its own has torch (4 GB where the index has no build for CPUs) and what that needs; .venv has the rest.
+TORCH_ENV = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/elastic-train/torch-$(TORCH)
+WITH_TORCH = PATH="$(TORCH_ENV)/bin:$$PATH" OMP_NUM_THREADS=1 nice $(TORCH_ENV)/bin/python -m pytest
+test-torch: setup
+	@test -n "$(TORCH)" || { echo "test-torch: which torch? make test-torch TORCH=2.9.1"; exit 2; }
+	@test -e $(TORCH_ENV)/.installed || $(MAKE) -s $(TORCH_ENV)/.installed
+	@$(TORCH_ENV)/bin/python -c 'import torch; print("test-torch:", torch.__version__)'
+	@$(WITH_TORCH) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not alone and not hunt and not slow"
+	@$(WITH_TORCH) tests/elastic_train/training/live/test_live_mixture.py -k killed
+
+$(TORCH_ENV)/.installed:
+	@echo "test-torch: installing torch $(TORCH)"
+	@rm -rf $(@D) && $(BIN)/python -m venv --without-pip $(@D)
+	@grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	@$(PIP) --python $(@D)/bin/python install -c $(@D)/constraints.txt torch==$(TORCH)
+	@$(PIP) --python $(@D)/bin/python install --no-deps -e .
+	@site="$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$site/ours.pth"
+	@touch $@
 
 skypilot: .venv/skypilot/.installed
 

@@ -26,10 +26,10 @@ REST = ""
 _ATEN = torch.ops.aten
 _ON_CPU: dict[Any, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(  # type: ignore[no-untyped-call]
-        q.shape, k.shape, v.shape
+        q.shape, _of_heads(k, q), _of_heads(v, q)
     ),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
-        g.shape, q.shape, k.shape, v.shape
+        g.shape, q.shape, _of_heads(k, q), _of_heads(v, q)
     ),
 }
 """Attention as a CPU computes it, which torch's counter leaves out."""
@@ -174,3 +174,8 @@ def _tensors(tree: object) -> list[Tensor]:
 
 def _forget(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+def _of_heads(shared: Tensor, query: Tensor) -> tuple[int, ...]:
+    """Return the shape of keys or values with as many heads as queries have: torch counts others from 2.12 on only."""
+    return (shared.shape[0], query.shape[1], *shared.shape[2:])

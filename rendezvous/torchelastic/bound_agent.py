@@ -7,6 +7,7 @@ all its imports to do. Here they are forks of the node's standby process where t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import signal
@@ -29,6 +30,8 @@ FINAL_CODES = frozenset({2, 65, 71, 93})
 computes wrongly, no progress."""
 IMPORTED_WITHIN_S = 300.0
 """How long the first workers wait for their imports, which they would otherwise do themselves."""
+_HAS_GRACE = "timeout" in inspect.signature(LocalElasticAgent._shutdown).parameters
+"""Whether TorchElastic lets workers have another time to end than its own 30 s: from torch 2.12 on."""
 
 _log = logging.getLogger("rendezvous")
 
@@ -36,8 +39,11 @@ _log = logging.getLogger("rendezvous")
 class BoundAgent(LocalElasticAgent):
     """TorchElastic's agent with workers that die with it, and that start with their imports done."""
 
-    def __init__(self, spec: WorkerSpec, **options: Any) -> None:
+    def __init__(self, spec: WorkerSpec, *, shutdown_timeout: int = 30, **options: Any) -> None:
+        if _HAS_GRACE:
+            options["shutdown_timeout"] = shutdown_timeout
         super().__init__(spec, **options)
+        self._grace_s = shutdown_timeout
         self._standby: Standby | None = getattr(spec.rdzv_handler, "standby", None)
         self._has_lost_standby = False
         self._program = self._program_of(spec)
@@ -75,6 +81,12 @@ class BoundAgent(LocalElasticAgent):
                 return False
             time.sleep(LOOK_EVERY_S)
         return True
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        """End the workers; those that are still there after `timeout` seconds are killed."""
+        if not _HAS_GRACE and self._pcontext is not None:
+            self._pcontext.close(death_sig, self._grace_s if timeout is None else timeout)
+        super()._shutdown(death_sig, **({} if timeout is None or not _HAS_GRACE else {"timeout": timeout}))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start each worker so that it dies with this agent, whatever program or function it is."""

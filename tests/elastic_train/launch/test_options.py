@@ -113,7 +113,7 @@ def test_the_host_of_c10ds_address_knows_itself(monkeypatch: pytest.MonkeyPatch)
 def test_all_of_torchruns_variables_are_known_and_no_other() -> None:
     """A variable that would change nothing is named in a warning; one that torchrun does not have is refused."""
     named = {f"PET_{action.dest.upper()}" for action in get_args_parser()._actions if action.option_strings}
-    assert named - {"PET_HELP"} == READ | WITHOUT_EFFECT
+    assert named - {"PET_HELP"} <= READ | WITHOUT_EFFECT  # other versions of torch have others of these
     assert resolved(Flags(), {"PET_ROLE": "x", "PET_TEE": "3"}).warnings == ("PET_ROLE, PET_TEE: without effect here",)
     with pytest.raises(ConfigError, match="PET_NODES: not known"):
         resolved(Flags(), {"PET_NODES": "2"})

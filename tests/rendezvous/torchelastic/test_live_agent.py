@@ -11,12 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rendezvous import EtcdServer
 from rendezvous.etcd.connection import GIVE_UP_AFTER_S
+from rendezvous.torchelastic import bound_agent
+from rendezvous.torchelastic.bound_agent import BoundAgent
 from rendezvous.torchelastic.entry_point import create_handler
 from rendezvous.torchelastic.live_agent import (
     PER_S,
@@ -239,3 +242,15 @@ def test_workers_that_die_together_cost_one_restart() -> None:
     assert not budget.take("signal", 0, TOGETHER_S)
     assert not budget.take("signal", 1, 3 * TOGETHER_S)
     assert budget.take("signal", 1, PER_S + 1.0)
+
+
+def test_workers_have_their_grace_from_an_agent_that_knows_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.12 TorchElastic took no such option, and gave all workers 30 s."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(bound_agent, "_HAS_GRACE", False)
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda agent, number: asked.append((number, 30)))
+    agent = BoundAgent.__new__(BoundAgent)
+    agent._grace_s, agent._pcontext = 7, SimpleNamespace(close=lambda *how: asked.append(how))  # type: ignore[assignment]
+    agent._shutdown(signal.SIGINT)
+    agent._shutdown(timeout=3)
+    assert asked == [(2, 7), (2, 30), (15, 3), (15, 30)]
