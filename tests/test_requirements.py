@@ -20,7 +20,10 @@ OWN = {*PACKAGES, "tests"}
 COMES_WITH = {"triton": "torch"}
 """Modules that come with certain builds of a requirement, and are used only there."""
 FOR_TYPES = {"_typeshed"}
-SAID = {"chaos/services/s3_server.py": {"moto", "werkzeug", "boto3"}}
+SAID = {
+    "chaos/services/s3_server.py": {"moto", "werkzeug", "boto3"},
+    "elastic_train/parallel/attention/kernels.py": {"cudnn"},
+}
 """What a module says by an error of its own that it needs."""
 
 

@@ -155,10 +155,13 @@ class Plan:
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which a lane's loss is computed."""
-        if self.config.precision == "fp32":
-            return contextlib.nullcontext()
-        dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float16
-        return torch.autocast(self.device.type, dtype=dtype)
+        dtype = self.compute_type
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+    @property
+    def compute_type(self) -> torch.dtype | None:
+        """The type that autocast computes with, None without it."""
+        return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.config.precision]
 
     def check_continues(self, record: CommitRecord) -> None:
         """Refuse to resume from a commit whose order or data are not this plan's."""

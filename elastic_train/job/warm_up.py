@@ -22,6 +22,8 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CALLS
 from elastic_train.job.units.recompute import comparing_blocks
 from elastic_train.job.units.same_bits import same_bits
+from elastic_train.parallel.attention.choice import Recorder, choose
+from elastic_train.parallel.attention.kernels import machine_of
 from elastic_train.tasks.placements import Running, loss_of
 from elastic_train.tasks.preparing import try_metrics
 from elastic_train.tasks.task import Batch, LaneLoss, Task, weight_of
@@ -59,6 +61,9 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
         return
     devices = [plan.device] if plan.device.type == "cuda" else []
     is_exact = plan.config.reduction == "canonical"
+    if is_exact and devices:
+        with torch.random.fork_rng(devices):
+            choose_attention(plan, state, batch)
     with torch.random.fork_rng(devices), _compiling(state):
         began = time.monotonic()
         comparing = comparing_blocks() if is_exact else contextlib.nullcontext()
@@ -69,6 +74,19 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
                 _check_repeats(plan, state.model, loss, lambda: _loss_of(plan, state.model, batch, step=0))
         if loss is not None and plan.config.data.validation is not None:
             _try_metrics(plan, metrics, loss)
+
+
+def choose_attention(plan: Plan, state: AppliedState, batch: LaneBatch) -> None:
+    """Let the fastest kernel that repeats its bits compute the attention of such micro-batches: a GPU may have several.
+
+    Blocks that are to be compiled run as they are in a pass without gradients.
+    """
+    if batch.tensors is None:
+        return
+    asked = Recorder(plan.compute_type)
+    with torch.no_grad(), _unchanged(state.model), state.shards.cut.without_peers(), asked:
+        _loss_of(plan, state.model, batch, step=0)
+    choose(asked.calls, machine_of(plan.device, compiles=state.compiled is not None))
 
 
 class FirstLoss:

@@ -27,7 +27,9 @@ from elastic_train.job.resharding.placing import redundancy_of, take_place
 from elastic_train.job.sharded.share import Offloaded
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import FIRST_LOSS, FirstLoss
+from elastic_train.parallel.attention.choice import current
 from elastic_train.parallel.buffer_mean import BufferMean
+from elastic_train.parallel.devices.autotuned import describe_tuning
 from elastic_train.parallel.devices.device_times import device_times_of
 from elastic_train.parallel.gradient_sum import GradientSum, make_sum
 from elastic_train.parallel.group import Group
@@ -52,6 +54,7 @@ from elastic_train.world.world import World, enter_world, form_cells
 
 _RATES = "rates"
 _PRECISION = "precision"
+_KERNELS = "kernels"
 log = logging.getLogger(__name__)
 TRIAL_EVERY = 3
 """How many worlds in a row have to end at one step before the next one's samples are tried, and tried again."""
@@ -176,6 +179,7 @@ def _announce(process: Process, world: World) -> None:
     if plan.config.compile:
         world.announce(f"{state.compiled}")
     _say_of_tests(process, world)
+    _say_of_kernels(process, world)
     _warn_of_file_system(process, world)
     _warn_of_precision(process, world)
 
@@ -195,6 +199,21 @@ def _say_of_tests(process: Process, world: World) -> None:
     if said is not None and said not in process.warned:
         process.warned.add(said)
         world.announce(said)
+
+
+def _say_of_kernels(process: Process, world: World) -> None:
+    """Say once which kernels were chosen, and which of the task's own a process may choose otherwise."""
+    if _KERNELS in process.warned:
+        return
+    process.warned.add(_KERNELS)
+    if (choice := current()) is not None:
+        world.announce(f"{choice}")
+    if (
+        process.plan.device.type == "cuda"
+        and process.plan.config.reduction == "canonical"
+        and (said := describe_tuning())
+    ):
+        world.announce(f"WARNING: {said}")
 
 
 def _first_loss(process: Process, world: World, kind: Reduction) -> FirstLoss | None:

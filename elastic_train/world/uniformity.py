@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import socket
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +27,17 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.dotted_path import import_named
 from elastic_train.job.plan import Plan
 from elastic_train.job.units.compiled import CALLS, compiler_of
+from elastic_train.parallel.attention.choice import FINGERPRINT as ATTENTION
+from elastic_train.parallel.attention.choice import adopt, current, fingerprint
+from elastic_train.parallel.attention.kernels import machine_of
+from elastic_train.parallel.devices.autotuned import TUNED, tuned_kernels
 from elastic_train.parallel.devices.switches import described
 from elastic_train.parallel.group import Group
 from elastic_train.system.extras import version_of
 from elastic_train.tasks.task_source import source_of
 from rendezvous.membership.records import Job
 
+log = logging.getLogger(__name__)
 OWN = frozenset(
     {
         *("run.dir", "run.name", "run.forensic", "run.health_check", "run.min_link_mb_per_s"),
@@ -167,7 +174,9 @@ def kernels_of(device: torch.device) -> dict[str, str]:
         "pyarrow": _version("pyarrow"),
         **{name: _version(name) for name in ("transformers", "peft") if name in sys.modules},
     }
-    return {**found, **described()} if is_cuda else {**found, **_processor(), **described()}
+    if not is_cuda:
+        return {**found, **_processor(), **described()}
+    return {**found, **described(), **tuned_kernels()}
 
 
 def differing_kernels(group: Group, device: torch.device, *, compiles: bool = False) -> list[str]:
@@ -176,6 +185,8 @@ def differing_kernels(group: Group, device: torch.device, *, compiles: bool = Fa
     `compiles` says that ranks make kernels themselves.
     """
     mine = kernels_of(device) | (compiler_of(device) if compiles else {})
+    if device.type == "cuda":
+        mine[ATTENTION] = fingerprint(compiles=compiles)
     digest = zlib.crc32(json.dumps(mine, sort_keys=True).encode())
     seen = group.all_gather(torch.tensor(digest)).flatten().tolist()
     others = [rank for rank in range(group.size) if seen[rank] != seen[0]]
@@ -183,13 +194,43 @@ def differing_kernels(group: Group, device: torch.device, *, compiles: bool = Fa
         return []
     first = group.broadcast_object(mine, 0)
     assert isinstance(first, dict), "rank 0 sends what it computes with"
+    mine = _with_its_attention(mine, first, device, compiles=compiles)
     lines = []
     for rank in others:
         theirs = group.broadcast_object(mine, rank)
         assert isinstance(theirs, dict), "every rank sends what it computes with"
-        parts = [f"{key} {theirs.get(key)}, not {first.get(key)}" for key in first if theirs.get(key) != first[key]]
-        lines.append(f"rank {rank} has {'; '.join(parts)}")
+        if parts := [f"{key} {theirs.get(key)}, not {first.get(key)}" for key in _in_which_differ(theirs, first)]:
+            lines.append(f"rank {rank} has {'; '.join(parts)}")
     return lines
+
+
+def _in_which_differ(theirs: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
+    """Return the keys in which two ranks differ; a kernel that only one of them has tuned by now is no difference."""
+    keys = [key for key in {**first, **theirs} if theirs.get(key) != first.get(key)]
+    return [key for key in keys if not key.startswith(TUNED) or (key in theirs and key in first)]
+
+
+def _with_its_attention(
+    mine: Mapping[str, str], first: Mapping[str, str], device: torch.device, *, compiles: bool
+) -> dict[str, str]:
+    """Compute attention by rank 0's kernels, and return what this rank computes with; ConfigError where it cannot.
+
+    Ranks that differ in more than that differ anyway, whichever kernel they have.
+    """
+    if _in_which_differ(mine, first) != [ATTENTION]:
+        return dict(mine)
+    here, there = mine[ATTENTION], first[ATTENTION]
+    if adopt(there, machine_of(device, compiles=compiles)):
+        log.warning("attention is computed by %s here, as on rank 0, and not by %s", there, here)
+        return {**mine, ATTENTION: there}
+    choice = current()
+    reasons = {} if choice is None else choice.refused
+    reason = next((f" ({name}: {why})" for name, why in reasons.items() if there.startswith(name)), "")
+    raise ConfigError(
+        f"attention is computed by {here} on {socket.gethostname()} and by {there} on rank 0, which this node cannot "
+        f"use{reason}: their bits differ. Install the same packages of kernels (flash-attn-3, flash-attn-4, "
+        "nvidia-cudnn-frontend) on all nodes, or on none"
+    )
 
 
 def check_can_be_sharded(group: Group, plan: Plan, differing: Sequence[str]) -> None:

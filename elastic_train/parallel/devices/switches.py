@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -101,6 +101,24 @@ def _read(name: str) -> object:
         return UNREADABLE
 
 
+_CHANGED: dict[str, tuple[object, object]] = {}
+"""Switches that this package has changed after a start: their values before, and since."""
+
+
+def change(name: str, value: object) -> None:
+    """Change a switch for good: it is not set back to what it was before."""
+    before = _CHANGED[name][0] if name in _CHANGED else _read(name)
+    _SWITCHES[name][1](value)
+    _CHANGED[name] = before, value
+
+
+def release(names: Iterable[str]) -> None:
+    """Undo what `change` did to some switches."""
+    for name in names:
+        if name in _CHANGED:
+            _SWITCHES[name][1](_CHANGED.pop(name)[0])
+
+
 def switches() -> dict[str, object]:
     """Return the switches of this process as they are."""
     return {name: _read(name) for name in _SWITCHES}
@@ -152,7 +170,7 @@ class KeptSwitches:
 
     def set_back(self) -> list[str]:
         """Set back what has changed, and return a line for each change; a line also has the switches that follow."""
-        kept, lines = self._switches, list[list[str]]()
+        kept, lines = self._switches | {name: value for name, (_, value) in _CHANGED.items()}, list[list[str]]()
         for name, value in switches().items():
             if value == kept[name] or UNREADABLE in (value, kept[name]):
                 continue

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_train.tasks.decoder.causal_attention import causal_attention, is_compiled_for
+from elastic_train.parallel.attention.kernels import causal_kernel
 from elastic_train.tasks.decoder.experts import MixtureOfExperts, RouterLosses
 from elastic_train.tasks.decoder.shape import DecoderShape
 
@@ -42,8 +42,8 @@ class Attention(nn.Module):
         value = self._heads(self.v(x))
         if gather is not None:
             key, value = gather(torch.stack((key, value))).unbind(0)
-        if mask is None and is_compiled_for(query):
-            attended = causal_attention(query, key, value, is_grouped=self.is_grouped)
+        if mask is None and (attend := causal_kernel(query)) is not None:
+            attended = attend(query, key, value, is_grouped=self.is_grouped)
         else:
             attended = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.is_grouped

@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from elastic_train.config import sources
 from elastic_train.core.order import Cursor
 from elastic_train.errors import DataError
+from elastic_train.job import warm_up as warm_up_module
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CompiledBlocks
-from elastic_train.job.warm_up import warm_up
+from elastic_train.job.warm_up import choose_attention, warm_up
+from elastic_train.parallel.attention import choice, probe
+from elastic_train.parallel.attention.kernels import Machine
+from elastic_train.tasks.task import Batch, LaneLoss
 from tests.conftest import ROOT, write_rows
 from tests.elastic_train.training.jobs import CLASSIFIER, config
 
@@ -60,6 +65,30 @@ def test_warming_up_changes_nothing(tmp_path: Path, rows: Path, monkeypatch: pyt
     assert all(parameter.grad is None for parameter in state.model.parameters())
     assert state.cursor == Cursor()
     assert not state.optimizer.state
+
+
+def test_a_kernel_of_attention_is_chosen_by_the_runs_first_micro_batch(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a pass that nothing is left of; here with the CPU's kernels, and no other process to agree with."""
+    plan, state = planned(config(tmp_path, rows, CLASSIFIER))
+    before = {name: value.clone() for name, value in state.model.state_dict().items()}
+    monkeypatch.setattr(warm_up_module, "machine_of", lambda device, *, compiles: Machine(device, (9, 0), compiles))
+    monkeypatch.setattr(probe, "_of_another_process", lambda kernel, call, device, mine, *, compiles: mine)
+    monkeypatch.setattr(choice, "_current", None)
+    loss, heads = plan.task.loss, torch.ones(1, 2, 4, 8)
+
+    def attending(model: nn.Module, batch: Batch) -> LaneLoss:
+        scaled_dot_product_attention(heads, heads, heads)
+        return loss(model, batch)
+
+    monkeypatch.setattr(plan.task, "loss", attending)
+    [[batch]] = plan.feed.training(plan.order, range(1), Cursor(), num_steps=1)
+    choose_attention(plan, state, batch)
+    found = choice.current()
+    assert found is not None and found.name == "torch" and [one.name for one in found.admitted] == ["torch"]
+    assert list(found.refused) == ["FA4", "FA3"], "no call is for a decoder's kernel"
+    assert all(torch.equal(value, before[name]) for name, value in state.model.state_dict().items())
 
 
 def test_warming_up_tolerates_unreadable_data(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.build import build_state
 from elastic_train.job.majority import name_others
 from elastic_train.job.plan import Plan
+from elastic_train.parallel.attention.choice import Choice
+from elastic_train.parallel.devices.autotuned import TUNED
 from elastic_train.parallel.group import Group
 from elastic_train.placement.grains import Listed, lay_out
 from elastic_train.placement.holdings import Column
@@ -169,6 +172,44 @@ def test_every_rank_learns_which_machines_round_otherwise(tmp_path: Path) -> Non
     another = "processor another, not one"
     compiled = [f"rank 1 has {(by := 'compiler gcc 13, not gcc 12')}", f"rank 2 has {another}; {by}"]
     assert lines == [[[f"rank 2 has {another}"], compiled]] * 3
+
+
+ATTENTIONS = ("FA3", "torch", "flex", "torch")
+
+
+def compare_attention(rank: int, size: int, folder: str) -> None:
+    """Rank 1 can compute as rank 0 does, rank 3 cannot; rank 2 is another machine anyway."""
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    facts = {"device": "H200" if rank != 2 else "A100"}
+    if rank != 3:
+        facts |= {f"{TUNED}scan for 8": "num_warps: 4" if rank != 4 else "num_warps: 8"}
+    with (
+        patch.object(uniformity, "kernels_of", lambda device: facts),
+        patch.object(uniformity, "fingerprint", lambda *, compiles: ATTENTIONS[rank]),
+        patch.object(uniformity, "machine_of", lambda device, *, compiles: None),
+        patch.object(uniformity, "adopt", lambda name, machine: rank == 1 and name == "FA3"),
+        patch.object(uniformity, "current", lambda: Choice("torch", "torch", [], {"FA3": "compute capability 8.0"})),
+    ):
+        try:
+            found: object = differing_kernels(group, torch.device("cuda"))
+        except ConfigError as error:
+            found = str(error)
+        except PeerLostError:
+            found = "a peer was lost"
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_ranks_compute_attention_as_rank_0_does_or_are_refused(tmp_path: Path, size: int) -> None:
+    """What tells more machines apart is said as before; what only one of them has tuned is no difference."""
+    run_ranks(compare_attention, size, str(tmp_path))
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    if size == 3:
+        assert found == [["rank 2 has device A100, not H200; attention flex, not FA3"]] * 3
+    else:
+        assert "attention is computed by torch on " in found[3] and "(FA3: compute capability 8.0)" in found[3]
+        assert found[0] == "a peer was lost", "the others form a world without it"
 
 
 def test_kernels_are_known_by_device_libraries_and_processor() -> None:

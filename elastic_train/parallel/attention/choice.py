@@ -1,0 +1,168 @@
+"""Which kernels compute attention in this process: chosen before the first world, and rank 0's in every world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from elastic_train.parallel.attention.kernels import FLEX, KERNELS, TORCH, Call, Kernel, Machine, put_in_place, why
+from elastic_train.parallel.attention.probe import NotRepeatableError, check_repeats
+
+FINGERPRINT = "attention"
+"""Under which name ranks compare it."""
+Check = Callable[..., None]
+
+
+@dataclass(slots=True)
+class Choice:
+    """The kernels that a process computes with: `causal` of the decoder's causal calls, `everywhere` of SDPA's.
+
+    `admitted` have passed their probe; `refused` says of the others why not.
+    """
+
+    causal: str
+    everywhere: str
+    admitted: list[Kernel] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What ranks compare."""
+        return _name(self.causal, self.everywhere)
+
+    def __str__(self) -> str:
+        if self.refused and not self.admitted:
+            said = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
+            return (
+                f"WARNING: no kernel of attention repeats its bits on this machine ({said}), so weights may differ "
+                "from run to run: use other versions of torch and its driver, or set reduction to fast"
+            )
+        reasons = "".join(f"; not {name}: {reason}" for name, reason in self.refused.items())
+        return f"attention is computed by {self.name}{reasons}"
+
+
+_current: Choice | None = None
+
+
+def current() -> Choice | None:
+    """Return the choice of this process; None on CPUs, and where no micro-batch could be read at its start."""
+    return _current
+
+
+def fingerprint(*, compiles: bool) -> str:
+    """Return by which kernels this process computes, as ranks compare it."""
+    if _current is not None:
+        return _current.name
+    return _name(FLEX, TORCH) if compiles else TORCH
+
+
+def _name(causal: str, everywhere: str) -> str:
+    return causal if causal == everywhere else f"{causal}, elsewhere {everywhere}"
+
+
+class Recorder(TorchFunctionMode):
+    """Notes the calls of SDPA without a mask that are made inside."""
+
+    def __init__(self, compute_type: torch.dtype | None) -> None:
+        super().__init__()
+        self._compute_type = compute_type
+        self.calls: dict[Call, None] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self._note(*args, **named)
+        return func(*args, **named)
+
+    def _note(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        if attn_mask is None and key.shape == value.shape:  # no other kernel than torch's takes the rest
+            dtype = self._compute_type or query.dtype
+            self.calls[Call(tuple(query.shape), tuple(key.shape), dtype, is_causal, dropout_p, scale)] = None
+
+
+def choose(
+    calls: Iterable[Call], machine: Machine, kernels: Sequence[Kernel] = KERNELS, check: Check = check_repeats
+) -> Choice:
+    """Probe kernels, fastest first, at the calls of a run, and put the first that passes in place.
+
+    A kernel that computes all calls has to pass for each; one of the decoder's for those that are causal.
+    """
+    global _current
+    calls = list(calls)
+    plain = [call for call in calls if call.is_plain]
+    choice = Choice(TORCH, TORCH)
+    for kernel in kernels if calls else ():
+        wanted = calls if kernel.is_sdpa else plain
+        if not wanted:
+            continue
+        reason = _obstacle(kernel, wanted, machine, check)
+        if reason is not None:
+            choice.refused[kernel.name] = reason
+            continue
+        choice.admitted.append(kernel)
+        if kernel.is_sdpa:
+            break
+    by_sdpa = [kernel for kernel in choice.admitted if kernel.is_sdpa]
+    choice.everywhere = by_sdpa[0].name if by_sdpa else TORCH
+    choice.causal = choice.admitted[0].name if choice.admitted else TORCH
+    put_in_place(choice.causal, choice.everywhere, kernels)
+    _current = choice
+    return choice
+
+
+def _obstacle(kernel: Kernel, calls: Sequence[Call], machine: Machine, check: Check) -> str | None:
+    """Return why a kernel cannot be used for some calls, None if it has passed."""
+    for call in calls:
+        if (reason := kernel.obstacle(machine, call)) is not None:
+            return reason
+    try:
+        kernel.activate()
+        for call in calls:
+            check(kernel, call, machine.device, compiles=machine.compiles)
+    except NotRepeatableError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - whatever another package's kernel raises
+        return why(error)
+    return None
+
+
+def adopt(name: str, machine: Machine, kernels: Sequence[Kernel] = KERNELS) -> bool:
+    """Compute by the kernels of another rank's choice, given by its name; say whether this process can.
+
+    Where blocks are compiled it cannot: the kernel is part of what was compiled. A process that has probed nothing
+    relies on the other rank's probe.
+    """
+    global _current
+    if machine.compiles:
+        return False
+    usable = [kernel for kernel in kernels if _current is None or kernel.name == TORCH or kernel in _current.admitted]
+    named = {_name(causal.name, one.name): (causal, one) for causal in usable for one in usable if one.is_sdpa}
+    if name not in named:
+        return False
+    causal, everywhere = named[name]
+    try:
+        put_in_place(causal.name, everywhere.name, kernels)
+    except Exception as error:  # noqa: BLE001 - whatever another package's kernel raises
+        refused = {causal.name: why(error)}
+        put_in_place(TORCH, TORCH, kernels)
+        _current = Choice(TORCH, TORCH, [], refused)
+        return False
+    _current = replace(_current or Choice(TORCH, TORCH), causal=causal.name, everywhere=everywhere.name)
+    return True

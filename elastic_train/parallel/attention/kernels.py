@@ -1,0 +1,212 @@
+"""The kernels that may compute attention, fastest first, and the process's current ones.
+
+Torch's own function (`scaled_dot_product_attention`, SDPA) is computed by one kernel for all models. What SDPA cannot
+be made to take, cuDNN in deterministic mode and FlexAttention, computes the causal attention of the package's decoder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elastic_train.parallel.attention import flex
+from elastic_train.parallel.devices import switches
+from elastic_train.system.wording import first_line
+
+Attend = Callable[[Tensor, Tensor, Tensor, "Call"], Tensor]
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of SDPA without a mask: shapes (batch, heads, tokens, width) of queries, and of keys and values."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    dtype: torch.dtype
+    is_causal: bool
+    dropout: float = 0.0
+    scale: float | None = None
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.query[1] != self.key[1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Say whether it is of the kind that the package's decoder makes."""
+        is_square = self.query[2] == self.key[2] and len(self.query) == 4
+        return self.is_causal and self.dropout == 0 and self.scale in (None, 1 / math.sqrt(self.query[3])) and is_square
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What decides which kernels a process can use; `compiles` says that the model's blocks are compiled."""
+
+    device: torch.device
+    capability: tuple[int, int]
+    compiles: bool
+
+
+def machine_of(device: torch.device, *, compiles: bool) -> Machine:
+    """Return a GPU as kernels see it."""
+    return Machine(device, torch.cuda.get_device_capability(device), compiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel: `obstacle` returns why a machine cannot use it for a call, `activate` puts it in place."""
+
+    name: str
+    obstacle: Callable[[Machine, Call], str | None]
+    activate: Callable[[], None]
+    attend: Attend
+    is_sdpa: bool = True
+    """Whether it computes all calls of SDPA, or only the causal ones of the package's decoder."""
+    packages: tuple[str, ...] = ()
+    """Whose versions its bits may depend on, beside torch's."""
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+    """Compute a call by SDPA, whichever kernel is in place."""
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        dropout_p=call.dropout,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        enable_gqa=call.is_grouped,
+    )
+
+
+def _by_cudnn(query: Tensor, key: Tensor, value: Tensor, *, is_grouped: bool) -> Tensor:
+    """Compute causal attention by cuDNN, whose frontend, unlike SDPA, has a backward pass for deterministic mode."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, True)[0]  # type: ignore[no-any-return]
+
+
+def _no_flash(*capabilities: int) -> Callable[[Machine, Call], str | None]:
+    """Return what says why a replacement of torch's FlashAttention cannot be used."""
+
+    def obstacle(machine: Machine, call: Call) -> str | None:
+        import torch.nn.attention as attention
+
+        if not hasattr(attention, "activate_flash_attention_impl"):
+            return f"torch {torch.__version__} cannot take it"
+        if machine.capability[0] not in capabilities:
+            return f"compute capability {machine.capability[0]}.{machine.capability[1]}"
+        if call.dtype not in _HALF or call.dropout:
+            return "dropout" if call.dropout else str(call.dtype)
+        return None
+
+    return obstacle
+
+
+def _activate_flash(name: str) -> Callable[[], None]:
+    def activate() -> None:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl(name)
+
+    return activate
+
+
+def _restore() -> None:
+    """Put torch's own FlashAttention, and its own choice among kernels, in place."""
+    import torch.nn.attention as attention
+
+    if getattr(attention, "current_flash_attention_impl", lambda: None)() is not None:
+        attention.restore_flash_attention_impl()
+    switches.release(_SDPA_SWITCHES)
+
+
+def _only_math() -> None:
+    _restore()
+    for name in _SDPA_SWITCHES:
+        switches.change(name, False)
+
+
+def _no_cudnn(machine: Machine, call: Call) -> str | None:
+    if importlib.util.find_spec("cudnn") is None:
+        return "nvidia-cudnn-frontend is not installed"
+    return None if call.is_plain and call.dtype in _HALF else "other calls than the decoder's"
+
+
+def _install_cudnn() -> None:
+    import cudnn.torch
+
+    cudnn.torch.install()
+
+
+def _no_flex(machine: Machine, call: Call) -> str | None:
+    if not machine.compiles:
+        return "blocks are not compiled"
+    return None if call.is_plain and call.query[3] >= flex.LEAST_HEAD else "other calls than the decoder's"
+
+
+def _anything(machine: Machine, call: Call) -> str | None:
+    return None
+
+
+_SDPA_SWITCHES = tuple(f"torch.backends.cuda.enable_{name}_sdp" for name in ("flash", "mem_efficient", "cudnn"))
+FLEX, CUDNN, TORCH = "flex", "cudnn", "torch"
+KERNELS = (
+    Kernel("FA4", _no_flash(9, 10), _activate_flash("FA4"), sdpa, packages=("flash-attn-4", "flash-attn-cute")),
+    Kernel("FA3", _no_flash(9), _activate_flash("FA3"), sdpa, packages=("flash-attn-3", "flash-attn")),
+    Kernel(
+        CUDNN,
+        _no_cudnn,
+        _install_cudnn,
+        lambda query, key, value, call: _by_cudnn(query, key, value, is_grouped=call.is_grouped),
+        is_sdpa=False,
+        packages=("nvidia-cudnn-frontend", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+    ),
+    Kernel(
+        FLEX,
+        _no_flex,
+        lambda: None,
+        lambda query, key, value, call: flex.causal_attention(query, key, value, is_grouped=call.is_grouped),
+        is_sdpa=False,
+    ),
+    Kernel(TORCH, _anything, _restore, sdpa),
+    Kernel("math", _anything, _only_math, sdpa),
+)
+"""Fastest first, as measured by others on H100s: FA3 0.79 of cuDNN without its deterministic backward pass (forward and
+backward, 8,192 tokens, heads of 128), cuDNN's deterministic one next; FlexAttention and torch's own by this project."""
+
+_causal = FLEX
+"""The kernel of the decoder's causal attention; FlexAttention is taken where blocks are compiled."""
+
+
+def put_in_place(causal: str, everywhere: str, kernels: Sequence[Kernel] = KERNELS) -> None:
+    """Let this process compute attention by two kernels: the decoder's causal calls, and all of SDPA's."""
+    global _causal
+    by_name = {kernel.name: kernel for kernel in kernels}
+    by_name[everywhere].activate()
+    if not by_name[causal].is_sdpa:
+        by_name[causal].activate()
+    _causal = causal
+
+
+def causal_kernel(query: Tensor) -> Callable[..., Tensor] | None:
+    """Return what computes the causal attention of a decoder's block in place of SDPA; None where SDPA does.
+
+    Only on a GPU in deterministic mode: elsewhere torch's own choice is the fastest.
+    """
+    if not (query.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return None
+    if _causal == CUDNN and query.dtype in _HALF:
+        return _by_cudnn
+    is_compiled = torch.compiler.is_compiling() and query.shape[-1] >= flex.LEAST_HEAD
+    return flex.causal_attention if _causal == FLEX and is_compiled else None
+
+
+def why(error: Exception) -> str:
+    """Return in a phrase why a kernel cannot be used."""
+    return f"{type(error).__name__}: {first_line(error)}"

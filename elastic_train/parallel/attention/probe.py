@@ -1,0 +1,162 @@
+"""Trying a kernel of attention: the same bits in two runs and in two processes, and near what plain arithmetic gives.
+
+    python -m elastic_train.parallel.attention.probe KERNEL COMPILES DEVICE < call.json
+
+prints the digest of one run; a process asks another one once on each machine, and keeps what it said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from elastic_train.parallel.attention.kernels import KERNELS, Call, Kernel, sdpa
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.extras import version_of
+from elastic_train.system.file_locks import locked
+
+OTHER_PROCESS_S = 180.0
+"""How long another process may take, most of which is the import of torch, and a compiler."""
+_TOLERANCE = 0.05
+"""How far a kernel's largest error may be from the largest value: one in bf16 is off by 0.01."""
+_MOST_TOKENS = 1024
+"""Plain arithmetic takes the square of the tokens in memory, so it is compared on a part."""
+
+
+class NotRepeatableError(Exception):
+    """A kernel gave other bits, or numbers that are wrong."""
+
+
+def digest_of(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) -> str:
+    """Return the digest of what a kernel in place computes of a call, forward and backward."""
+    digest = hashlib.sha256()
+    for tensor in _run(kernel, call, device, compiles=compiles):
+        digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_repeats(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) -> None:
+    """Raise NotRepeatableError where a kernel in place gives other bits a second time, here or in another process."""
+    if compiles:
+        torch.compiler.reset()  # or a kernel that is tried late meets the limit of what is compiled of one function
+    part = replace(call, query=_cut(call.query), key=_cut(call.key))
+    found = _run(kernel, part, device, compiles=compiles)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = _run(replace(kernel, attend=sdpa), part, device, compiles=False)
+    for one, right in zip(found, expected, strict=True):
+        off = (one.float() - right.float()).abs().max()
+        if not bool(off <= _TOLERANCE * right.float().abs().max()):
+            raise NotRepeatableError("its results are not those of plain arithmetic")
+    first, second = (digest_of(kernel, call, device, compiles=compiles) for _ in range(2))
+    if first != second:
+        raise NotRepeatableError("two runs gave different bits")
+    if first != _of_another_process(kernel, call, device, first, compiles=compiles):
+        raise NotRepeatableError("another process gave different bits")
+
+
+def _cut(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1, *shape[1:-2], min(shape[-2], _MOST_TOKENS), shape[-1])
+
+
+def _run(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) -> list[Tensor]:
+    """Return what a call gives and its gradients, of numbers that are the same in every process."""
+    draw = torch.Generator().manual_seed(1)
+    shapes = (call.query, call.key, call.key)
+    given = [torch.randn(shape, generator=draw).to(device, call.dtype).requires_grad_() for shape in shapes]
+    back = torch.randn(call.query, generator=draw).to(device, call.dtype)
+    devices = [device] if device.type == "cuda" else []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return kernel.attend(query, key, value, call)
+
+    function = torch.compile(attend, dynamic=False) if compiles else attend
+    with torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False), torch.enable_grad():
+        torch.manual_seed(1)  # dropout's
+        attended = function(*given)
+        return [attended, *torch.autograd.grad(attended, given, back)]
+
+
+def _of_another_process(kernel: Kernel, call: Call, device: torch.device, mine: str, *, compiles: bool) -> str:
+    """Return the digest that another process has found on this machine, now or before.
+
+    Of the processes that begin at once, one asks. Where nothing can be kept, each does.
+    """
+    known, path = _known_by(kernel, call, device, compiles=compiles), _cache()
+    with contextlib.ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(path.with_suffix(".lock"), 0))
+        except OSError:
+            return _ask(kernel, call, device, compiles=compiles)
+        kept = _kept(path)
+        if known not in kept:
+            kept[known] = _ask(kernel, call, device, compiles=compiles)
+            with contextlib.suppress(OSError):  # a full disk: the next process asks again
+                write_atomically(path, json.dumps(kept))
+        return kept[known]
+
+
+def _ask(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) -> str:
+    asked = {**asdict(call), "dtype": str(call.dtype).removeprefix("torch.")}
+    command = [sys.executable, "-m", __name__, kernel.name, str(compiles), str(device)]
+    try:
+        found = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, timeout=OTHER_PROCESS_S, check=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotRepeatableError(f"another process did not answer within {OTHER_PROCESS_S:.0f} s") from error
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr or "").strip().rpartition("\n")[2]
+        raise NotRepeatableError(f"another process failed ({last or error.returncode})") from error
+    return found.stdout.split()[-1]
+
+
+def _known_by(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) -> str:
+    """Return under which name a digest is kept: all that its bits depend on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    versions = [f"{package} {version_of(package)}" for package in kernel.packages if version_of(package)]
+    return " · ".join([kernel.name, name, f"torch {torch.__version__}", *versions, f"compiled {compiles}", str(call)])
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic-train" / "attention.json"
+
+
+def _kept(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):  # nothing is kept yet, or a process that died has left half of it
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the digest of one run of a kernel."""
+    name, compiles, device = arguments
+    asked = json.loads(sys.stdin.read())
+    call = Call(
+        **asked
+        | {"query": tuple(asked["query"]), "key": tuple(asked["key"])}
+        | {"dtype": getattr(torch, asked["dtype"])}
+    )
+    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    kernel.activate()
+    sys.stdout.write(digest_of(kernel, call, torch.device(device), compiles=compiles == "True") + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
