@@ -148,10 +148,10 @@ class Config(Section):
     """Stop after this many steps, even in the middle of an epoch. Overrides epochs."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16: autocast. fp16: autocast with a gradient scaler."""
-    compile: bool = False
+    compile: Literal[True, False, "auto"] = "auto"
     """Compile the model's blocks with torch.compile for the shape of the run's first micro-batch; other shapes run
     uncompiled. Needs a C++ compiler on CPUs, Triton on GPUs. The bits are the same in every world, but differ from
-    those of false."""
+    those of false. auto: true for models and GPUs on which it was measured to help, otherwise false."""
     reduction: Literal["canonical", "fast"] = "canonical"
     """canonical: the same bits at any world size. fast: all_reduce, whose rounding depends on the world size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -172,7 +172,7 @@ class Config(Section):
     def features(self) -> Mapping[Feature, str]:
         """The features that are set, and how: by key and value."""
         own: Mapping[Feature, str | None] = {
-            "compile": "compile: true" if self.compile else None,
+            "compile": "compile: true" if self.compile is True else None,
             "reduction: fast": "reduction: fast" if self.reduction == "fast" else None,
             "audit_lanes": None if self.run.audit_lanes is None else f"run.audit_lanes: {self.run.audit_lanes}",
             "ema": None if self.optimizer.ema is None else "optimizer.ema",
@@ -248,9 +248,15 @@ class Config(Section):
         found._as_written = self.as_written
         return found
 
+    def compiling(self, is_on: bool) -> Config:
+        """Return the configuration with what `compile: auto` means on a machine."""
+        found = self.model_copy(update={"compile": is_on})
+        found._as_written = self.as_written
+        return found
+
     @property
     def as_written(self) -> Config:
-        """The configuration before its paths were made absolute."""
+        """The configuration before its paths were made absolute, and before it was known what auto means."""
         return self._as_written or self
 
     @property

@@ -152,6 +152,8 @@ def not_one_of(takes: frozenset[type], value: object) -> str | None:
         return f"must be {wants}{_meant(value)}"
     if isinstance(value, int | float) and takes == {bool}:
         return "must be true or false"
+    if isinstance(value, int | float) and takes == {bool, str}:
+        return "must be true, false or a name"
     if isinstance(value, float) and float not in takes and int in takes and abs(value) >= _EXACT:
         return "must be a whole number, written without point or exponent: a float has no more than 15 exact digits"
     return None

@@ -46,7 +46,7 @@ from elastic_train.job.sample_streams import Feed
 from elastic_train.job.sharded.elementwise import slots_of
 from elastic_train.job.sharded.first_weights import without_memory
 from elastic_train.job.state import AppliedState
-from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile
+from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile, decide
 from elastic_train.parallel.devices.switches import begin_training
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.preparing import prepare
@@ -60,7 +60,10 @@ _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked configuration with all that follows from it; `manifest` has the rows of all `sources` of a mixture."""
+    """A checked configuration with all that follows from it; `manifest` has the rows of all `sources` of a mixture.
+
+    `why_compiled` says what `compile: auto` means on this GPU.
+    """
 
     config: Config
     task: Task
@@ -70,6 +73,7 @@ class Plan:
     total_steps: int
     device: torch.device
     sources: tuple[Source, ...] = ()
+    why_compiled: str | None = None
 
     @property
     def num_lanes(self) -> int:
@@ -114,7 +118,9 @@ class Plan:
         is_fp16 = self.config.precision == "fp16"
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
         config = self.config
-        compiled = CompiledBlocks(model) if config.compile else None  # before recomputation, which runs it twice
+        compiled = (
+            CompiledBlocks(model) if config.compile is True else None
+        )  # before recomputation, which runs it twice
         cells = cell_plan_of(self.task, model, config.parallel)
         dims = cut_dims_of(self.task, model) if cells is None else cells.dims
         how = config.parallel, cells, dims
@@ -123,7 +129,7 @@ class Plan:
             choice.rehearse(config.optimizer.name, self.device, by_columns=True)
         state = build_state(model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, *how)
         state.compiled = compiled
-        state.keep_recipe(Recipe(config.optimizer, self.total_steps, config.compile))
+        state.keep_recipe(Recipe(config.optimizer, self.total_steps, config.compile is True))
         if sketch is not None and not config.parallel.cell.holds_parts:
             state.shards.share.begin_with(self._initial_weights)
         return state
@@ -135,7 +141,7 @@ class Plan:
         """Return the model without weights, if it can begin so; a compiler needs a pass with all of them."""
         config, task = self.config, self.task
         shares_weights = config.parallel.shards == "parameters" or config.parallel.pipeline > 1
-        if not shares_weights or config.compile or not isinstance(task, Deferring):
+        if not shares_weights or config.compile is True or not isinstance(task, Deferring):
             return None
         sketch = task.sketch_model()
         return None if sketch is None else without_memory(sketch, self.device)
@@ -262,7 +268,9 @@ def make_plan(config: Config) -> Plan:
         weights_and_biases.check_installed()
     task = load_task(config.task)
     device = pick_device(config)
-    if config.compile:
+    compiles, why_compiled = decide(config, task, device)
+    config = config.compiling(compiles)
+    if compiles:
         check_can_compile(device)
     sources = load_sources(config.data, config.batch.num_lanes)
     manifest = join(sources) if sources else load_manifest(config.data.sources[0])
@@ -286,6 +294,7 @@ def make_plan(config: Config) -> Plan:
         total_steps=total_steps,
         device=device,
         sources=sources,
+        why_compiled=why_compiled,
     )
 
 

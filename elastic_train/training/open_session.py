@@ -149,7 +149,7 @@ def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
     """
     plan, state = process.plan, process.state
     check_alike(world.group, plan, state.outline, state.shards.meta_state())
-    differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile)
+    differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile is True)
     check_can_be_sharded(world.group, plan, differing)
     world, before = form_cells(world, plan.config.parallel), state.reached.intervals
     take_place(plan, state, world.mesh, world.cell, world.holders)
@@ -176,7 +176,7 @@ def _announce(process: Process, world: World) -> None:
         world.announce(said)
     if (offloaded := state.shards.share.offloaded) is not None:
         world.announce(_saving_of(offloaded, plan.device))
-    if plan.config.compile:
+    if state.compiled is not None:
         world.announce(f"{state.compiled}")
     _say_of_tests(process, world)
     _say_of_kernels(process, world)
@@ -206,6 +206,8 @@ def _say_of_kernels(process: Process, world: World) -> None:
     if _KERNELS in process.warned:
         return
     process.warned.add(_KERNELS)
+    if (said := process.plan.why_compiled) is not None:
+        world.announce(said)
     if (choice := current()) is not None:
         world.announce(f"{choice}")
     if (

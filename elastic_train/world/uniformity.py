@@ -94,6 +94,8 @@ def _problem(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> st
 
 def _default(key: str) -> object:
     """Return what a key is where nobody has set it; None for what is no key of this release."""
+    if key == "compile":
+        return False  # what is compared is not the key
     section: Any = Config
     *path, name = key.split(".")
     for part in path:
@@ -122,7 +124,8 @@ def deciding(plan: Plan) -> dict[str, object]:
     }
     if (shares := plan.config.data.shares) is not None:
         found["the shares of data.mixture"] = list(shares)
-    return found | {key: value for key, value in _set_keys(plan.config) if key not in OWN}
+    compiles = {"compile": True} if plan.config.compile is True else {}  # whatever auto means, and not said of false
+    return found | {key: value for key, value in _set_keys(plan.config) if key not in OWN | {"compile"}} | compiles
 
 
 def own_sources(plan: Plan) -> list[str]:

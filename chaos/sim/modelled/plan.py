@@ -85,6 +85,7 @@ class ModelledPlan:
     take_state: Callable[[ModelledState | AppliedState], None]
     """Gets every state that is built, on behalf of the process that builds it."""
     sources: tuple[()] = ()
+    why_compiled: None = None
     is_tiny: bool = False
     """Whether a real, tiny model is trained, by the product's own state, in place of a modelled one."""
     num_parts: int = 1

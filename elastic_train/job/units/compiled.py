@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from elastic_train.config.combinations import refused
+from elastic_train.config.schema import Config
 from elastic_train.job.units.blocks import unit_names
 from elastic_train.system.wording import counted
+from elastic_train.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -202,3 +204,39 @@ def compiler_of(device: torch.device) -> dict[str, str]:
 
     found = re.search(r"\w+ version [\w.]+", get_compiler_version_info(get_cpp_compiler()))
     return {"compiler": f"{found[0] if found else get_cpp_compiler()}, {pick_vec_isa()}"}
+
+
+MEASURED = ("H200",)
+"""Parts of the names of GPUs on which compiled blocks were faster (docs/benchmarks.md): by 1.39, of the decoder."""
+
+
+def decide(config: Config, task: Task, device: torch.device) -> tuple[bool, str | None]:
+    """Return the meaning of `compile` on a machine, and for a GPU a line that says so where the key is auto."""
+    if config.compile != "auto":
+        return config.compile, None
+    if device.type != "cuda":
+        return False, None
+    if (obstacle := _obstacle(config, task, torch.cuda.get_device_name(device))) is not None:
+        return False, f"compile: auto is false here: {obstacle}"
+    return True, "compile: auto is true here, where it was measured to help: steps begin after a minute of compiling"
+
+
+def _obstacle(config: Config, task: Task, name: str) -> str | None:
+    """Return why blocks are not compiled unless that is asked for."""
+    from torch.utils._triton import has_triton
+
+    from elastic_train.tasks.causal_lm import CausalLM
+    from elastic_train.tasks.language.own_decoder import OwnDecoder
+
+    if not any(part in name.split() for part in MEASURED):
+        return f"it was not measured on {name}. Set it to true, and compare"
+    model = task.language_model if isinstance(task, CausalLM) else None
+    if not isinstance(model, OwnDecoder) or model.shape.experts:
+        return "it was measured with the decoder of CausalLM only, without experts. Set it to true, and compare"
+    if config.precision == "fp32":
+        return "it was measured in bf16 only. Set it to true, and compare"
+    if config.parallel.shards == "parameters" or config.parallel.cell.size > 1:
+        return "compiling needs the whole model on each GPU once"
+    if config.parallel.recompute == "selective":
+        return "recompute: selective needs separate operations"
+    return None if has_triton() else "Triton is missing or does not know this GPU"

@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.job.units import compiled
-from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile
+from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile, decide
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.task import Task
+from elastic_train.tasks.text_classifier import TextClassifier
 
 
 class Block(nn.Module):
@@ -157,3 +161,42 @@ def test_a_model_that_torch_cannot_compile_is_refused(monkeypatch: pytest.Monkey
     )
     with pytest.raises(ConfigError, match=why), compiled.learning():
         model(torch.ones(3, 4))
+
+
+CAUSAL_LM = CausalLM(max_tokens=8, model={"dim": 32, "depth": 1, "heads": 2, "vocabulary": 16})
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "keys", "said"),
+    [
+        ("NVIDIA H200", CAUSAL_LM, {}, "is true here"),
+        ("NVIDIA A100-SXM4-80GB", CAUSAL_LM, {}, "false here: it was not measured on NVIDIA A100"),
+        ("NVIDIA H200", TextClassifier(vocabulary=8), {}, "false here: it was measured with the decoder"),
+        ("NVIDIA H200", CAUSAL_LM, {"precision": "fp32"}, "false here: it was measured in bf16"),
+        (
+            "NVIDIA H200",
+            CAUSAL_LM,
+            {"parallel": {"shards": "parameters"}},
+            "false here: compiling needs the whole model",
+        ),
+        ("NVIDIA H200", CAUSAL_LM, {"parallel": {"recompute": "selective"}}, "false here: recompute: selective"),
+    ],
+)
+def test_auto_compiles_where_it_was_measured_to_help(
+    monkeypatch: pytest.MonkeyPatch, name: str, task: Task, keys: dict[str, object], said: str
+) -> None:
+    """A start says on a GPU what it means; on CPUs it means false."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    config = Config.model_validate({"data": {"train": "here"}, "precision": "bf16", **keys})
+    gpu = torch.device("cuda")
+    is_on, line = decide(config, task, gpu)
+    assert line is not None and said in line and is_on == ("is true" in said)
+    assert decide(config, task, torch.device("cpu")) == (False, None)
+    for asked in (True, False):
+        if keys.get("parallel") != {"recompute": "selective"}:
+            assert decide(Config.model_validate({**config.model_dump(), "compile": asked}), task, gpu) == (asked, None)
+    resolved = config.compiling(is_on)
+    assert resolved.compile is is_on and resolved.as_written.compile == "auto"
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    assert not decide(config, task, gpu)[0]
