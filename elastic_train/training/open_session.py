@@ -30,6 +30,7 @@ from elastic_train.job.warm_up import FIRST_LOSS, FirstLoss
 from elastic_train.parallel.attention.choice import current
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.devices.autotuned import describe_tuning
+from elastic_train.parallel.devices.device import nccl_hazard
 from elastic_train.parallel.devices.device_times import device_times_of
 from elastic_train.parallel.gradient_sum import GradientSum, make_sum
 from elastic_train.parallel.group import Group
@@ -208,6 +209,9 @@ def _say_of_kernels(process: Process, world: World) -> None:
     process.warned.add(_KERNELS)
     if (said := process.plan.why_compiled) is not None:
         world.announce(said)
+    is_nccl = process.plan.device.type == "cuda" and process.plan.config.parallel.transport != "gloo"
+    if is_nccl and world.group.size > 1 and (said := nccl_hazard()) is not None:
+        world.announce(f"WARNING: {said}")
     if (choice := current()) is not None:
         world.announce(f"{choice}")
     if (

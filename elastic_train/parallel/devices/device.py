@@ -31,6 +31,13 @@ _OWN_SETTINGS = {
 that is broken does, after which nothing that came of an aborted operation is used."""
 
 
+_HANGS: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...] = (
+    ((0,), (2, 22), "communicators are ended one after another, and may wait for each other (pytorch#119797)"),
+    ((2, 31), (99,), "ending a communicator whose peer is gone has hung, when it was shrunk (pytorch#194679)"),
+)
+"""From one version of NCCL until before another: what is known to hang."""
+
+
 class Communicator(Backend, Protocol):
     """A backend whose operations run on a device, after the calls that enqueue them have returned."""
 
@@ -86,6 +93,20 @@ def connect_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Comm
     options._timeout = timeout
     options.config.blocking = 0
     return cast(Communicator, dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+def nccl_hazard() -> str | None:
+    """Say how torch's version of NCCL is known to hang after a fault, and what to do; None if it is not."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    version = tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    what = next((what for first, after, what in _HANGS if first <= version < after), None)
+    if what is None:
+        return None
+    return (
+        f"NCCL {'.'.join(map(str, version))}: {what}. A process that hangs so is replaced after some seconds; "
+        "install a torch with another version of NCCL to spare it, or set parallel.transport to gloo"
+    )
 
 
 def device_of(device: torch.device, transport: str) -> Device | None:

@@ -116,7 +116,9 @@ class DeviceGroup:
 def abort_all(groups: Sequence[DeviceGroup]) -> bool:
     """End what a device still does for some groups; say whether it is free of all of it, in time.
 
-    The aborts run at once: each may wait for the device, which is held up by the other groups' operations, too.
+    The aborts run at once: each may wait for the device, which is held up by the other groups' operations, too. One
+    group call of NCCL around all of them would not do, since torch aborts on a thread of its own, and groups of calls
+    are a thread's. Nothing is ever destroyed, which waits for peers: torch's destructor does not after an abort.
     """
     deadline = time.monotonic() + ABORT_S
     calls = [group.begin_abort() for group in groups]

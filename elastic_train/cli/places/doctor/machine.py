@@ -46,6 +46,7 @@ def examine_gpus(num_seen: int) -> Iterator[Finding]:
         import torch.distributed as dist
     except (ImportError, OSError):
         return  # which `examine_torch` says
+    from elastic_train.parallel.devices.device import nccl_hazard
 
     num_usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_seen > num_usable:
@@ -65,6 +66,8 @@ def examine_gpus(num_seen: int) -> Iterator[Finding]:
     yield ok("gpu", f"{num_usable} × {', '.join(names)}")
     if dist.is_nccl_available():
         yield ok("nccl", ".".join(str(part) for part in torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        if (hazard := nccl_hazard()) is not None:
+            yield warn("nccl", *hazard.split(". ", 1))
     else:
         yield fail("nccl", "torch is built without it", "install a build of torch with NCCL, or set transport: gloo")
 

@@ -17,7 +17,7 @@ from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-define
 
 from elastic_train.errors import HungError, PeerLostError
 from elastic_train.parallel.devices import device_group
-from elastic_train.parallel.devices.device import Device
+from elastic_train.parallel.devices.device import Device, nccl_hazard
 from elastic_train.parallel.devices.device_group import DeviceGroup
 from elastic_train.parallel.group import Group, _Guard
 from rendezvous.waiting import Bystander
@@ -226,3 +226,18 @@ def test_nccl_takes_the_calls_that_are_made_here() -> None:
         assert f"{name}{base} ->" in (getattr(torch.distributed.ProcessGroupGloo, name).__doc__ or "")
     doc = torch.distributed.ProcessGroupGloo.eager_connect_single_device.__doc__ or ""
     assert "(self: torch._C._distributed_c10d.Backend, arg0: torch.device)" in doc
+
+
+@pytest.mark.parametrize(
+    ("version", "part"),
+    [((2, 21, 5), "one after another"), ((2, 22, 3), None), ((2, 28, 9), None), ((2, 31, 0), "when it was shrunk")],
+)
+def test_versions_of_nccl_that_are_known_to_hang_are_named(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], part: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    said = nccl_hazard()
+    assert (said is None) == (part is None)
+    assert said is None or (part is not None and part in said and "parallel.transport to gloo" in said)
