@@ -36,16 +36,22 @@ def test_load_takes_the_name_and_may_be_repeated() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["entry_point", "live_handler", "restart_agent"])
-def test_our_backend_is_registered_whatever_is_imported_first(module: str) -> None:
+def test_our_backend_is_registered_whatever_is_imported_first() -> None:
     """Torch's registry imports our entry point in the middle of its own import, and swallows any error of it."""
-    source = (
-        f"import rendezvous.torchelastic.{module}\n"
-        "from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry\n"
-        "print(registry._registry['etcd'].__module__)"
-    )
+    first = [f"rendezvous.torchelastic.{name}" for name in ("entry_point", "live_handler", "restart_agent")]
+    source = f"""
+import importlib, os, sys, torch
+assert not any(name.startswith(("torch.distributed.elastic", "rendezvous")) for name in sys.modules)
+for module in {first}:
+    if os.fork() == 0:
+        importlib.import_module(module)
+        from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
+        print(registry._registry["etcd"].__module__)
+        sys.exit()
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+"""
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == ["rendezvous.torchelastic.entry_point"]
+    assert ended.stdout.split() == ["rendezvous.torchelastic.entry_point"] * 3
     assert "Exception while registering" not in ended.stderr
 
 
