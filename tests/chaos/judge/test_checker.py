@@ -33,6 +33,8 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Order
 from tests.chaos.recorded import digest_at, metrics_at, record, samples_until
 
+pytestmark = pytest.mark.usefixtures("weights_loaded_once")
+
 ALL = {*INVARIANTS, *COMPARED, "sums", "claims", "deliverable", "witness", "tracking"}
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from chaos.judge.evidence import stored_weights
 from chaos.judge.verdict import examine
 from tests.chaos.recorded import record
+
+pytestmark = pytest.mark.usefixtures("weights_loaded_once")
 
 Damage = Callable[[bytes], bytes | None]
 WHOLE_FILE: dict[str, Damage] = {
@@ -33,25 +34,6 @@ TIMES = {"t", "joined_at", "sealed_at", "started_at", "created_at"}
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(tmp_path_factory.mktemp("damaged") / "run")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _weights_are_loaded_once() -> Iterator[None]:
-    """Have torch load the same bytes once: most of the judge's time, and hardly any damage is to them."""
-    load, loaded = stored_weights._load, dict[object, dict[str, object]]()
-
-    def load_once(
-        attempt: Path, record: Mapping[str, Any], is_wanted: Callable[[object], bool], *, by_section: bool = False
-    ) -> dict[str, object]:
-        held = tuple((path.name, path.read_bytes()) for path in sorted(attempt.iterdir()) if path.is_file())
-        key = (held, *record["files"], is_wanted("model"), is_wanted("optimizer"), by_section)
-        if key not in loaded:
-            loaded[key] = load(attempt, record, is_wanted, by_section=by_section)
-        return loaded[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored_weights, "_load", load_once)
-        yield
 
 
 def files_of(folder: Path) -> list[Path]:

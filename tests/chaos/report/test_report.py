@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,7 +19,7 @@ import chaos
 from chaos.judge.evidence.recovery_cost import Recovery
 from chaos.judge.evidence.run_files import Evidence, Line, collect
 from chaos.judge.verdict import Verdict, examine, weigh
-from chaos.planted.catalogue import PLANTED
+from chaos.planted.catalogue import PLANTED, Planted
 from chaos.report import render
 from chaos.report.cells import moments_grid, points_grid
 from chaos.report.page import demand
@@ -28,7 +29,7 @@ from elastic_train.drawing.svg import Axis, path
 from tests.chaos.crowd import Crowd, gather
 from tests.chaos.recorded import STEPS, record
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("weights_loaded_once")]
 
 
 class Element:
@@ -153,11 +154,19 @@ def test_a_violation_is_shown_where_it_happened(
     assert page.find(section, "rect", class_) + page.find(section, "circle", class_)
 
 
-def test_torn_evidence_has_a_page(healthy: Path, tmp_path: Path) -> None:
-    """Whatever bug is planted, wherever histories are cut, and whatever fields are lost, the page is made and whole."""
-    for bug in PLANTED:
+ONE_OF_EACH = {bug.invariant: bug for bug in PLANTED}.values()
+"""A planted bug for each invariant."""
+
+
+@pytest.mark.parametrize("bugs", [ONE_OF_EACH, pytest.param(PLANTED, marks=pytest.mark.hunt)], ids=["some", "all"])
+def test_a_run_with_a_planted_bug_has_a_page(healthy: Path, tmp_path: Path, bugs: Iterable[Planted]) -> None:
+    for bug in bugs:
         folder = planted(bug.name, healthy, tmp_path / bug.name)
         assert len(Page(render(judged(folder))).find("invariants", "tr")) > 10
+
+
+def test_torn_evidence_has_a_page(healthy: Path, tmp_path: Path) -> None:
+    """Wherever histories are cut, and whatever fields are lost, the page is made and whole."""
     folder = tmp_path / "cut"
     for place, part in enumerate((0.0, 0.3, 0.97)):
         shutil.copytree(healthy, folder / str(place))
