@@ -63,7 +63,7 @@ def test_machines_whose_hosts_files_name_them_127_0_1_1_train_together(
 
 def test_a_node_at_an_address_that_every_machine_has_stops_nobody(tmp_path: Path, rows: Path, laid: Cable) -> None:
     """As docker's bridge has one on every host: whoever connects there meets himself, and is refused or not."""
-    config = write_config(tmp_path, rows, ENDLESS)
+    config = write_config(tmp_path, rows, ENDLESS, lane_ms=20.0)
     laid.refuse()
     with EtcdCluster(1, host="0.0.0.0") as etcd:
         endpoint = etcd.endpoint.replace("127.0.0.1", laid.address("etcd"))

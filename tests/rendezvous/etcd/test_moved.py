@@ -54,7 +54,7 @@ def test_a_store_finds_an_etcd_that_has_moved(tmp_path: Path) -> None:
         hasty.get("/a")
     with EtcdServer() as first:
         path.write_text(first.endpoint)
-        lease = store.lease(30)  # not sooner is it known to be lost than at a third of this
+        lease = store.lease(15)  # not sooner is it known to be lost than at a third of this
         for number in range(5):
             written = store.swap({"/a": Put(f"{number}", lease)}, {})
         assert written is not None

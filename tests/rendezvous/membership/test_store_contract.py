@@ -118,13 +118,13 @@ def test_an_abandoned_lease_ends(side: Side) -> None:
 @in_lease_time
 def test_a_renewed_lease_outlives_its_ttl(side: Side) -> None:
     """A lease that is renewed is still there when an abandoned one granted with it has ended."""
-    kept, dropped = side.store.lease(20), side.store.lease(20)
+    kept, dropped = side.store.lease(10), side.store.lease(10)
     writes = {side.prefix + "kept": Put("1", kept), side.prefix + "dropped": Put("1", dropped)}
     watch = side.store.watch(side.prefix)
     written = side.store.swap(writes, {})
     assert written is not None
     dropped.abandon()
-    side.pass_time(21)
+    side.pass_time(11)
     assert watch.wait(written, timeout_s=PATIENCE_S) is not None
     watch.close()
     assert texts(side) == {"kept": "1"} and not kept.is_lost

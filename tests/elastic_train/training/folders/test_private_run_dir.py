@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_a_node_with_a_store_of_its_own_is_turned_away(tmp_path: Path, rows: Pat
 
 def test_a_node_with_a_copy_of_the_store_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """Its copy has the job's word; it ends with 2 in its first world, and alone, with the steps that it lacks."""
-    config = write_config(tmp_path, rows, ENDLESS)
+    config = write_config(tmp_path, rows, ENDLESS, lane_ms=10.0)
     first = launch(tmp_path, etcd, config, "a")
     until_whole(tmp_path / "a", 1)
     eventually(lambda: any((tmp_path / "a").glob("commits/*.json")), "a commit")
@@ -58,16 +59,15 @@ def test_a_node_with_a_copy_of_the_store_is_turned_away(tmp_path: Path, rows: Pa
     assert launch(tmp_path, etcd, config, "b").wait(PATIENCE_S) == 2
     assert "so it is a copy or an old view of that folder" in (tmp_path / "b.log").read_text()
     eventually(lambda: newest(tmp_path / "a") > newest(tmp_path / "b"), "a newer commit")
-    assert first.poll() is None
-    first.kill()
-    first.wait()
+    first.send_signal(signal.SIGTERM)  # and not killed: its lease would be waited for
+    assert first.wait(PATIENCE_S) == 75
     assert launch(tmp_path, etcd, config, "b").wait(PATIENCE_S) == 2
     assert "checkpoint.accept_loss=" in (tmp_path / "b.log").read_text()
 
 
 def test_a_run_dir_that_is_removed_is_complete_again(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """It is said at the next commit, and a node that comes then is let in, and finds the history of the first."""
-    config, folder = write_config(tmp_path, rows, ENDLESS), tmp_path / "a"
+    config, folder = write_config(tmp_path, rows, ENDLESS, lane_ms=10.0), tmp_path / "a"
     launch(tmp_path, etcd, config, "a")
     until_whole(folder, 1)
     eventually(lambda: any(folder.glob("commits/*.json")), "a commit")
