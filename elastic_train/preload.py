@@ -25,7 +25,7 @@ from elastic_train.tasks.task_source import task_imports
 
 for _package in ("elastic-train", "torch", "numpy", "pyarrow", "transformers", "peft"):
     version_of(_package)
-classification_metrics(num_classes=2)  # torchmetrics asks for packages when its first metric is made
+classification_metrics(["0", "1"])  # torchmetrics asks for packages when its first metric is made
 
 
 def prepare(arguments: Sequence[str]) -> None:

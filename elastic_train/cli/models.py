@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
 
 from elastic_train.checkpoint.commits.export import export as export_file
 from elastic_train.checkpoint.commits.lookup import find_trained, open_run
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.weights import Weights
-from elastic_train.cli.output import print_json, print_text
+from elastic_train.cli.output import cell, narrow_table, print_json, print_text
 from elastic_train.errors import ConfigError
 from elastic_train.inference.evaluating import evaluate_trained
 from elastic_train.inference.exporting import export_folder
@@ -22,6 +25,7 @@ from elastic_train.system.progress_bar import shown
 from elastic_train.system.wording import counted, size
 from elastic_train.tasks.task import Sampling
 
+_SCORES, _MOST_SHOWN = ("precision", "recall", "f1"), 20
 To = Literal["hf", "safetensors", "torch"]
 _NAMES = {"hf": "hf-{step}", "safetensors": "weights-{step}.safetensors", "torch": "weights-{step}.pt"}
 
@@ -131,11 +135,35 @@ def evaluate(
     trained = open_trained(
         run, _chosen(run, commit).key, train=train, validation=data, max_samples=max_samples, weights=weights
     )
-    values = evaluate_trained(trained)
+    metrics = dict(trained.plan.task.metrics())
+    values = evaluate_trained(trained, metrics)
+    matrix, names = _confusion(metrics.get("accuracy"))
     if is_json:
-        return print_json({"commit": trained.record.key, "step": trained.record.step, "data": data, "metrics": values})
+        found = {"commit": trained.record.key, "step": trained.record.step, "data": data, "metrics": values}
+        return print_json({**found, "confusion": matrix, "classes": names} if names else found)
     num_samples = int(values.pop("samples") or 0)
     lines = "\n".join(
-        f"{name} is no number" if value is None else f"{name} {value:.6g}" for name, value in values.items()
+        f"{name} is no number" if value is None else f"{name} {value:.6g}"
+        for name, value in values.items()
+        if "/" not in name
     )
-    return print_text(f"{trained.record.key} over {counted(num_samples, 'sample')} of {data}\n{lines}")
+    print_text(f"{trained.record.key} over {counted(num_samples, 'sample')} of {data}\n{lines}")
+    if 0 < len(names) <= _MOST_SHOWN:
+        _print_classes(values, matrix, names)
+    return 0
+
+
+def _confusion(metric: object) -> tuple[list[list[int]], list[str]]:
+    """Return the counts by class and predicted class, and the classes' names; nothing of other tasks."""
+    names = getattr(metric, "names", [])
+    return (metric.confmat.tolist() if names else []), names  # type: ignore[attr-defined]
+
+
+def _print_classes(values: Mapping[str, float | None], matrix: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    """Print the scores of each class, and how many of its samples each class was predicted for."""
+    scores = narrow_table("class", "samples", *_SCORES)
+    counts = narrow_table("class \\ predicted", *map(escape, names))
+    for name, row in zip(names, matrix, strict=True):
+        scores.add_row(escape(name), str(sum(row)), *(cell(values.get(f"{score}/{name}")) for score in _SCORES))
+        counts.add_row(escape(name), *map(str, row))
+    Console().print(scores, counts)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from elastic_train.core.mesh import Mesh
 from elastic_train.inference.opening import Trained
 from elastic_train.parallel.group import Group
 from elastic_train.training.evaluation import Ranks, evaluate
 from elastic_train.training.open_session import make_repeatable
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 _TIMEOUT_S = 60.0
 
@@ -30,10 +35,14 @@ def alone() -> Ranks:
     return Alone(Group(0, 1, None, _TIMEOUT_S))
 
 
-def evaluate_trained(trained: Trained) -> dict[str, float | None]:
-    """Return loss, number of samples and the task's metrics over the validation set that it was opened with."""
+def evaluate_trained(trained: Trained, metrics: Mapping[str, Metric] | None = None) -> dict[str, float | None]:
+    """Return loss, number of samples and the task's metrics over the validation set that it was opened with.
+
+    `metrics` are the task's own, which hold their states afterwards.
+    """
     plan, state = trained.plan, trained.state
     make_repeatable(plan.config)
     batches = plan.feed.validation(range(plan.num_lanes))
     assert batches is not None, "it was opened with a validation set"
-    return evaluate(plan.task, state.model, batches, state.shards, alone(), plan.num_lanes, plan.device)
+    found = plan.task, state.model, batches, state.shards, alone(), plan.num_lanes, plan.device
+    return evaluate(*found, metrics=metrics)

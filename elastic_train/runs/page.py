@@ -30,6 +30,8 @@ def render(reports: Sequence[RunReport]) -> str:
             "summary_head": ("", *names),
             "summary": tables.summary(reports),
             "curves": list(_curves(reports)),
+            "classes": [(report.name, rows) for report in reports if (rows := tables.classes(report))],
+            "class_head": tables.CLASS_HEAD,
             "throughput": draw(lambda: throughput_figure(reports)),
             "mfu": draw(lambda: mfu_figure(reports)) if any(report.mfu is not None for report in reports) else None,
             "goodput": draw(lambda: goodput_figure(reports)),
@@ -53,7 +55,7 @@ def render(reports: Sequence[RunReport]) -> str:
 def _curves(reports: Sequence[RunReport]) -> Iterator[tuple[str, Drawn]]:
     """Draw loss, norm and learning rate, and what validations measured."""
     known = {name for report in reports for name in report.curves}
-    validated = sorted(name for name in known if name.startswith("validation/") and name != "validation/samples")
+    validated = sorted(name for name in known if tables.is_plain(name) and name != "validation/samples")
     for metric in [LOSS, *(name for name in _FIRST[1:] if name in known), *validated]:
         yield metric, draw(lambda metric=metric: curve_figure(reports, metric))  # type: ignore[misc]
 

@@ -11,6 +11,8 @@ from elastic_train.runs.report import RunReport
 from elastic_train.system.wording import duration, durations, size, sizes
 
 Rows = list[tuple[str, ...]]
+VALIDATION = "validation/"
+CLASS_HEAD = ("class", "precision", "recall", "f1")
 NONE = "–"
 CHANGE_HEAD = ("term", "cause", "at step", "ranks", "steps lost", "to the next step", "detect", "form", "restore")
 EVENT_HEAD = ("event", "since step", "seen after", "whose", "measured", "usual")
@@ -126,6 +128,16 @@ def memory(run: RunReport, most_ranks: int = MOST_RANKS) -> tuple[tuple[str, ...
     return ("memory", "on", *shown), rows
 
 
+def classes(run: RunReport) -> Rows:
+    """Return the scores of each class in the last validation; no rows of a model that has no classes."""
+    final = run.final_metrics()
+    names = dict.fromkeys(name.split("/", 2)[2] for name in final if name.startswith(f"{VALIDATION}recall/"))
+    return [
+        (name, *(said(final.get(f"{VALIDATION}{score}/{name}"), "{:.4g}") for score in CLASS_HEAD[1:]))
+        for name in names
+    ]
+
+
 def layout(reports: Sequence[RunReport]) -> Rows:
     """Return layout and environment of each run."""
     found = [{**run.layout(), **run.environment()} for run in reports]
@@ -143,7 +155,12 @@ def _scaled(seconds: float | None) -> float | None:
 
 
 def _is_of_interest(metric: str) -> bool:
-    return metric == "train/loss" or metric.startswith(("validation/", "best/"))
+    return metric == "train/loss" or metric.startswith("best/") or is_plain(metric)
+
+
+def is_plain(metric: str) -> bool:
+    """Say whether a metric is a validation's, and not that of one class."""
+    return metric.startswith(VALIDATION) and metric.count("/") == 1
 
 
 def _longest(run: RunReport) -> str:

@@ -6,14 +6,24 @@ recovery should not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from elastic_train.tasks.metric_library import BinaryF1Score, Metric, MulticlassF1Score
+from elastic_train.tasks.metric_library import (
+    BinaryF1Score,
+    Metric,
+    MulticlassAccuracy,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+)
 
 _BINS, _UNIT = 15, 1 << 30
 _MOST_ROWS = 1 << 21
 """Distinct scores, over all classes, up to which an area is exact: 64 MB. Of more, close ones become equal."""
+_MOST_CLASSES = 1000
+"""Classes up to which a confusion matrix is kept: 8 MB."""
 _CLASS, _KEY = 0, 1
 _CUT = -2
 """The class of a row that has, in place of a score, how many low bits were dropped of those in its table."""
@@ -156,9 +166,55 @@ class CalibrationError(Metric):
         return gaps.sum() / self.count.sum()  # NaN without a sample
 
 
-def classification_metrics(num_classes: int) -> dict[str, Metric]:
-    """Return macro-F1 and AUC, and for two classes the positive class's F1; fed with (batch, classes) probabilities."""
-    metrics: dict[str, Metric] = {"macro_f1": MulticlassF1Score(num_classes, average="macro")}
+class Accuracy(MulticlassConfusionMatrix):
+    """Share of the rows whose most likely class is theirs; the state is the confusion matrix, (target, prediction).
+
+    `details` has the scores of each class, by its name, of up to `most_named` classes.
+    """
+
+    higher_is_better = True
+    confmat: Tensor
+
+    def __init__(self, names: Sequence[str], *, most_named: int = 20) -> None:
+        super().__init__(len(names))
+        self.names, self._most_named = list(names), most_named
+
+    def compute(self) -> Tensor:
+        return self.confmat.diagonal().sum() / self.confmat.sum()
+
+    def details(self) -> dict[str, float]:
+        """Return precision, recall and F1 of the classes that the set has samples of."""
+        return self.by_class() if len(self.names) <= self._most_named else {}
+
+    def by_class(self) -> dict[str, float]:
+        """Return the same of any number of classes; a class that is never predicted has the precision 0."""
+        right, real, said = (
+            counts.tolist() for counts in (self.confmat.diagonal(), self.confmat.sum(1), self.confmat.sum(0))
+        )
+        return {
+            f"{score}/{name}": value
+            for number, name in enumerate(self.names)
+            if real[number]
+            for score, value in (
+                ("precision", right[number] / max(1, said[number])),
+                ("recall", right[number] / real[number]),
+                ("f1", 2 * right[number] / (real[number] + said[number])),
+            )
+        }
+
+
+def classification_metrics(names: Sequence[str]) -> dict[str, Metric]:
+    """Return the metrics of classes with these names, fed with (batch, classes) probabilities.
+
+    They are accuracy, with the scores of each class, macro-F1 and AUC, and for two classes the positive class's F1.
+    Of more than 1,000 classes no confusion matrix is kept.
+    """
+    num_classes = len(names)
+    few = num_classes <= _MOST_CLASSES
+    metrics: dict[str, Metric] = {
+        "accuracy": Accuracy(names) if few else MulticlassAccuracy(num_classes, average="micro"),
+        "macro_f1": MulticlassF1Score(num_classes, average="macro"),
+    }
     if num_classes == 2:
         metrics["f1"] = PositiveF1()
     return {**metrics, "auc": AreaUnderCurve(num_classes)}

@@ -270,12 +270,8 @@ class ImageClassifier:
 
     def metrics(self) -> Mapping[str, Metric]:
         from elastic_train.tasks.classification_metrics import classification_metrics
-        from elastic_train.tasks.metric_library import MulticlassAccuracy
 
-        return {
-            "accuracy": MulticlassAccuracy(self.num_classes, average="micro"),
-            **classification_metrics(self.num_classes),
-        }
+        return classification_metrics(class_names(self._known, self.num_classes))
 
 
 def mixed(images: Tensor, batch: Batch) -> Tensor:

@@ -73,7 +73,16 @@ with _later(_TRANSFORMERS, _PLOTS, *(() if importlib.util.find_spec(_FOR_SPEECH)
         BinaryF1Score,
         MulticlassAccuracy,
         MulticlassAUROC,
+        MulticlassConfusionMatrix,
         MulticlassF1Score,
     )
 
-__all__ = ["BinaryAUROC", "BinaryF1Score", "Metric", "MulticlassAUROC", "MulticlassAccuracy", "MulticlassF1Score"]
+__all__ = [
+    "BinaryAUROC",
+    "BinaryF1Score",
+    "Metric",
+    "MulticlassAUROC",
+    "MulticlassAccuracy",
+    "MulticlassConfusionMatrix",
+    "MulticlassF1Score",
+]

@@ -189,7 +189,7 @@ class SequenceClassifier:
     def metrics(self) -> Mapping[str, Metric]:
         from elastic_train.tasks.classification_metrics import CalibrationError, classification_metrics
 
-        return {**classification_metrics(self.rows.num_classes), "calibration_error": CalibrationError()}
+        return {**classification_metrics(self.rows.class_names), "calibration_error": CalibrationError()}
 
 
 def _padding_of(config: Any) -> int:

@@ -108,7 +108,7 @@ class Task(Protocol):
         """Return fresh validation metrics, each of one number, whose states any world puts together to the same bits.
 
         States are tensors of integers that are summed, or one list of tensors whose rows of integers are put in order.
-        A metric's `remark` is told with its value.
+        A metric's `remark` is said with its value, and what its `details()` returns, numbers by name, is reported, too.
         """
 
 

@@ -129,4 +129,4 @@ class TextClassifier:
     def metrics(self) -> Mapping[str, Metric]:
         from elastic_train.tasks.classification_metrics import classification_metrics
 
-        return classification_metrics(self.num_classes)
+        return classification_metrics(self.rows.class_names)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,14 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 log = logging.getLogger(__name__)
-Judged = tuple[float, str | None]
-"""The value of a metric, and what is to be said of it."""
+
+
+class Judged(NamedTuple):
+    """The value of a metric, a sentence about it, and more numbers by their names."""
+
+    value: float
+    remark: str | None
+    details: Mapping[str, float]
 
 
 class Ranks(Protocol):
@@ -64,16 +70,18 @@ def evaluate(
     device: torch.device,
     stage: Stage | None = None,
     remark: Callable[[str], None] = log.warning,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> dict[str, float | None]:
     """Return {"loss": ..., "samples": ..., metric: ...} over the whole validation set, equal on every rank.
 
     Without a target, loss and metrics are None; so is a metric that is undefined though the loss is a number. `remark`
-    gets a sentence for each. A metric is NaN where predictions are.
+    gets a sentence for each. A metric is NaN where predictions are. `metrics` are the task's, of a caller who reads
+    more of them than their values.
 
     In a pipeline the last stage alone learns of losses, and tells the others what they come to.
     """
     cut = stage if stage is not None and stage.is_cut else None
-    metrics = {name: metric.to(device) for name, metric in task.metrics().items()}
+    metrics = {name: metric.to(device) for name, metric in (metrics or task.metrics()).items()}
     sums: dict[int, list[float]] = {}
     with losses(task, model, steps, shards, world, device, cut) as each:
         for batch, loss in each:
@@ -97,13 +105,14 @@ def evaluate(
         remark("no sample of the validation set has a target: its loss and metrics are no numbers, and decide nothing")
         return {**dict(zip(OWN_VALUES, (None, samples), strict=True)), **dict.fromkeys(judged)}
     found: dict[str, float | None] = dict(zip(OWN_VALUES, (mean, samples), strict=True))
-    for name, (value, text) in judged.items():
+    for name, (value, text, details) in judged.items():
         found[name] = value
         if math.isnan(value) and not num_nan and math.isfinite(mean):
             remark(f"the metric '{name}' is undefined for the targets of the validation set: it decides nothing")
             found[name] = None
         elif text is not None:
             remark(f"the metric '{name}': {text}")
+        found |= details
     return found
 
 
@@ -174,7 +183,12 @@ def _merge(metrics: Mapping[str, Metric], owners: Group, *, is_nan: bool) -> dic
             if isinstance(state, Tensor):
                 owners.all_reduce(state)
             setattr(metric, state_name, state if isinstance(state, Tensor) else [_all_rows(state, owners)])
-        judged[name] = (math.nan, None) if is_nan else (value_of(name, metric), getattr(metric, "remark", None))
+        if is_nan:
+            judged[name] = Judged(math.nan, None, {})
+            continue
+        value, details = value_of(name, metric), getattr(metric, "details", None)
+        more = {} if details is None or math.isnan(value) else details()
+        judged[name] = Judged(value, getattr(metric, "remark", None), more)
     return judged
 
 

@@ -385,7 +385,7 @@ class Session:
         shown = ", ".join(
             f"{name} is no number" if value is None else f"{name} {value:.4f}"
             for name, value in values.items()
-            if name != "samples"
+            if name != "samples" and "/" not in name  # those of classes are logged
         )
         self.world.announce(f"validation at step {self.state.step}: {shown}")
 

@@ -110,6 +110,11 @@ class LabelledRows:
             check_same_classes(self.known, manifest, self.label, self.num_classes)
         check_same_tokens(self.known, manifest)
 
+    @property
+    def class_names(self) -> Sequence[str]:
+        """Names of the classes, in the order of their numbers."""
+        return class_names(self.known, self.num_classes)
+
     def inspected_names(self) -> Sequence[str]:
         """Name the columns whose values decide if a row is fit."""
         return [self.tokens, self.label]
@@ -162,7 +167,7 @@ class LabelledRows:
     def predictions(self, loss: LaneLoss) -> Mapping[str, Tensor | Sequence[str]]:
         """Return what `predict` writes of a micro-batch's rows."""
         assert loss.predictions is not None, "`loss` has returned probabilities"
-        return predicted(loss.predictions, class_names(self.known, self.num_classes))
+        return predicted(loss.predictions, self.class_names)
 
     def begin_predicting(self, manifest: Manifest) -> None:
         """Read no labels, and take metadata that the dataset lacks as missing in all of its rows, with a warning."""

@@ -134,6 +134,19 @@ def test_predict_gives_classes_without_labels(
     labels = load_manifest(str(texts / "train")).labels
     assert labels is not None and row["prediction"] == labels[int(np.argmax(row["probabilities"]))]
     assert row["probability"] == max(row["probabilities"]) and sum(row["probabilities"]) == pytest.approx(1)
+    scores = said(capsys, "evaluate", tmp_path / "run", "--data", texts / "train")
+    metrics, confusion = scores["metrics"], np.array(scores["confusion"])
+    assert scores["classes"] == list(labels) and isinstance(metrics, dict)
+    assert metrics["accuracy"] == pytest.approx(confusion.trace() / len(bare))
+    one = confusion[labels.index("1")]
+    assert metrics["recall/1"] == pytest.approx(one[labels.index("1")] / one.sum())
+    call("evaluate", tmp_path / "run", "--data", texts / "train")
+    assert "precision" in (printed := capsys.readouterr().out) and "recall/1" not in printed
+    logged = (tmp_path / "run" / "metrics").glob("*.jsonl")
+    assert any('"validation/precision/1"' in path.read_text() for path in logged)
+    html = tmp_path / "report.html"
+    call("report", tmp_path / "run", "--html", html)
+    assert "classes of the last validation" in html.read_text() and "validation/precision" not in html.read_text()
 
 
 def test_export_gives_a_folder_that_transformers_loads_to_the_last_bit(

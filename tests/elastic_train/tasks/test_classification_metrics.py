@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import f1_score, roc_auc_score
+from sklearn.metrics import f1_score, precision_recall_fscore_support, roc_auc_score
 
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.classification_metrics import AreaUnderCurve, PositiveF1, classification_metrics
+from elastic_train.tasks.classification_metrics import Accuracy, AreaUnderCurve, PositiveF1, classification_metrics
 from elastic_train.training.evaluation import _all_rows
 
 pytestmark = pytest.mark.xdist_group("torchmetrics")  # one process imports it
@@ -108,10 +108,33 @@ def test_what_has_no_area_is_no_number() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 40), st.integers(0, 1000))
+def test_scores_of_each_class_are_those_of_scikit_learn_and_add_up_over_ranks(num: int, size: int, seed: int) -> None:
+    """Of classes with a sample; the state is counts, so that ranks add theirs up."""
+    rng = np.random.default_rng(seed)
+    scores, target = torch.tensor(rng.dirichlet(np.ones(num), size)).float(), rng.integers(0, max(1, num - 1), size)
+    whole, first, second = (Accuracy([f"c{number}" for number in range(num)]) for _ in range(3))
+    for metric, lo, hi in ((whole, 0, size), (first, 0, size // 2), (second, size // 2, size)):
+        if lo < hi:
+            metric.update(scores[lo:hi], torch.tensor(target[lo:hi]))
+    first.confmat += second.confmat
+    assert torch.equal(whole.confmat, first.confmat) and not whole.confmat.is_floating_point()
+    labels = sorted({*target.tolist()})
+    found = precision_recall_fscore_support(target, scores.argmax(1), labels=labels, zero_division=0.0)
+    expected = {
+        f"{score}/c{number}": values[place]
+        for score, values in zip(("precision", "recall", "f1"), found, strict=False)
+        for place, number in enumerate(labels)
+    }
+    assert whole.details() == pytest.approx(expected)
+    assert float(whole.compute()) == pytest.approx(float(np.mean(scores.argmax(1).numpy() == target)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 40), st.integers(0, 1000))
 def test_the_f1_is_that_of_scikit_learn_over_the_classes_that_are_seen(num: int, size: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     scores, target = torch.tensor(rng.dirichlet(np.ones(num), size)).float(), rng.integers(0, max(1, num - 1), size)
-    metric = classification_metrics(num)["macro_f1"]
+    metric = classification_metrics([*map(str, range(num))])["macro_f1"]
     metric.update(scores, torch.tensor(target))
     assert float(metric.compute()) == pytest.approx(f1_score(target, scores.argmax(1), average="macro"), abs=1e-6)
     if num == 2:

@@ -134,7 +134,7 @@ def test_the_head_knows_the_names_of_the_classes(tmp_path: Path) -> None:
     task = SequenceClassifier(hf={"config": BERT}, max_tokens=16)
     task.prepare(manifest)
     assert task.config.id2label == {0: "bad", 1: "fair", 2: "good"} and task.config.num_labels == 3
-    assert set(task.metrics()) == {"macro_f1", "auc", "calibration_error"}
+    assert set(task.metrics()) == {"accuracy", "macro_f1", "auc", "calibration_error"}
 
 
 def test_a_classifier_is_exported_to_the_last_bit_unless_it_reads_metadata(tmp_path: Path) -> None:

@@ -105,12 +105,13 @@ def test_a_metric_that_the_targets_do_not_define_is_no_number_and_one_of_nan_is_
     """NaN, a model that has diverged, counts as worse than any number; what is undefined does not count."""
     scores = torch.tensor([[0.2, 0.8], [0.6, 0.4]])
     values, remarks = evaluated(
-        [LaneLoss(torch.tensor(1.0), 2.0, scores, torch.tensor([1, 1]))], classification_metrics(2)
+        [LaneLoss(torch.tensor(1.0), 2.0, scores, torch.tensor([1, 1]))], classification_metrics(["no", "yes"])
     )
     assert values["auc"] is None and values["f1"] is not None
     assert remarks == ["the metric 'auc' is undefined for the targets of the validation set: it decides nothing"]
     values, _ = evaluated(
-        [LaneLoss(torch.tensor(torch.nan), 2.0, scores * torch.nan, torch.tensor([1, 0]))], classification_metrics(2)
+        [LaneLoss(torch.tensor(torch.nan), 2.0, scores * torch.nan, torch.tensor([1, 0]))],
+        classification_metrics(["no", "yes"]),
     )
     assert all(math.isnan(cast(float, values[name])) for name in ("loss", "auc", "f1", "macro_f1"))
 
@@ -165,4 +166,4 @@ def test_a_metric_that_no_validation_could_compute_is_refused(metric: Metric, me
 def test_the_products_own_metrics_are_not_refused() -> None:
     scores = torch.tensor([[0.2, 0.8], [0.6, 0.4]])
     loss = LaneLoss(torch.tensor(1.0), 2.0, scores, torch.tensor([1, 0]))
-    try_metrics({**classification_metrics(2), "calibration_error": CalibrationError()}, loss)
+    try_metrics({**classification_metrics(["no", "yes"]), "calibration_error": CalibrationError()}, loss)
