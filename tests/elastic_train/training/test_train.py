@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.conftest import ROOT, Printed, run_source, start
+from tests.conftest import PATIENCE_S, begin, places_of, run_source, start
 from tests.elastic_train.training.jobs import CLASSIFIER, config, failing, history, result
 
 pytestmark = pytest.mark.slow
@@ -23,6 +21,11 @@ result = et.train(et.load_config(sys.argv[1], {"max_steps": 4, "run.dir": sys.ar
 if os.environ.get("RANK", "0") == "0":
     print(json.dumps([result.status, result.step, result.weights_sha256, result.coverage.count]), flush=True)
 os._exit(0)
+"""
+COMMAND = """
+import os, runpy, sys
+sys.path.insert(0, os.getcwd())
+runpy.run_module("elastic_train.command", run_name="__main__", alter_sys=True)
 """
 LEFT = """
 import signal, sys
@@ -57,24 +60,21 @@ thread.join()
 
 def run(program: str, *arguments: str) -> list[str]:
     """Run a program by itself; return the lines of its stdout."""
-    return lines_of(run_source(program, *arguments))
-
-
-def run_on_two_ranks(script: Path, *arguments: str) -> list[str]:
-    """Run a script under torchrun; return the lines of its stdout."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    command = [sys.executable, *launcher, str(script), *arguments]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return lines_of(subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False))
-
-
-def lines_of(done: subprocess.CompletedProcess[str] | Printed) -> list[str]:
-    assert done.returncode == 0, done.stdout + done.output
+    done = run_source(program, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
 
+def run_on_two_ranks(script: Path, *arguments: str) -> list[str]:
+    """Run a script in the environment that a launcher gives two ranks; return the lines that they print."""
+    command, log = [sys.executable, "-m", "tests.source_program", str(script), *arguments], script.with_suffix(".log")
+    ranks = [begin(command, log, place) for place in places_of(2)]
+    assert [rank.wait(PATIENCE_S) for rank in ranks] == [0, 0], log.read_text()
+    return log.read_text().splitlines()
+
+
 def test_the_function_the_command_and_two_ranks_agree(tmp_path: Path, rows: Path) -> None:
-    """The result is that of the command, field by field, and a script under torchrun gets it on its ranks."""
+    """The result is that of the command, field by field, and a script gets it on its ranks."""
     described, script = config(tmp_path, rows, CLASSIFIER), tmp_path / "script.py"
     script.write_text(TRAIN)
     assert start([described, "--max-steps", "4"]).code == 0
@@ -94,9 +94,7 @@ def test_a_request_to_leave_is_raised_and_the_next_call_resumes(tmp_path: Path, 
     assert lines[-1] == "14"
 
 
-def test_a_task_that_changes_the_working_folder_changes_nothing(
-    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_changes_the_working_folder_changes_nothing(tmp_path: Path, rows: Path) -> None:
     """Paths are relative to where the job was started: the result went elsewhere, and `status` said resumable."""
     (tmp_path / "moving.py").write_text(
         "import os\nfrom elastic_train.tasks.text_classifier import TextClassifier\n"
@@ -109,11 +107,9 @@ def test_a_task_that_changes_the_working_folder_changes_nothing(
     tree["task"]["path"], tree["run"], tree["data"]["train"] = "moving:Moving", {"dir": "run"}, "rows/train"
     tree["tracking"], tree["max_steps"] = {"mlflow_uri": None}, 3
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    command = [sys.executable, "-m", "elastic_train.command"]
-    assert subprocess.run([*command, "train", "c.yaml"], timeout=280, check=False).returncode == 0
-    assert subprocess.run([*command, "status", "c.yaml"], timeout=280, check=False).returncode == 0
+    for word in ("train", "status"):
+        done = run_source(COMMAND, word, "c.yaml", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
     assert not list((tmp_path / "else").iterdir())
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["run"]["dir"] == "run"
 
