@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ from elastic_train.checkpoint.stores.store import read
 from elastic_train.checkpoint.stores.uploads import S3Upload
 from elastic_train.errors import StorageError
 from elastic_train.world import world
-from tests.conftest import ROOT
+from tests.conftest import run_source
 from tests.elastic_train.checkpoint.commit_samples import facts
 from tests.elastic_train.checkpoint.faulty_network import FaultyNetwork
 from tests.elastic_train.checkpoint.save_samples import open_saves, quick_retries
@@ -63,7 +63,9 @@ def state_of(num_bytes: int, value: float = 1.0) -> dict[str, object]:
 
 
 SAVE = """
-import sys, tempfile, torch
+import json, os, sys, tempfile, torch
+os.environ.update(json.loads(sys.argv[3]))
+tempfile.tempdir = None
 from elastic_train.checkpoint import open_store
 from tests.elastic_train.checkpoint.commit_samples import facts
 from tests.elastic_train.checkpoint.save_samples import open_saves
@@ -78,9 +80,8 @@ sys.exit(None if ended.error is None else str(ended.error))
 def test_a_save_to_s3_needs_no_room_on_the_local_disk(full_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full TMPDIR fails no save: before, the parts were staged there."""
     with S3() as s3:
-        command = [sys.executable, "-c", SAVE, s3.url("run"), str(full_folder)]
-        environ = {**os.environ, **s3.environ, "TMPDIR": str(full_folder)}
-        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+        environ = json.dumps({**s3.environ, "TMPDIR": str(full_folder)})
+        done = run_source(SAVE, s3.url("run"), str(full_folder), environ)
         assert (done.returncode, done.stderr) == (0, "")
         for name, value in s3.environ.items():
             monkeypatch.setenv(name, value)

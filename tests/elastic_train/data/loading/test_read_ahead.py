@@ -31,7 +31,7 @@ from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSampler
 from elastic_train.errors import DataError
-from tests.conftest import PATIENCE_S, ROOT, write_rows
+from tests.conftest import PATIENCE_S, ROOT, run_source, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -242,13 +242,14 @@ def test_an_abandoned_loader_stops_decoding(tmp_path: Path) -> None:
 
 def test_the_example_resumes_at_another_world_size(tmp_path: Path) -> None:
     """The example's ranks of two worlds print every id of the epoch once."""
-    run = [sys.executable, "examples/own_loop.py", str(tmp_path / "prices")]
-    subprocess.run([sys.executable, "examples/own_task/make_data.py", str(tmp_path / "prices")], cwd=ROOT, check=True)
+    rows, state = str(tmp_path / "prices"), str(tmp_path / "state.json")
+    script = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    assert run_source(script, "examples/own_task/make_data.py", rows).returncode == 0
     seen: Counter[int] = Counter()
     for arguments in (["4", "50"], ["3", "1000"]):
-        command = [*run, *arguments, str(tmp_path / "state.json")]
-        printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-        seen.update(map(int, printed.split()))
+        done = run_source(script, "examples/own_loop.py", rows, *arguments, state)
+        assert done.returncode == 0, done.stderr
+        seen.update(map(int, done.stdout.split()))
     assert seen == Counter(range(2000))
 
 
