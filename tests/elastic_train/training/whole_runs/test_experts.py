@@ -26,6 +26,7 @@ STAGES, TENSOR = ["--parallel.pipeline", "2"], ["--parallel.tensor", "2"]
 SHARED = ["--parallel.shards", "optimizer"]
 EXPERTS_IN_CHUNKS = ["--parallel.expert", "2", "--parallel.schedule", "interleaved", "--parallel.bucket_mb", "0.001"]
 LONG = pytest.mark.long  # one run has what these have
+HUNT = pytest.mark.hunt  # so has one of more cells, or whose state is in shares
 STAGED = {"tied": False, "depth": 4}
 """A model that can be run in two stages with two chunks each."""
 TERMS = num_terms(DecoderShape(**{**MODEL, "tied": False, "dropout": 0.0}), num_tokens=16, num_rows=30)  # type: ignore[arg-type]
@@ -50,12 +51,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
     ("degree", "num_ranks", "how"),
     [
         (2, 2, ["--parallel.bucket_mb", "0.001", "--parallel.recompute", "selective"]),
-        (2, 4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"]),
+        pytest.param(2, 4, ["--parallel.recompute", "units", "--run.audit_lanes", "1"], marks=HUNT),
         (4, 4, ["--parallel.bucket_mb", "null"]),
         pytest.param(2, 4, SHARED, marks=LONG),
         (2, 4, ["--parallel.shards", "parameters", "--parallel.offload", "all", "--run.audit_lanes", "1"]),
         (2, 6, ["--parallel.shards", "gradients", "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
-        (2, 4, ["--parallel.offload", "optimizer"]),
+        pytest.param(2, 4, ["--parallel.offload", "optimizer"], marks=HUNT),
         (2, 4, ["--parallel.shards", "optimizer", "--parallel.offload", "optimizer", "--parallel.copies", "1"]),
     ],
 )
@@ -91,8 +92,8 @@ def untied(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Path:
 @pytest.mark.parametrize(
     ("num_ranks", "how"),
     [
-        (2, [*STAGES, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
-        (2, [*STAGES, "--parallel.schedule", "interleaved"]),
+        pytest.param(2, [*STAGES, "--parallel.recompute", "units", "--run.audit_lanes", "1"], marks=HUNT),
+        pytest.param(2, [*STAGES, "--parallel.schedule", "interleaved"], marks=HUNT),
         (4, [*STAGES, "--parallel.expert", "2", "--parallel.schedule", "gpipe"]),
         (8, [*STAGES, *EXPERTS_IN_CHUNKS, "--parallel.recompute", "units", "--run.audit_lanes", "1"]),
         pytest.param(8, [*STAGES, *EXPERTS_IN_CHUNKS], marks=LONG),
