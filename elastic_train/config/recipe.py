@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from elastic_train.config.section import Section, Value
 from elastic_train.errors import ConfigError
@@ -107,13 +107,32 @@ class EarlyStoppingConfig(Section):
 
 class ValidationConfig(Section):
     every_steps: PositiveInt | None = 100
-    """Validate every N steps. null: only at the end."""
+    """Validate every N steps. null, and the default with every_epochs: only at the end."""
+    every_epochs: PositiveInt | None = None
+    """Validate every N epochs instead."""
     max_samples: PositiveInt | None = None
     """Validate on the first N samples. null: on all."""
     weights: Literal["trained", "ema"] = "trained"
     """Validate the trained weights, or their average (optimizer.ema)."""
     early_stopping: EarlyStoppingConfig | None = None
     """End training when validations stop improving, such as {metric: min loss, patience: 5}. null: never."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _counts_epochs_or_steps(cls, section: object) -> object:
+        """Leave the default of every_steps out where epochs are counted."""
+        if isinstance(section, Mapping) and section.get("every_epochs") is not None:
+            return {"every_steps": None, **section}
+        return section
+
+    @model_validator(mode="after")
+    def _is_one_period(self) -> ValidationConfig:
+        if self.every_steps is not None and self.every_epochs is not None:
+            raise ValueError(
+                f"every_epochs {self.every_epochs} and every_steps {self.every_steps} both say when to validate: "
+                "leave one out, or set it to null"
+            )
+        return self
 
 
 def checked_best(text: str) -> str:

@@ -212,8 +212,16 @@ class Config(Section):
     def _validates_what_there_is(self) -> Config:
         if self.validation.weights == "ema" and self.optimizer.ema is None:
             raise ValueError("validation.weights: ema needs an average: set optimizer.ema, such as {decay: 0.999}")
-        if self.validation.early_stopping is not None and self.validation.every_steps is None:
-            raise ValueError("validation.early_stopping needs validations to judge by: set validation.every_steps")
+        keys = self.validation
+        if keys.early_stopping is not None and keys.every_steps is None and keys.every_epochs is None:
+            raise ValueError(
+                "validation.early_stopping needs validations to judge by: set validation.every_steps or every_epochs"
+            )
+        if keys.every_epochs is not None and self.data.mixture:
+            raise ValueError(
+                "validation.every_epochs: the sources of data.mixture end their epochs at different steps; set "
+                "validation.every_steps"
+            )
         return self
 
     def anchored(self) -> Config:

@@ -84,6 +84,14 @@ class Plan:
         return self.config.batch.micro_batch
 
     @property
+    def validates_every(self) -> int | None:
+        """After how many steps a validation is due; None for at the end alone."""
+        keys = self.config.validation
+        if keys.every_epochs is None:
+            return keys.every_steps
+        return keys.every_epochs * self.order.num_steps(self.micro_batch)
+
+    @property
     def retention(self) -> Retention:
         """Which commits stay."""
         keep, stopping = self.config.checkpoint, self.config.validation.early_stopping

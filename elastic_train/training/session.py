@@ -197,7 +197,7 @@ class Session:
         return improvement is not None and self.state.step == improvement.best_step > 0
 
     def is_validation_due(self) -> bool:
-        every = self.plan.config.validation.every_steps
+        every = self.plan.validates_every
         return every is not None and self.state.step % every == 0
 
     def is_validation_missed(self) -> bool:

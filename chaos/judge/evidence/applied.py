@@ -88,6 +88,15 @@ def _horizon(run: Evidence, shape: Shape) -> int:
     return shape.steps_of(whole(run.config, "epochs"))
 
 
+def validated_every(run: Evidence) -> int | None:
+    """Return after how many steps a validation is due; None for at the end alone."""
+    validation = part(run.config, "validation") if "validation" in run.config else {}
+    epochs, steps = validation.get("every_epochs"), validation.get("every_steps")
+    if isinstance(epochs, int):
+        return shape_of(run).steps_of(epochs)
+    return steps if isinstance(steps, int) else None
+
+
 def is_stopped_early(run: Evidence) -> bool:
     """Say whether by the result so many validations in a row were no better that training had to end."""
     stopping = part(run.config, "validation").get("early_stopping") if "validation" in run.config else None

@@ -100,6 +100,10 @@ class ModelledPlan:
         return self.config.batch.micro_batch
 
     @property
+    def validates_every(self) -> int | None:
+        return self.config.validation.every_steps
+
+    @property
     def retention(self) -> Retention:
         return Retention.of(last=self.config.checkpoint.keep_last)
 

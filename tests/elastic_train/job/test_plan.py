@@ -13,6 +13,7 @@ from torch import nn
 
 from elastic_train.checkpoint import CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import Best
+from elastic_train.config import yaml12
 from elastic_train.config.schema import Config, TaskConfig
 from elastic_train.core.order import VERSION
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
@@ -124,9 +125,20 @@ def test_early_stopping_keeps_the_best_and_is_refused_where_there_is_none(rows: 
         ({"early_stopping": {"metric": "loss"}}, "does not say which commit is best"),
         ({"early_stopping": {}, "every_steps": None}, "needs validations to judge by"),
         ({"weights": "ema"}, "validation.weights: ema needs an average"),
+        ({"every_epochs": 1, "every_steps": 9}, "every_epochs 1 and every_steps 9 both say when to validate"),
     ):
         with pytest.raises(ValidationError, match=message):
             planned(rows, validation=wrong)
+
+
+def test_validations_are_due_after_steps_or_after_whole_epochs(rows: Path) -> None:
+    """Epochs replace the default of steps, also once the configuration was written and read again."""
+    by_epoch = planned(rows, validation={"every_epochs": 2, "early_stopping": {}}, epochs=3)
+    assert by_epoch.validates_every == 2 * by_epoch.total_steps // 3
+    assert Config.model_validate(yaml12.parse(by_epoch.config.to_yaml())).validation == by_epoch.config.validation
+    assert (
+        planned(rows).validates_every == 100 and planned(rows, validation={"every_steps": None}).validates_every is None
+    )
 
 
 @pytest.mark.parametrize(

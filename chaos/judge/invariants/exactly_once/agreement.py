@@ -6,10 +6,10 @@ import json
 from collections import Counter
 from itertools import pairwise
 
-from chaos.judge.evidence.applied import Steps, restored_at, result_of, shape_of, steps_of
+from chaos.judge.evidence.applied import Steps, restored_at, result_of, shape_of, steps_of, validated_every
 from chaos.judge.evidence.copies import parallel_of
 from chaos.judge.evidence.holes import left_out_of
-from chaos.judge.evidence.run_files import Evidence, Line, lanes_of, number, part, whole
+from chaos.judge.evidence.run_files import Evidence, Line, lanes_of, number, whole
 from chaos.judge.findings import Violated
 from chaos.judge.job_shape import Crews, MixedShape, cell_size
 
@@ -71,12 +71,12 @@ def _check_ends(run: Evidence) -> None:
 
 def _check_validations(run: Evidence) -> None:
     """All ranks of a term that live on validate what one of them does, at steps at which a validation is due."""
-    every = (part(run.config, "validation") if "validation" in run.config else {}).get("every_steps")
+    every = validated_every(run)
     validated: dict[int, set[int]] = {}
     own: dict[tuple[int, object], set[int]] = {}
     for line in run.of("validate"):
         term, step = whole(line, "term"), whole(line, "step")
-        if isinstance(every, int) and step % every and step not in (shape_of(run).total_steps, result_of(run)["step"]):
+        if every is not None and step % every and step not in (shape_of(run).total_steps, result_of(run)["step"]):
             raise Violated(f"term {term}: rank {line['rank']} validated step {step}, which is not due")
         validated.setdefault(term, set()).add(step)
         own.setdefault((term, line["rank"]), set()).add(step)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
 
-from chaos.judge.evidence.applied import lineage_of, restored_at, result_of, shape_of
+from chaos.judge.evidence.applied import lineage_of, restored_at, result_of, shape_of, validated_every
 from chaos.judge.evidence.identities import AGAIN
 from chaos.judge.evidence.run_files import Evidence, Line, items, number, part, whole
 from chaos.judge.findings import Unknown, Violated
@@ -201,15 +201,15 @@ def _check_validations(run: Evidence) -> int:
 
     One that was due at the last step that a term applied may have been cut off by the fault that ended the term.
     """
-    data, validation = _section(run, "data"), _section(run, "validation")
+    data = _section(run, "data")
     if data.get("validation") is None:
         return 0
-    every, last, due = validation.get("every_steps"), shape_of(run).total_steps, 0
+    every, last, due = validated_every(run), shape_of(run).total_steps, 0
     begun = {(line["term"], line["step"]) for line in run.of("validate")}
     lineage = lineage_of(run)
     for applied, after in zip(lineage, [*lineage[1:], None], strict=True):
         is_last = applied.step == last
-        if not is_last and (not isinstance(every, int) or applied.step % every):
+        if not is_last and (every is None or applied.step % every):
             continue
         terms = {applied.term} | ({whole(result_of(run), "term")} if is_last else set())
         if not is_last and after is not None and after.term != applied.term:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from chaos.judge.evidence.applied import shape_of
+from chaos.judge.evidence.applied import shape_of, validated_every
 from chaos.judge.evidence.holes import holes_of
 from chaos.judge.evidence.run_files import Evidence, Line, items, number, once, part, whole
 from chaos.judge.findings import Violated
@@ -50,7 +50,7 @@ def check_improvement(run: Evidence, whose: str, fields: Line) -> bool:
         if said is not None:
             raise Violated(f"{whose} says improvement {said}, and the job has no early stopping")
         return False
-    step, every = whole(fields, "step"), validation.get("every_steps")
+    step, every = whole(fields, "step"), validated_every(run)
     own = said if isinstance(said, dict) else {"metric": stopping["metric"], "validated_at": 0}
     at = whole(own, "validated_at")
     past, may = _due(run, step - 1, every), _due(run, step, every)
@@ -122,7 +122,7 @@ def check_metrics(run: Evidence, key: str, fields: Line) -> bool:
         raise Violated(f"{key} says no metrics, and its state went through the validation of step {carried}")
     if not claimed:
         return False
-    every = (part(run.config, "validation") if "validation" in run.config else {}).get("every_steps")
+    every = validated_every(run)
     known = [values for at, values in logged.items() if carried <= at <= step]
     if any(all(name in each and not differ(each[name], claimed[name]) for name in claimed) for each in known):
         return True

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chaos.judge.delivery.claims import claims
-from chaos.judge.evidence.applied import shape_of
+from chaos.judge.evidence.applied import shape_of, validated_every
 from chaos.judge.evidence.run_files import Evidence, Line, collect
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.written.pointers import check_pointers
@@ -51,6 +51,12 @@ def test_the_best_validation_is_worked_out_from_what_was_logged(validated: Evide
             check_improvement(validated, "a record", {"step": step, "improvement": wrong})
     with pytest.raises(Violated, match="last"):
         check_improvement(validated, "a record", {"step": 22})
+
+
+def test_validations_by_epoch_are_due_at_their_last_steps(validated: Evidence) -> None:
+    steps = shape_of(validated).steps_of(2)
+    for keys, every in (({"every_steps": None, "every_epochs": 2}, steps), ({"every_steps": 5}, 5), ({}, None)):
+        assert validated_every(replace(validated, config={**validated.config, "validation": keys})) == every
 
 
 def test_what_was_not_logged_is_not_worked_out(validated: Evidence) -> None:
