@@ -14,6 +14,9 @@ key_step_vs_plain     as step_vs_plain, with a key that changes how a step compu
                       loop is as ever, in fp32 and not compiled
 key_peak_vs_plain     as peak_memory_vs_plain, with the key
 key_one_hash          as one_hash, with the key, over 1, 3 and 4 ranks and a kill; each key has its own weights
+chunked_loss_peak     the most memory of passes of a decoder with 50,304 token ids, whose loss is computed by chunks of
+                      tokens, over that from the logits of all tokens, by the tokens of a row
+chunked_loss_time     the same of processor time
 over_ddp_on_slow_wire
                       tokens or images a second over those of DDP with its overlap, two ranks of one lane, models of
                       30, 27 and 11 million parameters, on a network on which exchanging the gradient after the backward
@@ -37,6 +40,7 @@ from benchmarks.models.beside import in_process, peak_of_ours, peak_of_plain, th
 from benchmarks.models.equal import CASES, MOST_APART, beside_transformers
 from benchmarks.models.hashes import hashes_of
 from benchmarks.models.jobs import JOBS, LARGE
+from benchmarks.models.large_vocabulary import passes_of
 from benchmarks.models.slow_wire import beside_ddp
 from benchmarks.models.tutorials import TUTORIALS, seconds_of
 
@@ -87,6 +91,20 @@ def key_one_hash(effort: Effort) -> dict[str, object]:
     return {"key_one_hash": _by_key(lambda name, key: _has_one_hash(effort, name, worlds, key))}
 
 
+def in_chunks(effort: Effort) -> dict[str, object]:
+    """Compare passes whose loss is computed by chunks with those that keep all logits."""
+    peaks, times = dict[str, float](), dict[str, float]()
+    for num_tokens in (2048,) if effort.is_quick else (2048, 4096):
+        peak, seconds = in_process(passes_of, num_tokens, in_chunks=True)
+        whole_peak, whole_s = in_process(passes_of, num_tokens, in_chunks=False)
+        peaks[str(num_tokens)], times[str(num_tokens)] = round(peak / whole_peak, 3), round(seconds / whole_s, 3)
+        effort.say(
+            f"{num_tokens} tokens: {peak / 1e6:.0f} MB and {seconds:.1f} s by chunks, {whole_peak / 1e6:.0f} MB and "
+            f"{whole_s:.1f} s with all logits"
+        )
+    return {"chunked_loss_peak": peaks, "chunked_loss_time": times}
+
+
 def on_slow_wire(effort: Effort) -> dict[str, object]:
     """Compare with DDP, and with no overlap, where half of a step without overlap is communication."""
     over_ddp, gained = dict[str, float](), dict[str, float]()
@@ -114,6 +132,8 @@ FIGURES: dict[str, Measure] = {
     "key_step_vs_plain": key_step_vs_plain,
     "key_peak_vs_plain": key_peak_vs_plain,
     "key_one_hash": key_one_hash,
+    "chunked_loss_peak": in_chunks,
+    "chunked_loss_time": in_chunks,
     "over_ddp_on_slow_wire": on_slow_wire,
     "overlap_on_slow_wire": on_slow_wire,
     "tutorials_s": tutorials_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from elastic_train.config.combinations import Found
 from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.tasks.language.chunked_loss import LastLayer
 from elastic_train.tasks.language.language_model import LanguageModel
 from elastic_train.tasks.language.own_decoder import OwnDecoder
 from elastic_train.tasks.language.transformers_model import TransformersModel
@@ -23,6 +25,7 @@ from elastic_train.tasks.models.adapters import Adapter, frozen_groups
 from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source
 from elastic_train.tasks.models.sampling import check_prompt, go_on
+from elastic_train.tasks.models.stage_plans import forwards_of, passed
 from elastic_train.tasks.placements import Degrees, Piece, Placements, loss_of
 from elastic_train.tasks.rows.token_parts import part_of
 from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns, uneven_widths
@@ -152,11 +155,23 @@ class CausalLM:
 
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | LaneLoss:
         mine = batch if piece.part is None else part_of(batch, piece.part)
-        made = self.language_model.run(model, mine, piece)
+        last = self._last_layer(model, mine) if piece.is_last else None
+        with contextlib.nullcontext() if last is None else forwards_of({last.head: passed}):
+            made = self.language_model.run(model, mine, piece)
         if isinstance(made, Tensor):
             return made
-        loss = self._loss_of(made.values, mine, is_training=model.training)
+        if last is None:
+            loss = self._loss_of(made.values, mine, is_training=model.training)
+        else:
+            wanted = made.values.flatten(0, 1)[mine["places"]]
+            loss = last.loss(wanted, mine["targets"], is_training=model.training)
         return replace(loss, total=loss.total + torch.stack(list(made.added)).sum()) if made.added else loss
+
+    def _last_layer(self, model: nn.Module, mine: Batch) -> LastLayer | None:
+        """Return the layer that is left out of the model's pass, because logits of all tokens are too large."""
+        head = self.language_model.head(model)
+        last = None if head is None else LastLayer(head, self.z_loss)
+        return last if last is not None and last.takes_chunks(mine["tokens"].numel()) else None
 
     def _loss_of(self, logits: Tensor, batch: Batch, *, is_training: bool) -> LaneLoss:
         """Compute the loss from logits for every token; shape (rows, width, vocabulary)."""

@@ -57,5 +57,8 @@ class LanguageModel(Protocol):
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | Logits:
         """Run a piece of the model on a micro-batch, or on that part of it which the piece names (`part_of`)."""
 
+    def head(self, model: nn.Module) -> nn.Linear | None:
+        """Return the linear layer whose output the logits are, unchanged; None if there may be none."""
+
     def begin_export(self, folder: Path) -> Mapping[str, str] | None:
         """Begin a folder of transformers, as `ExportingByName.begin_export` does, but for the tokenizer."""

@@ -102,6 +102,9 @@ class OwnDecoder:
             return Logits(out, () if losses is None else losses.terms)
         return out if losses is None else with_terms(out, losses)
 
+    def head(self, model: nn.Module) -> nn.Linear | None:
+        return model.head if type(model) is Decoder else None
+
     def _router_losses(self, model: nn.Module, batch: Batch) -> RouterLosses | None:
         """Return what takes the losses of routers; None outside of training, and without any."""
         if not (model.training and isinstance(model, Decoder) and model.shape.experts):

@@ -24,6 +24,7 @@ from elastic_train.tasks.models.hugging_face import (
     check_causal,
     check_positions,
     has_transformers,
+    model_of_transformers,
 )
 from elastic_train.tasks.models.packed_rows import check_documents, packed_logits
 from elastic_train.tasks.models.stage_plans import Parts, planned, run_parts, try_in_parts, unfit_for_stages
@@ -37,6 +38,9 @@ from elastic_train.tasks.task import Batch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_HAS_LAST_HEAD = "_has_last_head"
+"""An attribute of a model that `check_causal` knows: one that a subclass of the task puts around it lacks it."""
+
 
 class TransformersModel:
     """The model of a source, for rows of up to `max_tokens` tokens; with an `adapter` its base is not trained."""
@@ -47,6 +51,7 @@ class TransformersModel:
         self._has_documents, self._has_holes = True, False  # until `prepare` knows which columns there are
         self._parts: Parts | None = None
         self._runs_as_listed: bool | None = None
+        self._has_last_head = False
 
     @cached_property
     def config(self) -> PretrainedConfig:
@@ -81,12 +86,13 @@ class TransformersModel:
     def build(self) -> nn.Module:
         built = self.source.build(self._kind)
         check_positions(built, self._max_tokens + self._num_prompt)
-        check_causal(built)
+        self._has_last_head = check_causal(built)
         self._check_documents(built)
         model: nn.Module = built
         if self._adapter is not None:
             model = self._adapter.attach(model, task_type="CAUSAL_LM")
             leave_base_out(model)
+        vars(model)[_HAS_LAST_HEAD] = self._has_last_head
         return model
 
     @property
@@ -100,9 +106,10 @@ class TransformersModel:
         model, weights = opened
         if self._runs_as_listed is None:  # it takes two passes of the whole model, once
             check_positions(model, self._max_tokens)
-            check_causal(model, stand_ins(model))
+            self._has_last_head = check_causal(model, stand_ins(model))
             self._check_documents(model)
             self._runs_as_listed = runs_as_listed(model, input_ids=torch.tensor([[0, 1]]))
+        vars(model)[_HAS_LAST_HEAD] = self._has_last_head
         return (model, weights.__iter__) if self._runs_as_listed else None
 
     def _check_documents(self, model: nn.Module) -> None:
@@ -147,6 +154,12 @@ class TransformersModel:
         named = {} if documents is None else {"attention_mask": (documents != PADDING).long()}
         logits: Tensor = model(input_ids=tokens, use_cache=False, **named).logits
         return logits[:, self._num_prompt :]
+
+    def head(self, model: nn.Module) -> nn.Linear | None:
+        if not vars(model).get(_HAS_LAST_HEAD):
+            return None
+        head = model_of_transformers(model)[1].get_output_embeddings()
+        return head if type(head) is nn.Linear else None
 
     def begin_export(self, folder: Path) -> Mapping[str, str] | None:
         return None

@@ -225,20 +225,23 @@ def check_positions(model: PreTrainedModel, max_tokens: int) -> None:
             )
 
 
-def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = None) -> None:
+def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = None) -> bool:
     """Refuse a model whose prediction for a token depends on the tokens after it: it would learn to copy them.
 
     `weights` are taken in place of its own, if it has none. Of one on fakes, which have no values, nothing is known.
+    Returns whether its logits are known to be the output of a linear layer, `get_output_embeddings()`, unchanged.
     """
     if any(isinstance(one, FakeTensor) for one in model.parameters()):
-        return
-    was_training = model.training
+        return False
+    was_training, head, made = model.training, model.get_output_embeddings(), list[Tensor]()
+    hooks = [] if head is None else [head.register_forward_hook(lambda *call: made.append(call[2]))]
     model.eval()
     try:
         with torch.no_grad():
             pair = torch.tensor([[0, 0], [0, 1]]) % model.config.get_text_config().vocab_size
             inputs = {"input_ids": pair, "use_cache": False}
-            first, second = torch.func.functional_call(model, dict(weights or {}), (), inputs).logits[:, 0]
+            logits = torch.func.functional_call(model, dict(weights or {}), (), inputs).logits
+            first, second = logits[:, 0]
     except FAILURES as error:
         raise ConfigError(
             f"task.params.hf: {type(model).__name__} ({model.config.model_type}) cannot compute a row: "
@@ -246,11 +249,14 @@ def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = 
         ) from error
     finally:
         model.train(was_training)
+        for hook in hooks:
+            hook.remove()
     if not first.equal(second):
         raise ConfigError(
             f"task.params.hf: {type(model).__name__} sees the tokens that it is to predict; set is_decoder: true in "
             "hf.config if the model has such a switch, or give a causal model"
         )
+    return len(made) == 1 and made[0] is logits
 
 
 def has_transformers(model: nn.Module) -> bool:

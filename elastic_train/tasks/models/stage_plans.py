@@ -112,13 +112,13 @@ def run_parts(
     forwards = dict[str, Callable[..., Any]]()
     if given is not None:
         forwards |= {name: _absent(model.get_submodule(name)) for name in parts.before}
-        forwards |= dict.fromkeys(parts.layers[: own[0]], _passed)
+        forwards |= dict.fromkeys(parts.layers[: own[0]], passed)
         first = parts.layers[own[0]]
         forwards[first] = _beginning(model.get_submodule(first).forward, given, torch.get_rng_state())
     if own[-1] + 1 < len(parts.layers):
         forwards[parts.layers[own[-1] + 1]] = _end
     try:
-        with _forwards(model, forwards):
+        with forwards_of({model.get_submodule(name): forward for name, forward in forwards.items()}):
             return run()
     except _Ended as found:
         return found.made
@@ -135,7 +135,8 @@ def _beginning(forward: Callable[..., Any], given: Tensor, state: Tensor) -> Cal
     return begin
 
 
-def _passed(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+def passed(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Be the forward pass of a module that is left out."""
     return hidden_states
 
 
@@ -146,21 +147,20 @@ def _end(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 def _absent(module: nn.Module) -> Callable[..., Tensor]:
     """Return the forward pass of a module before layers that is on another stage: something of the right form."""
     if not isinstance(module, nn.Embedding):
-        return _passed
+        return passed
     return lambda ids, *_, **__: module.weight.new_zeros((*ids.shape, module.embedding_dim))
 
 
 @contextlib.contextmanager
-def _forwards(model: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def forwards_of(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Give modules other forward passes."""
-    modules = [(model.get_submodule(name), forward) for name, forward in forwards.items()]
-    before = [vars(module).get("forward") for module, _ in modules]
+    before = [vars(module).get("forward") for module in forwards]
     try:
-        for module, forward in modules:
+        for module, forward in forwards.items():
             module.forward = forward
         yield
     finally:
-        for (module, _), own in zip(modules, before, strict=True):
+        for module, own in zip(forwards, before, strict=True):
             if own is None:
                 vars(module).pop("forward", None)
             else:

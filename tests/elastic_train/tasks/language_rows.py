@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +16,7 @@ import pytest
 
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
 from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.language import chunked_loss
 
 WITH_TRANSFORMERS = [
     pytest.mark.slow,
@@ -77,6 +80,13 @@ def counting_rows(num_rows: int, longest: int = 20, seed: int = 0) -> pa.Array:
 
 def prepared(manifest: Manifest, **params: Any) -> CausalLM:
     """Return a task with a small decoder, unless `params` name another model."""
-    task = CausalLM(**({} if "hf" in params else {"model": MODEL}), **{"max_tokens": 20, **params})
+    task = CausalLM(**{**({} if "hf" in params else {"model": MODEL}), "max_tokens": 20, **params})
     task.prepare(manifest)
     return task
+
+
+@contextlib.contextmanager
+def chunks_of(num_rows: int) -> Iterator[None]:
+    """Let losses be computed by chunks of so many rows, however few logits there are."""
+    with mock.patch.multiple(chunked_loss, FEWEST_ROWS=num_rows, MOST_LOGITS=0):
+        yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pyarrow as pa
@@ -25,7 +25,7 @@ from elastic_train.tasks.placements import loss_of
 from elastic_train.tasks.rows.token_rows import TokenColumns
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.witness import Witness
-from tests.elastic_train.tasks.language_rows import lists
+from tests.elastic_train.tasks.language_rows import chunks_of, lists
 from tests.memory_machine import in_memory
 from tests.memory_world import group_of
 
@@ -39,6 +39,13 @@ ROWS = pa.table(
         "document_ids": lists([0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0], [], [0, 0, 3, 3, 3, 3], [0] * 7 + [1] * 9),
     }
 )
+
+
+@pytest.fixture(autouse=True)
+def _in_chunks() -> Iterator[None]:
+    """Compute losses by chunks of a few rows, as those of a large vocabulary are."""
+    with chunks_of(4):
+        yield
 
 
 def batches() -> list[Batch]:

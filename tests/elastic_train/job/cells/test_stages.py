@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from elastic_train.tasks.placements import Degrees, Piece, Placements, run_piece
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.witness import Witness
 from tests.elastic_train.program.test_schedules import lanes_alive
+from tests.elastic_train.tasks.language_rows import chunks_of
 from tests.memory_machine import in_memory
 from tests.memory_world import group_of
 
@@ -33,6 +34,13 @@ SHAPE = DecoderShape(vocabulary=11, dim=16, depth=5, heads=4, tied=False, dropou
 TASK = CausalLM(model={"dim": 16, "depth": 5, "heads": 4, "tied": False})
 WIDTHS = (7, 4, 7, 0, 5, 4)
 """Of the lanes' rows; the fourth lane has no samples."""
+
+
+@pytest.fixture(autouse=True)
+def _in_chunks() -> Iterator[None]:
+    """Compute losses by chunks of a few rows, as those of a large vocabulary are."""
+    with chunks_of(4):
+        yield
 
 
 @dataclass(frozen=True)
