@@ -19,6 +19,7 @@ from chaos.sim.job.shape import Recovery, Shape, Shards
 from chaos.sim.machine.kernel import EPOCH_S
 
 pytestmark = pytest.mark.slow
+HUNT = pytest.mark.hunt  # other moments of a fault that is at one here
 
 
 def test_two_nodes_that_only_a_third_reaches_do_not_stop_the_job() -> None:
@@ -158,7 +159,7 @@ def test_nodes_that_fail_to_write_by_accident_come_back() -> None:
     assert any("tries again if its launcher" in error for outcome in outcomes for error in outcome.errors)
 
 
-@pytest.mark.parametrize("gap_s", [0.02, 0.1, 0.19])
+@pytest.mark.parametrize("gap_s", [pytest.param(0.02, marks=HUNT), 0.1, pytest.param(0.19, marks=HUNT)])
 @pytest.mark.parametrize("seed", [0, 4, 10])
 def test_nodes_that_are_asked_to_leave_one_after_another_leave_together(gap_s: float, seed: int) -> None:
     """One commit of all, and no world of those that are left, in which some of them would find out next.
