@@ -38,7 +38,7 @@ from elastic_train.world.fencing import newest_term
 app = App(
     name="ckpt",
     help=(
-        "List, verify, prune, pin and export the commits of a run; plan how often to save.\n\n"
+        "List, verify, prune and pin the commits of a run; plan how often to save.\n\n"
         "RUN is a run's folder, or the folder or URL of its commits (s3://bucket/run). Name a COMMIT by its step "
         "(4000), by term-step (3-4000), or by its key; the default is the one that training would resume from. Every "
         "command takes --json."
@@ -180,7 +180,7 @@ def unpin(run: str, commit: str, *, json_: Json = False) -> int:
     return print_json({"unpinned": key}) if json_ else print_text(f"{key} is no longer pinned")
 
 
-@app.command(name="export")
+@app.command(name="export", show=False)
 def export_(
     run: str,
     target: Path,
@@ -190,7 +190,7 @@ def export_(
     weights: Weights = "trained",
     json_: Json = False,
 ) -> int:
-    """Verify all files of one commit of RUN and write its weights to the file TARGET.
+    """Write the weights of one commit to a file, as `elastic-train export RUN TARGET --to safetensors` does.
 
     --format safetensors (the default) names the commit in its header; --format torch is a state dict for torch.load.
     --weights ema: their average, of a run with optimizer.ema.

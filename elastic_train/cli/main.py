@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 from rich.console import Console
 from rich.table import Table
 
@@ -34,19 +34,24 @@ app = App(
     error_formatter=partial(wrong_usage, "elastic-train"),
     default_parameter=NO_EMPTY,
 )
+TRAIN, WATCH, USE, CLUSTER = map(Group.create_ordered, ("Train", "Watch and check", "Use the model", "Clusters"))
 PLACES = "elastic_train.cli.places"
 LATER = {
-    "data": ("elastic_train.cli.datasets:app", "Make, describe and verify datasets."),
-    "ckpt": ("elastic_train.cli.checkpoints:app", "List, verify, prune, pin and export the commits of a run."),
-    "plan": ("elastic_train.cli.planning:app", "Say what a run will need before it runs: memory, time, money, faults."),
-    "doctor": (f"{PLACES}.doctor.command:doctor", "Examine this machine as a node of a job."),
-    "submit": (f"{PLACES}.submit.command:app", "Submit a job to a cluster, or print what would be submitted."),
-    "job": (f"{PLACES}.job:app", "Show the jobs that etcd knows, and ask their nodes to leave."),
-    "ray": (f"{PLACES}.on_ray:ray", "Train on a Ray cluster, each of whose actors is a node."),
+    "data": ("elastic_train.cli.datasets:app", "Make, describe and verify datasets.", TRAIN),
+    "ckpt": ("elastic_train.cli.checkpoints:app", "List, verify, prune and pin the commits of a run.", WATCH),
+    "plan": (
+        "elastic_train.cli.planning:app",
+        "Say what a run will need before it runs: memory, time, money, faults.",
+        TRAIN,
+    ),
+    "doctor": (f"{PLACES}.doctor.command:doctor", "Examine this machine as a node of a job.", CLUSTER),
+    "submit": (f"{PLACES}.submit.command:app", "Submit a job to a cluster, or print what would be submitted.", CLUSTER),
+    "job": (f"{PLACES}.job:app", "Show the jobs that etcd knows, and ask their nodes to leave.", CLUSTER),
+    "ray": (f"{PLACES}.on_ray:ray", "Train on a Ray cluster, each of whose actors is a node.", CLUSTER),
 }
-"""What is imported by name on first use, and what the list of all commands says of it: it need not wait for torch."""
-for _name, (_target, _) in LATER.items():
-    app.command(_target, name=_name)
+"""Commands that are imported on first use, by name; what the list of all commands says of them, and their groups."""
+for _name, _later in LATER.items():
+    app.command(_later[0], name=_name)
 app.register_install_completion_command(
     help="Complete commands and options in bash, zsh or fish, from the next shell on."
 )
@@ -54,7 +59,7 @@ app.register_install_completion_command(
 _NO_FLAGS = Flags()
 
 
-@app.command
+@app.command(group=TRAIN)
 def init(
     kind: Literal["text", "lm", "images", "sft"], folder: Path, *, data: str | None = None, model: str | None = None
 ) -> int:
@@ -70,7 +75,7 @@ def init(
     return print_text("\n".join(write_starter(kind, folder, data, model)))
 
 
-@app.command
+@app.command(group=TRAIN)
 def train(config: Path, *overrides: Overrides) -> int:
     """Train as CONFIG says, or resume from the newest valid commit in its run.dir.
 
@@ -83,7 +88,7 @@ def train(config: Path, *overrides: Overrides) -> int:
     return run(config, list(overrides))
 
 
-@app.command
+@app.command(group=TRAIN)
 def launch(config: Path, *overrides: Overrides, flags: LaunchFlags = _NO_FLAGS) -> int:
     """Start one node of a job (the same line on every node), with exit codes that a scheduler can act on.
 
@@ -105,7 +110,7 @@ def launch(config: Path, *overrides: Overrides, flags: LaunchFlags = _NO_FLAGS) 
     return node.launch(options.resolve(config, overrides, flags, os.environ, options.count_gpus()))
 
 
-@app.command
+@app.command(group=TRAIN)
 def validate(config: Path, *overrides: Overrides) -> int:
     """Check CONFIG, its task and its data without training; print the resolved keys and what follows from them."""
     from elastic_train.job.plan import make_plan
@@ -120,7 +125,7 @@ def validate(config: Path, *overrides: Overrides) -> int:
     return print_text("\n".join(f"# {name}: {value}" for name, value in facts.items()))
 
 
-@app.command
+@app.command(group=TRAIN)
 def keys(*, json_: Json = False) -> int:
     """List every configuration key with its type, default and meaning."""
     rows = list(configuration.keys())
@@ -134,7 +139,7 @@ def keys(*, json_: Json = False) -> int:
     return 0
 
 
-@app.command
+@app.command(group=WATCH)
 def compare(runs: list[str], /, *, scaling: Flag = False, mlflow_uri: str | None = None, json_: Json = False) -> int:
     """Show how runs differ: configuration, final metrics, throughput, goodput, faults, weights.
 
@@ -149,7 +154,7 @@ def compare(runs: list[str], /, *, scaling: Flag = False, mlflow_uri: str | None
     return comparing.compare(runs, mlflow_uri=mlflow_uri, is_json=json_)
 
 
-@app.command
+@app.command(group=WATCH)
 def audit(
     run: str,
     *,
@@ -170,7 +175,7 @@ def audit(
     return audit_run(run, data=data or (), is_forensic=forensic, is_json=json_)
 
 
-@app.command
+@app.command(group=WATCH)
 def status(
     run: str,
     /,
@@ -190,7 +195,7 @@ def status(
     return status_of(run, overrides, is_json=json_)
 
 
-@app.command
+@app.command(group=WATCH)
 def report(runs: list[str], /, *, html: Path | None = None, plan: Path | None = None, json_: Json = False) -> int:
     """Say what happened in RUN, or in several runs side by side: progress, time, faults and their price, phases, saves.
 
@@ -203,7 +208,7 @@ def report(runs: list[str], /, *, html: Path | None = None, plan: Path | None = 
     return report_runs(runs, html=html, plan=plan, is_json=json_)
 
 
-@app.command
+@app.command(group=WATCH)
 def top(run: str, *, etcd: str | None = None, once: Flag = False, every: float = 2.0, json_: Json = False) -> int:
     """Show RUN as it goes on: progress, nodes, the phases of ranks, what happened last. Ctrl-C ends it.
 
@@ -216,7 +221,7 @@ def top(run: str, *, etcd: str | None = None, once: Flag = False, every: float =
     return show(run, etcd=etcd, is_once=once, every_s=every, is_json=json_)
 
 
-@app.command
+@app.command(group=WATCH)
 def profile(
     run: str,
     *overrides: Overrides,
@@ -242,7 +247,7 @@ def profile(
 Weights = Literal["trained", "ema"]
 
 
-@app.command
+@app.command(group=USE)
 def export(
     run: str,
     target: Path | None = None,
@@ -270,7 +275,7 @@ def export(
     )
 
 
-@app.command
+@app.command(group=USE)
 def generate(
     run: str,
     *,
@@ -312,7 +317,7 @@ def generate(
     )
 
 
-@app.command
+@app.command(group=USE)
 def evaluate(
     run: str,
     *,
@@ -337,7 +342,7 @@ def evaluate(
     )
 
 
-@app.command
+@app.command(group=USE)
 def predict(
     run: str,
     *,
@@ -363,7 +368,7 @@ def predict(
     return predict_rows(run, data, out, commit=commit, train=train or (), batch=batch, weights=weights, is_json=json_)
 
 
-@app.command
+@app.command(group=WATCH)
 def sync(run: Path, *, mlflow_uri: str | None = None, tensorboard: Flag = False) -> int:
     """Send MLflow what it has missed of RUN (the tracker was down, the run was killed), from RUN's local metrics.
 
@@ -381,9 +386,9 @@ def sync(run: Path, *, mlflow_uri: str | None = None, tensorboard: Flag = False)
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
     if (sys.argv[1:] if arguments is None else arguments)[:1] in ([], ["--help"], ["-h"]):
-        for name, (target, summary) in LATER.items():
+        for name, (target, summary, group) in LATER.items():
             del app[name]
-            app.command(target, name=name, help=summary)
+            app.command(target, name=name, help=summary, group=group)
     try:
         with quiet_output():
             result = app(arguments, result_action="return_value", exit_on_error=False)

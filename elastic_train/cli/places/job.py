@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -88,9 +89,10 @@ def show(run_id: str, *, etcd: Etcd = None, json_: Json = False) -> int:
     return 0
 
 
-@app.command
+@app.command(show=False)
 def top(run_id: str, *, etcd: Etcd = None, once: Flag = False, every: float = 2.0) -> int:
-    """Show the nodes of the job RUN_ID every --every seconds, until it is done or Ctrl-C is pressed; or --once."""
+    """Show what `elastic-train top RUN_ID --etcd` shows."""
+    sys.stderr.write("`job top` is now `elastic-train top RUN_ID --etcd HOST:PORT`\n")
     return watch(run_id, etcd, is_once=once, every_s=every)
 
 
