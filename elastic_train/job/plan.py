@@ -177,6 +177,25 @@ class Plan:
         """The type that autocast computes with, None without it."""
         return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.config.precision]
 
+    @contextlib.contextmanager
+    def keep_casts(self, num_lanes: int) -> Iterator[None]:
+        """Keep autocast's copies of weights from one lane of a step to the next, where a device has the memory.
+
+        autocast drops its copies when the outermost of nested contexts ends. Those of a CPU cost more memory in the
+        backward pass than they spare time.
+        """
+        parallel = self.config.parallel
+        spares_memory = parallel.shards == "parameters" or parallel.recompute != "none" or self.device.type == "cpu"
+        if self.config.precision == "fp32" or spares_memory or num_lanes < 2:
+            yield
+            return
+        torch.autocast_increment_nesting()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
     def check_continues(self, record: CommitRecord) -> None:
         """Refuse to resume from a commit whose order or data are not this plan's."""
         config, manifest = self.config, self.manifest

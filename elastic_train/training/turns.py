@@ -50,7 +50,7 @@ def run_turns(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSum
     """Add the gradients of this rank's lanes to the step's sums; return what each lane gave, as far as it is known."""
     turns = _Turns(session, lanes)
     session.clock.mark("rest")
-    with turns.leaf:
+    with session.plan.keep_casts(len(lanes)), turns.leaf:
         run_program(session.stage.program(max(map(len, session.assigned))), session.stage.links, turns)
     session.clock.mark("wait")
     session.lane, read = None, _read(turns.results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -106,6 +107,9 @@ class ModelledPlan:
     @property
     def retention(self) -> Retention:
         return Retention.of(last=self.config.checkpoint.keep_last)
+
+    def keep_casts(self, num_lanes: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def build_state(self, *, may_defer: bool = False) -> ModelledState | AppliedState:
         state = self._make_state()

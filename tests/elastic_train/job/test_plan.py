@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from elastic_train.checkpoint import CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import Best
@@ -247,3 +251,58 @@ def test_a_start_says_which_degrees_no_gpu_has_seen(parallel: dict[str, object],
     config = Config.model_validate({"data": {"train": "rows"}, "parallel": parallel})
     found = describe_tests(config, torch.device(device))
     assert found == said if said is None else (found or "").startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_casts"),
+    [({}, 2), ({"parallel": {"shards": "parameters"}}, 6), ({"parallel": {"recompute": "units"}}, 6)],
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_lanes_share_the_casts_of_weights_and_have_the_bits_of_their_own(
+    rows: Path, changes: dict[str, object], num_casts: int, *, recompute: bool
+) -> None:
+    """Each weight is cast once for a step of three lanes, and anew after an update; not where memory is spared."""
+    plan = replace(planned(rows, precision="bf16", **changes), device=torch.device("cuda"))  # which is not asked
+    torch.manual_seed(0)
+    first, second = nn.Linear(16, 32), nn.Linear(32, 4)
+    weights, kinds = [*first.parameters(), *second.parameters()], {first.weight.shape, second.weight.shape}
+    lanes = torch.randn(3, 5, 16)
+
+    def step() -> None:
+        for lane in lanes:
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = first(lane).relu()
+                made = checkpoint(second, hidden, use_reentrant=False) if recompute else second(hidden)
+            made.float().square().sum().backward()
+
+    def gradients() -> list[torch.Tensor]:
+        found = [weight.grad.clone() for weight in weights if weight.grad is not None]
+        for weight in weights:
+            weight.grad = None
+        return found
+
+    for _ in range(2):
+        step()
+        expected = gradients()
+        with Casts(kinds) as casts, plan.keep_casts(len(lanes)):
+            step()
+        assert casts.count == num_casts + (3 if recompute and changes else 0), "what is recomputed is cast again"
+        found = gradients()
+        assert len(found) == 4 and all(one.equal(other) for one, other in zip(found, expected, strict=True))
+        with torch.no_grad():
+            for weight in weights:
+                weight.mul_(1.5)
+    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts to bf16 of tensors of some shapes."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self._shapes, self.count = shapes, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_cast = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.bfloat16
+        self.count += is_cast and args[0].shape in self._shapes
+        return func(*args, **(kwargs or {}))

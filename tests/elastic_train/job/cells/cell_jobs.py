@@ -190,7 +190,13 @@ def _session_of(
     else:
         stage = Stage(task, state.model, experts=cut.experts, context=context)
     return SimpleNamespace(  # type: ignore[return-value]
-        plan=SimpleNamespace(config=config, task=task, num_lanes=NUM_LANES, autocast=contextlib.nullcontext),
+        plan=SimpleNamespace(
+            config=config,
+            task=task,
+            num_lanes=NUM_LANES,
+            autocast=contextlib.nullcontext,
+            keep_casts=contextlib.nullcontext,
+        ),
         world=SimpleNamespace(mesh=mesh, cell=ranks.cell),
         state=state,
         gradients=gradients,
