@@ -380,12 +380,14 @@ def _element_of(kind: object) -> type[BaseModel] | None:
 
 
 _ELSEWHERE = {
-    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), "optimizer.lr"),
+    **dict.fromkeys(("lr", "learning_rate", "max_lr", "peak_lr"), "optimizer.lr"),
     **dict.fromkeys(("batch_size", "train_batch_size"), "batch.global_batch"),
     **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "batch.micro_batch"),
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "optimizer.clip_norm"),
     "gradient_checkpointing": "parallel.recompute",
-    "num_train_epochs": "epochs",
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "epochs"),
+    **dict.fromkeys(("eval_steps", "val_check_interval"), "validation.every_steps"),
+    "check_val_every_n_epoch": "validation.every_epochs",
 }
 """What other trainers call our keys."""
 

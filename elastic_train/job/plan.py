@@ -39,6 +39,7 @@ from elastic_train.job.plan_facts import (
     describe_changes,
     describe_offload,
     describe_pipeline,
+    describe_rate,
     describe_sources,
     describe_tests,
 )
@@ -239,6 +240,7 @@ class Plan:
             **({"steps an epoch": order.num_steps(self.micro_batch)} if isinstance(order, Order) else {}),
             "steps": self.total_steps,
             **({"pipeline": describe_pipeline(self.config)} if self.config.parallel.pipeline > 1 else {}),
+            "learning rate": describe_rate(self.config),
             "device": str(self.device),
             **({"tested": tested} if (tested := describe_tests(self.config, self.device)) is not None else {}),
             **({"offload": describe_offload(self.config, self.device)} if self.config.parallel.has_offload else {}),

@@ -76,6 +76,26 @@ def describe_offload(config: Config, device: torch.device) -> str:
     return f"{4 * num + weights} of {4 * num + 8} bytes of each fp32 parameter that a rank holds are in {where}"
 
 
+_USUAL_RATES = {
+    "adapters": "1e-4 to 5e-4",
+    "fine-tuning all weights": "5e-6 to 1e-4",
+    "weights from scratch": "3e-4 to 3e-3",
+}
+"""Peak rates of AdamW that are common for what is trained."""
+
+
+def describe_rate(config: Config) -> str:
+    """Return the peak learning rate, and what is usual for what the task's parameters say is trained."""
+    params, optimizer = config.task.params, config.optimizer
+    if optimizer.name != "adamw":
+        return f"{optimizer.lr:g} at most"
+    folder = params.get("hf")
+    is_trained = isinstance(folder, Mapping) and "path" in folder
+    kind = "adapters" if params.get("lora") or params.get("adapter") else "fine-tuning all weights"
+    what = kind if kind == "adapters" or is_trained else "weights from scratch"
+    return f"{optimizer.lr:g} at most; usual for {what}: {_USUAL_RATES[what]}"
+
+
 def describe_tests(config: Config, device: torch.device) -> str | None:
     """Say on which hardware the configured degrees were run; None if there is nothing to say."""
     if config.parallel.cell.size == 1 or device.type == "cpu":

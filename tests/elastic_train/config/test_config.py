@@ -429,6 +429,9 @@ def test_periods_are_of_steps_and_of_time(tmp_path: Path) -> None:
         ("optimizer.learning_rate", "optimizer.lr"),
         ("max_grad_norm", "optimizer.clip_norm"),
         ("num_train_epochs", "epochs"),
+        ("trainer.max_epochs", "epochs"),
+        ("lr", "optimizer.lr"),
+        ("check_val_every_n_epoch", "validation.every_epochs"),
     ],
 )
 def test_a_key_of_another_trainer_is_understood(theirs: str, ours: str) -> None:

@@ -23,7 +23,7 @@ from elastic_train.core.order import VERSION
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
 from elastic_train.job import plan as plan_module
 from elastic_train.job.plan import Plan, check_can_be_in_cells, make_gradients_dense, make_plan
-from elastic_train.job.plan_facts import describe_tests
+from elastic_train.job.plan_facts import describe_rate, describe_tests
 from elastic_train.tasks.task import load_task
 
 in_one_process = pytest.mark.xdist_group("torchmetrics")  # to ask the task for its metrics imports it, for two seconds
@@ -306,3 +306,19 @@ class Casts(TorchDispatchMode):
         is_cast = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.bfloat16
         self.count += is_cast and args[0].shape in self._shapes
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("params", "usual"),
+    [
+        ({}, "weights from scratch"),
+        ({"hf": {"config": {"model_type": "gpt2"}}}, "weights from scratch"),
+        ({"hf": {"path": "base"}}, "fine-tuning all weights"),
+        ({"hf": {"path": "base"}, "lora": {"r": 8}}, "adapters"),
+    ],
+)
+def test_a_rate_is_shown_with_those_that_are_usual_for_what_is_trained(params: dict[str, object], usual: str) -> None:
+    tree = {"data": {"train": "rows"}, "task": {"params": params}}
+    assert describe_rate(Config.model_validate(tree)).startswith(f"0.001 at most; usual for {usual}: ")
+    sgd = Config.model_validate({**tree, "optimizer": {"name": "sgd"}})
+    assert describe_rate(sgd) == "0.001 at most"
