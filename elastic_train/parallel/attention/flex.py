@@ -25,7 +25,7 @@ _OPTIONS: Mapping[tuple[int, int], Mapping[int, tuple[int, ...]]] = {
     (10, 0): {64: (128, 128, 3, 4, 64, 128, 128, 64, 3, 4), 128: (128, 64, 3, 8, 64, 128, 128, 64, 3, 4)},
 }
 """By compute capability and width of a head, in bf16 and fp16: the kernels are these in every version of torch. Torch
-2.13 takes the same by itself; `python -m benchmarks.gpu --only attention` tries others."""
+2.13 takes the same by itself; no others were tried."""
 
 
 def options_for(capability: tuple[int, int], width: int, dtype: torch.dtype) -> dict[str, int]:
