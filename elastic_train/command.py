@@ -5,6 +5,7 @@ A scheduler may take a node back, or a person press Ctrl-C, while the command is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -15,6 +16,8 @@ from rendezvous.open_files import fill_standard_streams
 
 def main() -> None:
     """Run a command and exit with its code."""
+    with contextlib.suppress(FileNotFoundError):  # the working folder is deleted
+        sys.path.append(os.getcwd())  # noqa: PTH109 - where a user's task is, as for `python -m`, but installed ones first
     trains = sys.argv[1:2] in (["launch"], ["train"], ["ray"])
     fill_standard_streams(outlive_readers=trains)
     if sys.argv[1:2] == ["train"] and "WORLD_SIZE" not in os.environ:

@@ -18,6 +18,7 @@ from elastic_train.config.yaml12 import write_flow
 from elastic_train.data.dataset.manifest import NAME, load_manifest
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError
+from elastic_train.tasks.rows.vocabulary import check_lists
 
 CONFIG, TASK = "config.yaml", "task.py"
 
@@ -54,7 +55,6 @@ class Starter:
             train=write_flow(f"{folder}/train"),
             validation=write_flow(f"{folder}/validation" if has_validation else None),
             make="".join(f"#   {command}\n" for command in self.making(data, model)),
-            python="PYTHONPATH=. " if self.task else "",
             path=self.path,
             params=(self.params if is_trial else self.own_params).replace("MODEL", write_flow(model)),
             more_data=self.more_data,
@@ -84,7 +84,9 @@ def write_starter(kind: str, folder: Path, data: str | None, model: str | None =
         if starter.own_data and model is None:
             raise ConfigError(f"init {kind} --data needs --model, the folder of the model whose tokens the data has")
         data = data.rstrip("/") if "://" in data else str(Path(data).absolute())
-        load_manifest(f"{data}/train")
+        manifest = load_manifest(f"{data}/train")
+        if starter is not _IMAGES:
+            check_lists(manifest, "input_ids")
     files = starter.files(data, model)
     there = [str(folder / name) for name in files if (folder / name).exists()]
     if there:
@@ -95,7 +97,7 @@ def write_starter(kind: str, folder: Path, data: str | None, model: str | None =
     return [
         f"cd {shlex.quote(str(folder))}",
         *starter.making(data, model),
-        f"{'PYTHONPATH=. ' if starter.task else ''}elastic-train train {CONFIG}",
+        f"elastic-train train {CONFIG}",
     ]
 
 
@@ -120,8 +122,8 @@ def _has_manifest(url: str) -> bool:
 
 _CONFIG = """\
 # What is trained, on what, and how. All keys with their defaults: elastic-train keys
-{make}#   {python}elastic-train train config.yaml        # one process; the same line resumes
-#   {python}elastic-train launch config.yaml --ranks 2        # two, with the same bits; kill one and see
+{make}#   elastic-train train config.yaml        # one process; the same line resumes
+#   elastic-train launch config.yaml --ranks 2        # two, with the same bits; kill one and see
 run:
   dir: runs/first        # everything that a run writes
   seed: 1        # of the order, the initial weights, dropout and augmentation

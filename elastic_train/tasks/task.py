@@ -309,7 +309,8 @@ def load_task(config: TaskConfig) -> Task:
         factory = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"task.path: '{config.path}' cannot be imported ({error}); write module:Class of a module on PYTHONPATH"
+            f"task.path: '{config.path}' cannot be imported ({error}); write module:Class of a module "
+            "in the working folder or on PYTHONPATH"
         ) from error
     parameters = inspect.signature(factory).parameters
     known = list(parameters)

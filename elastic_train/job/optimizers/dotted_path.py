@@ -14,6 +14,7 @@ def import_named(key: str, path: str) -> object:
         found: object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{key}: '{path}' cannot be imported ({error}); write module:name of a module on PYTHONPATH"
+            f"{key}: '{path}' cannot be imported ({error}); write module:name of a module "
+            "in the working folder or on PYTHONPATH"
         ) from error
     return found

@@ -21,6 +21,10 @@ from elastic_train.system.sdk_errors import sdk_errors
 
 TOKENIZER = "tokenizer.json"
 Ids = npt.NDArray[np.int64]
+_TOKENISE = (
+    "Text becomes token ids as it is imported: by `elastic-train data import text OUT FILES`, which trains a "
+    "tokenizer, or by `data import csv` or `jsonl` with --tokenizer"
+)
 _INTEGER_LISTS = re.compile(r"(large_)?list<.*: u?int(8|16|32|64)( not null)?>")
 
 
@@ -28,7 +32,9 @@ def check_lists(manifest: Manifest, *columns: str) -> None:
     """Refuse columns that there are not, or that are no lists of integers."""
     for name in columns:
         if name not in manifest.columns:
-            raise DataError(f"{manifest.url}: no column '{name}'; it has {', '.join(manifest.columns)}")
+            is_text = any(plain_name(kind) in ("string", "large_string") for kind in manifest.columns.values())
+            there = f"{manifest.url}: no column '{name}'; it has {', '.join(manifest.columns)}"
+            raise DataError(f"{there}. {_TOKENISE}" if is_text else there)
         if not _INTEGER_LISTS.fullmatch(plain_name(manifest.columns[name])):
             raise DataError(f"{manifest.url}: column '{name}' is {manifest.columns[name]}, not a list of integers")
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +38,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> Finished:
 
 def typed(line: str, cwd: Path) -> str:
     """Run a line of `elastic-train` in a folder, as it stands; return what it says."""
-    words = shlex.split(line.removeprefix("PYTHONPATH=. "), comments=True)
+    words = shlex.split(line, comments=True)
     assert words[0] == "elastic-train"
     done = run_source(COMMAND, *words[1:], cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,13 +49,13 @@ def test_the_first_section_of_the_tutorial_on_images_trains(tmp_path: Path) -> N
     """From `init` to the exported weights, all but the launch; more than nine of ten digits are recognised."""
     section = (ROOT / "docs" / "images.md").read_text().partition("## 1.")[2].partition("## 2.")[0]
     lines = [line for line in code_of(section) if "elastic-train " in line and " launch " not in line]
-    assert [line.removeprefix("PYTHONPATH=. ").split()[1] for line in lines] == [
+    assert [line.split()[1] for line in lines] == [
         "init",
         "data",
         "train",
         "compare",
         "audit",
-        "ckpt",
+        "export",
     ]
     folder = tmp_path
     for line in lines:
@@ -71,13 +74,37 @@ def test_a_text_starter_trains_on_data_of_ones_own(tmp_path: Path, capsys: pytes
     done = call(capsys, "text", tmp_path / "made", "--data", tmp_path / "rows")
     assert (done.code, done.output.splitlines()) == (
         0,
-        [f"cd {tmp_path / 'made'}", "PYTHONPATH=. elastic-train train config.yaml"],
+        [f"cd {tmp_path / 'made'}", "elastic-train train config.yaml"],
     )
     tree = yaml.safe_load((tmp_path / "made" / "config.yaml").read_text())
     assert Config.model_validate(tree).data.train == str(tmp_path / "rows" / "train")
     assert tree["data"]["validation"] is None
     typed("elastic-train train config.yaml --task.params.vocabulary 64 --max_steps 2", tmp_path / "made")
     assert (tmp_path / "made" / "runs" / "first" / "result.json").exists()
+
+
+def test_the_command_finds_a_task_in_the_working_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As installed, where Python does not look there; the commands after a training failed without PYTHONPATH."""
+    write_rows(tmp_path / "rows" / "train", 60)
+    assert call(capsys, "text", tmp_path / "made", "--data", tmp_path / "rows").code == 0
+    program = "from elastic_train.command import main; main()"
+    command = [sys.executable, "-P", "-c", program, "validate", "config.yaml", "--task.params.vocabulary", "64"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path / "made", env=environ, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_texts_that_are_no_tokens_yet_are_refused_with_the_command_that_makes_them_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trained, they were refused later, and nothing said how they become tokens."""
+    (tmp_path / "reviews.csv").write_text("text,label\n" + "good item,1\nbad item,0\n" * 20)
+    typed("elastic-train data import csv rows reviews.csv", tmp_path)
+    done = call(capsys, "text", tmp_path / "made", "--data", tmp_path / "rows")
+    assert done.code == 65 and "by `elastic-train data import text OUT FILES`, which trains a tokenizer" in done.output
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("name", ["trial #1", "a: b", "it's {here}", "null", "\u00e9 & co", "long " * 40])
