@@ -167,6 +167,11 @@ optimizer: {lr: 0.01, weight_decay: 0.05, warmup_steps: 10}
 validation: {every_steps: 50}
 epochs: 3
 """,
+    own_rest="""\
+optimizer: {lr: 2.0e-3, weight_decay: 0.05, warmup_steps: 10}        # 1.0e-4 to fine-tune a model's folder
+validation: {every_epochs: 1}
+epochs: 10
+""",
     task='''\
 """What is trained here: change what you like. `elastic_train.Task` has the methods that a class of your own needs."""
 
@@ -208,6 +213,11 @@ optimizer: {lr: 2.0e-3, warmup_steps: 10}
 validation: {every_steps: 50}
 epochs: 3
 """,
+    own_rest="""\
+optimizer: {lr: 1.0e-3, warmup_steps: 10}
+validation: {every_epochs: 1}
+epochs: 3
+""",
     task='''\
 """What is trained here: change what you like. `elastic_train.Task` has the methods that a class of your own needs."""
 
@@ -242,6 +252,11 @@ _LM = Starter(
     more_data="  too_long: truncate        # rows of more tokens are cut, and counted; fail refuses them\n",
     rest="""\
 optimizer: {lr: 3.0e-3, weight_decay: 0.1, warmup_steps: 10}
+validation: {every_steps: 50}
+epochs: 3
+""",
+    own_rest="""\
+optimizer: {lr: 6.0e-4, weight_decay: 0.1, warmup_steps: 10}        # 1.0e-5 to fine-tune hf, 2.0e-4 with lora
 validation: {every_steps: 50}
 epochs: 3
 """,
