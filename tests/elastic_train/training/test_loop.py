@@ -152,6 +152,7 @@ def test_a_validation_that_a_fault_has_kept_a_rank_from_is_done_before_the_next_
     """By all ranks if any of them lacks it: when training ends depends on it. It counts once."""
     plan, state, world = MagicMock(), MagicMock(step=6), MagicMock()
     plan.config.validation = ValidationConfig(every_steps=3, early_stopping=EarlyStoppingConfig())
+    plan.validates_every = 3
     state.reached = TrainProgress(step=6, improvement=Improvement("min loss", 1.0, 3, 6 if has_it else 3, int(has_it)))
     world.group.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(not others_lack_it))])
     session = Session(plan, world, state, *[MagicMock()] * 8, None)
