@@ -44,8 +44,7 @@ MOST_BYTES = 256 << 20
 MOST_TERMS = 100
 """How many terms' histories are kept; what recovery asks of older ones is summarised."""
 MOST_NOTED_BYTES = 1 << 16
-"""Limit of what is kept of the health checks that a host has failed, and of the errors with which its processes
-ended."""
+"""Limit of what is kept of the health checks that a host has failed, or of a process's error."""
 MOST_WHY = 2000
 """The most characters of an error that are kept."""
 VALIDATE_FLUSH_S = 1.0
@@ -285,9 +284,7 @@ class UnformedWorlds:
 
     def __init__(self, files: BackgroundFiles, run_dir: str | Path, most_bytes: int | None = None) -> None:
         self._who = {"pid": os.getpid(), **process_identity()}
-        process = "-".join(str(self._who[part]) for part in ("pid", "born", "boot"))
-        name = f"unformed-{self._who['host']}-{process}.jsonl"
-        self._lines = files.lines(Path(run_dir) / FOLDER / name, most_bytes)
+        self._lines = files.lines(Path(run_dir) / FOLDER / f"{_own_name('unformed')}.jsonl", most_bytes)
 
     def note(self, term: int, rank: int, world: int, why: str) -> None:
         """Note a world of so many ranks that did not form, and why."""
@@ -297,21 +294,31 @@ class UnformedWorlds:
 
 def note_unfit(files: BackgroundFiles, run_dir: str | Path, why: str) -> None:
     """Note in <run.dir>/history/unfit-<host>.jsonl that this machine failed its health check, and was not let in."""
-    _note(files, run_dir, "unfit", why=why)
+    _note(files, run_dir, f"unfit-{process_identity()['host']}", "unfit", why=why)
 
 
 def note_failed(run_dir: str | Path, *, exit_code: int, step: int, why: str) -> None:
-    """Note in <run.dir>/history/failed-<host>.jsonl why this process ends, if the run has begun; waits a moment."""
+    """Note in <run.dir>/history/failed-<rank>-<host>-<process>.jsonl why this process ends, if the run has begun.
+
+    Waits a moment.
+    """
     files = BackgroundFiles()
     if files.ask(lambda: (Path(run_dir) / FOLDER).is_dir(), False):
         rank = int(os.environ.get("RANK", "0"))
-        _note(files, run_dir, "failed", rank=rank, exit_code=exit_code, step=step, why=why[:MOST_WHY])
+        facts = {"of_rank": rank, "exit_code": exit_code, "step": step, "why": why[:MOST_WHY]}
+        _note(files, run_dir, _own_name(f"failed-{rank:05d}"), "failed", **facts)
         files.flush(ANSWER_S)
 
 
-def _note(files: BackgroundFiles, run_dir: str | Path, op: str, **fields: object) -> None:
-    """Append a line to a host's own file: the process has no world, or not any more."""
+def _own_name(what: str) -> str:
+    """Return a name that no other process has: hosts of one name count their pids alike."""
     who = {"pid": os.getpid(), **process_identity()}
-    lines = files.lines(Path(run_dir) / FOLDER / f"{op}-{who['host']}.jsonl", MOST_NOTED_BYTES)
+    return "-".join(str(part) for part in (what, *(who[key] for key in ("host", "pid", "born", "boot"))))
+
+
+def _note(files: BackgroundFiles, run_dir: str | Path, name: str, op: str, **fields: object) -> None:
+    """Append a line to a file of a process that has no world, or not any more."""
+    who = {"pid": os.getpid(), **process_identity()}
+    lines = files.lines(Path(run_dir) / FOLDER / f"{name}.jsonl", MOST_NOTED_BYTES)
     lines.append(json.dumps({"op": op, "t": time.time(), "term": 0, **fields, **who}).encode())
     lines.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.data.worker_failures import refuse_unguarded
-from elastic_train.errors import ElasticTrainError, Preempted, UnfinishedError, explain
+from elastic_train.errors import ElasticTrainError, OtherJobError, Preempted, UnfinishedError, explain
 from elastic_train.system.preemption import LeaveRequest, launched_grace_s
 from elastic_train.tracking.history import note_failed
 from elastic_train.tracking.progress import flush_streams
@@ -120,7 +120,7 @@ def _supervised(config: Config, leave: LeaveRequest, started_at: float) -> Ended
         if isinstance(ended, TrainResult):
             declare_finished()
     except Exception as error:
-        if not isinstance(error, Preempted):
+        if not isinstance(error, Preempted | OtherJobError):  # the folder is another job's
             _note(error, config, how_far)
         raise
     finally:

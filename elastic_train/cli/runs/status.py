@@ -92,7 +92,7 @@ def _last_error(folder: Path) -> LastError | None:
         return None
     first, place = next(each for each in at if each[0] >= at[-1][0] - TOGETHER_S)
     line = lines[place]
-    rank, step, code = (whole(line, key) or 0 for key in ("rank", "step", "exit_code"))
+    rank, step, code = (whole(line, key) or 0 for key in ("of_rank", "step", "exit_code"))
     return LastError(first, text(line, "host") or "?", rank, step, code, text(line, "why") or "?")
 
 

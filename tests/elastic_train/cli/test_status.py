@@ -116,7 +116,7 @@ def test_the_first_of_the_errors_with_which_a_run_ended_is_said(
     history = folder / "history"
     history.mkdir()
     for host, at, why in (("a", 1000.0, "older"), ("a", 2003.0, "a peer is lost"), ("b", 2001.5, "row 7 is damaged")):
-        line = {"op": "failed", "t": at, "rank": 3, "step": 2, "exit_code": 65, "why": why, "host": host}
+        line = {"op": "failed", "t": at, "of_rank": 3, "step": 2, "exit_code": 65, "why": why, "host": host}
         with (history / f"failed-{host}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
     own = history / "00000001-00000-0.jsonl"
