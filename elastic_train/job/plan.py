@@ -127,9 +127,8 @@ class Plan:
         is_fp16 = self.config.precision == "fp16"
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
         config = self.config
-        compiled = (
-            CompiledBlocks(model) if config.compile is True else None
-        )  # before recomputation, which runs it twice
+        # Before recomputation, which runs it twice.
+        compiled = CompiledBlocks(model) if config.compile is True else None
         cells = cell_plan_of(self.task, model, config.parallel)
         dims = cut_dims_of(self.task, model) if cells is None else cells.dims
         how = config.parallel, cells, dims

@@ -80,7 +80,7 @@ class History:
     ) -> None:
         """The world has formed."""
         times = {"joined_at": joined_at, "sealed_at": sealed_at, "started_at": started_at}
-        who = {"pid": os.getpid(), **process_identity()}
+        who = _who()
         self._write("form", world=world, cause=cause, **times, **who, holds=process_usage())
 
     def restore(
@@ -283,7 +283,7 @@ class UnformedWorlds:
     """
 
     def __init__(self, files: BackgroundFiles, run_dir: str | Path, most_bytes: int | None = None) -> None:
-        self._who = {"pid": os.getpid(), **process_identity()}
+        self._who = _who()
         self._lines = files.lines(Path(run_dir) / FOLDER / f"{_own_name('unformed')}.jsonl", most_bytes)
 
     def note(self, term: int, rank: int, world: int, why: str) -> None:
@@ -310,15 +310,18 @@ def note_failed(run_dir: str | Path, *, exit_code: int, step: int, why: str) -> 
         files.flush(ANSWER_S)
 
 
+def _who() -> dict[str, object]:
+    return {"pid": os.getpid(), **process_identity()}
+
+
 def _own_name(what: str) -> str:
     """Return a name that no other process has: hosts of one name count their pids alike."""
-    who = {"pid": os.getpid(), **process_identity()}
+    who = _who()
     return "-".join(str(part) for part in (what, *(who[key] for key in ("host", "pid", "born", "boot"))))
 
 
 def _note(files: BackgroundFiles, run_dir: str | Path, name: str, op: str, **fields: object) -> None:
     """Append a line to a file of a process that has no world, or not any more."""
-    who = {"pid": os.getpid(), **process_identity()}
     lines = files.lines(Path(run_dir) / FOLDER / f"{name}.jsonl", MOST_NOTED_BYTES)
-    lines.append(json.dumps({"op": op, "t": time.time(), "term": 0, **fields, **who}).encode())
+    lines.append(json.dumps({"op": op, "t": time.time(), "term": 0, **fields, **_who()}).encode())
     lines.close()

@@ -138,9 +138,8 @@ def _train_on(
         lambda: state.step,
         UnformedWorlds(files, config.run.dir, MOST_BYTES),
     )
-    learns = (
-        config.compile is True or config.parallel.shards == "parameters" or plan.device.type == "cuda"
-    )  # kernels, too
+    # Kernels of attention are chosen by it, too.
+    learns = config.compile is True or config.parallel.shards == "parameters" or plan.device.type == "cuda"
     is_warmed_up = worlds.is_live or learns
     if is_warmed_up:
         watchdog.warm_up()

@@ -32,7 +32,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """What ranks compare."""
+        """The name by which ranks compare choices."""
         return _name(self.causal, self.everywhere)
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What decides which kernels a process can use; `compiles` says that the model's blocks are compiled."""
+    """The device that kernels have to run on; with `compiles` the model's blocks are compiled."""
 
     device: torch.device
     capability: tuple[int, int]
@@ -68,9 +68,9 @@ class Kernel:
     activate: Callable[[], None]
     attend: Attend
     is_sdpa: bool = True
-    """Whether it computes all calls of SDPA, or only the causal ones of the package's decoder."""
+    """It computes all calls of SDPA; without, only the causal ones of the package's decoder."""
     packages: tuple[str, ...] = ()
-    """Whose versions its bits may depend on, beside torch's."""
+    """Packages whose versions, besides torch's, may change its bits."""
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
