@@ -1,9 +1,12 @@
-"""Keeping torch's stores from asking DNS for the names of peers.
+"""Reverse DNS lookups by torch's stores are switched off.
 
-torch looks up a name for the address of every connection to a store, at both ends, only to have it for messages; the
-store's host does so for one connection after another. Where DNS answers late, or loses some of many questions that
-come at once, a world forms seconds later: 5 s for each that is lost. torch asks no more once a lookup has failed, so
-one is made to fail here: on a thread of its own, whose resolver asks a port of this machine at which nobody listens.
+torch looks up a name for the address of every connection to a store, at both ends, only to print it in messages; the
+store's host does so for one connection after another. Where DNS is slow, or drops some of many queries that arrive at
+once, a world forms seconds later: 5 s for each dropped query. torch stops its lookups after the first that fails, so
+this module makes one fail: for a moment the resolver of the calling thread asks a closed port of this machine.
+
+No thread is started for it. A thread that has used the resolver takes a lock of glibc once more as it exits, after
+Python's `join` has returned; a process that is forked at that moment can never look up a name.
 """
 
 from __future__ import annotations
@@ -13,14 +16,13 @@ import ctypes
 import os
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 _NAMELESS = "127.83.67.1"
-"""An address of every machine that has no name, so that DNS is asked for one."""
+"""An address of every machine, for which no file has a name, so that DNS is asked."""
 _PATIENCE = timedelta(seconds=2)
 _NOBODY = struct.pack("=H", socket.AF_INET) + struct.pack("!H", 1) + socket.inet_aton("127.0.0.1") + bytes(8)
 """A `struct sockaddr_in`."""
@@ -38,24 +40,30 @@ class _Resolver(ctypes.Structure):
     ]
 
 
+_is_done = False
+
+
 def switch_off() -> None:
-    """Let no store of this process, or of its forks, look up names; without effect where libc is not glibc."""
+    """Stop the lookups of this process and of its later forks; no effect where libc is not glibc.
+
+    Only the first call does anything, also in a fork of a process that has made it.
+    """
+    global _is_done
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "__res_state") or not hasattr(libc, "__res_init"):
+    if _is_done or not hasattr(libc, "__res_state") or not hasattr(libc, "__res_init"):
         return
-    thread = threading.Thread(target=_fail_once, args=(libc,), name="reverse lookups")
-    with _silenced():
-        thread.start()
-        thread.join()
-
-
-def _fail_once(libc: ctypes.CDLL) -> None:
+    _is_done = True
     libc.__res_init()
     libc.__res_state.restype = ctypes.c_void_p
     resolver = _Resolver.from_address(libc.__res_state())
     resolver.retry, resolver.nscount, resolver.nsaddr[:] = 1, 1, _NOBODY
-    with contextlib.suppress(DistError, OSError):  # no such address here, or no socket: lookups stay as they are
-        TCPStore(_NAMELESS, 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+    try:
+        # where that address or a socket is refused, lookups stay on
+        with _silenced(), contextlib.suppress(DistError, OSError):
+            TCPStore(_NAMELESS, 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+    finally:
+        resolver.retry = 0  # which __res_init sets, as it reads the servers again
+        libc.__res_init()
 
 
 @contextlib.contextmanager
