@@ -83,7 +83,7 @@ def of_rank(rank: int, size: int) -> None:
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         total = group.all_gather(one.grad).sum(0)
-        torch.testing.assert_close(total, other.grad, rtol=0, atol=2e-6 * float(other.grad.abs().max()))
+        torch.testing.assert_close(total, other.grad, rtol=0, atol=1e-5 * float(other.grad.abs().max()))
     group.close()
 
 
@@ -113,7 +113,7 @@ def of_tensor_rank(
             total, grad = part.peers.all_gather(found[sequence][1][name]).sum(0), one.grad
             assert grad is not None
             mine = cut.cuts[name].part_of(grad, rank) if name in cut.cuts else grad
-            torch.testing.assert_close(total, mine, rtol=0, atol=2e-6 * float(grad.abs().max()))
+            torch.testing.assert_close(total, mine, rtol=0, atol=1e-5 * float(grad.abs().max()))
         group.close()
     (without, gradients), (losses, others) = found[False], found[True]
     if 16 % (tensor * context) == 0:  # else there is more padding, with which kernels may round otherwise
