@@ -181,18 +181,22 @@ def status(
     /,
     *overrides: Overrides,
     flags: Annotated[LaunchFlags, Parameter(show=False)] = _NO_FLAGS,
+    why: Annotated[bool, Parameter(negative="")] = False,
     json_: Json = False,
 ) -> int:
-    """Say whether RUN is done, can be resumed or has failed, for the scripts that start jobs.
+    """Say whether RUN is done, can be resumed or has failed, and --why it stopped.
 
     RUN is a run's folder, or a configuration; then the rest of the job's line can follow, as keys such as --run.dir or
     --epochs decide what is asked, while flags of `launch` change nothing. Of a URL of commits it can be said whether it
     can be resumed. Exit code 0: done; 75: the same line again continues, or begins; 65: it has commits, and none is
     whole.
+
+    With --why, the cause in one sentence, which rank and machine it was, what to do, and the files that say so. Exit
+    code 0: nothing, it is done or goes on; 75: start it again; 71: leave that machine out; 65: mend something first.
     """
     from elastic_train.cli.runs.status import status as status_of
 
-    return status_of(run, overrides, is_json=json_)
+    return status_of(run, overrides, is_why=why, is_json=json_)
 
 
 @app.command(group=WATCH)

@@ -14,7 +14,18 @@ from typing import NoReturn
 
 from elastic_train.launch import departure
 from elastic_train.system.preemption import ORDERS, WARNINGS, tell
-from rendezvous.agent.worker_end import FAILURE_CODE, PAGE, UNFINISHED_CODE, described, judged, memory_kills, new_page
+from rendezvous.agent.worker_end import (
+    FAILURE_CODE,
+    PAGE,
+    UNFINISHED_CODE,
+    await_notes,
+    described,
+    judged,
+    memory_kills,
+    named_on,
+    new_page,
+    note_end,
+)
 from rendezvous.orphans import die_with_parent
 
 _HEARD = {*ORDERS, *WARNINGS, signal.SIGCHLD}
@@ -57,18 +68,18 @@ def _status_of(child: int) -> int:
 def _end_as(child: int, status: int, page: int, kills_before: int | None) -> NoReturn:
     """End this process as the child has ended."""
     code = judged(os.waitstatus_to_exitcode(status), page)
+    how = described(code, kills_before)
+    note_end(named_on(page), code, how)
+    await_notes()
     if code == UNFINISHED_CODE:
         tell(
-            f"error: the process that trained ({child}) {described(code)}: code of the task, or a library, ended it or "
+            f"error: the process that trained ({child}) {how}: code of the task, or a library, ended it or "
             "put another program in its place. The same command resumes from the newest commit"
         )
         os._exit(FAILURE_CODE)
     if code >= 0:
         os._exit(code)
-    tell(
-        f"error: the process that trained ({child}) {described(code, kills_before)}: the same command resumes from the "
-        "newest commit"
-    )
+    tell(f"error: the process that trained ({child}) {how}: the same command resumes from the newest commit")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has left one, if there is to be one
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)

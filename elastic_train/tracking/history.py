@@ -32,6 +32,7 @@ from elastic_train.tracking.history_files import (
     stagnation,
 )
 from elastic_train.tracking.history_pruning import prune
+from rendezvous.agent.worker_end import note_end_in
 
 T = TypeVar("T")
 Standing = Literal["settled", "unsettled", "pending"]
@@ -82,6 +83,10 @@ class History:
         times = {"joined_at": joined_at, "sealed_at": sealed_at, "started_at": started_at}
         who = _who()
         self._write("form", world=world, cause=cause, **times, **who, holds=process_usage())
+        # what kills this process is noted by its agent, which lives on, in a file of that agent
+        name = f"failed-{self._rank:05d}-{who['host']}-{os.getppid()}-{who.get('boot')}.jsonl"
+        path = Path(self._run_dir).absolute() / FOLDER / name
+        note_end_in(path, op="failed", term=0, of_rank=self._rank, of_term=self.term, **who)
 
     def restore(
         self,
@@ -297,17 +302,18 @@ def note_unfit(files: BackgroundFiles, run_dir: str | Path, why: str) -> None:
     _note(files, run_dir, f"unfit-{process_identity()['host']}", "unfit", why=why)
 
 
-def note_failed(run_dir: str | Path, *, exit_code: int, step: int, why: str) -> None:
+def note_failed(run_dir: str | Path, *, exit_code: int, step: int, kind: str, why: str) -> None:
     """Note in <run.dir>/history/failed-<rank>-<host>-<process>.jsonl why this process ends, if the run has begun.
 
-    Waits a moment.
+    `kind` is the error's class. Waits a moment.
     """
     files = BackgroundFiles()
     if files.ask(lambda: (Path(run_dir) / FOLDER).is_dir(), False):
         rank = int(os.environ.get("RANK", "0"))
-        facts = {"of_rank": rank, "exit_code": exit_code, "step": step, "why": why[:MOST_WHY]}
+        facts = {"of_rank": rank, "exit_code": exit_code, "step": step, "kind": kind, "why": why[:MOST_WHY]}
         _note(files, run_dir, _own_name(f"failed-{rank:05d}"), "failed", **facts)
         files.flush(ANSWER_S)
+        note_end_in(None)
 
 
 def _who() -> dict[str, object]:

@@ -143,7 +143,7 @@ def _note(error: Exception, config: Config, how_far: HowFar) -> None:
     is_own = isinstance(error, ElasticTrainError | RendezvousError)
     why = str(error) if is_own else f"{type(error).__name__}: {error} ({_place_of(error)})"
     code = error.exit_code if isinstance(error, ElasticTrainError) else 1
-    note_failed(config.run.dir, exit_code=code, step=how_far.step, why=why)
+    note_failed(config.run.dir, exit_code=code, step=how_far.step, kind=type(error).__name__, why=why)
 
 
 def _place_of(error: BaseException) -> str:

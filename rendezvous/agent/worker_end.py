@@ -5,17 +5,23 @@ worker that knows of this module announces its work, and declares it finished at
 agent reads. Until then an exit code of 0 is a failure. A program that announces nothing is judged by its exit code.
 
 Without an agent nobody reads the page. So Python's own `os._exit` is guarded in between, in the announcing process.
+
+A worker that is killed says nothing. So it names on the page, while it lives, a file in which its agent is to note how
+it ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 PAGE = "ELASTIC_WORKER_PAGE"
 """The variable with the path of a worker's page; taken away as soon as the worker has read it."""
@@ -25,6 +31,10 @@ UNFINISHED_CODE = 70
 FAILURE_CODE = 1
 IN_GOOD_ORDER = frozenset({0, 74, 75, 77, 79})
 """Codes by which agents and schedulers know a worker that has left in good order."""
+LONGEST_PAGE = 1 << 14
+NOTED_WITHIN_S = 2.0
+"""How long an agent that ends waits for its notes: the folder may hang."""
+_NOTES = "note of an end"
 _REASONS = {
     signal.SIGBUS: "memory behind a mapped file is gone: shared memory (/dev/shm) is full, or a file was cut",
     signal.SIGILL: "an instruction that this CPU does not have: a library was built for another one",
@@ -56,6 +66,7 @@ class _Work:
 
     page: Path | None = None
     pid = 0
+    note = b""
     where: Callable[[], str] | None = None
     exit_now = staticmethod(os._exit)
 
@@ -79,6 +90,17 @@ def declare_finished() -> None:
     _say(FINISHED)
 
 
+def note_end_in(path: str | Path | None, **facts: object) -> None:
+    """Let the agent append a JSON line of these facts to a file of an existing folder, unless this process says it.
+
+    The line has the time as `t`, the `exit_code` (a signal negated) and `why`, the rest of a sentence about this
+    process. It is written for a worker that neither finishes nor leaves in good order. Without a path, this process
+    has said how it ends.
+    """
+    _Work.note = b"" if path is None else json.dumps({"path": str(path), "facts": facts}).encode()
+    _say(ANNOUNCED)
+
+
 def release() -> None:
     """Guard `os._exit` no longer."""
     _Work.where, os._exit = None, _Work.exit_now
@@ -87,7 +109,7 @@ def release() -> None:
 def _say(word: bytes) -> None:
     if _Work.page is not None and _Work.pid == os.getpid():
         with contextlib.suppress(OSError):  # the agent has ended, and this process is about to
-            _Work.page.write_bytes(word)
+            _Work.page.write_bytes(word + _Work.note)
 
 
 def _guarded_exit(status: int) -> NoReturn:
@@ -113,6 +135,8 @@ class Worker:
             raise
         self._code: int | None = None
         self._kills_before = memory_kills()
+        self._asked_with: signal.Signals | None = None
+        self._named: Mapping[str, Any] | None = None
 
     @property
     def proc(self) -> Worker:
@@ -137,6 +161,7 @@ class Worker:
         return code
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
+        self._asked_with = death_sig or signal.SIGTERM
         self._handler.close(death_sig)
 
     def how_it_ended(self) -> str:
@@ -145,8 +170,17 @@ class Worker:
         assert code is not None, "it has ended"
         return described(code, self._kills_before)
 
+    def note_that_its_node_leaves(self, why: str) -> None:
+        """Add to the note of its end that no other takes its place."""
+        note_end(self._named, self.poll() or 0, f"{self.how_it_ended()}, and {why}", node_leaves=True)
+
     def _judged(self, code: int) -> int:
         code = judged(code, self._page)
+        self._named = named_on(self._page)
+        if self._asked_with is None:
+            note_end(self._named, code, described(code, self._kills_before))
+        elif code == -signal.SIGKILL:
+            note_end(self._named, code, "was killed by its launcher: it had not left in the time that it was given")
         self._close_page()
         return code
 
@@ -163,6 +197,35 @@ def judged(code: int, page: int | None) -> int:
     """Return the exit code of a process with this page: UNFINISHED_CODE for a 0 without what it has announced."""
     said = b"" if page is None else os.pread(page, len(FINISHED), 0)
     return UNFINISHED_CODE if code == 0 and said == ANNOUNCED else code
+
+
+def named_on(page: int | None) -> Mapping[str, Any] | None:
+    """Return what a worker has said to `note_end_in`; None if it has said how it ends, finished, or named no file."""
+    content = b"" if page is None else os.pread(page, LONGEST_PAGE, 0)
+    if content.startswith(ANNOUNCED) and len(content) > len(ANNOUNCED):
+        with contextlib.suppress(ValueError):  # it was killed while it wrote
+            return dict(json.loads(content[len(ANNOUNCED) :]))
+    return None
+
+
+def note_end(named: Mapping[str, Any] | None, code: int, how: str, **more: object) -> None:
+    """Write what a worker could not, where it has named a file: by a thread, since the folder may hang."""
+    if named is not None and code not in IN_GOOD_ORDER:
+        line = {**named["facts"], "t": time.time(), "exit_code": code, "why": how, **more}
+        threading.Thread(target=_append, args=(named["path"], line), name=_NOTES, daemon=True).start()
+
+
+def await_notes() -> None:
+    """Wait a moment for the notes that are being written."""
+    deadline = time.monotonic() + NOTED_WITHIN_S
+    for thread in threading.enumerate():
+        if thread.name == _NOTES:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _append(path: str, line: Mapping[str, object]) -> None:
+    with contextlib.suppress(OSError), Path(path).open("ab") as file:  # the folder is gone, full or read-only
+        file.write(json.dumps(line).encode() + b"\n")
 
 
 def new_page() -> int | None:

@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import api as starting
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-from rendezvous.agent.worker_end import Worker, how_it_ended
+from rendezvous.agent.worker_end import Worker, await_notes, how_it_ended
 from rendezvous.orphans import BoundFunction, bound_command
 from rendezvous.torchelastic.standby import LOOK_EVERY_S, Program, Standby
 
@@ -60,6 +60,7 @@ class BoundAgent(LocalElasticAgent):
         finally:
             if self._standby is not None:
                 self._standby.end()
+            await_notes()
         if result is None:
             result = RunResult(state=WorkerState.SUCCEEDED)
         return result

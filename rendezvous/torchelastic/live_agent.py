@@ -25,6 +25,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from rendezvous.agent.worker_end import Worker
 from rendezvous.process_table import stat_of
 from rendezvous.torchelastic.bound_agent import FINAL_CODES, BoundAgent
 from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
@@ -149,6 +150,9 @@ class LiveAgent(BoundAgent):
     def _fail(self, worker_group: WorkerGroup, rank: int, code: int) -> RunResult:
         why = "no other would end otherwise" if code in FINAL_CODES else "no restart is left (--max-restarts)"
         _log.error("worker %d %s, and %s: this node leaves", rank, self._how_it_ended(rank, code), why)
+        handler = self._context().subprocess_handlers[rank]
+        if isinstance(handler, Worker):
+            handler.note_that_its_node_leaves(why)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 

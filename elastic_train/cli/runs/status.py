@@ -1,11 +1,10 @@
-"""`elastic-train status`: whether a run is done, can be resumed, or has nothing left to resume from."""
+"""`elastic-train status`: whether a run is done, can be resumed, or has failed, and why it stopped."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from elastic_train.checkpoint.commits.listing import survey_store
@@ -15,31 +14,11 @@ from elastic_train.cli.output import print_json, print_text
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import CommitError, ConfigError, Preempted
-from elastic_train.runs.lines import read_lines, text, whole
-from elastic_train.tracking.history_files import FOLDER
+from elastic_train.runs.cause import Cause, cause_of, in_words
 from elastic_train.tracking.run_folder import RunFolder
 from elastic_train.training.result import EARLY_STOPPING
 
-TOGETHER_S = 60.0
-"""Within which the ranks of a job end that ends with an error: the first of them says why."""
 CODES = {"done": 0, "resumable": Preempted.exit_code, "failed": CommitError.exit_code}
-
-
-@dataclass(frozen=True, slots=True)
-class LastError:
-    """The error with which a run ended the last time: when (unix seconds), where, after which step, and in words."""
-
-    at: float
-    host: str
-    rank: int
-    step: int
-    exit_code: int
-    why: str
-
-    def __str__(self) -> str:
-        at = datetime.fromtimestamp(self.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        where = f"{at} on {self.host}, rank {self.rank}, after step {self.step}"
-        return f"last error (exit code {self.exit_code}, {where}): {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +28,32 @@ class Status:
     state: str
     step: int | None
     why: str
-    last_error: LastError | None = None
-    """Of a run that has not gone on since."""
+    stopped: Cause | None = None
+    """Why it stopped, as far as its folder tells."""
 
     @property
     def exit_code(self) -> int:
         return CODES[self.state]
 
 
-def status(run: str, overrides: Sequence[str] = (), *, is_json: bool) -> int:
-    """Print where a run stands, and return the exit code that says it; `overrides` are of a configuration."""
+def status(run: str, overrides: Sequence[str] = (), *, is_why: bool = False, is_json: bool) -> int:
+    """Print where a run stands, and return the exit code that says it; `overrides` are of a configuration.
+
+    With `is_why`, print why it stopped; the exit code then says what to do.
+    """
     config = _config_of(run, overrides)
     found = status_of(run) if config is None else status_of(config.run.dir, config)
+    if is_why and found.stopped is None:
+        raise ConfigError(f"{run}: why a run stopped is told by its folder (run.dir), not by its commits alone")
+    code = found.stopped.exit_code if is_why and found.stopped is not None else found.exit_code
     if is_json:
-        print_json({**asdict(found), "exit_code": found.exit_code})
-    else:
+        print_json({**asdict(found), "exit_code": code})
+        return code
+    if not is_why:
         print_text(f"{found.state}: {found.why}")
-        if found.last_error is not None:
-            print_text(f"{found.last_error}")
-    return found.exit_code
+    if found.stopped is not None and (is_why or found.stopped.ended_with is not None):
+        print_text(in_words(found.stopped))
+    return code
 
 
 def status_of(run: str, config: Config | None = None) -> Status:
@@ -76,24 +62,16 @@ def status_of(run: str, config: Config | None = None) -> Status:
     Raises ConfigError if there is none.
     """
     found = _status_of(run, config)
-    is_here = found.state != "done" and "://" not in run
-    return replace(found, last_error=_last_error(Path(run) / FOLDER)) if is_here else found
+    return found if "://" in run else replace(found, stopped=_cause_of(run, found))
 
 
-def _last_error(folder: Path) -> LastError | None:
-    """Return why the first rank to fail ended the last time; None if training has gone on since, or nobody has failed.
-
-    What was killed left no line.
-    """
-    lines = [line for path in folder.glob("failed-*.jsonl") for line in read_lines(path)]
-    at = sorted((float(str(line["t"])), place) for place, line in enumerate(lines))
-    histories = [path.stat().st_mtime for path in folder.glob("[0-9]*-*-*.jsonl")]
-    if not at or max(histories, default=0.0) > at[-1][0] + TOGETHER_S:
-        return None
-    first, place = next(each for each in at if each[0] >= at[-1][0] - TOGETHER_S)
-    line = lines[place]
-    rank, step, code = (whole(line, key) or 0 for key in ("of_rank", "step", "exit_code"))
-    return LastError(first, text(line, "host") or "?", rank, step, code, text(line, "why") or "?")
+def _cause_of(run: str, found: Status) -> Cause:
+    if found.state == "done":
+        return Cause(found.why, "nothing", f"elastic-train export {run} writes its model", step=found.step)
+    cause = cause_of(run)
+    if found.state == "failed" and cause.do == "start":
+        return replace(cause, do="fix", advice=f"no commit can be read: {found.why}")
+    return cause
 
 
 def _status_of(run: str, config: Config | None) -> Status:

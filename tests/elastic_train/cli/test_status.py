@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.checkpoint import Store
+from elastic_train.checkpoint import Store, open_store
 from elastic_train.cli.main import main
+from elastic_train.tracking.history import note_failed
 from tests.elastic_train.checkpoint.commit_samples import commit_steps
 
 
@@ -107,33 +108,30 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert said(capsys, str(tmp_path / "nothing"))[0] == 2
 
 
-def test_the_first_of_the_errors_with_which_a_run_ended_is_said(
-    local_store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Until the run goes on."""
-    folder = Path(local_store.url)
+def test_a_run_that_stopped_says_why_and_what_to_do(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """`status` keeps its code; that of --why tells a scheduler what to do."""
     commit_steps(local_store, 1, 2)
-    history = folder / "history"
-    history.mkdir()
-    for host, at, why in (("a", 1000.0, "older"), ("a", 2003.0, "a peer is lost"), ("b", 2001.5, "row 7 is damaged")):
-        line = {"op": "failed", "t": at, "of_rank": 3, "step": 2, "exit_code": 65, "why": why, "host": host}
-        with (history / f"failed-{host}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-    own = history / "00000001-00000-0.jsonl"
-    own.touch()
-    os.utime(own, (2000.0, 2000.0))
+    folder = Path(local_store.url)
+    (folder / "history").mkdir()
+    note_failed(folder, exit_code=65, step=2, kind="RowError", why="row 7 of train/a.parquet has no label")
     code, found = said(capsys, str(folder))
-    assert (code, found["state"]) == (75, "resumable")
-    assert found["last_error"] == {
-        "at": 2001.5,
-        "host": "b",
-        "rank": 3,
-        "step": 2,
-        "exit_code": 65,
-        "why": "row 7 is damaged",
-    }
+    assert (code, found["state"], found["stopped"]["do"]) == (75, "resumable", "fix")  # type: ignore[index]
+    assert said(capsys, str(folder), "--why")[0] == 65
     with pytest.raises(SystemExit):
-        main(["status", str(folder)])
-    assert "(exit code 65, 1970-01-01 00:33:21 UTC on b, rank 3, after step 2): row 7" in capsys.readouterr().out
-    os.utime(own, (2100.0, 2100.0))
-    assert said(capsys, str(folder))[1]["last_error"] is None
+        main(["status", str(folder), "--why"])
+    why, do, see = capsys.readouterr().out.splitlines()
+    assert "ended with an error: row 7 of train/a.parquet has no label (after step 2" in why
+    assert do == "do:  repair or replace what it names; another start would meet it again"
+    assert see.startswith(f"see: {folder}/history/failed-00000-")
+
+
+def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = said(capsys, finished(tmp_path / "own"), "--why")
+    assert (code, found["stopped"]["do"]) == (0, "nothing")  # type: ignore[index]
+
+
+def test_commits_alone_do_not_tell_why_a_run_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"memory://{tmp_path.name}"
+    commit_steps(open_store(url), 1)
+    assert said(capsys, url)[0] == 75
+    assert said(capsys, url, "--why")[0] == 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,9 +18,11 @@ from rendezvous.agent.worker_end import (
     UNFINISHED_CODE,
     Worker,
     announce,
+    await_notes,
     declare_finished,
     described,
     memory_kills,
+    note_end_in,
     release,
 )
 from rendezvous.torchelastic.standby import ForkedWorker
@@ -150,3 +154,51 @@ def test_an_end_is_described(
 ) -> None:
     monkeypatch.setattr(worker_end, "memory_kills", lambda: now)
     assert described(code, before).startswith(expected)
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    await_notes()
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), (-9, described(-9))),
+        (lambda: worker_end._Work.exit_now(3), (3, "ended with code 3")),
+        (lambda: None, (UNFINISHED_CODE, "exited with 0 without finishing")),
+        (declare_finished, None),
+        (lambda: worker_end._Work.exit_now(75), None),
+        (lambda: (note_end_in(None), worker_end._Work.exit_now(1)), None),
+    ],
+)
+def test_an_agent_notes_the_end_of_a_worker_that_could_not_say_it_itself(
+    ends: Callable[[], object], expected: tuple[int, str] | None, tmp_path: Path
+) -> None:
+    """In the file that the worker has named, until it is finished, leaves in good order, or has said it itself."""
+    path = tmp_path / "ends.jsonl"
+    worker(lambda: (announce(), note_end_in(path, op="failed", of_rank=2), ends())).wait(60.0)
+    said = [(line["exit_code"], line["why"]) for line in lines_of(path)]
+    assert said == ([] if expected is None else [expected])
+    assert all((line["op"], line["of_rank"]) == ("failed", 2) and line["t"] for line in lines_of(path))
+
+
+def test_a_worker_that_its_launcher_has_asked_to_end_is_noted_if_it_had_to_be_killed(tmp_path: Path) -> None:
+    path, answers = tmp_path / "ends.jsonl", [signal.SIGTERM, signal.SIGKILL]
+    for answer in answers:
+        asked = worker(
+            lambda: (announce(), note_end_in(path), os.setpgid(0, 0), (tmp_path / "up").touch(), time.sleep(60))
+        )
+        while not (tmp_path / "up").exists():
+            time.sleep(0.01)
+        asked.close(answer)
+        assert asked.wait(60.0) == -answer
+        (tmp_path / "up").unlink()
+    [line] = lines_of(path)
+    assert line["why"] == "was killed by its launcher: it had not left in the time that it was given"
+
+
+def test_a_folder_that_is_gone_keeps_no_agent_from_going_on(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "ends.jsonl"
+    assert worker(lambda: (announce(), note_end_in(path), os.kill(os.getpid(), signal.SIGKILL))).wait(60.0) == -9
+    assert lines_of(path) == []

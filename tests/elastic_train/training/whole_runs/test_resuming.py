@@ -21,10 +21,10 @@ def test_a_failed_run_resumes_at_another_world_size(tmp_path: Path, rows: Path, 
     first = start([path], num_ranks=2)
     assert first.code != 0
     assert "planted failure" in first.output
-    error = status_of(str(tmp_path / "run")).last_error
-    assert error is not None, "the first to fail has noted it"
-    assert (error.step, error.exit_code) == (11, 1)
-    assert error.why.startswith("RuntimeError: planted failure (") and "tests/tasks.py, line" in error.why
+    stopped = status_of(str(tmp_path / "run")).stopped
+    assert stopped is not None, "the first to fail has noted it"
+    assert (stopped.step, stopped.ended_with, stopped.do) == (11, 1, "fix")
+    assert re.search(r"RuntimeError: planted failure \(.*tests/tasks.py, line", stopped.sentence)
     second = succeed(start([path], num_ranks=3))
     assert "Resuming from step 7 (commits/00000001-000000000007.json" in second.output
     assert "steps lost: 4" in second.output
