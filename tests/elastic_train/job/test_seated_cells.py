@@ -402,9 +402,23 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+EACH_ONCE = [
+    Row(TENSOR, "parameters"),
+    Row(TENSOR, "none", "optimizer"),
+    Row(TENSOR, "gradients", is_fp16=True),
+    Row(TENSOR, "optimizer", on_devices=True),
+    Row(CONTEXT, "parameters", "all"),
+    Row(BOTH, "none", sequence=True),
+    Row(STAGES, "gradients", schedule="interleaved", wire="bf16"),
+    Row(EXPERTS, "gradients"),
+]
+"""Each degree, kind of shards and option; all of the rows are hunted."""
+
+
+@pytest.mark.parametrize("row", EACH_ONCE, ids=str)
 def test_a_rank_is_lost_at_an_exchange_and_no_bit_changes(row: Row) -> None:
     """Each row at another: taking its place, in a pass, between the parts of a sum, or while updates are shared."""
+    assert row in ROWS
     place = zlib.crc32(str(row).encode()) / (1 << 32)
     assert_lost_ranks_change_nothing(row, lambda total: [int(place * total)])
 

@@ -50,8 +50,8 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row({"tensor": 2, "recompute": "units"}),
-    Row({"tensor": 2, "sequence": True}),
+    pytest.param(Row({"tensor": 2, "recompute": "units"}), marks=pytest.mark.hunt),
+    pytest.param(Row({"tensor": 2, "sequence": True}), marks=pytest.mark.hunt),
     Row({"expert": 2}, has_experts=True, is_like_one=True),
     Row({"context": 2}),
     pytest.param(Row({"tensor": 2, "context": 2, "sequence": True}), marks=pytest.mark.long),
