@@ -1,4 +1,4 @@
-"""How recovery grows with the number of ranks: a node of four is killed, and the others continue.
+"""Measure how recovery time grows with the number of ranks: one node of four is killed, and the others continue.
 
     python -m benchmarks.scale [--json] [--quick] [--only NAME]
 

@@ -389,7 +389,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("eval_steps", "val_check_interval"), "validation.every_steps"),
     "check_val_every_n_epoch": "validation.every_epochs",
 }
-"""What other trainers call our keys."""
+"""Names that other trainers use for our keys, to suggest ours in errors."""
 
 
 def nearest_key(name: str) -> str | None:

@@ -61,7 +61,7 @@ _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked configuration with all that follows from it; `manifest` has the rows of all `sources` of a mixture.
+    """A validated configuration and all derived from it; `manifest` lists the rows of all `sources` of a mixture.
 
     `why_compiled` says what `compile: auto` means on this GPU.
     """

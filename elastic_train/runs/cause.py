@@ -149,6 +149,8 @@ def _of_an_end(end: tuple[Path, Line], ends: Sequence[tuple[Path, Line]], step: 
     why, code = text(line, "why") or "it does not say why", whole(line, "exit_code")
     rank, host = whole(line, "of_rank"), text(line, "host")
     do, advice = _advice(code, why, text(line, "kind"), host)
+    if code == HungError.exit_code:
+        why = f"{why}: it hung, and took no step in the time that hang_timeout_s allows"
     told = why if why.startswith((_KILLED, "ended", "exited")) else f"ended with an error: {why}"
     when = datetime.fromtimestamp(at(line), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     others = len({(text(each, "host"), whole(each, "pid")) for _, each in ends}) - 1

@@ -1,4 +1,4 @@
-"""Which kernels compute attention in this process: chosen before the first world, and rank 0's in every world."""
+"""Choose this process's attention kernels before its first world; every world then uses those of rank 0."""
 
 from __future__ import annotations
 

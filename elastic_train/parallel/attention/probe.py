@@ -27,7 +27,7 @@ from elastic_train.system.extras import version_of
 from elastic_train.system.file_locks import locked
 
 OTHER_PROCESS_S = 180.0
-"""How long another process may take, most of which is the import of torch, and a compiler."""
+"""Timeout for another process; most of the time is spent importing torch and a compiler."""
 _TOLERANCE = 0.05
 """How far a kernel's largest error may be from the largest value: one in bf16 is off by 0.01."""
 _MOST_TOKENS = 1024

@@ -95,6 +95,7 @@ LOST = ("a peer is lost", "PeerLostError")
         (lambda run: run.dies(1, -11), "fix", 1, "was killed by SIGSEGV"),
         (lambda run: run.dies(1, -7), "fix", 1, "shared memory (/dev/shm) is full"),
         (lambda run: run.dies(1, UNFINISHED_CODE), "start", 1, "exited with 0 without finishing"),
+        (lambda run: run.dies(1, 76), "start", 1, "ended with code 76: it hung, and took no step"),
         (lambda run: run.dies(1, 5), "start", 1, "ended with code 5"),
         (lambda run: (run.fails(0, 1, *LOST), run.dies(1, -9, OOM)), "fix", 1, OOM),
         (lambda run: (run.dies(1, -9), run.fails(0, 79, "state is lost")), "start", 1, "SIGKILL"),
