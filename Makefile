@@ -117,12 +117,13 @@ soak: setup
 	@$(RUN) -m chaos.cli run soak --minutes 0.5 --seed 1 --out runs/soak-short
 
 check: setup
-	@echo "check: format, lint, types, imports, generated lists, the documentation site"
+	@echo "check: format, lint, types, imports, generated lists, words, the documentation site"
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo --no-cache
 	@$(BIN)/python -m release.limits --check
+	@$(BIN)/python -m release.words
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 release: setup

@@ -196,7 +196,7 @@ def sim(
         if value is not None and value <= 0:
             raise ScenarioError(f"{name} {value:g}: give more than 0")
     if stages and not cells:
-        raise ScenarioError("--stages: it is cells that have them; give --cells, too")
+        raise ScenarioError("--stages needs --cells")
     of_nodes = None if nodes is None else long_runs.nodes_of(nodes)
     draw = long_runs.Draw(of_nodes, hours, faults_per_hour, step_s, shards, cells, stages)
     if seed is not None:

@@ -151,7 +151,7 @@ def compared(
             how = [word for key, value in pairs for word in (f"--parallel.{key}", value)]
             found[name] = _hash_of(path, folder / name, [*how, "--ranks", str(num_ranks)], points)
             assert not (points / "backward").exists(), "no rank was killed"
-            assert all(line["commit"] is None for line in collect(folder / name).of("restore")), "a step was given up"
+            assert all(line["commit"] is None for line in collect(folder / name).of("restore")), "a step was lost"
             effort.say(f"{name}: {found[name][:12]}")
     expected = found.pop(first[0])
     return {name: one == expected for name, one in found.items()}

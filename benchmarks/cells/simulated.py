@@ -95,7 +95,7 @@ def _costs(effort: Effort, num_ranks: int, recovery: Mode) -> list[Recovery]:
     if len(found) < num_faults - 1 or run.result is None or run.result["status"] != "done":
         raise SystemExit(f"{num_ranks} ranks, {recovery}: {len(found)} of {num_faults} faults were recovered from")
     if recovery == "live" and any(one.rpo_steps for one in found):
-        raise SystemExit(f"{num_ranks} ranks, {recovery}: applied steps were given up")
+        raise SystemExit(f"{num_ranks} ranks, {recovery}: applied steps were lost")
     return found
 
 

@@ -114,7 +114,7 @@ def saving(machine: Machine) -> dict[str, object]:
         "peak_memory_gib": round(ours["peak"] / (1 << 30), 2),
         "save_stall_ms_per_gb": round(ours["median"], 1),
         "first_save_stall_ms_per_gb": round(ours["first"], 1),
-        "steps_beside_a_save": ours["steps beside"],
+        "steps_beside_a_save": ours["steps during"],
     }
 
 

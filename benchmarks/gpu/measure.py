@@ -199,6 +199,6 @@ def saves(name: str, device: str, num_saves: int) -> dict[str, float]:
     return {
         "first": stalls[0],
         "median": statistics.median(stalls),
-        "steps beside": statistics.median(map(len, saving.beside)),
+        "steps during": statistics.median(map(len, saving.beside)),
         "peak": float(peak_of(device)),
     }

@@ -99,10 +99,10 @@ def main() -> None:
     arguments.add_argument(
         "--only", type=_parts, default=",".join(PARTS), help=f"parts to run, with commas between: {', '.join(PARTS)}"
     )
-    arguments.add_argument("--storm", type=int, default=0, help="also go through so many faults in quick succession")
+    arguments.add_argument("--storm", type=int, default=0, help="also inject N faults in quick succession")
     arguments.add_argument("--seed", type=int, default=1, help="draws the storm")
     arguments.add_argument("--keep", type=Path, help="keep the files of all runs in this new folder")
-    arguments.add_argument("--minutes", type=float, default=0, help="also measure the throughput kept, for so long")
+    arguments.add_argument("--minutes", type=float, default=0, help="also measure the throughput kept, for M minutes")
     chosen = arguments.parse_args()
     console = Console(quiet=chosen.json, highlight=False)
     figures = Figures()

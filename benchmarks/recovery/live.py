@@ -87,5 +87,5 @@ def repeat(folder: Path, config: str, run: Evidence, *overrides: str, ranks: int
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
     result = collect(folder).result
-    assert result is not None, "it came to its end"
+    assert result is not None, "it finished"
     return result

@@ -141,7 +141,7 @@ def load_times(effort: Effort) -> dict[str, object]:
 
 
 def _loads(meeting: Meeting, folder: str, rounds: int) -> dict[str, list[float]]:
-    """Load the same files into the same shards in turn, each until all ranks have theirs; the first round warms up."""
+    """Load the same files into the same shards in turn, each on all ranks; the first round warms up."""
     group = meeting.group
     job = Job(group, WIDE, MODES[-1], 2)
     job.step()

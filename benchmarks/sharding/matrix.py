@@ -136,7 +136,7 @@ class Life:
         while job.state.step < COMMITTED:
             job.step()
         SavingJob(job, self._commits).save()
-        assert job.state.step == CHANGED, "it is saved beside a step"
+        assert job.state.step == CHANGED, "it is saved during a step"
         if case.change in POINTS:
             with contextlib.suppress(KilledError):
                 self._lose_one(job, case.change)
@@ -176,7 +176,7 @@ class Life:
             job.begin_anew(lost)
             self._load(job)
         reached, digest = job.state.step, finished(job)
-        return digest if reached >= self._least() else f"step {self._least()} was given up for {reached}"
+        return digest if reached >= self._least() else f"step {self._least()} was lost, and {reached} restored"
 
     def _least(self) -> int:
         """Return the step that may not be given up: all that was applied, or the commit where shares are lost."""

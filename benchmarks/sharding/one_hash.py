@@ -82,7 +82,7 @@ def _is_equal(effort: Effort, shards: str, copies: int, then: str) -> bool:
             raise SystemExit(f"{shards}, {copies} copies, resumed with {then}:\n{done.stderr}")
         resumed = collect(job)
         expected = repeat(Path(folder) / "alone", config, resumed, "--task.params.lane_ms=0", "--parallel.shards=none")
-    assert resumed.result is not None and whole(resumed.result, "step") == steps, "it came to its end"
+    assert resumed.result is not None and whole(resumed.result, "step") == steps, "it finished"
     digest, alone = str(resumed.result["weights_sha256"]), str(expected["weights_sha256"])
     worlds = len({whole(line, "term") for line in left.of("form")})
     effort.say(f"{shards}, {copies} copies, {worlds} worlds, then {then}: {digest[:12]}, alone {alone[:12]}")

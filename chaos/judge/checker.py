@@ -2,7 +2,7 @@
 
 The invariants are functions in rooms: whether the evidence is there, and its files agree (`written`), what was
 applied, and by which cells (`exactly_once`), what was published (`one_lineage`), what commits hold and the result
-claims (`deliverable`, `delivery`), the run as a whole (`whole_run`), departures, and who was let in (`departures`),
+claims (`deliverable`, `delivery`), the run as a whole (`whole_run`), departures, admitted nodes (`departures`),
 what was logged of it (`tracked_values`), what outlived it (`leftovers`), what its processes held (`bounded`), whether
 it gave up in time (`progress`), what one bad node cost the others (`no_harm`), and whether shards of the state were
 lost too soon (`rollbacks`). Here is the table of them; `chaos.planted.catalogue` names for each a planted bug that it

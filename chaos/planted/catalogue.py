@@ -55,7 +55,7 @@ PLANTED = (
     Planted("lost-witness", "no counts of the witness", damage.lost_witness, "witness", "unknown"),
     Planted("damaged-record", "a flipped byte, no digest checked", damage_commits.damaged_record, "lineage"),
     Planted("torn-record", "a record that was published before it was whole", damage_commits.torn_record, "lineage"),
-    Planted("wrong-parent", "a commit beside the lineage", damage_commits.wrong_parent, "lineage"),
+    Planted("wrong-parent", "a commit outside the lineage", damage_commits.wrong_parent, "lineage"),
     Planted("interval-gap", "a step in no interval", damage_commits.interval_gap, "lineage"),
     Planted("interval-overlap", "a step in two intervals", damage_commits.interval_overlap, "lineage"),
     Planted("wrong-terms", "steps credited to a term that did not apply them", damage_commits.wrong_terms, "lineage"),

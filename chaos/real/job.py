@@ -291,7 +291,7 @@ class Job:
             raise Enough
         if self.land is None and time.monotonic() > self._deadline:
             raise RunError(
-                f"the job did not come to {waiting_for} within {self.scenario.timeout_s:.0f} s "
+                f"the job did not reach {waiting_for} within {self.scenario.timeout_s:.0f} s "
                 f"(step {self.followed.step}, term {self.followed.term}); {self._logs()}"
             )
         self._look_for_effects()

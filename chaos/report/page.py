@@ -146,7 +146,7 @@ def _headlines(verdict: Verdict, story: Story) -> list[Fact]:
             f"{_shown(coverage['min'])} to {_shown(coverage['max'])} ×",
             f"an epoch, of {_shown(coverage['samples'])}",
         ),
-        ("weights SHA-256", str(ours)[:12] if ours else "–", same if ours else "the job did not come to its end"),
+        ("weights SHA-256", str(ours)[:12] if ours else "–", same if ours else "the job did not finish"),
     ]
 
 

@@ -84,7 +84,7 @@ _ALL = (
     ),
     Kind(
         "drain_node",
-        "Slurm gives a node to no other job for for_s; the job on it goes on",
+        "Slurm gives a node to no other job for for_s; the job on it continues",
         "node",
         local=False,
         sim=False,
@@ -142,7 +142,7 @@ _ALL = (
     Kind("freeze_node", "SIGSTOP to agent and workers, SIGCONT after for_s", "node"),
     Kind(
         "freeze_agent",
-        "SIGSTOP to the agent alone, SIGCONT after for_s: nobody answers at its node, and its workers train on",
+        "SIGSTOP to the agent alone, SIGCONT after for_s: its node does not answer, and its workers train on",
         "node",
         cuts_off=True,
     ),
@@ -181,7 +181,7 @@ _ALL = (
     Kind("slow_network", "what nodes send each other is delayed", "node", through="relay"),
     Kind(
         "slow_link",
-        "what nodes send each other is late by some milliseconds: all goes on, slowly",
+        "packets between nodes are some milliseconds late: the job continues, slowly",
         "node",
         sim=False,
         through="relay",
@@ -197,7 +197,7 @@ _ALL = (
         through="cable",
         parts=True,
     ),
-    Kind("same_address", "a node's address leads whoever uses it to his own machine", "node", local=False, parts=True),
+    Kind("same_address", "a node's address leads every machine to itself", "node", local=False, parts=True),
     Kind(
         "hosts_file",
         "a node's hosts file gives its own name a loopback address, as Debian's does",
@@ -212,8 +212,8 @@ _ALL = (
     Kind("freeze_etcd_member", "SIGSTOP to a member of etcd", "etcd", sim=False),
     Kind("etcd_outage", "all members of etcd are down, and come back with their data", "etcd"),
     Kind("lose_etcd_data", "all members of etcd are down, and come back without their data", "etcd"),
-    Kind("etcd_refuses", "etcd answers and refuses: an alarm (NOSPACE, CORRUPT), or it lets nobody in", "etcd"),
-    Kind("alien_record", "a record that nobody can read is written below the job's prefix", "etcd", "never"),
+    Kind("etcd_refuses", "etcd answers and refuses: an alarm (NOSPACE, CORRUPT), or no user may log in", "etcd"),
+    Kind("alien_record", "an unreadable record is written below the job's prefix", "etcd", "never"),
     Kind(
         "rotate_cert",
         "etcd's certificates and its clients' are renewed by another authority, and etcd starts again with them",
@@ -310,7 +310,7 @@ SPARES_OTHERS = (
 """One node is wrong, or one more comes: nothing that the others need is gone, so it may cost them next to nothing.
 
 What ends, freezes, slows or cuts off a member is no such kind: it takes away what that computed, and others may only
-know when its lease ends. Nor is what befalls etcd, storage or data, which all use."""
+know when its lease ends. Nor is what affects etcd, storage or data, which all use."""
 BY_TASKS = ("flip_memory", "flip_gradient", "nan_loss", "unfit_node")
 """What a task of `chaos.tasks` does by itself, in the process that it is to hit: from outside nobody could."""
 IN_LIVE_JOBS = ("unfit_node",)
@@ -351,14 +351,14 @@ def damages(kind: object) -> bool:
     return known is not None and known.damages
 
 
-def befalls_all(kind: object) -> bool:
-    """Say whether a kind befalls all members of a world while it lasts: by etcd or storage, or for want of places."""
+def affects_all(kind: object) -> bool:
+    """Say whether a kind affects all members of a world while it lasts: by etcd or storage, or for want of places."""
     known = _known(kind)
     return known is not None and (known.crowds or (known.aim in ("etcd", "storage") and not known.damages))
 
 
 def spares_others(kind: object) -> bool:
-    """Say whether a kind befalls one node alone, or adds one, and takes nothing from the others."""
+    """Say whether a kind affects one node alone, or adds one, and takes nothing from the others."""
     return str(kind).partition("@")[0] in SPARES_OTHERS
 
 
@@ -380,7 +380,7 @@ def spoils_losses(kind: object) -> bool:
 
 
 def is_of_etcd(kind: object) -> bool:
-    """Say whether a kind befalls etcd itself."""
+    """Say whether a kind affects etcd itself."""
     known = _known(kind)
     return known is not None and known.aim == "etcd"
 

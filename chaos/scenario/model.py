@@ -70,7 +70,7 @@ class Fault(_Section):
     for_s: float | None = Field(default=None, gt=0)
     """How long until it is undone: a freeze that is shorter than a lease may go unnoticed, a longer one is a loss."""
     job: int = Field(default=0, ge=0)
-    """Of several jobs on Slurm (slurm.jobs) the one that it befalls, from 0."""
+    """Of several jobs on Slurm (slurm.jobs) the one that it affects, from 0."""
 
     @field_validator("kind")
     @classmethod

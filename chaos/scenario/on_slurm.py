@@ -28,7 +28,7 @@ class OnSlurm(BaseModel):
     at_first: PositiveInt | None = None
     """How many nodes the job begins with, if not with all; `start_node` then adds one, by an array of one element."""
     jobs: Literal[1, 2] = 1
-    """So many jobs share the nodes, each with a run.dir and a verdict of its own; a fault befalls the first one, unless
+    """So many jobs share the nodes, each with a run.dir and a verdict of its own; a fault affects the first one, unless
     its `job` is 1."""
 
     @property
@@ -41,7 +41,7 @@ class OnSlurm(BaseModel):
         return not self.is_array and self.at_first is None
 
     def kinds(self) -> list[str]:
-        """Return the kinds of fault that can befall such jobs."""
+        """Return the kinds of fault that can affect such jobs."""
         return [kind.name for kind in KINDS.values() if kind.slurm and self._fits(kind)]
 
     def problems(self, num_nodes: int) -> Iterator[str]:

@@ -34,7 +34,7 @@ class Due:
     is_healed: bool = False
     """Due once all before it is undone, and the whole world trains again."""
     job: int = 0
-    """Of several on Slurm the one that it befalls."""
+    """Of several on Slurm the one that it affects."""
 
     def __str__(self) -> str:
         who = self.kind if self.target is None else f"{self.kind} {self.target}"

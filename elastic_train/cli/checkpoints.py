@@ -300,5 +300,5 @@ def _check_best(store: Store, text: str) -> None:
     found = [record for _, record, _ in records(store) if record is not None]
     known = sorted({name for record in found for name in record.metrics})
     if found and Best.parse(text).metric not in known:
-        has = f"they have {', '.join(known)}" if known else "none of them was validated"
+        has = f"they have {', '.join(known)}" if known else "no commit was validated"
         raise ConfigError(f"--keep-best '{text}': no commit of {store.url} has this metric; {has}")

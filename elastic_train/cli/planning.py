@@ -172,7 +172,7 @@ def show(report: Report) -> None:
         for name, num_bytes in (*own.memory.parts.items(), ("total", own.memory.total)):
             table.add_row(name, size(num_bytes))
         if own.memory.host_bytes:
-            table.add_row("(its machine, beside)", size(own.memory.host_bytes))
+            table.add_row("(in its machine's memory)", size(own.memory.host_bytes))
         console.print(table)
     for title, rows in (("the run's global batch", report.strong), ("as many lanes a device", report.weak)):
         console.print(_scaling(title, rows, report.job.model.amount))

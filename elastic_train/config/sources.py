@@ -309,7 +309,8 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
         return f"{where}: '{key}' is missing; it has no default"
     if item["type"] in _WANT_MAPPING:
         return (
-            f"{where}: '{key}' has keys of its own: write {{KEY: VALUE}} or --{key}.KEY VALUE, given {item['input']!r}"
+            f"{where}: '{key}' is a section with keys: write {{KEY: VALUE}} or --{key}.KEY VALUE, "
+            f"given {item['input']!r}"
         )
     if item["type"] in _WANT_LIST:
         return f"{where}: '{key}' takes a list: write [A, B], given {item['input']!r}"

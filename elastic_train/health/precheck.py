@@ -49,8 +49,8 @@ class Proof:
         with contextlib.suppress(GivenUp):
             if unfit := self._call.result_unless(is_stopped):
                 raise UnfitError(
-                    f"node {socket.gethostname()} fails its health check and does not join; the others go on without "
-                    f"it: {unfit}. run.health_check: false would let it in as it is"
+                    f"node {socket.gethostname()} fails its health check and does not join; the others continue "
+                    f"without it: {unfit}. run.health_check: false skips the check"
                 )
 
 

@@ -216,7 +216,7 @@ def _gauges(facts: Facts) -> Sequence[tuple[str, str, float | None]]:
         ),
         (
             "host_memory_peak_bytes",
-            "The most resident bytes of this process beside a GPU.",
+            "The most resident bytes of this process in host memory.",
             memory.host_peak if memory else None,
         ),
         ("samples_left_out", "Samples in row groups that could not be read.", facts.samples_left_out),
@@ -228,10 +228,10 @@ def _gauges(facts: Facts) -> Sequence[tuple[str, str, float | None]]:
 
 def _counters(facts: Facts) -> Iterator[tuple[str, str, str | None, Mapping[str, float]]]:
     yield "phase_seconds", "What this process's rank has spent, by phase.", "phase", facts.phases_s
-    yield "hidden_exchange_seconds", "Exchanges beside computing.", None, {"": facts.hidden_s}
+    yield "hidden_exchange_seconds", "Seconds of exchanges that overlapped computation.", None, {"": facts.hidden_s}
     yield "exchanged_bytes", "Bytes given to collectives.", None, {"": facts.exchanged_bytes}
     yield "worlds", "Worlds that this process has entered.", None, {"": facts.num_worlds}
-    yield "lost_steps", "RPO: applied steps that were given up.", None, {"": facts.lost_steps}
+    yield "lost_steps", "Recovery point: applied steps that were lost.", None, {"": facts.lost_steps}
     yield "etcd_answers", "Requests that etcd has answered this process.", None, {"": facts.etcd.num_answers}
     yield "etcd_answer_seconds", "Seconds from request to answer.", None, {"": facts.etcd.answer_s}
     yield "etcd_failures", "Requests of this process that etcd has not answered.", None, {"": facts.etcd.num_failures}

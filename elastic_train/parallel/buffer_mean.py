@@ -168,7 +168,7 @@ class BufferMean:
         if len(set(digests)) > 1:
             names = ", ".join(f"'{slot.name}'" for slot in self._integers if slot.name not in self._summed)
             raise ConfigError(
-                f"integer buffers must come out of the forward pass alike in every lane of a step; not so: {names}. "
+                f"integer buffers must be equal after the forward pass of every lane of a step; {names} differ. "
                 "Name those that count in the task's summed_buffers(), or register them with persistent=False"
             )
         self._sum.finish(float(len(digests)))

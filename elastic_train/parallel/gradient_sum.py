@@ -281,7 +281,7 @@ class TreeSum:
         yield from (("exchange", kept) for kept in self._scratch.tensors())
 
     def _begin(self, one: _Adding, action: UnitAction) -> None:
-        assert self._queue is not None, "something is exchanged beside a pass"
+        assert self._queue is not None, "exchanges overlap a pass only with a queue"
         bucket = one.buckets[place_of(action.unit, len(one.buckets))]
         self._queue.begin(partial(self._finish_bucket, one, bucket))
 

@@ -301,7 +301,7 @@ class Group(PointToPoint):
         return found if device is None else [*found, device]
 
     def backend(self, tensor: Tensor) -> Backend:
-        assert self._host is not None, "the group was given up"
+        assert self._host is not None, "the group was abandoned"
         return ThroughHost(self._host) if self._holds(tensor) else self._host
 
     def _run(self, collective: Callable[[Backend], Work], tensor: Tensor, kind: str) -> None:

@@ -57,7 +57,7 @@ class InAnyOrder(Everywhere):
     is_ordered = False
 
     def reduce(self, elements: Subtrees, ranks: PointToPoint, scratch: Scratch) -> None:
-        assert isinstance(ranks, Group), "nothing is exchanged beside a pass"
+        assert isinstance(ranks, Group), "this sum never overlaps a pass"
         ranks.all_reduce(elements.flat)
 
 

@@ -219,7 +219,7 @@ def squares_of_holders(layout: Layout, gathered: Tensor, holders: Iterable[tuple
             )
         squares[grains] = row
     trained: Float64s = squares[layout.trained]
-    assert not (trained == -1.0).any(), "some grains' gradients are held by nobody"
+    assert not (trained == -1.0).any(), "no rank holds the gradients of some grains"
     return trained
 
 

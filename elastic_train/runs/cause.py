@@ -95,7 +95,7 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
         return Cause(
             f"the job was asked to leave, and left after step {whole(line, 'step')}",
             "start",
-            "start it again: it goes on from there",
+            "start it again: it resumes from there",
             step=whole(line, "step"),
             at=at(line),
             evidence=(str(path),),
@@ -121,14 +121,14 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
         return _before_a_step(Path(run))
     silent_s = (time.time() if now is None else now) - since
     if silent_s < SILENT_S:
-        going = f"it seems to go on: step {step} was applied {silent_s:.0f} s ago"
+        going = f"it seems to be running: step {step} was applied {silent_s:.0f} s ago"
         return Cause(going, "nothing", "wait", step=step, at=since)
     hosts = sorted({host for path in _newest(Path(run)) if (host := text(_form(path), "host"))})
     return Cause(
         f"all of its processes ended without a word after step {step}, and so did their launchers: "
         f"{counted(len(hosts), 'machine')} ({', '.join(hosts)}) lost power, or all was killed at once",
         "start",
-        "start it again: it goes on from the newest commit",
+        "start it again: it resumes from the newest commit",
         hosts[0] if len(hosts) == 1 else None,
         step=step,
         at=since,
@@ -180,7 +180,7 @@ def _advice(code: int | None, why: str, kind: str | None, host: str | None) -> t
                 "fix",
                 f"look in the log for the library that crashed; if it is always on {host}, leave that machine out",
             )
-        return "start", "start it again: it goes on from the newest commit"
+        return "start", "start it again: it resumes from the newest commit"
     match code:
         case ConfigError.exit_code:
             return "fix", "change what it names, then start it again"
@@ -201,7 +201,7 @@ def _advice(code: int | None, why: str, kind: str | None, host: str | None) -> t
             return "start", "start it again where the result can be written: no step is trained twice"
         case 1 if kind is None or not kind.endswith("LostError"):
             return "fix", "mend the code or the place that it names, then start it again"
-    return "start", "start it again: it goes on from the newest commit"
+    return "start", "start it again: it resumes from the newest commit"
 
 
 def _only_follows(line: Line) -> bool:

@@ -20,7 +20,7 @@ MEANINGS = {
     "validation": "validating",
     "starting": "from a process's start to its first step, libraries and state included",
     "recovering": "from the last step of a world to the next one's first, without computing it",
-    "stopped": "nobody ran the job, which was not done",
+    "stopped": "the job was not done, and no process ran it",
     "ending": "after the last step: last commit, last validation, result",
 }
 PLANNED = ("joined",)

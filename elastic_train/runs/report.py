@@ -250,7 +250,7 @@ def _state(story: Story, result: Mapping[str, object]) -> str:
     last = story.worlds[-1].status if story.worlds else None
     if last is not None:
         return last
-    return "not ended: it goes on, or was killed" if story.worlds or end is None else str(end.status).lower()
+    return "not ended: it is running, or was killed" if story.worlds or end is None else str(end.status).lower()
 
 
 def _missing(story: Story, curves: Mapping[str, Curve]) -> list[str]:

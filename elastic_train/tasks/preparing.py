@@ -51,8 +51,8 @@ def _check_read_alike(manifest: Manifest, mine: list[str], first: Manifest, thei
     if mine != theirs:
         raise DataError(
             f"{manifest.url}: the task would read its columns {', '.join(mine)}, and {', '.join(theirs)} of "
-            f"{first.url}: sources of a mixture are read alike, so pack both or neither, or name the columns in "
-            "task.params"
+            f"{first.url}: all sources of a mixture need the same columns, so pack both or neither, or name the "
+            "columns in task.params"
         )
     for name in mine:
         if manifest.columns[name] != first.columns[name]:

@@ -298,7 +298,7 @@ class UnformedWorlds:
 
 
 def note_unfit(files: BackgroundFiles, run_dir: str | Path, why: str) -> None:
-    """Note in <run.dir>/history/unfit-<host>.jsonl that this machine failed its health check, and was not let in."""
+    """Note in <run.dir>/history/unfit-<host>.jsonl that this machine failed its health check, and was rejected."""
     _note(files, run_dir, f"unfit-{process_identity()['host']}", "unfit", why=why)
 
 

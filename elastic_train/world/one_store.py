@@ -1,4 +1,4 @@
-"""One store for a whole job: every node must see the one in which its commits are, or it is not let in.
+"""One store for a whole job: a node that does not see the store of the job's commits is rejected.
 
 A store gets a unique word of its own when a world first uses it, under a key that is never deleted, and etcd names the
 word of the job's. With folders on local disks, or a mount that is missing, each node would see a store of its own:

@@ -229,7 +229,7 @@ def _find_after_loss(
         skips = (*found.skipped, *((name, why) for name, why in skipped))
         found, whole = replace(found, head=head, skipped=skips, is_loaded=True), head.step
     if num_lost and whole < (step := _furthest(found.brought).step):
-        world.announce(f"{what}: step {step} is given up for step {whole}")
+        world.announce(f"{what}: step {step} cannot be restored, training resumes from step {whole}")
         return replace(found, num_lost=num_lost)
     return found
 

@@ -68,7 +68,7 @@ def check_alike(group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], 
 
     `outline` describes the parameters and the optimizer's groups, which follow from the task's code as the weights and
     buffers do; of those only names, shapes and types are compared, and the first that differs is named. Rank 0 is the
-    member that has been there for longest: who comes with something else is not let in.
+    member that has been there for longest: a rank that differs is rejected.
     """
     mine = deciding(plan) | {key: list(lines) for key, lines in outline.items()} | {_TENSORS: _shapes(weights)}
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
@@ -247,8 +247,8 @@ def check_can_be_sharded(group: Group, plan: Plan, differing: Sequence[str]) -> 
     off = {**dict.fromkeys(parallel.degrees, 1), "sequence": False, "shards": "none", "offload": "none"}
     key = next(key for key in off if getattr(parallel, key) != off[key])
     raise ConfigError(
-        f"parallel.{key}: {getattr(parallel, key)} needs ranks that compute alike, since several update each share of "
-        f"the state: {mine[0]}. Use equal machines, or set parallel.{key} to {off[key]}"
+        f"parallel.{key}: {getattr(parallel, key)} needs ranks that compute the same bits, since several update each "
+        f"share of the state: {mine[0]}. Use equal machines, or set parallel.{key} to {off[key]}"
     )
 
 

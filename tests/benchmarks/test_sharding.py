@@ -109,7 +109,7 @@ def test_a_case_of_the_matrix_says_what_its_ranks_end_with() -> None:
     kept, given_up = run(live_through, 3, [number]), run(live_without_pending, 3, [number])
     assert [end for of_rank in kept for end in of_rank.values()] == 3 * [kept[0][ALONE]]
     ends = [of_rank[str(number)] for of_rank in given_up if str(number) in of_rank]
-    assert ends == 2 * ["step 4 was given up for 3"]
+    assert ends == 2 * ["step 4 was lost, and 3 restored"]
 
 
 def live_without_pending(meeting: Meeting, numbers: Sequence[int]) -> dict[str, str]:

@@ -89,7 +89,7 @@ def _check(verdict: Verdict, name: str, record_property: Callable[[str, object],
 
 
 @pytest.mark.xdist_group("slurm-scenarios")
-def test_a_job_survives_what_befalls_it_on_slurm(play: Callable[[str, float], Broken], tmp_path: Path) -> None:
+def test_a_job_survives_what_affects_it_on_slurm(play: Callable[[str, float], Broken], tmp_path: Path) -> None:
     """A node is drained, one loses power; the job is preempted, requeued, held, and comes to its time limit."""
     broken = play("slurm", 600.0)
     (verdict,) = broken.verdicts

@@ -27,7 +27,7 @@ def claims(run: Evidence, reference: Evidence | None) -> str:
     """Every field of result.json is the last commit's, or follows from configuration and histories."""
     result = result_of(run)
     if result.get("status") != "done":
-        raise Unknown("the job has not come to its end: its result claims nothing yet")
+        raise Unknown("the job has not finished: its result claims nothing yet")
     record = last_record(run)
     if record is None or record.fields is None:
         raise Unknown("there is no commit of the last step to compare the result with")

@@ -57,7 +57,7 @@ def validation(run: Evidence) -> str:
             raise Violated(f"result.json has the metrics {sorted(claimed)}, and the job has no validation set")
         return "the job has no validation set, and its result claims no metrics"
     if result.get("status") != "done":
-        raise Unknown("the job has not come to its end: the newest commit need not have been validated")
+        raise Unknown("the job has not finished: the newest commit need not have been validated")
     if nameless := [name for name, value in claimed.items() if not _is_number(value)]:
         raise Violated(f"result.json has the metric {nameless[0]} as {claimed[nameless[0]]}, which is not a number")
     if not claimed:

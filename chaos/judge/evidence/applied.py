@@ -50,7 +50,7 @@ class Applied:
 def result_of(run: Evidence) -> Line:
     """Return the run's result; without one it did not come to its end."""
     if run.result is None:
-        raise Violated("the job left no result.json: it did not come to its end")
+        raise Violated("the job left no result.json: it did not finish")
     return run.result
 
 

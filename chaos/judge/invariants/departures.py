@@ -26,8 +26,8 @@ from chaos.judge.evidence.spells import spells_of
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.job_shape import cell_size, stage_size
 from chaos.scenario.kinds import (
+    affects_all,
     asks_all_to_leave,
-    befalls_all,
     cuts_off,
     is_of_etcd,
     is_over_at_once,
@@ -128,7 +128,7 @@ def _check_changes(run: Evidence) -> None:
     for before, after, hits in _changes(run):
         began = sealed.get(before, formed[before])
         until = max((_until(line) for line in hits), default=0.0)
-        all_until = max((_until(line) for line in hits if befalls_all(line["kind"])), default=0.0)
+        all_until = max((_until(line) for line in hits if affects_all(line["kind"])), default=0.0)
         struck = {(id(line), pid) for line in hits for pid in _pids(line)}
         hit = {pid for _, pid in struck}
         broken = {node_of[pid] for pid in hit if pid in node_of}

@@ -66,7 +66,7 @@ def no_harm(run: Evidence) -> str:
     """One node that is wrong, or that joins, costs the others at most 5 % of their steps over two minutes."""
     windows, worst_s = windows_of(run), 0.0
     if not windows:
-        raise Unknown("no node was wrong, or joined, with nothing else going on for some seconds")
+        raise Unknown("no node was wrong, or joined, without another fault for some seconds")
     for window in windows:
         lost_s = _held_up_s(run, window.since, window.until)
         worst_s = max(worst_s, lost_s)

@@ -344,7 +344,7 @@ def heads(run: Evidence) -> str:
     for line in run.of("commit"):
         if line["key"] not in chain and line["key"] not in damaged and not _is_made_twice(run, line):
             raise Violated(f"{line['key']} was published, no fault has damaged it, and the end does not continue it")
-    return f"{len(chain)} commits lead to the end, and none that was published is beside them"
+    return f"{len(chain)} commits lead to the end, and every published commit is one of them"
 
 
 def _is_made_twice(run: Evidence, commit: Line) -> bool:

@@ -23,7 +23,7 @@ _SLOW_S = 0.01
 """Each way: a connection is many times as slow as its likes on this machine, and nobody takes it for cut."""
 _LOST = 0.2
 _TRIES = 5
-"""How often it is asked, at most, what answers before a fault: a cable that has just been mended may drop a packet."""
+"""How often it is asked, at most, what answers before a fault: a cable that was just plugged in may drop a packet."""
 
 
 def _hold(way: Way, *, requests: bool = False, answers: bool = False, delay_s: float = 0.0) -> None:

@@ -76,7 +76,7 @@ def _ended(job: JobView, fault: Due, nodes: list[Node], pids: list[int], how: st
 
 def start_node(job: JobView, fault: Due) -> Struck | None:
     if fault.target == "lost" and not job.lost:
-        raise RunError("a lost node is to be started, but none is lost")
+        raise RunError("no node is lost, so none can be started")
     node = targets(job, fault)[0]
     if node.is_up:
         return None  # it was asked to stop, and is not through yet; it may be frozen, so do not wait here

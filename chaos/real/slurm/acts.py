@@ -1,4 +1,4 @@
-"""What befalls a job on Slurm: how each kind of fault is done by Slurm's commands, undone, and seen to have bitten."""
+"""What affects a job on Slurm: how each kind of fault is done by Slurm's commands, undone, and seen to have bitten."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Act:
         return KINDS[self.kind].ends_world
 
     @property
-    def befalls_one(self) -> bool:
+    def affects_one(self) -> bool:
         return KINDS[self.kind].aim != "job"
 
     def hosts(self, job: JobOnSlurm, fault: Due) -> Sequence[str]:
-        """Return the nodes that it befalls."""
-        return [host_of(job, fault)] if self.befalls_one else job.submission.hosts
+        """Return the nodes that it affects."""
+        return [host_of(job, fault)] if self.affects_one else job.submission.hosts
 
     def hit(self, members: Sequence[Line]) -> Sequence[Line]:
         """Return which members of a world on these nodes it hits."""

@@ -72,7 +72,7 @@ class SlurmJob:
         act = ACTS[fault.kind]
         hosts = act.hosts(self, fault)
         self.struck, at = act.hit([m for m in self.members() if m["host"] in hosts]), time.time()
-        self.num_starts = 0 if act.befalls_one else int(self.cluster.job(self.submission.allocation)["Restarts"])
+        self.num_starts = 0 if act.affects_one else int(self.cluster.job(self.submission.allocation)["Restarts"])
         self._note(fault, hosts, at)
         self._term_before = max((whole(member, "term") for member in self.struck), default=self.followed.term)
         undo = act.do(self, fault)
@@ -138,7 +138,7 @@ class SlurmJob:
 
     def _comes_back(self, act: Act) -> bool:
         of_array = self.scenario.slurm.is_array or act.kind == "start_node"
-        return of_array or not act.befalls_one
+        return of_array or not act.affects_one
 
     def _note(self, fault: Due, hosts: Sequence[str], at: float) -> None:
         self._num_faults += 1

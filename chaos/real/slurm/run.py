@@ -1,6 +1,6 @@
 """Runs a scenario's jobs on a real Slurm, whose nodes are machines in namespaces, and breaks them one fault at a time.
 
-Of several jobs each has a folder of its own, and knows nothing of what befalls the others: its verdict is valid only if
+Of several jobs each has a folder of its own, and knows nothing of what affects the others: its verdict is valid only if
 it has not noticed.
 """
 

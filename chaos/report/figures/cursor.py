@@ -76,7 +76,7 @@ def _curves(branch: Branch, axis: Axis, unit_s: float, height: Axis) -> list[Str
     title = f"term {branch.term}, {branch.world} ranks: steps {branch.lo + 1} to {branch.hi}"
     parts = [Stroke(f"curve s{branch.term % 8}", path(_visible(kept)), title)] if kept else []
     if branch.hi > branch.cut:
-        lost = f"{title}; those after {branch.cut} were given up"
+        lost = f"{title}; those after {branch.cut} were lost"
         parts.append(Stroke("curve gone", path(_visible(gone)), lost))
     return parts
 

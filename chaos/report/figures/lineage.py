@@ -33,7 +33,7 @@ def lineage_figure(story: Story) -> Markup:
         parts += _commits(own, axis, y=_FIRST + _ROW * rows[branch.term])
     parts += [_label(branch, axis, _FIRST + _ROW * rows[branch.term]) for branch in dead if is_labelled]
     if not dead:
-        parts.append(text(LEFT, _FIRST + 8, "no dead branch: no applied step was given up", class_="faint"))
+        parts.append(text(LEFT, _FIRST + 8, "no dead branch: no applied step was lost", class_="faint"))
     return figure(bottom + 34, f"lineage of {len(story.branches)} terms with {len(dead)} dead branches", parts)
 
 

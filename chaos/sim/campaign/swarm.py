@@ -15,7 +15,7 @@ from chaos.sim.job.kinds import KINDS
 from chaos.sim.job.shape import Shape
 
 IN_RECOVERY = 0.25
-"""How many of the faults come within one lease of the one before: while its damage is still being mended."""
+"""How many of the faults come within one lease of the one before: while its damage is still being repaired."""
 IS_READ = 0.75
 """How often what is damaged has to be read: everybody dies within a lease. Else the members hold what it held."""
 LONGER = {"hang_worker": 4.0, "sever_link": 10.0, "stale_listing": 4.0}

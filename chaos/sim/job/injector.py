@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from chaos.scenario.kinds import befalls_all, cuts_off
+from chaos.scenario.kinds import affects_all, cuts_off
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.kinds import KINDS
@@ -18,7 +18,7 @@ WHOSE: Mapping[str, Callable[[Fleet, list[Process]], list[int]]] = {
     "slow_etcd": lambda fleet, hit: [node.number for node in fleet.nodes],  # here for all of them
     "twin_dir": lambda fleet, hit: [agent.node for agent in hit],
 }
-"""Which nodes a fault befalls, by its kind, where that is not the one that it was drawn for."""
+"""Which nodes a fault affects, by its kind, where that is not the one that it was drawn for."""
 
 
 class Injector:
@@ -85,8 +85,8 @@ class Injector:
         for_s = fault.for_s * TIMES.get(fault.kind, 1)
         fleet.keep_busy(for_s)
         damaged = [*storage.damaged.values()][before:]
-        # What befalls all, or the way to etcd, has happened although no worker was there to notice.
-        if hit or damaged or befalls_all(fault.kind) or cuts_off(fault.kind):
+        # What affects all, or the way to etcd, has happened although no worker was there to notice.
+        if hit or damaged or affects_all(fault.kind) or cuts_off(fault.kind):
             more: dict[str, Any] = {"commit": damaged[0]} if damaged else {}
             if fault.kind in WHOSE:
                 more["nodes"] = WHOSE[fault.kind](fleet, hit)

@@ -65,7 +65,7 @@ class Node:
 
     @property
     def would_end_alike(self) -> bool:
-        """Whether its exit code says that starting it again is in vain, and nobody has mended what was wrong."""
+        """Whether its exit code says that starting it again is in vain, and nobody has fixed what was wrong."""
         around = self._host.around
         if self.code == CorruptError.exit_code and around.data.is_own(self.number):
             return False  # its copy can be restored, and is when it is started again

@@ -121,7 +121,7 @@ class Storage:
         return slowness * self.draws.expovariate(1 / self.delay_s)
 
     def has_bad_luck(self, until: float, share: float = 0.5) -> bool:
-        """Say whether a call meets what befalls so many of them up to a moment."""
+        """Say whether a call meets what affects so many of them up to a moment."""
         return self.kernel.now < until and self.draws.random() < share
 
 

@@ -211,7 +211,7 @@ def _members(view: View) -> Sequence[Member]:
     """Return a job's members; ConfigError if they are none that follow requests."""
     if any(not member.node for member in view.members):
         raise ConfigError(
-            "this job's recovery is `restart`, in which nobody follows requests: send SIGTERM to a launcher"
+            "this job's recovery is `restart`, which cannot be asked to leave through etcd: send SIGTERM to a launcher"
         )
     return view.members
 
@@ -241,7 +241,7 @@ def _asked(store: Store, run_id: str, nodes: Sequence[str], wait_s: float, *, is
     elif left:
         print_text(f"still there after {wait_s:.0f} s: {', '.join(sorted(left))}; send SIGTERM to their launchers")
     else:
-        print_text(f"{counted(len(nodes), 'node')} left: {', '.join(nodes) or 'nobody was there'}")
+        print_text(f"{counted(len(nodes), 'node')} left: {', '.join(nodes) or 'none was running'}")
     return TooFewNodesError.exit_code if left else 0
 
 

@@ -44,7 +44,7 @@ def status(run: str, overrides: Sequence[str] = (), *, is_why: bool = False, is_
     config = _config_of(run, overrides)
     found = status_of(run) if config is None else status_of(config.run.dir, config)
     if is_why and found.stopped is None:
-        raise ConfigError(f"{run}: why a run stopped is told by its folder (run.dir), not by its commits alone")
+        raise ConfigError(f"{run}: commits do not say why a run stopped; give its folder (run.dir)")
     code = found.stopped.exit_code if is_why and found.stopped is not None else found.exit_code
     if is_json:
         print_json({**asdict(found), "exit_code": code})
@@ -84,7 +84,7 @@ def _status_of(run: str, config: Config | None) -> Status:
     if isinstance(done, int) and (head is None or done >= head.step) and not is_longer:
         return Status("done", done, f"all of its {done} steps are trained")
     if head is not None:
-        return Status("resumable", head.step, f"training would go on from step {head.step} ({head.key})")
+        return Status("resumable", head.step, f"training would continue from step {head.step} ({head.key})")
     if rows:
         return Status("failed", None, "; ".join(f"{row.key}: {row.wrong}" for row in rows))
     return Status("resumable", None, f"no commits in {store.url} yet: training would begin with the first step")

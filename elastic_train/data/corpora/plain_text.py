@@ -17,7 +17,7 @@ from elastic_train.errors import ConfigError
 
 _ENCODING = "utf-8-sig"
 _MOST_CHARS = (1 << 31) - 1
-_QUOTES = "a value with a comma, a quote or a line break stands in quotes"
+_QUOTES = "a value with a comma, a quote or a line break needs quotes"
 
 
 def read_files(files: Sequence[Path], text_key: str, label_key: str) -> list[Sample]:

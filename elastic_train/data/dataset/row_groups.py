@@ -127,7 +127,7 @@ class RowGroups:
         if damaged:
             raise UnreadableError(
                 f"{where} is damaged: {' and '.join(map(str, damaged))} differ from what was written, also when "
-                "read again; restore the file from a copy (`elastic-train data verify` lists all that is damaged)"
+                "read again; restore the file from a copy (`elastic-train data verify` lists all damage)"
             )
         _LOG.warning(
             "%s differed from its checksums, and was whole when it was read again: check this machine's memory, and "

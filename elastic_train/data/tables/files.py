@@ -278,6 +278,6 @@ _JSON_REMEDY = (
     "--types score=float64"
 )
 _CSV_REMEDY = (
-    "correct the row (a value with a comma, a quote or a line break stands in quotes), or name a column's type with "
+    "correct the row (a value with a comma, a quote or a line break needs quotes), or name a column's type with "
     "--types, such as --types code=string"
 )

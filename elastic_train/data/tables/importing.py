@@ -198,8 +198,8 @@ class Finisher:
             raise ConfigError(f"{chunk.path}: has '{TOKENS.name}', which --tokenizer makes; leave out one of them")
         if self._labels and self._labels.column != COLUMN.name and COLUMN.name in names:
             raise ConfigError(
-                f"{chunk.path}: has '{COLUMN.name}' beside --label-key {self._labels.column}, which is stored under "
-                "that name; rename or remove the column"
+                f"{chunk.path}: has '{COLUMN.name}' in addition to --label-key {self._labels.column}, which is stored "
+                "under that name; rename or remove the column"
             )
 
     def _tokens(self, chunk: Chunk) -> pa.Array:

@@ -193,8 +193,8 @@ def _why(name: str, optimizer: Optimizer, error: Exception) -> str:
         need = "its train() called before"
     elif "view size is not compatible" in said:
         return (
-            f"optimizer.name: '{name}' calls `view` of what is not contiguous, and the task's model has matrices that "
-            f"stand in memory column by column (`placements`): call `reshape` there, or {_WAY_OUT}"
+            f"optimizer.name: '{name}' calls `view` on a tensor that is not contiguous: the task's model stores some "
+            f"matrices column by column (`placements`): call `reshape` there, or {_WAY_OUT}"
         )
     else:
         return (

@@ -36,8 +36,8 @@ def redundancy_of(mesh: Mesh, shards: StateShards) -> str | None:
             held = f"the {what} is held"
         if shards.table.num_copies == 1:
             return (
-                f"{held} once: a rank that is lost takes its share along, and the job goes on from the newest commit "
-                "(parallel.copies, and the number of ranks, decide)"
+                f"{held} once: if a rank is lost, its share is lost, and the job resumes from the newest commit "
+                "(set parallel.copies, or use more ranks)"
             )
         return f"{held} {shards.table.num_copies} times: a fault that leaves one of the holders costs no applied step"
     if mesh.cell.size == 1:
@@ -54,8 +54,8 @@ def redundancy_of(mesh: Mesh, shards: StateShards) -> str | None:
         )
     if mesh.num_replicas == 1:
         return (
-            f"{num_ranks} make one cell, which alone holds the state: a rank that is lost takes its part along, and "
-            "the job goes on from the newest commit (more nodes make more cells)"
+            f"{num_ranks} make one cell, the only holder of the state: if a rank is lost, its part is lost, and the "
+            "job resumes from the newest commit (more nodes make more cells)"
         )
     return (
         f"{mesh.num_replicas} cells of {num_ranks}: a fault that leaves each part of the state in one of them costs no "

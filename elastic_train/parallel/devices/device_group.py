@@ -26,7 +26,7 @@ from rendezvous.waiting import LOOK_EVERY_S, Call, GivenUp, begin
 
 T = TypeVar("T")
 ABORT_S = 10.0
-"""How long an abort may take, and the device to be free after it; what is wrong then would not be mended by waiting."""
+"""How long an abort may take, and the device to be free after it; waiting longer would not help then."""
 _SUCCESS, _FAILURES = 0, {1: "it took too long", 2: "a peer or the connection to it is gone"}
 """What torch calls a WorkResult."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3

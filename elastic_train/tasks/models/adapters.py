@@ -222,8 +222,8 @@ def heads_of(model: nn.Module) -> list[str]:
     remedy = "train the whole model, without an adapter, or take another one, such as a ViT"
     if not heads:
         raise ConfigError(
-            f"task.params.hf: no weights of {type(model).__name__} change with the number of classes, so which ones to "
-            f"train beside adapters is not known: {remedy}"
+            f"task.params.hf: no weights of {type(model).__name__} change with the number of classes, so the "
+            f"ones to train in addition to adapters are unknown: {remedy}"
         )
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name not in heads]
     if others := [name for name in modules if name.endswith(tuple(heads))]:

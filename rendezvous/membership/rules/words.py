@@ -25,8 +25,8 @@ def standing_by(view: View, policy: Policy, keys: Keys) -> str:
     """Say that there is no room for a node."""
     num_nodes = admission.count_nodes(view.mates)
     return (
-        f"this node stands by until one is lost: the job under {keys.prefix} has no room for it beside its "
-        f"{num_nodes} of at most {policy.max_nodes} nodes"
+        f"this node stands by until one is lost: the job under {keys.prefix} has {num_nodes} of at most "
+        f"{policy.max_nodes} nodes"
     )
 
 

@@ -188,7 +188,7 @@ def test_a_job_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
 def test_a_job_that_hangs_is_an_error(tmp_path: Path) -> None:
     """The deadline ends a job that does not finish, and its processes."""
     hung = job(tmp_path, -1, timeout_s=0.5)
-    with pytest.raises(RunError, match="did not come to its end within"):
+    with pytest.raises(RunError, match="did not reach its end within"):
         hung.run()
     assert hung.nodes[0].pids() == []
 

@@ -17,14 +17,14 @@ def test_the_local_executor_does_every_local_kind() -> None:
 
 
 def test_the_executor_for_slurm_does_every_kind_of_slurm() -> None:
-    """And those that befall a whole job have it leave its nodes; a node that is drained costs nothing."""
+    """And those that affect a whole job have it leave its nodes; a node that is drained costs nothing."""
     assert set(slurm_acts.ACTS) == {kind.name for kind in KINDS.values() if kind.slurm}
     of_job = {"preempt_job", "requeue_job", "hold_job", "end_time_limit"}
     assert {name for name in slurm_acts.ACTS if asks_all_to_leave(name)} == of_job
     assert not ends_world("drain_node")
 
 
-def test_what_befalls_a_job_on_slurm_follows_from_how_it_is_submitted() -> None:
+def test_what_affects_a_job_on_slurm_follows_from_how_it_is_submitted() -> None:
     """Nodes of an array are jobs, which can be cancelled; one of two jobs is hit by what leaves the nodes alone."""
     allocation, array = OnSlurm(), OnSlurm(script="elastic-array")
     grown, shared = OnSlurm(at_first=1), OnSlurm(jobs=2)

@@ -66,7 +66,7 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
             {**GOOD, "batch": 5},
             {},
             (),
-            ["'batch' has keys of its own: write {KEY: VALUE} or --batch.KEY VALUE, given 5"],
+            ["'batch' is a section with keys: write {KEY: VALUE} or --batch.KEY VALUE, given 5"],
         ),
         (GOOD, {}, ("--profile.at-steps", "5"), ["'profile.at_steps' takes a list: write [A, B], given 5"]),
         (
@@ -75,7 +75,7 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
             ("--profile.ranks", "x"),
             ["'profile.ranks' takes a list", "Input should be 'all'"],
         ),
-        (GOOD, {}, ("--monitoring.on-event", "drop"), ["'monitoring.on_event' has keys of its own", "given 'drop'"]),
+        (GOOD, {}, ("--monitoring.on-event", "drop"), ["'monitoring.on_event' is a section with keys", "given 'drop'"]),
         ({**GOOD, "monitoring": {"on_event": {"loss_spike": "drop"}}}, {}, (), ["loss_spike concerns all ranks"]),
         (GOOD, {}, ("--monitoring.peak-tflops", "989"), ["MFU needs both"]),
         ({}, {}, (), ["'data' is missing"]),

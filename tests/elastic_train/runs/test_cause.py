@@ -141,7 +141,7 @@ def test_a_world_that_did_not_form_is_the_cause_of_what_came_after_the_last_step
 
 def test_a_run_that_goes_on_has_not_stopped(left: Left) -> None:
     cause = cause_of(left.folder, now=left.now + 5.0)
-    assert cause.do == "nothing" and "it seems to go on: step 3 was applied 6 s ago" in cause.sentence
+    assert cause.do == "nothing" and "it seems to be running: step 3 was applied 6 s ago" in cause.sentence
 
 
 def test_a_machine_that_fails_its_health_check_before_the_first_step_is_to_be_left_out(tmp_path: Path) -> None:

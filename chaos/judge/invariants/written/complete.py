@@ -88,7 +88,7 @@ def complete(run: Evidence) -> str:
     _check_kinds(run)
     check_pointers(run)
     if result_of(run)["status"] != "done":
-        raise Unknown("the job has not come to its end: its files are not complete yet")
+        raise Unknown("the job has not finished: its files are not complete yet")
     if run.has("effect") and not all("number" in fault for fault in run.of("fault")):
         raise Unknown("a fault has no number, by which its effect is known")
     num_nodes, num_terms, num_commits = _check_nodes(run), _check_terms(run), _check_commits(run)

@@ -18,7 +18,7 @@ def may_lack_a_line(run: Evidence, term: int, at: float) -> bool:
 
 def is_disturbed(run: Evidence, since: float, until: float) -> bool:
     """Say whether an answer of the storage may have been lost in an interval: some fault did more than to end
-    processes, or to befall one node alone."""
+    processes, or to affect one node alone."""
     spells = spells_of(run)
     lines: list[Line] = [
         line

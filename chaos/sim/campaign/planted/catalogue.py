@@ -108,7 +108,7 @@ PLANTED = (
     ),
     SimBug(
         "any-store",
-        "a node that does not see the job's store is let in, and continues from what its own store has",
+        "a node that does not see the job's store is admitted, and continues from what its own store has",
         lambda: {
             "elastic_train.world.one_store:check": lambda *_: None,
             "elastic_train.world.restore:_KnownCommits.check": lambda *_: None,
@@ -217,7 +217,7 @@ PLANTED = (
     ),
     SimBug(
         "device-not-freed",
-        "a world that was given up leaves its operations on the device",
+        "an abandoned world leaves its operations on the device",
         lambda: {"elastic_train.parallel.group:abort_all": lambda groups: True},
         ("finished",),
         faults.kills,

@@ -98,7 +98,7 @@ SHARES_IN_CELLS = (
     ),
     SimBug(
         "copy-not-counted",
-        "a share is taken for lost, and steps are given up, although a copy of it lives",
+        "a share counts as lost, and steps are rolled back, although a copy of it lives",
         lambda: {"elastic_train.job.resharding.peer_states:_num_missing": missing_in_the_first_group},
         ("copies",),
         kills_one_by_one,

@@ -64,7 +64,7 @@ def lose_etcd_data(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def etcd_refuses(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Etcd raises an alarm, or no longer accepts the job's user, until its operator has mended that."""
+    """Etcd raises an alarm, or no longer accepts the job's user, until its operator has fixed that."""
     fleet.around.etcd.refuse(REFUSALS[_drawn(fault, len(REFUSALS))], fault.for_s)
     return fleet.all_workers()
 

@@ -127,7 +127,7 @@ def _planned(
         yield "storage", Planned(storage, "can this node reach and write it? docs/storage.md", TIMEOUT_S)
         if config.tracking.mlflow_uri is not None:
             tracker = partial(examine_tracker, config.tracking.mlflow_uri)
-            yield "mlflow", Planned(tracker, "training goes on without it; values are sent later", TIMEOUT_S)
+            yield "mlflow", Planned(tracker, "training continues without it; values are sent later", TIMEOUT_S)
     if asked.num_peers and options is not None:
         meet = partial(_meet, options, run_id, config, asked, found)
         yield "peers", Planned(meet, "is etcd reachable?", asked.wait_s + TIMEOUT_S)

@@ -112,7 +112,7 @@ def _leases(options: EtcdOptions, run_id: str, ttl_s: float) -> Iterator[Finding
             granted_s = lease.ttl_s
             lease.revoke()
     except StoreError as error:
-        yield fail("etcd's leases", f"none to be had: {first_line(error)}", "no node can join until that is mended")
+        yield fail("etcd's leases", f"none to be had: {first_line(error)}", "no node can join until that is fixed")
         return
     if granted_s > ttl_s:
         yield warn(

@@ -31,7 +31,7 @@ VERSIONS = ("elastic-train", "torch", "python")
 _WHY = {
     "refused": "nothing listens there: another machine has the address, or a firewall refuses",
     "silent": "no answer: a firewall drops it, or no way leads there",
-    "mute": "connected, and nobody spoke: a relay, or a machine that is stuck",
+    "mute": "connected, but got no answer: a proxy, or a machine that hangs",
     "other": "somebody else answers there",
 }
 

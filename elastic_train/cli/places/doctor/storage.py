@@ -113,7 +113,7 @@ def examine_tracker(mlflow_uri: str) -> Iterator[Finding]:
             yield fail("mlflow", f"{shown}: {first_line(error)}", "tracking.mlflow_uri names something else")
         else:
             remedy = (
-                "training goes on without it, and values are sent later; set tracking.mlflow_uri or its credentials"
+                "training continues without it, and values are sent later; set tracking.mlflow_uri or its credentials"
             )
             yield warn("mlflow", f"{shown}: {first_line(error)}", remedy)
     else:

@@ -99,7 +99,7 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "an array": ("a.json", json.dumps(ROWS[:2]), "one JSON object a line"),
     "no UTF-8": ("a.jsonl", lines(30, "?").encode().replace(b"?", b'{"text": "\xff", "n": 1}'), "row 30: .*UTF8"),
     "compressed": ("a.jsonl", gzip.compress(b"{}"), "one JSON object a line"),
-    "a short row": ("a.csv", "text,n\n" + "a,1\n" * 90 + "b\n", "row 92: Expected 2 columns, got 1.*stands in quotes"),
+    "a short row": ("a.csv", "text,n\n" + "a,1\n" * 90 + "b\n", "row 92: Expected 2 columns, got 1.*needs quotes"),
     "a word for a number": ("a.csv", "text,n\n" + "a,1\n" * 90 + "b,c\n", "row 92: .*invalid value 'c'.*code=string"),
     "bytes": ("a.csv", b"text,n\n" + b"a,1\n" * 90 + b"\xff,1\n", "row 92: .*invalid UTF8"),
     "an empty file": ("a.csv", "", "Empty CSV"),

@@ -105,7 +105,11 @@ BAD_ROWS: dict[str, tuple[list[dict[str, Any]], RowOptions, str]] = {
     "one label": ([{"label": "a"}] * 9, RowOptions(), "has one label, a; a classifier needs at least 2"),
     "another column": ([{"labels": "a"}], RowOptions(label_key="label"), "no column 'label'; did you mean 'labels'"),
     "no metadata": ([{"size": 1}], RowOptions(numeric=("sice",)), "no column 'sice'; did you mean 'size'"),
-    "two labels": ([{"label": 0, "kind": 1}], RowOptions(label_key="kind"), "has 'label' beside --label-key kind"),
+    "two labels": (
+        [{"label": 0, "kind": 1}],
+        RowOptions(label_key="kind"),
+        "has 'label' in addition to --label-key kind",
+    ),
     "too few": ([{"n": 1}], RowOptions(), "no row is left for validation: .*--validation-share"),
 }
 

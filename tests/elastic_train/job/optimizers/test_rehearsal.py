@@ -99,7 +99,9 @@ class Viewing(odd_optimizers.Odd):
 def test_an_optimizer_that_takes_row_layers_for_contiguous_is_refused_before_training() -> None:
     choice = choose(config_of(Viewing))
     choice.rehearse("odd", "cpu")
-    with pytest.raises(ConfigError, match=r"'odd' calls `view` .* stand in memory column by column .* call `reshape`"):
+    with pytest.raises(
+        ConfigError, match=r"'odd' calls `view` .* stores some matrices column by column .* call `reshape`"
+    ):
         choice.rehearse("odd", "cpu", by_columns=True)
 
 

@@ -32,7 +32,7 @@ STEPS = 500
 def test_one_bad_copy_costs_the_others_one_regroup(
     tmp_path: Path, rows: Path, etcd: EtcdServer, unreadable: str
 ) -> None:
-    """The node ends with 65 and is not started again; the other computes the bits of a job that nothing befell.
+    """The node ends with 65 and is not started again; the other computes the bits of a job that nothing affected.
 
     Also where what nobody can read would be left out: others can read it.
     """

@@ -1,4 +1,4 @@
-"""A flipped bit in a live world: nobody keeps a state, and the job ends with the bits of one that nothing befell."""
+"""A flipped bit in a live world: nobody keeps a state, and the job ends with the bits of one that nothing affected."""
 
 from __future__ import annotations
 

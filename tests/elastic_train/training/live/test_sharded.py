@@ -129,7 +129,7 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     known.touch()
     run, log = finish(job, tmp_path)
     assert "is held once" in log
-    assert "all holders of" in log and "is given up for step" in log
+    assert "all holders of" in log and "cannot be restored, training resumes from step" in log
     assert weights(run) == undisturbed(LIVE_STEPS)
 
 
