@@ -62,7 +62,7 @@ app = App(
     error_formatter=partial(wrong_usage, "elastic-chaos"),
     default_parameter=NO_EMPTY,
 )
-console = Console(soft_wrap=True)
+console = Console(markup=False, soft_wrap=True)
 
 
 @app.command

@@ -25,7 +25,7 @@ app = App(name="demo", help=__doc__)
 @app.default
 def demo(*, seed: int | None = None, json_: Annotated[bool, Parameter(name="--json")] = False) -> int:
     """Import the docstrings of the installed libraries, train through a fault, and prove what came of it."""
-    console = Console(soft_wrap=True, highlight=False, quiet=json_)
+    console = Console(markup=False, soft_wrap=True, highlight=False, quiet=json_)
     console.print("1. the corpus: the docstrings of the libraries installed here; no download")
     subprocess.run(
         [sys.executable, "-m", "elastic_train.cli.main", "data", "import", "docstrings", str(DATA)],

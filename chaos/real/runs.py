@@ -93,7 +93,7 @@ def run_once(
             for each in [folder, folder_beside(folder)][: scenario.slurm.jobs]:
                 each.mkdir(parents=True, exist_ok=True)
                 copy_manifests(config, each)
-            say = Console(quiet=is_quiet).print
+            say = Console(markup=False, quiet=is_quiet).print
             own = own_of_second(config)
             run_on_slurm(scenario, folder, due, seed, [*_WHOLE, *changes], replay, say, beside=own)
             return
@@ -270,7 +270,7 @@ def _run(
     landing: Callable[[Job], None] | None = None,
 ) -> None:
     copy_manifests(config, folder)
-    progress = Progress(Console(soft_wrap=True, quiet=is_quiet))
+    progress = Progress(Console(markup=False, soft_wrap=True, quiet=is_quiet))
     own = ["--run.dir", str(folder), "--run.name", around.run_id, *around.settings]
     nodes = launch(scenario, "", folder, [*_WHOLE, *changes, *own], around.run_id, around)
     look = _shown(progress, total_steps)

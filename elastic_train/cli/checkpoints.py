@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from elastic_train.checkpoint.commits import listing, pins_and_holds
 from elastic_train.checkpoint.commits.export import Format, export
@@ -71,13 +72,13 @@ def ls(run: str, *, best: str = "min loss", verify: Flag = False, json_: Json = 
             "-" if age_s is None else duration(age_s),
             "-" if row.record is None else size(row.record.num_bytes),
             *(cell(fields[name]) for name in ("world", metric.metric)),
-            f"[red]{row.wrong}" if row.wrong else f"[green]{'whole' if verify else 'sizes ok'}",
+            Text(row.wrong, "red") if row.wrong else Text("whole" if verify else "sizes ok", "green"),
             ", ".join(row.marks),
         )
     _print_commits(store, table)
     if rows or found.abandoned:
         left = f"; {size(found.abandoned_bytes)} in {counted(found.abandoned, 'abandoned attempt')}, see `ckpt prune`"
-        Console().print(f"{size(found.num_bytes)} in {counted(len(rows), 'commit')}{left if found.abandoned else ''}")
+        print_text(f"{size(found.num_bytes)} in {counted(len(rows), 'commit')}{left if found.abandoned else ''}")
     return 0
 
 
@@ -93,7 +94,7 @@ def show(run: str, commit: str | None = None, *, json_: Json = False) -> int:
     table = narrow_table("field", "value")
     for name, value in fields.items():
         table.add_row(name, value if isinstance(value, str) else json.dumps(value))
-    Console().print(table)
+    Console(markup=False).print(table)
     return 0
 
 
@@ -112,7 +113,7 @@ def verify(run: str, commit: str | None = None, *, json_: Json = False) -> int:
     else:
         table = narrow_table("commit", "verdict")
         for row in found:
-            table.add_row(str(row["key"]), f"[red]{row['wrong']}" if row["wrong"] else "[green]whole")
+            table.add_row(str(row["key"]), Text(row["wrong"], "red") if row["wrong"] else Text("whole", "green"))
         _print_commits(store, table)
     return CommitError.exit_code if found and all(row["wrong"] for row in found) else 0
 
@@ -237,12 +238,12 @@ def plan(
         return print_json({**stated, **taken, "rows": [_outlook(r) for r in rows]})
     table = narrow_table("interval", "wasted", "by stalls", "by faults", "lost at most", "written a day", "")
     for row in rows:
-        chosen = "[green]chosen " if row.interval_s == choice.interval_s else ""
-        mark = f"{chosen}{'' if row.is_allowed else '[red]over the RPO'}"
+        chosen = ("chosen ", "green") if row.interval_s == choice.interval_s else ""
+        mark = Text.assemble(chosen, "" if row.is_allowed else ("over the RPO", "red"))
         shares = (f"{share:.2%}" for share in (row.waste, row.stall_share, row.fault_share))
         written = size(86400 / row.interval_s * state_gb * 1e9)
         table.add_row(duration(row.interval_s), *shares, duration(row.rpo_s), written, mark)
-    Console().print(table)
+    Console(markup=False).print(table)
     source = f"measured from the last {facts.num_saves} saves of {run}" if facts.cost else "assumed, not measured"
     return print_text(
         f"{choice.reason}\na save's cost is {source}\n"
@@ -261,7 +262,7 @@ def _cost(measured: SaveCost | None, state_gb: float, stall_s: float | None, wri
 
 def _print_commits(store: Store, table: Table) -> None:
     if table.row_count:
-        Console().print(table)
+        Console(markup=False).print(table)
     else:
         print_text(f"{store.url}: no commits")
 

@@ -101,7 +101,7 @@ def describe_(data: str, *, json_: Json = False) -> int:
         rows = [fact.to_dict() for fact in facts]
         return print_json(rows[0] if len(rows) == 1 else rows)
     for fact in facts:
-        describe.render(fact, Console())
+        describe.render(fact, Console(markup=False))
     return 0
 
 
@@ -140,7 +140,7 @@ def verify_(
         table = Table("file", "verdict")
         for path, verdict in found:
             table.add_row(path, Text(verdict.wrong, "red") if verdict.wrong else Text("whole", "green"))
-        Console().print(table)
+        Console(markup=False).print(table)
         for manifest in manifests:
             if not verify.has_checksums(manifest):
                 print_text(

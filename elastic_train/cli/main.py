@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from elastic_train.cli.output import (
     NO_EMPTY,
@@ -23,8 +24,9 @@ from elastic_train.cli.output import (
     quiet_output,
     wrong_usage,
 )
-from elastic_train.config import schema as configuration
 from elastic_train.config import sources
+from elastic_train.config.schema import keys as all_keys
+from elastic_train.config.schema import nearest_key
 from elastic_train.errors import ConfigError, ElasticTrainError, StorageError, explain
 from elastic_train.launch.options import Flags
 
@@ -126,16 +128,19 @@ def validate(config: Path, *overrides: Overrides) -> int:
 
 
 @app.command(group=TRAIN)
-def keys(*, json_: Json = False) -> int:
-    """List every configuration key with its type, default and meaning."""
-    rows = list(configuration.keys())
+def keys(part: str = "", /, *, json_: Json = False) -> int:
+    """List every configuration key with its default, type and meaning, or those whose name has PART in it."""
+    rows = [row for row in all_keys() if part in row[0]]
+    if not rows:
+        near = nearest_key(part)
+        raise ConfigError(f"no key has '{part}' in its name" + (f"; did you mean '{near}'?" if near else ""))
     if json_:
         fields = ("key", "type", "default", "meaning")
         return print_json([dict(zip(fields, row, strict=True)) for row in rows])
-    table = Table("key", "type", "default", "meaning")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    console = Console(markup=False, highlight=False)
+    for key, kind, default, meaning in rows:
+        console.print(Text.assemble((key, "bold"), f" = {default}", (f"  ({kind})", "dim")))
+        console.print(Padding(Text(" ".join(meaning.split())), (0, 0, 0, 4)))
     return 0
 
 

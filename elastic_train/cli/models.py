@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.markup import escape
 
 from elastic_train.checkpoint.commits.export import export as export_file
 from elastic_train.checkpoint.commits.lookup import find_trained, open_run
@@ -162,8 +161,8 @@ def _confusion(metric: object) -> tuple[list[list[int]], list[str]]:
 def _print_classes(values: Mapping[str, float | None], matrix: Sequence[Sequence[int]], names: Sequence[str]) -> None:
     """Print the scores of each class, and how many of its samples each class was predicted for."""
     scores = narrow_table("class", "samples", *_SCORES)
-    counts = narrow_table("class \\ predicted", *map(escape, names))
+    counts = narrow_table("class \\ predicted", *names)
     for name, row in zip(names, matrix, strict=True):
-        scores.add_row(escape(name), str(sum(row)), *(cell(values.get(f"{score}/{name}")) for score in _SCORES))
-        counts.add_row(escape(name), *map(str, row))
-    Console().print(scores, counts)
+        scores.add_row(name, str(sum(row)), *(cell(values.get(f"{score}/{name}")) for score in _SCORES))
+        counts.add_row(name, *map(str, row))
+    Console(markup=False).print(scores, counts)

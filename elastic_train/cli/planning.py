@@ -163,7 +163,7 @@ def calibrate(
 
 def show(report: Report) -> None:
     """Print a report as tables."""
-    console = Console(highlight=False)
+    console = Console(markup=False, highlight=False)
     for line in report.lines():
         console.print(line)
     own = report.own

@@ -11,7 +11,7 @@ import json
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -350,33 +350,43 @@ def keys() -> Iterator[tuple[str, str, str, str]]:
 def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, str]]:
     for name, field in section.model_fields.items():
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _keys_of(kind, f"{prefix}{name}.")
-            continue
-        if (element := _element_of(kind)) is not None:
-            yield f"{prefix}{name}", "list | None", "None", field.description or ""
-            yield from _keys_of(element, f"{prefix}{name}[].")
-            continue
-        optional = next((one for one in _parts_of(kind) if issubclass(one, BaseModel)), None)
-        shown = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
-        shown = shown.replace("typing.", "").replace(", Gt(gt=0)", "").replace("Annotated[int]", "int")
-        shown = shown if optional is None else "section | None"
-        default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
-        yield f"{prefix}{name}", shown, default, field.description or ""
-        if optional is not None:
-            yield from _keys_of(optional, f"{prefix}{name}.")
+        below = _section_in(kind)
+        if below is None or below[0] is not kind:
+            default = "required" if field.is_required() else _as_written(field.get_default(call_default_factory=True))
+            yield f"{prefix}{name}", _kind_in_words(kind), default, field.description or ""
+        if below is not None:
+            yield from _keys_of(below[0], f"{prefix}{name}{below[1]}")
 
 
-def _parts_of(kind: object) -> list[type]:
-    """Return the classes that a type is a union of, if it is one."""
-    return [one for one in get_args(kind) if isinstance(one, type)] if isinstance(kind, types.UnionType) else []
-
-
-def _element_of(kind: object) -> type[BaseModel] | None:
-    """Return the section that a key is a list of; None for other keys."""
+def _section_in(kind: object) -> tuple[type[BaseModel], str] | None:
+    """Return the section that a key is, may be or is a list of, and how to go on to its keys; None for other keys."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return kind
-    return next((found for part in get_args(kind) if (found := _element_of(part)) is not None), None)
+        return kind, "."
+    found = next((one for part in get_args(kind) if (one := _section_in(part)) is not None), None)
+    return (found[0], "[].") if found is not None and get_origin(kind) in (list, tuple) else found
+
+
+def _as_written(value: object) -> str:
+    """Return a value as a file or a command line has it."""
+    return "null" if value is None else value if isinstance(value, str) and value else json.dumps(_as_yaml(value))
+
+
+def _kind_in_words(kind: object) -> str:
+    """Return the values that a key takes: words, a type, or several with a bar between them."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " | ".join(_as_written(value) for value in parts)
+    if origin is Annotated:
+        return _kind_in_words(parts[0])
+    if origin in (Union, types.UnionType):
+        return " | ".join(dict.fromkeys(_kind_in_words(part) for part in parts))
+    if origin in (list, tuple):
+        return f"list of {_kind_in_words(parts[0])}"
+    if kind is types.NoneType:
+        return "null"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "section"
+    return getattr(origin or kind, "__name__", str(kind))
 
 
 _ELSEWHERE = {

@@ -24,7 +24,7 @@ def silent(items: Iterable[Item], what: str, total: int) -> Iterable[Item]:
 
 def shown(items: Iterable[Item], what: str, total: int) -> Iterable[Item]:
     """Show a bar on a terminal's standard error; elsewhere a line at the start and after each of three quarters."""
-    console = Console(stderr=True)
+    console = Console(markup=False, stderr=True)
     if console.is_terminal:
         return rich_track(items, what, total=total, console=console, transient=True)
     return _lines(items, what, total, console)

@@ -85,7 +85,7 @@ class Progress:
     """Shows the newest status: in place on a terminal, elsewhere as a line at most every `LINE_EVERY_S` seconds."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console(soft_wrap=True)
+        self._console = console or Console(markup=False, soft_wrap=True)
         self._clock = clock
         self._live: Live | None = None
         self._shown_at = -math.inf

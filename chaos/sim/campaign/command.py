@@ -30,7 +30,7 @@ from chaos.sim.campaign.shrink import shrink
 from chaos.sim.campaign.simulate import Case, Outcome, simulate
 from chaos.sim.campaign.swarm import APART, AT_PLACES, COMMON
 
-console = Console(soft_wrap=True, highlight=False)
+console = Console(markup=False, soft_wrap=True, highlight=False)
 SHOW_EVERY_S = 5.0
 SAVED = Path("runs/sim")
 

@@ -73,7 +73,7 @@ def ls(*, etcd: Etcd = None, json_: Json = False) -> int:
     table = narrow_table("job", "state", "nodes", "workers", "world", "term", "newest commit")
     for row in rows:
         table.add_row(*(cell(value) for value in asdict(row).values()))
-    Console().print(table if rows else "no jobs")
+    Console(markup=False).print(table if rows else "no jobs")
     return 0
 
 
@@ -85,7 +85,7 @@ def show(run_id: str, *, etcd: Etcd = None, json_: Json = False) -> int:
     row, nodes = row_of(run_id, view), nodes_of(view)
     if json_:
         return print_json({**asdict(row), "members": [asdict(node) for node in nodes]})
-    Console().print(_drawn(row, nodes))
+    Console(markup=False).print(_drawn(row, nodes))
     return 0
 
 
@@ -98,7 +98,7 @@ def top(run_id: str, *, etcd: Etcd = None, once: Flag = False, every: float = 2.
 
 def watch(run_id: str, etcd: str | None, *, is_once: bool, every_s: float) -> int:
     """Show a job's nodes again and again, until it is done or Ctrl-C is pressed; once where nobody looks."""
-    console = Console()
+    console = Console(markup=False)
     with _store(etcd) as store:
         view = _view(store, run_id)
         shown = _drawn(row_of(run_id, view), nodes_of(view))

@@ -22,7 +22,7 @@ def compare(runs: Sequence[str], *, mlflow_uri: str | None, is_json: bool) -> in
     comparison = compare_runs(*runs, mlflow_uri=mlflow_uri)
     if is_json:
         return print_text(comparison.to_json())
-    Console().print(comparison.render())
+    Console(markup=False).print(comparison.render())
     return 0
 
 
@@ -44,7 +44,7 @@ def scaling(runs: Sequence[str], *, is_json: bool) -> int:
 
 
 def _show(found: Scaling) -> None:
-    console = Console()
+    console = Console(markup=False)
     table = narrow_table("run", "ranks", "step", "samples/s", "speed-up", "efficiency", "waits", "sent", "limit")
     for row in found.rows:
         point = row.point

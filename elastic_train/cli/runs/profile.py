@@ -118,6 +118,6 @@ def _show(merged: Merged, cluster: Cluster | None) -> None:
     for row in rows:
         table.add_row(*row)
     if merged.traffic:
-        Console().print(table)
+        Console(markup=False).print(table)
     else:
         print_text("one rank, and no traffic")

@@ -49,7 +49,7 @@ def _write(html: Path, page: str) -> None:
 
 
 def _show(reports: Sequence[RunReport]) -> None:
-    console = Console()
+    console = Console(markup=False)
     names = [each.name for each in reports]
     for each in reports:
         for note in each.notes:

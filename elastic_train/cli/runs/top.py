@@ -33,7 +33,7 @@ def top(run: str, *, etcd: str | None = None, is_once: bool, every_s: float, is_
     glance = look(run)
     if is_json:
         return print_json(glance.as_json())
-    console = Console()
+    console = Console(markup=False)
     if is_once or not console.is_terminal:
         console.print(frame(glance, time.time()))
         return 0

@@ -14,6 +14,7 @@ from cyclopts import App
 
 from elastic_train.cli import main
 from elastic_train.cli.output import PIPE_CLOSED
+from elastic_train.config.schema import keys
 
 PROGRAM = """
 import sys
@@ -110,3 +111,37 @@ def test_the_installed_command_says_nothing_of_a_reader_that_has_gone() -> None:
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (PIPE_CLOSED, "")
+
+
+def test_keys_are_listed_as_a_file_has_them_with_brackets_in_their_meanings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An extra's name in brackets was taken for markup, and left out."""
+    with pytest.raises(SystemExit) as ended:
+        main.main(["keys", "tracking.tensor"])
+    first, *meaning = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0 and first == "tracking.tensorboard = false  (bool)"
+    words = " ".join(" ".join(meaning).split())
+    assert words == "Also write TensorBoard event files to run.dir/tensorboard. Needs the extra [tensorboard]."
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "default"),
+    [
+        ("run.name", "str | null", "null"),
+        ("compile", "true | false | auto", "auto"),
+        ("data.mixture[].weight", "float", "required"),
+        ("optimizer.ema.decay", "float", "0.999"),
+        ("validation.early_stopping", "section | null", "null"),
+        ("profile.ranks", "list of int | all", "[0]"),
+    ],
+)
+def test_types_and_defaults_of_keys_are_those_of_a_file(key: str, kind: str, default: str) -> None:
+    assert {row[0]: row[1:3] for row in keys()}[key] == (kind, default)
+
+
+def test_a_part_that_no_key_has_is_refused_with_the_nearest_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["keys", "learning_rate"])
+    assert ended.value.code == 2
+    assert "no key has 'learning_rate' in its name; did you mean 'optimizer.lr'?" in capsys.readouterr().err

@@ -128,4 +128,4 @@ def test_the_keys_of_a_source_are_listed() -> None:
     """With their meanings, as all others."""
     rows = {key: (kind, meaning) for key, kind, _, meaning in keys()}
     assert {"data.mixture", "data.mixture[].source", "data.mixture[].weight", "data.mixture[].name"} <= set(rows)
-    assert rows["data.mixture"][0] == "list | None" and "share" in rows["data.mixture[].weight"][1]
+    assert rows["data.mixture"][0] == "list of section | null" and "share" in rows["data.mixture[].weight"][1]

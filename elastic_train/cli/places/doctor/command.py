@@ -164,4 +164,4 @@ def _show(findings: Sequence[Finding]) -> None:
         if finding.remedy and finding.level != "ok":
             text.append(f"\n→ {finding.remedy}", style="italic")
         table.add_row(Text(finding.level, style=_COLOURS[finding.level]), Text(finding.check), text)
-    Console(highlight=False).print(table)
+    Console(markup=False, highlight=False).print(table)
