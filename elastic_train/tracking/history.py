@@ -32,7 +32,7 @@ from elastic_train.tracking.history_files import (
     stagnation,
 )
 from elastic_train.tracking.history_pruning import prune
-from rendezvous.agent.worker_end import note_end_in
+from rendezvous.agent.worker_end import has_noted_end, note_end_in
 
 T = TypeVar("T")
 Standing = Literal["settled", "unsettled", "pending"]
@@ -84,9 +84,9 @@ class History:
         who = _who()
         self._write("form", world=world, cause=cause, **times, **who, holds=process_usage())
         # what kills this process is noted by its agent, which lives on, in a file of that agent
-        name = f"failed-{self._rank:05d}-{who['host']}-{os.getppid()}-{who.get('boot')}.jsonl"
-        path = Path(self._run_dir).absolute() / FOLDER / name
-        note_end_in(path, op="failed", term=0, of_rank=self._rank, of_term=self.term, **who)
+        name = f"failed-{self._rank:05d}-{who['host']}-{who.get('boot')}"
+        noted = {"op": "failed", "term": 0, "of_rank": self._rank, "of_term": self.term, **who}
+        note_end_in(Path(self._run_dir) / FOLDER, name, **noted)
 
     def restore(
         self,
@@ -313,7 +313,7 @@ def note_failed(run_dir: str | Path, *, exit_code: int, step: int, kind: str, wh
         facts = {"of_rank": rank, "exit_code": exit_code, "step": step, "kind": kind, "why": why[:MOST_WHY]}
         _note(files, run_dir, _own_name(f"failed-{rank:05d}"), "failed", **facts)
         files.flush(ANSWER_S)
-        note_end_in(None)
+        has_noted_end()
 
 
 def _who() -> dict[str, object]:

@@ -90,14 +90,20 @@ def declare_finished() -> None:
     _say(FINISHED)
 
 
-def note_end_in(path: str | Path | None, **facts: object) -> None:
-    """Let the agent append a JSON line of these facts to a file of an existing folder, unless this process says it.
+def note_end_in(folder: str | Path, name: str, **facts: object) -> None:
+    """Let the agent append a JSON line of these facts to <folder>/<name>-<agent>.jsonl, unless this process says it.
 
     The line has the time as `t`, the `exit_code` (a signal negated) and `why`, the rest of a sentence about this
-    process. It is written for a worker that neither finishes nor leaves in good order. Without a path, this process
-    has said how it ends.
+    process. It is written for a worker that neither finishes nor leaves in good order, if the folder exists.
     """
-    _Work.note = b"" if path is None else json.dumps({"path": str(path), "facts": facts}).encode()
+    path = Path(folder).absolute() / f"{name}-{os.getppid()}.jsonl"
+    _Work.note = json.dumps({"path": str(path), "facts": facts}).encode()
+    _say(ANNOUNCED)
+
+
+def has_noted_end() -> None:
+    """Say that this process has noted itself how it ends."""
+    _Work.note = b""
     _say(ANNOUNCED)
 
 

@@ -21,6 +21,7 @@ from rendezvous.agent.worker_end import (
     await_notes,
     declare_finished,
     described,
+    has_noted_end,
     memory_kills,
     note_end_in,
     release,
@@ -169,25 +170,31 @@ def lines_of(path: Path) -> list[dict[str, object]]:
         (lambda: None, (UNFINISHED_CODE, "exited with 0 without finishing")),
         (declare_finished, None),
         (lambda: worker_end._Work.exit_now(75), None),
-        (lambda: (note_end_in(None), worker_end._Work.exit_now(1)), None),
+        (lambda: (has_noted_end(), worker_end._Work.exit_now(1)), None),
     ],
 )
 def test_an_agent_notes_the_end_of_a_worker_that_could_not_say_it_itself(
     ends: Callable[[], object], expected: tuple[int, str] | None, tmp_path: Path
 ) -> None:
     """In the file that the worker has named, until it is finished, leaves in good order, or has said it itself."""
-    path = tmp_path / "ends.jsonl"
-    worker(lambda: (announce(), note_end_in(path, op="failed", of_rank=2), ends())).wait(60.0)
+    path = tmp_path / f"ends-{os.getpid()}.jsonl"
+    worker(lambda: (announce(), note_end_in(tmp_path, "ends", op="failed", of_rank=2), ends())).wait(60.0)
     said = [(line["exit_code"], line["why"]) for line in lines_of(path)]
     assert said == ([] if expected is None else [expected])
     assert all((line["op"], line["of_rank"]) == ("failed", 2) and line["t"] for line in lines_of(path))
 
 
 def test_a_worker_that_its_launcher_has_asked_to_end_is_noted_if_it_had_to_be_killed(tmp_path: Path) -> None:
-    path, answers = tmp_path / "ends.jsonl", [signal.SIGTERM, signal.SIGKILL]
+    path, answers = tmp_path / f"ends-{os.getpid()}.jsonl", [signal.SIGTERM, signal.SIGKILL]
     for answer in answers:
         asked = worker(
-            lambda: (announce(), note_end_in(path), os.setpgid(0, 0), (tmp_path / "up").touch(), time.sleep(60))
+            lambda: (
+                announce(),
+                note_end_in(tmp_path, "ends"),
+                os.setpgid(0, 0),
+                (tmp_path / "up").touch(),
+                time.sleep(60),
+            )
         )
         while not (tmp_path / "up").exists():
             time.sleep(0.01)
@@ -199,6 +206,9 @@ def test_a_worker_that_its_launcher_has_asked_to_end_is_noted_if_it_had_to_be_ki
 
 
 def test_a_folder_that_is_gone_keeps_no_agent_from_going_on(tmp_path: Path) -> None:
-    path = tmp_path / "gone" / "ends.jsonl"
-    assert worker(lambda: (announce(), note_end_in(path), os.kill(os.getpid(), signal.SIGKILL))).wait(60.0) == -9
+    path = tmp_path / "gone" / f"ends-{os.getpid()}.jsonl"
+    assert (
+        worker(lambda: (announce(), note_end_in(path.parent, "ends"), os.kill(os.getpid(), signal.SIGKILL))).wait(60.0)
+        == -9
+    )
     assert lines_of(path) == []
