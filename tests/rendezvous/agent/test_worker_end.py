@@ -185,22 +185,23 @@ def test_an_agent_notes_the_end_of_a_worker_that_could_not_say_it_itself(
 
 
 def test_a_worker_that_its_launcher_has_asked_to_end_is_noted_if_it_had_to_be_killed(tmp_path: Path) -> None:
-    path, answers = tmp_path / f"ends-{os.getpid()}.jsonl", [signal.SIGTERM, signal.SIGKILL]
-    for answer in answers:
-        asked = worker(
-            lambda: (
-                announce(),
-                note_end_in(tmp_path, "ends"),
-                os.setpgid(0, 0),
-                (tmp_path / "up").touch(),
-                time.sleep(60),
-            )
-        )
-        while not (tmp_path / "up").exists():
+    path, up = tmp_path / f"ends-{os.getpid()}.jsonl", tmp_path / "up"
+
+    def wait() -> None:
+        announce()
+        note_end_in(tmp_path, "ends")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setpgid(0, 0)
+        up.touch()
+        time.sleep(60)
+
+    for answer in (signal.SIGTERM, signal.SIGKILL):
+        asked = worker(wait)
+        while not up.exists():
             time.sleep(0.01)
         asked.close(answer)
         assert asked.wait(60.0) == -answer
-        (tmp_path / "up").unlink()
+        up.unlink()
     [line] = lines_of(path)
     assert line["why"] == "was killed by its launcher: it had not left in the time that it was given"
 

@@ -54,7 +54,7 @@ def test_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,label\nfine,x\nhello, world,x\n", r"a\.csv:3: has more values than the header .* in quotes"),
+        ("a.csv", "text,label\nfine,x\nhello, world,x\n", r"a\.csv:3: has more values than the header .* needs quotes"),
         ("a.csv", "text,label,text\na,x,b\n", r"a\.csv:1: has several columns named text"),
         ("a.csv", "text,label\n", r"a\.csv: holds no rows"),
         ("a.jsonl", '{"text": "a", "text": "b", "label": 1}\n', r"a\.jsonl:1: is not JSON: text is there twice"),
