@@ -197,7 +197,7 @@ def status(
     whole.
 
     With --why, the cause in one sentence, which rank and machine it was, what to do, and the files that say so. Exit
-    code 0: nothing, it is done or goes on; 75: start it again; 71: leave that machine out; 65: mend something first.
+    code 0: nothing, it is done or running; 75: start it again; 71: leave that machine out; 65: fix something first.
     """
     from elastic_train.cli.runs.status import status as status_of
 

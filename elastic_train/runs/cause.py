@@ -79,15 +79,7 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
     folder = Path(run) / FOLDER
     applied = _last_step(Path(run))
     step, since = (whole(applied, "step"), at(applied)) if applied else (None, 0.0)
-    term = term_of(_terms(Path(run))[-1][0]) if applied else 0
-    began = min((float(str(form["started_at"])) for path in _newest(Path(run)) if (form := _form(path))), default=0.0)
-    ends = [
-        (path, line)
-        for path, line in _noted(folder, "failed")
-        if (at(line) >= since - AT_ONCE_S and (whole(line, "of_term") or term) >= term)
-        or (line.get("node_leaves") is True and began <= at(line))
-    ]
-    ends.sort(key=lambda end: at(end[1]))
+    ends = _ends_after(Path(run), since)
     left = max((end for path in _newest(Path(run)) for end in _left(path)), key=lambda end: at(end[1]), default=None)
     last = max((at(line) + (LEAVES_WITHIN_S if line.get("node_leaves") else 0.0) for _, line in ends), default=0.0)
     if left is not None and at(left[1]) > last:
@@ -119,11 +111,28 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
         )
     if applied is None:
         return _before_a_step(Path(run))
-    silent_s = (time.time() if now is None else now) - since
+    return _without_a_word(Path(run), applied, (time.time() if now is None else now) - since)
+
+
+def _ends_after(run: Path, since: float) -> list[tuple[Path, Line]]:
+    """Return the ends of processes that the last step did not survive, the oldest first."""
+    term = term_of(_newest(run)[0]) if _newest(run) else 0
+    began = min((float(str(form["started_at"])) for path in _newest(run) if (form := _form(path))), default=0.0)
+    ends = [
+        (path, line)
+        for path, line in _noted(run / FOLDER, "failed")
+        if (at(line) >= since - AT_ONCE_S and (whole(line, "of_term") or term) >= term)
+        or (line.get("node_leaves") is True and began <= at(line))
+    ]
+    return sorted(ends, key=lambda end: at(end[1]))
+
+
+def _without_a_word(run: Path, applied: Line, silent_s: float) -> Cause:
+    step, since = whole(applied, "step"), at(applied)
     if silent_s < SILENT_S:
         going = f"it seems to be running: step {step} was applied {silent_s:.0f} s ago"
         return Cause(going, "nothing", "wait", step=step, at=since)
-    hosts = sorted({host for path in _newest(Path(run)) if (host := text(_form(path), "host"))})
+    hosts = sorted({host for path in _newest(run) if (host := text(_form(path), "host"))})
     return Cause(
         f"all of its processes ended without a word after step {step}, and so did their launchers: "
         f"{counted(len(hosts), 'machine')} ({', '.join(hosts)}) lost power, or all was killed at once",
@@ -132,7 +141,7 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
         hosts[0] if len(hosts) == 1 else None,
         step=step,
         at=since,
-        evidence=tuple(str(path) for path in _newest(Path(run))),
+        evidence=tuple(str(path) for path in _newest(run)),
     )
 
 
