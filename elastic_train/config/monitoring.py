@@ -6,12 +6,10 @@ from typing import Literal
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     field_validator,
-    model_validator,
 )
 
 from elastic_train.config.section import Section
@@ -47,23 +45,13 @@ class MonitoringConfig(Section):
     otlp: str | None = Field(default=None, pattern=r"^https?://")
     """Send an OpenTelemetry trace of every recovery to this OTLP endpoint over HTTP, such as http://collector:4318.
     Needs the extra [otel]."""
-    flops_per_sample: PositiveFloat | None = None
-    """Model FLOPs per sample, forward and backward, as `elastic-train plan` prints them. null: no MFU."""
-    recomputed_flops_per_sample: NonNegativeFloat = 0.0
-    """FLOPs per sample that parallel.recompute adds, for HFU."""
     peak_tflops: PositiveFloat | None = None
-    """Peak TFLOP/s of a rank's device at the run's precision. null: no MFU."""
+    """Peak TFLOP/s of a rank's device at the run's precision, for MFU. null: by the GPU's name, if `elastic-train plan`
+    knows it."""
     on_event: dict[EventKind, Action] = Field(default_factory=dict)
     """Action for each kind of event, such as {slow_link: drop}. tell (default): log it. snapshot: also commit at
     the next step. drop (events of one rank): ask the rank's node to leave if enough nodes stay. stop: commit and
     end the job with exit code 93."""
-
-    @model_validator(mode="after")
-    def _has_both(self) -> MonitoringConfig:
-        """Refuse one half of MFU."""
-        if (self.flops_per_sample is None) != (self.peak_tflops is None):
-            raise ValueError("MFU needs both, monitoring.flops_per_sample and monitoring.peak_tflops, or neither")
-        return self
 
     @field_validator("on_event")
     @classmethod

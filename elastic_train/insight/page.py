@@ -17,6 +17,7 @@ from elastic_train.insight.events import MEANINGS
 from elastic_train.insight.gpus import Gpus
 from elastic_train.insight.memory import REST, MemoryFacts
 from elastic_train.insight.phases import PHASES, RankFacts
+from elastic_train.insight.utilisation import Utilisation
 from rendezvous.etcd.tally import TALLY, Tally
 
 if TYPE_CHECKING:
@@ -31,10 +32,8 @@ class Facts:
     """What a process knows of its run; times are unix seconds. What only rank 0 knows is None on other nodes."""
 
     started_at: float = field(default_factory=time.time)
-    flops_per_sample: float | None = None
-    recomputed_flops_per_sample: float = 0.0
-    peak_flops: float | None = None
-    """Of a rank's device, a second."""
+    utilisation: Utilisation | None = None
+    """None where the FLOPs of a sample or the device's peak are unknown."""
     step: int = 0
     total_steps: int = 0
     loss: float = 0.0
@@ -93,16 +92,16 @@ class Facts:
     @property
     def mfu(self) -> float | None:
         """The share of what all devices can do that went into the model in the last step; None if that is not known."""
-        if self.flops_per_sample is None or self.peak_flops is None or not self.world_size:
+        if self.utilisation is None or not self.world_size:
             return None
-        return self.samples_per_s * self.flops_per_sample / (self.world_size * self.peak_flops)
+        return self.utilisation.mfu(self.samples_per_s, self.world_size)
 
     @property
     def hfu(self) -> float | None:
         """The same of all operations that devices have done, those that were computed again included."""
-        if self.mfu is None or self.flops_per_sample is None:
+        if self.utilisation is None or not self.world_size:
             return None
-        return self.mfu * (1 + self.recomputed_flops_per_sample / self.flops_per_sample)
+        return self.utilisation.hfu(self.samples_per_s, self.world_size)
 
     @property
     def goodput(self) -> float:
@@ -206,7 +205,7 @@ def _gauges(facts: Facts) -> Sequence[tuple[str, str, float | None]]:
         ("leader", "Whether this process is rank 0.", facts.is_leader),
         ("recovery_seconds", "RTO: from the last step before the last fault to the first after it.", facts.recovery_s),
         ("goodput_ratio", "Share of this process's time in steps that count.", facts.goodput),
-        ("mfu_ratio", "Share of all devices' peak that the model's own operations took; if configured.", facts.mfu),
+        ("mfu_ratio", "Share of all devices' peak that the model's own operations took, if known.", facts.mfu),
         ("hfu_ratio", "The same of all operations, those that were computed again included.", facts.hfu),
         ("memory_peak_bytes", "The most that this process's rank had of its device.", memory.peak if memory else None),
         (

@@ -37,12 +37,13 @@ MOST_TO_REPEAT_S = 1.0
 """A first pass that takes longer, forward and backward, is not repeated: a start would wait for it."""
 
 
-def warm_up(plan: Plan, state: AppliedState) -> None:
+def warm_up(plan: Plan, state: AppliedState, look: Callable[[LaneBatch], None] = lambda _: None) -> None:
     """Run forward and backward of one micro-batch, and import the metrics; the state stays as it is, bit for bit.
 
     Opens the data, loads kernels, and starts the autograd engine's threads. Data that cannot be read is left to the
     step that needs it, which says what to do; but where the model is compiled, which is for the shape of the run's
-    first micro-batch, DataError or StorageError is raised. Without weights nothing is computed.
+    first micro-batch, DataError or StorageError is raised. Without weights nothing is computed. `look` is called with
+    the micro-batch before kernels are chosen.
     """
     metrics = plan.task.metrics()
     try_metrics(metrics, None)
@@ -57,6 +58,7 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
             "compile: the run's first micro-batch cannot be read, whose shape is what is compiled: restore its files, "
             "or set compile to false, on all nodes"
         )
+    look(batch)
     if not state.shards.has_weights:
         return
     devices = [plan.device] if plan.device.type == "cuda" else []
@@ -67,10 +69,10 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
     with torch.random.fork_rng(devices), _compiling(state):
         began = time.monotonic()
         comparing = comparing_blocks() if is_exact else contextlib.nullcontext()
-        with _unchanged(state.model), state.shards.recording(), comparing:
+        with unchanged(state.model), state.shards.recording(), comparing:
             loss = run_once(plan, state.model, batch, step=0)
         if loss is not None and is_exact and time.monotonic() - began < MOST_TO_REPEAT_S:
-            with _unchanged(state.model):
+            with unchanged(state.model):
                 _check_repeats(plan, state.model, loss, lambda: _loss_of(plan, state.model, batch, step=0))
         if loss is not None and plan.config.data.validation is not None:
             _try_metrics(plan, metrics, loss)
@@ -84,7 +86,7 @@ def choose_attention(plan: Plan, state: AppliedState, batch: LaneBatch) -> None:
     if batch.tensors is None:
         return
     asked = Recorder(plan.compute_type)
-    with torch.no_grad(), _unchanged(state.model), state.shards.cut.without_peers(), asked:
+    with torch.no_grad(), unchanged(state.model), state.shards.cut.without_peers(), asked:
         _loss_of(plan, state.model, batch, step=0)
     choose(asked.calls, machine_of(plan.device, compiles=state.compiled is not None))
 
@@ -207,7 +209,7 @@ def _loss_alone(plan: Plan, model: nn.Module, tensors: Batch) -> LaneLoss:
 
 
 @contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Take back what a forward and a backward pass change: buffers, and gradients, each as soon as it is there."""
     kept = [buffer.clone() for buffer in model.buffers()]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

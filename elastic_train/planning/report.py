@@ -55,12 +55,6 @@ class Report:
                 f"A step takes {duration(step.total_s)} ({duration(step.compute_s)} computes, {waits}), "
                 f"{rate(own.per_s)} {model.amount}/s, MFU {own.mfu:.1%}, {size(step.sent_bytes)} sent by a device"
             )
-            recomputed = sum(unit.forward.flops for unit in model.blocks) / model.samples
-            again = f" --monitoring.recomputed-flops-per-sample {recomputed:.4g}" * (own.layout.recompute == "units")
-            yield (
-                f"For the MFU of the run itself: --monitoring.flops-per-sample {model.flops / model.samples:.4g} "
-                f"--monitoring.peak-tflops {job.cluster.device.peak_flops(model.precision) / 1e12:g}" + again
-            )
             yield (
                 f"The run takes {duration(86400 * own.days)}"
                 + (f" and {own.cost:,.0f}" if own.cost else "")

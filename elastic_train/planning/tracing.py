@@ -24,15 +24,22 @@ from elastic_train.planning.arithmetic.model import Work
 
 REST = ""
 _ATEN = torch.ops.aten
-_ON_CPU: dict[Any, Callable[..., int]] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(  # type: ignore[no-untyped-call]
-        q.shape, _of_heads(k, q), _of_heads(v, q)
-    ),
+_FORWARD = (
+    _ATEN._scaled_dot_product_flash_attention_for_cpu,
+    _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_efficient_attention,
+    _ATEN._scaled_dot_product_cudnn_attention,
+)
+_ATTENTION: dict[Any, Callable[..., int]] = {
+    **{
+        packet: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, _of_heads(k, q), _of_heads(v, q))  # type: ignore[no-untyped-call]
+        for packet in _FORWARD
+    },
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
         g.shape, q.shape, _of_heads(k, q), _of_heads(v, q)
     ),
 }
-"""Attention as a CPU computes it, which torch's counter leaves out."""
+"""Attention, with fewer heads of keys than of queries, and on a CPU: torch's counter fails there, or leaves it out."""
 _FREE = {
     _ATEN.t, _ATEN.transpose, _ATEN.view, _ATEN.detach, _ATEN._unsafe_view, _ATEN.split, _ATEN.as_strided,
     _ATEN.expand, _ATEN.permute, _ATEN.select, _ATEN.slice, _ATEN.unsqueeze, _ATEN.squeeze, _ATEN.unbind,
@@ -110,8 +117,8 @@ class Trace(TorchDispatchMode):
     def _count(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if packet in _FREE:
             return
-        if packet in _ON_CPU:
-            work = Work(float(_ON_CPU[packet](*args, **kwargs)), 0.0, 1)
+        if packet in _ATTENTION:
+            work = Work(float(_ATTENTION[packet](*args, **kwargs)), 0.0, 1)
         elif packet in flop_registry:
             work = Work(float(flop_registry[packet](*args, **kwargs, out_val=out)), 0.0, 1)
         else:

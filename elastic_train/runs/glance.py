@@ -13,6 +13,7 @@ from pathlib import Path
 
 from elastic_train.errors import ConfigError
 from elastic_train.insight.phases import PHASES
+from elastic_train.insight.utilisation import read_utilisation
 from elastic_train.runs.lines import Line, at, number, read_lines, text, whole
 from elastic_train.runs.memory import memory_in
 from elastic_train.runs.story import Noticed, Phases, Saved, event_of, phases_of, saved_of
@@ -41,6 +42,7 @@ class Glance:
     loss: float | None = None
     step_s: float | None = None
     samples_per_s: float | None = None
+    mfu: float | None = None
     last_at: float | None = None
     num_worlds: int = 0
     commit: Saved | None = None
@@ -74,6 +76,7 @@ class Glance:
             "loss": self.loss,
             "step_s": self.step_s,
             "samples_per_s": self.samples_per_s,
+            "mfu": self.mfu,
             "last_at": self.last_at,
             "worlds": self.num_worlds,
             "commit_step": self.commit.step if self.commit else None,
@@ -99,7 +102,8 @@ def look(run: str | Path) -> Glance:
     lasted = [at(after) - at(before) for before, after in pairwise(steps)][-RATE_STEPS:]
     step_s = sorted(lasted)[len(lasted) // 2] if lasted else None
     last: Line = steps[-1] if steps else {}
-    size = whole(form, "world") or 0
+    size, known = whole(form, "world") or 0, read_utilisation(folder)
+    rate = (whole(last, "num_samples") or 0) / step_s if step_s else None
     return Glance(
         run=str(run),
         status=_status(folder, term),
@@ -108,7 +112,8 @@ def look(run: str | Path) -> Glance:
         step=whole(last or next((line for line in head if line["op"] == "restore"), {}), "step"),
         loss=number(last, "loss"),
         step_s=step_s,
-        samples_per_s=(whole(last, "num_samples") or 0) / step_s if step_s else None,
+        samples_per_s=rate,
+        mfu=None if known is None or rate is None or not size else known.mfu(rate, size),
         last_at=last_at,
         num_worlds=len({term_of(each[0]) for each in parts}),
         commit=next((found for line in reversed(tail) if line["op"] == "commit" and (found := saved_of(line))), None),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
 from elastic_train.insight.phases import PHASES
+from elastic_train.insight.utilisation import Utilisation, read_utilisation
 from elastic_train.runs.goodput import Change, changes, goodput, time_spent
 from elastic_train.runs.memory import RanOut, WorldMemory, memory_of, ran_out_in
 from elastic_train.runs.story import Phases, Story, read_story
@@ -58,6 +59,7 @@ class RunReport:
     notes: Sequence[str]
     memory: WorldMemory | None = field(repr=False, default=None)
     ran_out: Sequence[RanOut] = ()
+    utilisation: Utilisation | None = None
     planned: Mapping[str, float] = field(default_factory=dict)
     """The bytes of a rank's memory by part that a plan has worked out, if there is one."""
 
@@ -98,26 +100,22 @@ class RunReport:
 
     @property
     def mfu(self) -> float | None:
-        """The median over the steps that count; None if the configuration has no operations and no peak."""
-        share = self.peak_share
-        if share is None:
-            return None
-        worlds = [(world.size, step) for world in self.story.worlds for step in world.kept if step.seconds > 0]
-        rates = [step.num_samples / step.seconds / size for size, step in worlds if size]
-        return statistics.median(rates) * share if rates else None
-
-    @property
-    def peak_share(self) -> float | None:
-        """What share of a device's peak one sample a second is; None if the configuration does not say both."""
-        flops, tflops = (number_of(self.config, f"monitoring.{key}") for key in ("flops_per_sample", "peak_tflops"))
-        return None if flops is None or not tflops else flops / (1e12 * tflops)
+        """The median over the steps that count; None if the FLOPs of a sample or the device's peak are unknown."""
+        rate = self._rate_of_a_rank
+        return None if self.utilisation is None or rate is None else self.utilisation.mfu(rate, 1)
 
     @property
     def hfu(self) -> float | None:
         """The same of all operations, those that were computed again included."""
-        flops = number_of(self.config, "monitoring.flops_per_sample")
-        again = number_of(self.config, "monitoring.recomputed_flops_per_sample") or 0.0
-        return None if self.mfu is None or not flops else self.mfu * (1 + again / flops)
+        rate = self._rate_of_a_rank
+        return None if self.utilisation is None or rate is None else self.utilisation.hfu(rate, 1)
+
+    @property
+    def _rate_of_a_rank(self) -> float | None:
+        """The median of samples a second for each rank, over the steps that count."""
+        worlds = [(world.size, step) for world in self.story.worlds for step in world.kept if step.seconds > 0]
+        rates = [step.num_samples / step.seconds / size for size, step in worlds if size]
+        return statistics.median(rates) if rates else None
 
     @property
     def step_s(self) -> float | None:
@@ -220,6 +218,7 @@ def report_on(run: str, *, with_coverage: bool = True, planned: Mapping[str, flo
         notes=[*notes, *_missing(story, curves)],
         memory=memory_of(story.folder),
         ran_out=ran_out,
+        utilisation=read_utilisation(story.folder),
         planned=planned or {},
     )
 
@@ -275,14 +274,6 @@ def _missing(story: Story, curves: Mapping[str, Curve]) -> list[str]:
     if story.worlds and not any(world.phases for world in story.worlds):
         notes.append("no phases of ranks: the run ended before the first were written, or is of an older version")
     return notes
-
-
-def number_of(config: Mapping[str, str], key: str) -> float | None:
-    """Return a key's number; None where it has none."""
-    try:
-        return float(config.get(key, ""))
-    except ValueError:
-        return None
 
 
 def _coverage(run: str, notes: list[str]) -> Coverage:

@@ -122,6 +122,7 @@ def _open_in(process: Process, world: World) -> Session:
         stage=stage,
         clock=clock,
         page=process.page,
+        utilisation=process.utilisation,
         tracer=open_tracer(plan.config, world, clock, state.step),
         watch=open_watch(process, world, tracker, assigned),
         memory=open_memory_watch(process, world, gradients),

@@ -26,6 +26,7 @@ from elastic_train.insight.phases import StepClock, slowest
 from elastic_train.insight.recovery_traces import RecoveryTraces
 from elastic_train.insight.totals import PhaseTotals
 from elastic_train.insight.tracing import Tracer
+from elastic_train.insight.utilisation import Utilisation
 from elastic_train.job.auditing.auditor import Auditor, WrongGradient
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.plan import Plan
@@ -94,6 +95,8 @@ class Process:
     traces: RecoveryTraces | None = None
     totals: PhaseTotals = field(default_factory=PhaseTotals)
     """Of the worlds that it has led."""
+    utilisation: Utilisation | None = None
+    """None where the FLOPs of a sample or the device's peak are unknown."""
     warned: set[str] = field(default_factory=set)
     """What it has said once, about the file system of its commits and about rates."""
     switches: KeptSwitches | None = None
@@ -129,6 +132,7 @@ class Session:
     watch: Watch | None = None
     """Rank 0's."""
     page: Page | None = None
+    utilisation: Utilisation | None = None
     tracer: Tracer | None = None
     """Takes traces of this rank, if its steps are to be traced."""
     holes: tuple[Hole, ...] = ()
@@ -322,6 +326,8 @@ class Session:
                 f"train/samples/{source.name}": applied.count
                 for source, applied in zip(self.plan.sources, state.reached.sources, strict=False)
             }
+            if self.utilisation is not None:
+                values["train/mfu"] = self.utilisation.mfu(rate, self.world.group.size)
             self.tracker.log(state.step, {**values, "train/samples_per_s": rate})
         if self.world.progress is not None:
             self.world.progress.update(

@@ -25,6 +25,7 @@ from elastic_train.errors import (
     explain,
 )
 from elastic_train.health.precheck import Proof, begin_proof
+from elastic_train.insight.utilisation import Utilisation
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import FIRST_LOSS, warm_up
@@ -42,6 +43,7 @@ from elastic_train.training.memory.out_of_memory import Moment, note_out_of_memo
 from elastic_train.training.open_session import make_repeatable, open_session
 from elastic_train.training.opening.observers import open_page, open_recovery_traces
 from elastic_train.training.opening.saves import commit_alone
+from elastic_train.training.opening.utilisation import count, peak_of
 from elastic_train.training.result import TrainResult, last_line, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.world.agreement import heard, say_why
@@ -140,18 +142,20 @@ def _train_on(
     )
     # Kernels of attention are chosen by it, too.
     learns = config.compile is True or config.parallel.shards == "parameters" or plan.device.type == "cuda"
-    is_warmed_up = worlds.is_live or learns
+    peak, counted = peak_of(plan), list[Utilisation | None]()
+    is_warmed_up = worlds.is_live or learns or peak is not None
     if is_warmed_up:
         watchdog.warm_up()
         try:
             with leave.droppable():
-                warm_up(plan, state)
+                warm_up(plan, state, lambda batch: counted.append(count(plan, state, batch, peak)))
         except StepDropped:
             raise LeaveNow from None
     if proof is not None:
         _prove(proof, files, config, leave)
     use = StoreHealth(plan.config.checkpoint_url)
-    page, traces = open_page(config), open_recovery_traces(config)
+    utilisation = counted[0] if counted else None
+    page, traces = open_page(config, utilisation), open_recovery_traces(config)
     process = Process(
         plan,
         state,
@@ -163,6 +167,7 @@ def _train_on(
         meter,
         files=files,
         page=page,
+        utilisation=utilisation,
         traces=traces,
         switches=switches,
         done={FIRST_LOSS} if is_warmed_up else set(),

@@ -72,6 +72,7 @@ def _head(glance: Glance, now: float) -> Table:
         "step": shown(glance.step, "d"),
         "loss": shown(glance.loss, ".4f"),
         "samples/s": shown(glance.samples_per_s, ".4g"),
+        **({} if glance.mfu is None else {"MFU": f"{glance.mfu:.1%}"}),
         "world": f"{glance.size} ranks, term {shown(glance.term, 'd')}",
         "commit": commit,
         "last line": "-" if glance.last_at is None else _ago(now - glance.last_at),

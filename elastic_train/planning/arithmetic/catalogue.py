@@ -131,6 +131,17 @@ def shipped() -> Catalogue:
     return _catalogue(tree, "devices.yaml", Catalogue())
 
 
+def device_named(name: str) -> Device | None:
+    """Return the GPU that CUDA reports by this name, such as "NVIDIA H100 80GB HBM3"; None if its peak is not known.
+
+    Variants with a lower peak (PCIe, NVL) and slices (MIG) are not known; the A100's peak is the same over PCIe.
+    """
+    words = name.upper().replace("-", " ").split()
+    found = next((device for device in shipped().devices.values() if device.name in words and not device.is_cpu), None)
+    is_less = "MIG" in words or (bool({"PCIE", "NVL"} & set(words)) and (found is None or found.name != "A100"))
+    return None if is_less else found
+
+
 def parse_cluster(text: str) -> Cluster:
     """Return the cluster that `--on` names; raises ConfigError with the nearest name."""
     if text.endswith((".yaml", ".yml")):

@@ -47,12 +47,12 @@ def throughput_figure(reports: Sequence[RunReport]) -> Markup:
 def mfu_figure(reports: Sequence[RunReport]) -> Markup:
     """Draw MFU against time: of the ranks that each step had, and of all the time, that between worlds included."""
     shares = {
-        place: [(at, 100 * rate * share) for at, rate in _rates(report.story, for_each_rank=True)]
+        place: [(at, 100 * known.mfu(rate, 1)) for at, rate in _rates(report.story, for_each_rank=True)]
         for place, report in enumerate(reports)
-        if (share := report.peak_share) is not None and report.mfu is not None
+        if (known := report.utilisation) is not None and report.mfu is not None
     }
     if not shares:
-        raise NothingToDraw("no run has monitoring.flops_per_sample, monitoring.peak_tflops and a step that counts")
+        raise NothingToDraw("no run has known FLOPs per sample, a known peak of its devices and a step that counts")
     return _over_time(
         [(place, reports[place]) for place in shares], shares, "MFU, %", "model FLOP/s utilisation, in per cent,"
     )

@@ -20,6 +20,8 @@ from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock
 from elastic_train.insight.recovery_traces import Recovery, RecoveryTraces, open_traces
 from elastic_train.insight.tracing import Tracer
+from elastic_train.insight.utilisation import FILE as UTILISATION
+from elastic_train.insight.utilisation import Utilisation
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.tracking.destinations.destination import Destination
 from elastic_train.tracking.destinations.event_files import EventFiles
@@ -48,6 +50,8 @@ def start_tracker(process: Process, world: World, head: CommitRecord | None) -> 
         return None
     config, folder = process.plan.config, Path(process.plan.config.run.dir)
     process.files.replace(folder / "config.yaml", config.to_yaml())
+    if process.utilisation is not None:
+        process.files.replace(folder / UTILISATION, process.utilisation.to_json())
     if config.checkpoint.url is not None:
         try:
             world.store.create(f"{CONFIGS}{world.term:08d}.yaml", config.to_yaml().encode())
@@ -129,15 +133,12 @@ def open_tracer(config: Config, world: World, clock: StepClock, step: int) -> Tr
     return tracer
 
 
-def open_page(config: Config) -> Page | None:
+def open_page(config: Config, utilisation: Utilisation | None) -> Page | None:
     """Serve the node's page for Prometheus, if there is to be one: a node's first process does."""
     keys = config.monitoring
     if keys.port is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
-    peak = None if keys.peak_tflops is None else 1e12 * keys.peak_tflops
-    again = keys.recomputed_flops_per_sample
-    facts = Facts(flops_per_sample=keys.flops_per_sample, recomputed_flops_per_sample=again, peak_flops=peak)
-    page = Page(facts, config.run_name, socket.gethostname())
+    page = Page(Facts(utilisation=utilisation), config.run_name, socket.gethostname())
     page.open(keys.host, keys.port)
     if page.port is not None:
         log.warning("metrics for Prometheus: http://%s:%d/metrics", keys.host, page.port)

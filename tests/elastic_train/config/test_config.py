@@ -77,7 +77,6 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
         ),
         (GOOD, {}, ("--monitoring.on-event", "drop"), ["'monitoring.on_event' is a section with keys", "given 'drop'"]),
         ({**GOOD, "monitoring": {"on_event": {"loss_spike": "drop"}}}, {}, (), ["loss_spike concerns all ranks"]),
-        (GOOD, {}, ("--monitoring.peak-tflops", "989"), ["MFU needs both"]),
         ({}, {}, (), ["'data' is missing"]),
         ({**GOOD, "epochs": "many"}, {}, (), ["config.yaml:3", "'epochs'", "'many'"]),
         ({**GOOD, "epochs": 0}, {}, (), ["'epochs'", "greater than 0"]),

@@ -18,6 +18,7 @@ from elastic_train.insight import page as page_module
 from elastic_train.insight.memory import MemoryFacts
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import RankFacts
+from elastic_train.insight.utilisation import Utilisation
 from rendezvous import EtcdServer
 from rendezvous.etcd.server import free_ports
 from rendezvous.etcd.tally import Tally
@@ -70,7 +71,7 @@ def test_a_scrape_gets_what_the_process_knows(page: Page) -> None:
     facts.num_failed_saves, facts.num_skipped_saves, facts.last_commit_at = 2, 1, 1e9
     facts.events = {"slow_link": 3}
     found = scraped(page)
-    assert "mfu_ratio" not in found, "nobody has said what a sample or a device is worth"
+    assert "mfu_ratio" not in found, "the FLOPs of a sample are unknown"
     assert not any("memory" in name for name in found), "nobody has looked at it"
     facts.memory = MemoryFacts("cpu", 1000, {"weights": 300, "sums": 100}, program=450)
     known = {"memory_peak_bytes": 1000, "memory_bytes/weights": 300, "memory_bytes/sums": 100}
@@ -79,9 +80,9 @@ def test_a_scrape_gets_what_the_process_knows(page: Page) -> None:
     facts.memory = MemoryFacts("cuda:0", 1000, {"weights": 300}, reserved=1200, host=50, host_peak=7000)
     known = {"memory_peak_bytes": 1000, "memory_bytes/rest": 700, "memory_reserved_peak_bytes": 1200}
     assert scraped(page).items() >= {**known, "host_memory_peak_bytes": 7000}.items()
-    facts.flops_per_sample, facts.peak_flops = 3e9, 1e12
+    facts.utilisation = Utilisation(3e9, 0.0, 1e12)
     assert scraped(page)["mfu_ratio"] == pytest.approx(128 * 3e9 / (3 * 1e12))
-    facts.recomputed_flops_per_sample = 1e9
+    facts.utilisation = Utilisation(3e9, 1e9, 1e12)
     assert scraped(page)["hfu_ratio"] == pytest.approx(128 * 4e9 / (3 * 1e12))
     known = {"failed_saves_total": 2, "skipped_saves_total": 1, "last_commit_timestamp_seconds": 1e9}
     known |= {"events_total/slow_link": 3, "events_total/nonfinite": 0}

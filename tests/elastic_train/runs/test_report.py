@@ -12,6 +12,7 @@ import pytest
 from elastic_train.cli.main import main
 from elastic_train.drawing.page import draw
 from elastic_train.errors import ConfigError
+from elastic_train.insight.utilisation import FILE, Utilisation
 from elastic_train.runs.figures.heat_map import compute_figure
 from elastic_train.runs.figures.over_time import _rates
 from elastic_train.runs.glance import look
@@ -45,14 +46,14 @@ def test_every_second_of_a_run_is_spent_on_one_thing(tmp_path: Path) -> None:
     assert goodput(spent) == pytest.approx(76.75 / 92.5)
 
 
-def test_mfu_is_what_the_configuration_lets_be_known(tmp_path: Path) -> None:
+def test_mfu_is_of_the_flops_and_the_peak_that_the_run_has_noted(tmp_path: Path) -> None:
     """Samples a second, by their operations, over what the ranks of each world could do."""
     run = faulted(tmp_path)
     assert report_on(str(run.folder)).mfu is None
-    run.config(monitoring={"flops_per_sample": 1e9, "peak_tflops": 0.1})
+    (run.folder / FILE).write_text(Utilisation(1e9, 0.0, 1e11).to_json())
     found = report_on(str(run.folder))
     assert found.mfu == found.hfu == pytest.approx(64.0 * 1e9 / (2 * 1e11))
-    run.config(monitoring={"flops_per_sample": 1e9, "recomputed_flops_per_sample": 3e8, "peak_tflops": 0.1})
+    (run.folder / FILE).write_text(Utilisation(1e9, 3e8, 1e11).to_json())
     assert report_on(str(run.folder)).hfu == pytest.approx(1.3 * (found.mfu or 0))
 
 
@@ -61,7 +62,7 @@ def test_mfu_over_time_is_of_the_ranks_that_each_world_had(tmp_path: Path) -> No
     run = faulted(tmp_path)
     title = "model FLOP/s utilisation, in per cent, over time of 1 runs"
     assert title not in render([reported(run.folder)])
-    run.config(monitoring={"flops_per_sample": 1e9, "peak_tflops": 0.1})
+    (run.folder / FILE).write_text(Utilisation(1e9, 0.0, 1e11).to_json())
     found = reported(run.folder)
     assert title in render([found])
     rates = [rate for _, rate in _rates(found.story, for_each_rank=True)]
