@@ -85,7 +85,14 @@ class History:
         self._write("form", world=world, cause=cause, **times, **who, holds=process_usage())
         # what kills this process is noted by its agent, which lives on, in a file of that agent
         name = f"failed-{self._rank:05d}-{who['host']}-{who.get('boot')}"
-        noted = {"op": "failed", "term": 0, "of_rank": self._rank, "of_term": self.term, **who}
+        noted = {
+            "op": "failed",
+            "term": 0,
+            "of_rank": self._rank,
+            "of_term": self.term,
+            "started_at": started_at,
+            **who,
+        }
         note_end_in(Path(self._run_dir) / FOLDER, name, **noted)
 
     def restore(
@@ -302,16 +309,16 @@ def note_unfit(files: BackgroundFiles, run_dir: str | Path, why: str) -> None:
     _note(files, run_dir, f"unfit-{process_identity()['host']}", "unfit", why=why)
 
 
-def note_failed(run_dir: str | Path, *, exit_code: int, step: int, kind: str, why: str) -> None:
+def note_failed(run_dir: str | Path, *, exit_code: int, step: int, kind: str, why: str, started_at: float) -> None:
     """Note in <run.dir>/history/failed-<rank>-<host>-<process>.jsonl why this process ends, if the run has begun.
 
-    `kind` is the error's class. Waits a moment.
+    `kind` is the error's class, `started_at` when the process began (unix seconds). Waits a moment.
     """
     files = BackgroundFiles()
     if files.ask(lambda: (Path(run_dir) / FOLDER).is_dir(), False):
         rank = int(os.environ.get("RANK", "0"))
         facts = {"of_rank": rank, "exit_code": exit_code, "step": step, "kind": kind, "why": why[:MOST_WHY]}
-        _note(files, run_dir, _own_name(f"failed-{rank:05d}"), "failed", **facts)
+        _note(files, run_dir, _own_name(f"failed-{rank:05d}"), "failed", **facts, started_at=started_at)
         files.flush(ANSWER_S)
         has_noted_end()
 

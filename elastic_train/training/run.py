@@ -121,7 +121,7 @@ def _supervised(config: Config, leave: LeaveRequest, started_at: float) -> Ended
             declare_finished()
     except Exception as error:
         if not isinstance(error, Preempted | OtherJobError):  # the folder is another job's
-            _note(error, config, how_far)
+            _note(error, config, how_far, started_at)
         raise
     finally:
         release()
@@ -138,12 +138,13 @@ def _ended(config: Config, leave: LeaveRequest, started_at: float, how_far: HowF
         ) from error
 
 
-def _note(error: Exception, config: Config, how_far: HowFar) -> None:
+def _note(error: Exception, config: Config, how_far: HowFar, started_at: float) -> None:
     """Leave in the run's folder why this process ends: `status` says it when logs are gone."""
     is_own = isinstance(error, ElasticTrainError | RendezvousError)
     why = str(error) if is_own else f"{type(error).__name__}: {error} ({_place_of(error)})"
     code = error.exit_code if isinstance(error, ElasticTrainError) else 1
-    note_failed(config.run.dir, exit_code=code, step=how_far.step, kind=type(error).__name__, why=why)
+    kind = type(error).__name__
+    note_failed(config.run.dir, exit_code=code, step=how_far.step, kind=kind, why=why, started_at=started_at)
 
 
 def _place_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from elastic_train.cli.output import print_json, print_text
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import CommitError, ConfigError, Preempted
-from elastic_train.runs.cause import Cause, cause_of, in_words
+from elastic_train.runs.stopped.cause import Cause, cause_of, in_words
 from elastic_train.tracking.run_folder import RunFolder
 from elastic_train.training.result import EARLY_STOPPING
 

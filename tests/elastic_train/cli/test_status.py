@@ -113,7 +113,8 @@ def test_a_run_that_stopped_says_why_and_what_to_do(local_store: Store, capsys: 
     commit_steps(local_store, 1, 2)
     folder = Path(local_store.url)
     (folder / "history").mkdir()
-    note_failed(folder, exit_code=65, step=2, kind="RowError", why="row 7 of train/a.parquet has no label")
+    why = "row 7 of train/a.parquet has no label"
+    note_failed(folder, exit_code=65, step=2, kind="RowError", why=why, started_at=1.0)
     code, found = said(capsys, str(folder))
     assert (code, found["state"], found["stopped"]["do"]) == (75, "resumable", "fix")  # type: ignore[index]
     assert said(capsys, str(folder), "--why")[0] == 65

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from elastic_train.config.schema import Config
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.runs.cause import SILENT_S, cause_of
+from elastic_train.errors import (
+    CommitError,
+    ConfigError,
+    DataError,
+    ElasticTrainError,
+    HungError,
+    NoProgressError,
+    ResultError,
+    RowError,
+    SavesFailedError,
+    StateLostError,
+    StorageError,
+    TooFewNodesError,
+    UnfinishedError,
+    UnfitError,
+    WeightsDifferError,
+)
+from elastic_train.runs.stopped.cause import SILENT_S, cause_of
 from elastic_train.tracking import history as history_module
 from elastic_train.tracking.history import History, UnformedWorlds, note_failed, note_unfit
+from elastic_train.training.run import _note
+from elastic_train.training.supervisor import HowFar
 from rendezvous.agent.worker_end import UNFINISHED_CODE, await_notes, described, note_end
+from rendezvous.errors import RendezvousError, StoreUnavailableError
 from tests.elastic_train.tracking.unqueued import Unqueued
 
 OOM = "was killed for memory (cgroup: 1 kill)"
@@ -22,19 +47,26 @@ class Left:
     """A run of two ranks that took three steps a second, and what its processes leave as they end, in that order."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.now, self._term = folder, 1000.0, 0
-        monkeypatch.setattr(time, "time", lambda: self.now)
+        self.folder, self.now, self.started_at, self._term = folder, 1000.0, 2.0, 0
+        self._rank, self._attempt, self._ahead_s = 0, 0, {0: 0.0, 1: 0.0}
+        monkeypatch.setattr(time, "time", lambda: self.now + self._ahead_s[self._rank])
+        monkeypatch.setattr(history_module, "process_identity", self._identity)
         self._monkeypatch, self._worlds = monkeypatch, list[History]()
+
+    def _identity(self) -> dict[str, object]:
+        return {"host": "ab"[self._rank], "boot": "boot", "born": self._attempt}
 
     def train(self, *steps: int, started_at: float = 2.0) -> None:
         """Form a world and apply these steps."""
         self._term += 1
         self._worlds = [History(Unqueued(), self.folder, self._term, rank) for rank in range(2)]
-        for world in self._worlds:
+        for rank, world in enumerate(self._worlds):
+            self._rank = rank
             world.form(world=2, cause="begin", joined_at=None, sealed_at=1.0, started_at=started_at)
         for self.step in steps:
             self.now += 1.0
             for rank, world in enumerate(self._worlds):
+                self._rank = rank
                 world.step(
                     step=self.step,
                     epoch=0,
@@ -47,18 +79,45 @@ class Left:
                 )
         self.now += 1.0
 
+    def anew(self, folder: Path) -> Left:
+        """Return a run in another folder that has not taken a step."""
+        (folder / "history").mkdir(parents=True)
+        return Left(folder, self._monkeypatch)
+
+    def starts_again(self) -> None:
+        """Ten seconds later the job is started again, by other processes."""
+        self.now += 10.0
+        self._attempt, self.started_at = self._attempt + 1, self.now
+
+    def clock_is_late(self, rank: int, seconds: float) -> None:
+        self._ahead_s[rank] = -seconds
+
     def fails(self, rank: int, code: int, why: str, kind: str = "RuntimeError") -> None:
         """A rank says with which error it ends."""
         self.now += 0.1
+        self._rank = rank
         self._monkeypatch.setenv("RANK", str(rank))
-        note_failed(self.folder, exit_code=code, step=3, kind=kind, why=why)
+        note_failed(self.folder, exit_code=code, step=3, kind=kind, why=why, started_at=self.started_at)
+
+    def meets(self, rank: int, error: Exception) -> None:
+        """A rank ends with an error, of which the trainer makes what it says."""
+        self.now += 0.1
+        self._rank = rank
+        self._monkeypatch.setenv("RANK", str(rank))
+        config = Config.model_validate({"run": {"dir": str(self.folder)}, "data": {"train": "x"}})
+        try:
+            raise error
+        except Exception as met:  # noqa: BLE001 - whatever it is
+            _note(met, config, HowFar(), self.started_at)
 
     def dies(self, rank: int, code: int, how: str | None = None, **more: object) -> None:
         """A rank is killed, and its agent says so, in the file that the rank has named."""
         self.now += 0.1
-        facts = {"op": "failed", "term": 0, "of_rank": rank, "of_term": self._term, "host": "a", "pid": rank}
-        path = self.folder / "history" / f"failed-{rank:05d}-a-1-boot.jsonl"
-        note_end({"path": str(path), "facts": facts}, code, how or described(code), **more)
+        self._rank = rank
+        who = {"pid": os.getpid(), **self._identity()}
+        facts = {"op": "failed", "term": 0, "of_rank": rank, "of_term": self._term, "started_at": self.started_at}
+        path = self.folder / "history" / f"failed-{rank:05d}-{who['host']}-boot-1.jsonl"
+        note_end({"path": str(path), "facts": {**facts, **who}}, code, how or described(code), **more)
         await_notes()
 
     def leaves(self, status: str) -> None:
@@ -78,6 +137,8 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Left]:
 
 
 LOST = ("a peer is lost", "PeerLostError")
+FENCED = ("term 3 was claimed", "FencedError")
+STUCK = (93, "the last 3 worlds got no further than step 3", "NoProgressError")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +155,7 @@ LOST = ("a peer is lost", "PeerLostError")
         (lambda run: run.dies(0, -9), "start", 0, "was killed by SIGKILL (by the system, or by hand)"),
         (lambda run: run.dies(1, -11), "fix", 1, "was killed by SIGSEGV"),
         (lambda run: run.dies(1, -7), "fix", 1, "shared memory (/dev/shm) is full"),
-        (lambda run: run.dies(1, UNFINISHED_CODE), "start", 1, "exited with 0 without finishing"),
+        (lambda run: run.dies(1, UNFINISHED_CODE), "fix", 1, "exited with 0 without finishing"),
         (lambda run: run.dies(1, 76), "start", 1, "ended with code 76: it hung, and took no step"),
         (lambda run: run.dies(1, 5), "start", 1, "ended with code 5"),
         (lambda run: (run.fails(0, 1, *LOST), run.dies(1, -9, OOM)), "fix", 1, OOM),
@@ -118,6 +179,41 @@ LOST = ("a peer is lost", "PeerLostError")
             "ended without a word after step 4",
         ),
         (lambda run: None, "start", None, "ended without a word after step 3, and so did their launchers"),
+        (lambda run: run.fails(0, 1, *LOST), "start", 1, "rank 1 on b ended without a word after step 3: b lost power"),
+        (lambda run: (run.fails(0, 1, *FENCED), run.fails(1, 65, "row 7")), "fix", 1, "row 7"),
+        (lambda run: run.fails(0, 1, *FENCED), "start", 0, "term 3 was claimed"),
+        (
+            lambda run: (run.fails(1, 2, "no such key"), run.starts_again(), run.fails(0, 65, "row 7")),
+            "fix",
+            0,
+            "row 7",
+        ),
+        (
+            lambda run: (run.dies(1, -9, OOM), run.starts_again(), run.fails(0, 74, "no space left")),
+            "start",
+            0,
+            "no space left",
+        ),
+        (
+            lambda run: (run.dies(1, -9, OOM), run.train(), run.dies(1, -9, OOM), run.train(), run.fails(0, *STUCK)),
+            "fix",
+            1,
+            "killed for memory",
+        ),
+        (
+            lambda run: (run.dies(1, -9), run.train(), run.dies(1, -9), run.train(), run.fails(0, *STUCK)),
+            "fix",
+            1,
+            "the last 3 worlds got no further",
+        ),
+        (lambda run: (run.clock_is_late(1, 90.0), run.dies(1, -9, OOM)), "fix", 1, OOM),
+        (lambda run: (run.clock_is_late(1, 90.0), run.fails(1, 65, "row 7")), "fix", 1, "row 7"),
+        (
+            lambda run: (run.clock_is_late(1, 90.0), run.fails(1, 65, "row 7"), run.fails(0, 1, *LOST)),
+            "fix",
+            1,
+            "row 7",
+        ),
     ],
 )
 def test_a_run_that_stopped_has_one_cause(
@@ -128,8 +224,92 @@ def test_a_run_that_stopped_has_one_cause(
     cause = cause_of(left.folder, now=left.now + SILENT_S + 60.0)
     assert (cause.do, cause.rank) == (do, rank)
     assert phrase in cause.sentence
-    assert cause.step == (4 if "train" in ends.__code__.co_names else 3)
+    assert cause.step == left.step
     assert all(Path(path).is_file() for path in cause.evidence) and cause.evidence
+
+
+ACCIDENTS: list[tuple[str, Exception, str, str]] = [
+    ("a row is too long", RowError("row 400 of a.parquet has 90 tokens"), "fix", "repair or replace what it names"),
+    ("data changed", DataError("a.parquet: changed since"), "fix", "repair or replace what it names"),
+    ("every commit is damaged", CommitError("no commit can be read"), "fix", "repair or replace what it names"),
+    ("a folder that was copied", ConfigError("run.dir is another folder on b"), "fix", "change what it names"),
+    ("loss is NaN", NoProgressError("loss of 3 steps in a row was not finite"), "fix", "would stop at the same step"),
+    ("the disk is full", SavesFailedError("make /runs/a writable"), "fix", "space"),
+    ("credentials expired", SavesFailedError("make s3://a writable"), "fix", "credentials"),
+    ("the disk is full, of all else", OSError(errno.ENOSPC, "No space left on device"), "fix", "space"),
+    ("rights were taken", PermissionError(errno.EACCES, "Permission denied"), "fix", "rights"),
+    ("the storage is gone", OSError(errno.ESTALE, "Stale file handle"), "fix", "readable and writable"),
+    ("a mount is gone", FileNotFoundError(errno.ENOENT, "No such file or directory"), "fix", "readable and writable"),
+    ("etcd is away", StoreUnavailableError("etcd at 10.0.0.1:2379 does not answer"), "start", "once etcd answers"),
+    ("etcd is away, said by the trainer", StorageError("etcd does not answer"), "start", "once etcd answers"),
+    ("the GPU's memory is full", torch.OutOfMemoryError("CUDA out of memory. Tried"), "fix", "need less memory"),
+    ("the host's memory is full", MemoryError(), "fix", "need less memory"),
+    ("torch has no memory", RuntimeError("DefaultCPUAllocator: can't allocate memory"), "fix", "need less memory"),
+    ("a loader's worker", UnfinishedError("a worker process was killed for memory"), "fix", "need less memory"),
+    ("code that exits", UnfinishedError("the process was to end with 0 by quit"), "fix", "mend the code"),
+    ("a bug in the task", KeyError("label"), "fix", "mend the code or the place that it names"),
+    ("a machine computes wrongly", UnfitError("its products differ"), "leave out", "leave a out"),
+    ("ranks differ", WeightsDifferError("rank 1 has other weights"), "fix", "leave out the machine"),
+    ("a rank hung", HungError("no step in 60 s"), "start", "if it hangs again on a"),
+    ("nodes are missing", TooFewNodesError("1 of 2 nodes came in 900 s"), "start", "once enough nodes are there"),
+    ("no result", ResultError("result.json: No space left on device"), "start", "where the result can be written"),
+    ("the state is lost", StateLostError("the rest was lost"), "start", "it resumes from the newest commit"),
+]
+
+
+@pytest.mark.parametrize(("error", "do", "phrase"), [row[1:] for row in ACCIDENTS], ids=[row[0] for row in ACCIDENTS])
+def test_an_accident_has_its_advice_whether_or_not_a_step_was_taken(
+    left: Left, tmp_path: Path, error: Exception, do: str, phrase: str
+) -> None:
+    for run in (left, left.anew(tmp_path / "new")):
+        run.meets(0, error)
+        cause = cause_of(run.folder, now=run.now + SILENT_S + 60.0)
+        assert (cause.do, cause.rank, cause.host) == (do, 0, "a"), cause
+        assert phrase in cause.advice
+        assert (
+            str(error) if isinstance(error, ElasticTrainError | RendezvousError) else type(error).__name__
+        ) in cause.sentence
+
+
+@pytest.mark.parametrize(
+    ("code", "do", "phrase"),
+    [
+        (-signal.SIGBUS, "fix", "more shared memory (/dev/shm)"),
+        (-signal.SIGSEGV, "fix", "leave that machine out"),
+        (-signal.SIGILL, "fix", "leave that machine out"),
+        (-signal.SIGABRT, "fix", "the library that crashed"),
+        (-signal.SIGTERM, "start", "it resumes"),
+        (-signal.SIGKILL, "start", "it resumes"),
+        (UNFINISHED_CODE, "fix", "calls exit, quit or os._exit"),
+        (1, "fix", "mend the code"),
+    ],
+)
+def test_a_death_has_its_advice(left: Left, code: int, do: str, phrase: str) -> None:
+    left.dies(1, code)
+    cause = cause_of(left.folder, now=left.now + SILENT_S + 60.0)
+    assert (cause.do, cause.rank, cause.host) == (do, 1, "b") and phrase in cause.advice
+
+
+def test_on_its_own_machine_a_run_is_seen_to_go_on_or_to_have_stopped(
+    tmp_path: Path, left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a step takes, and however soon after the last one the processes are gone."""
+    alive = [True]
+    monkeypatch.setattr(Left, "_identity", lambda run: {"host": "a", "boot": "boot", "born": run._rank})
+    monkeypatch.setattr("elastic_train.runs.stopped.cause.process_identity", lambda: {"host": "a", "boot": "boot"})
+    monkeypatch.setattr("elastic_train.runs.stopped.cause.is_alive", lambda pid, born: alive[0])
+    run = left.anew(tmp_path / "new")
+    run.train(1, 2)
+    cause = cause_of(run.folder, now=run.now + 9 * SILENT_S)
+    assert cause.do == "nothing" and "it is running: process" in cause.sentence
+    alive[0] = False
+    cause = cause_of(run.folder, now=run.now + 1.0)
+    assert cause.do == "start" and "ended without a word after step 2" in cause.sentence
+    alive[0] = True
+    run.fails(0, 65, "row 7")
+    assert cause_of(run.folder).do == "nothing", "rank 1 may train on"
+    run.fails(1, 65, "row 7")
+    assert cause_of(run.folder).do == "fix", "a notebook's process goes on when training in it has failed"
 
 
 def test_a_world_that_did_not_form_is_the_cause_of_what_came_after_the_last_step(left: Left) -> None:

@@ -2,42 +2,26 @@
 
 A process that ends with an error says so in its run's folder (`note_failed`); of one that is killed, its agent does
 (`note_end_in`). What came before the last step was survived. Of several ends after it the first is the cause, unless
-it only followed from another: a peer that was lost, a state that went with it, nodes that did not come.
+it only followed from another: a peer that was lost, a state that went with it, nodes that did not come. A process that
+left no word is the cause if others have lost it. On the machine of its processes a run that goes on is seen to.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
-from elastic_train.errors import (
-    ConfigError,
-    CorruptError,
-    HungError,
-    NoProgressError,
-    PeerLostError,
-    Preempted,
-    ResultError,
-    StateLostError,
-    TooFewNodesError,
-    UnfitError,
-)
+from elastic_train.errors import HungError, NoProgressError, PeerLostError, UnfitError
 from elastic_train.runs.lines import Line, at, number, read_lines, text, whole
+from elastic_train.runs.stopped.advice import CODES, RESUME, Do, advice, only_follows
+from elastic_train.system.process_identity import process_identity
 from elastic_train.system.wording import counted
 from elastic_train.tracking.history_files import FOLDER, last_step_lines, term_of
+from rendezvous.process_table import is_alive
 
-Do = Literal["nothing", "start", "leave out", "fix"]
-CODES: dict[Do, int] = {
-    "nothing": 0,
-    "start": Preempted.exit_code,
-    "leave out": UnfitError.exit_code,
-    "fix": CorruptError.exit_code,
-}
-"""The exit code of `status --why` by what is to be done: for schedulers."""
 AT_ONCE_S = 2.0
 """What ends processes of a world may be noted so long before another's last step: clocks of machines differ."""
 LEAVES_WITHIN_S = 600.0
@@ -46,10 +30,12 @@ SILENT_S = 120.0
 """After so long without a line, a run has stopped: a step, or a save, rarely takes longer."""
 MOST_SHOWN = 4
 """Files of evidence that people are shown."""
+CLOCKS_DIFFER_S = 5.0
+"""How much later than an end on one machine a process of another has to begin, so that it was started because of it."""
 _KILLED = "was killed"
-_BY_A_LIBRARY = ("SIGSEGV", "SIGILL", "SIGBUS", "SIGABRT", "SIGFPE")
 _LEFT = ("preempted", "left")
-_FOLLOWS = (StateLostError.exit_code, TooFewNodesError.exit_code)
+End = tuple[Path, Line]
+"""The line that says how a process ended, and its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +65,11 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
     folder = Path(run) / FOLDER
     applied = _last_step(Path(run))
     step, since = (whole(applied, "step"), at(applied)) if applied else (None, 0.0)
-    ends = _ends_after(Path(run), since)
+    members = _members(Path(run))
+    ends = _ends_after(Path(run), since, members)
+    silent = _silent(Path(run), ends)
+    if running := [member for member in silent if _is_of_this_machine(member) and _is_running(member)]:
+        return _still_runs(running, step, since)
     left = max((end for path in _newest(Path(run)) for end in _left(path)), key=lambda end: at(end[1]), default=None)
     last = max((at(line) + (LEAVES_WITHIN_S if line.get("node_leaves") else 0.0) for _, line in ends), default=0.0)
     if left is not None and at(left[1]) > last:
@@ -93,9 +83,7 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
             evidence=(str(path),),
         )
     if ends:
-        for_good = (end for end in reversed(ends) if end[1].get("node_leaves"))
-        first = next(for_good, None) or next((end for end in ends if not _only_follows(end[1])), ends[0])
-        return _of_an_end(first, ends, step)
+        return _of_ends(Path(run), ends, silent, step, since)
     unformed = max(_noted(folder, "unformed"), key=lambda each: at(each[1]), default=None)
     if unformed is not None and at(unformed[1]) > since:
         path, line = unformed
@@ -111,20 +99,99 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
         )
     if applied is None:
         return _before_a_step(Path(run))
-    return _without_a_word(Path(run), applied, (time.time() if now is None else now) - since)
+    silent_s = SILENT_S if _are_of_this_machine(members) else (time.time() if now is None else now) - since
+    return _without_a_word(Path(run), applied, silent_s)
 
 
-def _ends_after(run: Path, since: float) -> list[tuple[Path, Line]]:
-    """Return the ends of processes that the last step did not survive, the oldest first."""
-    term = term_of(_newest(run)[0]) if _newest(run) else 0
-    began = min((float(str(form["started_at"])) for path in _newest(run) if (form := _form(path))), default=0.0)
-    ends = [
-        (path, line)
-        for path, line in _noted(run / FOLDER, "failed")
-        if (at(line) >= since - AT_ONCE_S and (whole(line, "of_term") or term) >= term)
-        or (line.get("node_leaves") is True and began <= at(line))
-    ]
-    return sorted(ends, key=lambda end: at(end[1]))
+def _of_ends(run: Path, ends: Sequence[End], silent: Sequence[Line], step: int | None, since: float) -> Cause:
+    """Choose the end that is the cause, and say what it was."""
+    has_lost = any(text(line, "kind") == PeerLostError.__name__ for _, line in ends)
+    for_good = next((end for end in reversed(ends) if end[1].get("node_leaves")), None)
+    causes = _of_last_attempt([end for end in ends if not only_follows(end[1])])
+    given_up = next((end for end in causes if text(end[1], "kind") == NoProgressError.__name__), None)
+    if given_up is not None:
+        behind = [end for end in _failures(run) if at(end[1]) >= since - AT_ONCE_S and _ended_a_world(end[1])]
+        return _of_giving_up(given_up, max(behind, key=lambda end: at(end[1]), default=None), ends, step)
+    if for_good is None and not causes and silent and has_lost:
+        return _of_lost_peers(silent, ends, step)
+    return _of_an_end(for_good or (causes or ends)[0], ends, step)
+
+
+def _ends_after(run: Path, since: float, members: Sequence[Line]) -> list[End]:
+    """Return the ends of processes that the last step did not survive, the oldest first.
+
+    A process of the newest world is known by its identity: the clocks of machines differ.
+    """
+    term = max((term_of(path) for path in _newest(run)), default=0)
+    began = min((float(str(form["started_at"])) for form in members), default=0.0)
+    newest = {_who(form) for form in members}
+
+    def counts(line: Line) -> bool:
+        if line.get("node_leaves") is True and began <= at(line):
+            return True
+        of_term = whole(line, "of_term")
+        if of_term is not None:
+            return of_term >= term
+        return _who(line) in newest or at(line) >= since - AT_ONCE_S
+
+    return sorted((end for end in _failures(run) if counts(end[1])), key=lambda end: at(end[1]))
+
+
+def _failures(run: Path) -> Iterator[End]:
+    return _noted(run / FOLDER, "failed")
+
+
+def _of_last_attempt(ends: Sequence[End]) -> list[End]:
+    """Leave out ends that came before a process began which ended later: the job was started again since."""
+
+    def is_superseded(line: Line) -> bool:
+        for _, other in ends:
+            began, is_near = number(other, "started_at"), text(other, "host") == text(line, "host")
+            if began is not None and began > at(line) + (0.0 if is_near else CLOCKS_DIFFER_S):
+                return True
+        return False
+
+    return [end for end in ends if not is_superseded(end[1])]
+
+
+def _ended_a_world(line: Line) -> bool:
+    return not only_follows(line) and text(line, "kind") != NoProgressError.__name__
+
+
+def _silent(run: Path, ends: Sequence[End]) -> list[Line]:
+    """Return the first lines of those processes of the newest world of which nothing says that they ended."""
+    ended = {_who(line) for _, line in ends}
+    going = [path for path in _newest(run) if "end" not in {line["op"] for line in list(read_lines(path))[-1:]}]
+    return [form for path in going if (form := _form(path)) and _who(form) not in ended]
+
+
+def _members(run: Path) -> list[Line]:
+    """Return the lines with which the processes of the newest world began it."""
+    return [form for path in _newest(run) if (form := _form(path))]
+
+
+def _who(line: Line) -> tuple[object, ...]:
+    return tuple(line.get(name) for name in ("host", "boot", "pid", "born"))
+
+
+def _is_of_this_machine(member: Line) -> bool:
+    here = process_identity()
+    return (member.get("host"), member.get("boot")) == (here["host"], here["boot"])
+
+
+def _are_of_this_machine(members: Sequence[Line]) -> bool:
+    return bool(members) and all(_is_of_this_machine(member) for member in members)
+
+
+def _is_running(member: Line) -> bool:
+    pid = whole(member, "pid")
+    return pid is not None and is_alive(pid, whole(member, "born"))
+
+
+def _still_runs(running: Sequence[Line], step: int | None, since: float) -> Cause:
+    of = ", ".join(f"{whole(member, 'pid')} (rank {whole(member, 'rank')})" for member in running[:MOST_SHOWN])
+    what = f"it is running: process {of} of {text(running[0], 'host')} is there, and the last step is {step or 0}"
+    return Cause(what, "nothing", "wait", step=step, at=since)
 
 
 def _without_a_word(run: Path, applied: Line, silent_s: float) -> Cause:
@@ -137,7 +204,7 @@ def _without_a_word(run: Path, applied: Line, silent_s: float) -> Cause:
         f"all of its processes ended without a word after step {step}, and so did their launchers: "
         f"{counted(len(hosts), 'machine')} ({', '.join(hosts)}) lost power, or all was killed at once",
         "start",
-        "start it again: it resumes from the newest commit",
+        RESUME,
         hosts[0] if len(hosts) == 1 else None,
         step=step,
         at=since,
@@ -153,11 +220,39 @@ def in_words(cause: Cause) -> str:
     return "\n".join(lines)
 
 
-def _of_an_end(end: tuple[Path, Line], ends: Sequence[tuple[Path, Line]], step: int | None) -> Cause:
+def _of_giving_up(given_up: End, behind: End | None, ends: Sequence[End], step: int | None) -> Cause:
+    """The job gave up after worlds that got no further: what ended the last of them is the cause, if it is known."""
+    if behind is None:
+        return _of_an_end(given_up, ends, step)
+    found, gave_up = _of_an_end(behind, [behind, *ends], step), _of_an_end(given_up, ends, step)
+    sentence = f"{found.sentence}; {text(given_up[1], 'why')}"
+    return replace(found, sentence=sentence, do="fix", advice=(found if found.do == "fix" else gave_up).advice)
+
+
+def _of_lost_peers(lost: Sequence[Line], ends: Sequence[End], step: int | None) -> Cause:
+    """Members that left no word are the cause, of what those ended with that have lost them."""
+    who = ", ".join(f"rank {whole(each, 'rank')} on {text(each, 'host')}" for each in lost[:MOST_SHOWN])
+    hosts = {text(each, "host") for each in lost}
+    host = hosts.pop() if len(hosts) == 1 else None
+    others = "another process ended" if len(ends) == 1 else f"{len(ends)} other processes ended"
+    return Cause(
+        f"{who} ended without a word after step {step or 0}: {host or 'the machines'} lost power or the network, or "
+        f"processes and launcher were killed at once; {others} because of it",
+        "start",
+        RESUME if host is None else f"{RESUME}; if it is always {host}, leave that machine out",
+        host,
+        whole(lost[0], "rank") if len(lost) == 1 else None,
+        step,
+        at(ends[0][1]),
+        evidence=tuple(dict.fromkeys(str(path) for path, _ in ends)),
+    )
+
+
+def _of_an_end(end: End, ends: Sequence[End], step: int | None) -> Cause:
     line = end[1]
     why, code = text(line, "why") or "it does not say why", whole(line, "exit_code")
     rank, host = whole(line, "of_rank"), text(line, "host")
-    do, advice = _advice(code, why, text(line, "kind"), host)
+    do, what_to_do = advice(code, why, text(line, "kind"), host)
     if code == HungError.exit_code:
         why = f"{why}: it hung, and took no step in the time that hang_timeout_s allows"
     told = why if why.startswith((_KILLED, "ended", "exited")) else f"ended with an error: {why}"
@@ -168,7 +263,7 @@ def _of_an_end(end: tuple[Path, Line], ends: Sequence[tuple[Path, Line]], step: 
     return Cause(
         f"rank {rank} on {host} {told} (after step {known or 0}, {when}{more})",
         do,
-        advice,
+        what_to_do,
         host,
         rank,
         known,
@@ -178,45 +273,6 @@ def _of_an_end(end: tuple[Path, Line], ends: Sequence[tuple[Path, Line]], step: 
     )
 
 
-def _advice(code: int | None, why: str, kind: str | None, host: str | None) -> tuple[Do, str]:
-    """Return what to do about the end of a process."""
-    if why.startswith(f"{_KILLED} for memory"):
-        less = "batch.micro_batch, parallel.recompute, data.num_workers"
-        return "fix", f"let it need less memory ({less}), or give it more; then start it again"
-    if why.startswith(_KILLED):
-        if any(name in why for name in _BY_A_LIBRARY):
-            return (
-                "fix",
-                f"look in the log for the library that crashed; if it is always on {host}, leave that machine out",
-            )
-        return "start", "start it again: it resumes from the newest commit"
-    match code:
-        case ConfigError.exit_code:
-            return "fix", "change what it names, then start it again"
-        case CorruptError.exit_code:
-            return "fix", "repair or replace what it names; another start would meet it again"
-        case UnfitError.exit_code:
-            return "leave out", f"leave {host} out, have it examined (elastic-train doctor), and start again without it"
-        case NoProgressError.exit_code:
-            return "fix", "do not start it again before what it names is changed: it would stop at the same step"
-        case HungError.exit_code:
-            return (
-                "start",
-                f"start it again; if it hangs again on {host}, leave that machine out (the log has all stacks)",
-            )
-        case TooFewNodesError.exit_code:
-            return "start", "start it again once enough nodes are there"
-        case ResultError.exit_code:
-            return "start", "start it again where the result can be written: no step is trained twice"
-        case 1 if kind is None or not kind.endswith("LostError"):
-            return "fix", "mend the code or the place that it names, then start it again"
-    return "start", "start it again: it resumes from the newest commit"
-
-
-def _only_follows(line: Line) -> bool:
-    return whole(line, "exit_code") in _FOLLOWS or text(line, "kind") == PeerLostError.__name__
-
-
 def _before_a_step(run: Path) -> Cause:
     unfit = max(_noted(run / FOLDER, "unfit"), key=lambda each: at(each[1]), default=None)
     if unfit is not None:
@@ -224,7 +280,7 @@ def _before_a_step(run: Path) -> Cause:
         host = text(line, "host")
         return Cause(
             f"{host} failed its health check, and no other machine took a step: {text(line, 'why')}",
-            *_advice(UnfitError.exit_code, "", None, host),
+            *advice(UnfitError.exit_code, "", None, host),
             host=host,
             at=at(line),
             evidence=(str(path),),
@@ -257,7 +313,7 @@ def _newest(run: Path) -> list[Path]:
     return (_terms(run) or [[]])[-1]
 
 
-def _left(path: Path) -> list[tuple[Path, Line]]:
+def _left(path: Path) -> list[End]:
     """Return the line with which a process left that was asked to, if it did."""
     last = list(read_lines(path))[-1:]
     return [(path, line) for line in last if text(line, "status") in _LEFT]
@@ -268,7 +324,7 @@ def _form(path: Path) -> Line:
     return next((line for line in read_lines(path) if line["op"] == "form" and number(line, "started_at")), {})
 
 
-def _noted(folder: Path, what: str) -> Iterator[tuple[Path, Line]]:
+def _noted(folder: Path, what: str) -> Iterator[End]:
     """Yield what processes outside of any world have noted, with the files that have it."""
     for path in sorted(folder.glob(f"{what}-*.jsonl")):
         for line in read_lines(path):

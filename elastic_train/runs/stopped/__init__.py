@@ -1,0 +1,1 @@
+"""Why a run stopped, and what to do about it."""
