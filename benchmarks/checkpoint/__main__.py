@@ -138,7 +138,7 @@ def _measure_disk_and_loads(training: Training, figures: Figures, rounds: int, f
         saves.begin(
             training.state.shards.held(),
             replace(training.facts(), step=number + 1),
-            is_still=training.state.shards.only_update_changes(),
+            is_still=training.state.pieces.only_update_changes(),
         )
         record = committed(saves)
         whole = time.perf_counter() - started

@@ -84,7 +84,7 @@ def _round(training: Training, store: Store, saves: Saves, folder: Path, number:
 
     def save() -> None:
         facts = replace(training.facts(), step=number + 1)
-        saves.begin(state, facts, is_still=training.state.shards.only_update_changes())
+        saves.begin(state, facts, is_still=training.state.pieces.only_update_changes())
         records.append(committed(saves))
 
     def restart() -> None:

@@ -89,7 +89,7 @@ def all_sides(training: Training, *, can_stage_twice: bool) -> Iterator[tuple[st
 
         def begin() -> Waits:
             saves.begin(
-                training.state.shards.held(), training.facts(), is_still=training.state.shards.only_update_changes()
+                training.state.shards.held(), training.facts(), is_still=training.state.pieces.only_update_changes()
             )
             return saves.await_staging, wait
 

@@ -50,21 +50,21 @@ class SavingJob:
         self.job, self.store = job, open_store(folder)
         fence = StoreFence(self.store)
         (term, *_) = group.all_gather_objects(fence.claim() if group.rank == 0 else 0)
-        self.writers = list(job.state.shards.assign(range(group.size)))
+        self.writers = list(job.state.pieces.assign(range(group.size)))
         role = Role(self.writers.index(group.rank), len(self.writers), "benchmark")
         self.saves = Saves(self.store, CommitWriter(self.store, fence, term, None), term, role, SaveMemory())
 
     @property
     def num_bytes(self) -> int:
         """How many bytes this rank writes."""
-        plan = plan_attempt(self.job.state.shards.to_save(), len(self.writers))
+        plan = plan_attempt(self.job.state.pieces.tree(), len(self.writers))
         return plan.parts[self.job.group.rank].num_bytes
 
     def save(self) -> tuple[float, CommitRecord]:
         """Save the state beside a step; return the seconds that this rank's training waited, and the commit."""
-        state, shards = self.job.state, self.job.state.shards
+        state, pieces = self.job.state, self.job.state.pieces
         started = time.perf_counter()
-        self.saves.begin(shards.to_save(), _facts(self.job), state.reached.intervals, shards.only_update_changes())
+        self.saves.begin(pieces.tree(), _facts(self.job), state.reached.intervals, pieces.only_update_changes())
         stall_s = time.perf_counter() - started
 
         def await_copy() -> None:

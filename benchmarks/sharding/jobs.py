@@ -17,6 +17,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
+from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.resharding import PeerState, gather_peer_states, roll_forward, take_first_seat, take_state
 from elastic_train.job.state import AppliedState, StepFacts
@@ -136,7 +137,7 @@ class Job:
     def step(self, before_update: Callable[[], object] = lambda: None) -> None:
         """Take one step as the training loop does; what a save has to wait for comes before the update."""
         measured = self.compute(before_update=before_update)
-        self.apply(self.state.shards.norm_of(self.group.all_gather(measured)))
+        self.apply(gradient_norm.norm_of(self.group.all_gather(measured), self.state.shards.table))
         self.state.shards.refresh(self.group)
 
     def compute(

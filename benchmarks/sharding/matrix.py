@@ -19,6 +19,7 @@ from benchmarks.sharding.jobs import MODES, Job, Mode, Work
 from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.checkpoint import discover, load, open_store
 from elastic_train.errors import ElasticTrainError, PeerLostError
+from elastic_train.job import gradient_norm
 from elastic_train.job.state import TrainProgress
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape
@@ -153,10 +154,10 @@ class Life:
             return
         if is_gone and point == "summed":
             _die()
-        norm = shards.local_norm(measured)  # what those know that miss the others' norms
+        norm = gradient_norm.known_alone(shards.table, measured)  # what those know that miss the others' norms
         with contextlib.suppress(PeerLostError):
             gathered = job.group.all_gather(measured)
-            norm = shards.norm_of(gathered) if is_gone else norm
+            norm = gradient_norm.norm_of(gathered, shards.table) if is_gone else norm
         if norm is None:
             job.state.hold(job.facts, measured)  # what is left decides
         else:

@@ -23,6 +23,7 @@ from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
+from elastic_train.job.commit_pieces import CommitPieces
 from elastic_train.job.optimizers.recipe_changes import Recipe, read_recipe, say_changes
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.state_shards import Place, StateShards
@@ -152,10 +153,13 @@ class AppliedState:
     """What has changed of the recipe since the commit that was restored, in words."""
     compiled: CompiledBlocks | None = None
     """What of the model is compiled, if anything is to be."""
+    pieces: CommitPieces = field(init=False)
+    """What this rank gives to commits."""
     _first: tuple[dict[str, Any], dict[str, Any]] = field(init=False)
     """Schedule and scaler as they were built."""
 
     def __post_init__(self) -> None:
+        self.pieces = CommitPieces(self.shards)
         self._first = copy.deepcopy((self.scheduler.state_dict(), self.scaler.state_dict()))
 
     @property

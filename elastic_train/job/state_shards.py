@@ -11,35 +11,26 @@ is read from one are parts and shares again; so commits continue at any degree a
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from elastic_train.checkpoint.format.layout import State, weight_of
-from elastic_train.checkpoint.format.pieces import Pieces, Span
-from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.core.arrays import Int64s
+from elastic_train.checkpoint.format.layout import State
 from elastic_train.core.lanes import Assignment, lanes_by_cell, leaves_of
 from elastic_train.core.mesh import Cell, Mesh
-from elastic_train.errors import WeightsDifferError
-from elastic_train.job.cells.cut_model import Cut, CutModel
-from elastic_train.job.cells.state_parts import cut_at, in_whole, with_tensors, written_by_turns, written_spans
-from elastic_train.job.majority import name_others
-from elastic_train.job.sharded.held_tree import Cuts, Held, HeldRun, Retained, cuts_of
+from elastic_train.job import gradient_norm
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.sharded.held_tree import HeldRun, Retained
 from elastic_train.job.sharded.share import Share, Summed
-from elastic_train.job.sharded.shared_weights import checksums, checksums_by_name, digest_of_all
+from elastic_train.job.sharded.shared_weights import digest_of_all
 from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction
 from elastic_train.placement.holdings import Column
-from elastic_train.placement.norm import clip_factor, squares_of_holders, total_norm
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.norm import clip_factor
 from elastic_train.placement.seats import Seat
 from elastic_train.placement.table import Parts, Table
 
@@ -79,11 +70,6 @@ class StateShards:
     """In which order blocks run, once a pass has shown it."""
     _sum: GradientSum | None = None
     _table: Table | None = None
-    _writers: Sequence[int] = ()
-    _spans: Sequence[Cuts] = ()
-    """By part: which spans of each of its tensors each rank of its column speaks for, in commits."""
-    _written: dict[int, Sequence[Sequence[Span]]] = field(default_factory=dict)
-    """By the number of a tensor: which spans of it each writer writes."""
 
     def __post_init__(self) -> None:
         if not self.cell.holds_parts:
@@ -99,11 +85,6 @@ class StateShards:
         """What this rank holds of its place's part."""
         assert self._share is not None, "no world has given this rank a place"
         return self._share
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether the model was built with its weights, so that it can compute before there is a world."""
-        return self.cut.has_weights
 
     @property
     def place(self) -> int:
@@ -131,6 +112,11 @@ class StateShards:
         return self._table
 
     @property
+    def is_seated(self) -> bool:
+        """Whether this rank has a place in the table of a world, as it has always where it holds the whole state."""
+        return self._table is not None
+
+    @property
     def seat(self) -> Seat | None:
         """This rank's seat in its column; None before its first world, and where every rank holds all."""
         return None if self._table is None else self._table.seat
@@ -150,11 +136,6 @@ class StateShards:
         """Take the seat of a table; see `Share.sit`."""
         self._table = table
         self.share.sit(table.seating(), runs, num_updates, retained)
-
-    @property
-    def retained(self) -> Retained:
-        """What this rank holds beside its seat."""
-        return self.share.retained
 
     def holds_part_of(self, mesh: Mesh) -> bool:
         """Say whether this rank holds the part already that it is to hold in a world."""
@@ -193,10 +174,6 @@ class StateShards:
 
     # Weights.
 
-    def meta_state(self) -> Mapping[str, Tensor]:
-        """Return all weights and buffers as they are in a whole model, by name; for names, shapes and types alone."""
-        return self.cut.outline
-
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights and buffers that every rank has as a whole, by name; all must have the same bits."""
         known = self.model.state_dict() if self._share is None else self._share.weights()
@@ -219,14 +196,6 @@ class StateShards:
         if self._table is None:
             return ""
         return digest_of_all(group, self._table, self.share.weights_at, self.buffers())
-
-    def checksums(self) -> list[int]:
-        """Return a checksum of each set of weights that this rank shares with others (`Table.weights_in_common`)."""
-        return checksums(self.table, self.share.weights_at, self.buffers())
-
-    def checksums_by_name(self, which: int) -> Mapping[str, int]:
-        """Return a checksum of each tensor of a set of weights, of what this rank has of it."""
-        return checksums_by_name(self.table, which, self.share.weights_at, self.buffers())
 
     def make_whole(self, group: Group) -> None:
         """Make the model's weights whole on rank 0, for whoever reads them at the end; all ranks call it."""
@@ -311,128 +280,20 @@ class StateShards:
 
     # The gradient's norm.
 
-    @property
-    def _knows_norm(self) -> bool:
-        """Whether each rank has all of the gradient."""
-        return self.share.is_whole and not self.cell.holds_parts
-
     def measure(self) -> Tensor:
-        """Return what this rank knows of the reduced gradient's norm, on the CPU; of equal shape on all ranks."""
-        squares = self.share.measure()
-        if self._knows_norm:
-            return torch.tensor(total_norm(squares.numpy()), dtype=torch.float64)
-        measured = torch.zeros(self.most_grains, dtype=torch.float64)
-        measured[: squares.numel()] = squares
-        return measured
-
-    @property
-    def most_grains(self) -> int:
-        """How many grains the rank with most of them updates, at least 1."""
-        return max(1, *(grains.size for of_part in self.table.updated for _, grains in of_part))
-
-    def norm_of(self, gathered: Tensor) -> Tensor:
-        """Return the gradient's norm over the whole model from what all ranks have measured: a float64 on the CPU.
-
-        It is that by grains (`placement.norm`), in which neither a cut nor a number of threads shows. Raises
-        WeightsDifferError if ranks have measured the same otherwise.
-        """
-        if self._knows_norm:
-            check_same_norm(gathered)
-            return gathered[0]
-        return self._norm_of(gathered, self.table.updated)
-
-    def norm_of_rows(self, gathered: Tensor, holders: Sequence[tuple[int, Int64s]]) -> Tensor:
-        """Return the norm from rows of some ranks, which hold all of the grains that are trained."""
-        by_part: list[list[tuple[int, Int64s]]] = [[] for _ in self.columns]
-        for rank, grains in holders:
-            by_part[self.column_of(rank)].append((rank, grains))
-        return self._norm_of(gathered, by_part)
-
-    def _norm_of(self, gathered: Tensor, by_part: Sequence[Sequence[tuple[int, Int64s]]]) -> Tensor:
-        pairs = zip(self.columns, by_part, strict=True)
-        squares = [squares_of_holders(column.layout, gathered, some) for column, some in pairs]
-        return torch.tensor(total_norm(self.parts.sum_once(squares)), dtype=torch.float64)
-
-    def local_norm(self, measured: Tensor) -> Tensor | None:
-        """Return the norm from what this rank alone has measured, None if that does not say."""
-        return measured if self._knows_norm else None
+        """Return what this rank knows of the reduced gradient's norm (`gradient_norm.measured`), on the CPU."""
+        return gradient_norm.measured(self.table, self.share.measure())
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the reduced gradients, whose norm is `norm`, down to one of `limit` over the whole model."""
         if (factor := clip_factor(float(norm), limit)) != 1.0:
             self.share.clip(factor)
 
-    # Who holds, and who writes.
-
-    def can_save_alone(self) -> bool:
-        """Say whether this rank holds everything; it is then the only one that writes commits."""
-        if self._table is None or not self._table.holds_all:
-            return False
-        self._assign([self._table.rank])  # a newer world may have begun, and ended before it gave this rank a seat
-        return True
-
-    def assign(self, writers: Sequence[int]) -> Sequence[int]:
-        """Let ranks of the world write commits, in the order of their places; return which ranks do.
-
-        All do where these hold less than everything: then those that cannot say so.
-        """
-        try:
-            self._assign(writers)
-        except LookupError:
-            writers = range(self.table.size)
-            self._assign(writers)
-        return writers
-
-    def _assign(self, writers: Sequence[int]) -> None:
-        owned = enumerate(self.table.owned_by(writers))
-        self._spans = [self._spans_of(self.table.seating(part), grains) for part, grains in owned]
-        self._writers, self._written = tuple(writers), {}
-        self.share.made.clear()
-
-    def _spans_of(self, seating: Seating, by_rank: Sequence[Int64s]) -> Cuts:
-        held = [Held(grains, seating.sections_of(rank)) for rank, grains in enumerate(by_rank)]
-        return cuts_of(seating.layout, held)
+    # What is saved.
 
     def held(self) -> State:
         """Return this rank's pieces as a nested dict, parameters by their full names; its tensors are the live ones."""
         return self.share.held()
-
-    def to_save(self) -> State:
-        """Return what a commit is made of, as `held` has it, cut tensors in pieces, and who writes what of them."""
-        held, turns = self.share.held(), count()
-        if self.share.is_whole and not self.cut.cuts:
-            return held
-        return with_tensors(held, lambda path, leaf: self._to_write(path, leaf, turns))
-
-    def _to_write(self, path: StatePath, leaf: Tensor | Pieces, turns: Iterator[int]) -> Tensor | Pieces:
-        if isinstance(leaf, Tensor):
-            cut = cut_at(path, leaf, self.cut.cuts, self.place)
-            if cut is None or not cut.shape.numel():
-                return leaf
-            places = [rank % self.cell.size for rank in self._writers]
-            return in_whole(leaf, cut, self.place, written_by_turns(cut, places, next(turns)))
-        held, made = self.share.made.get(path, (None, leaf))
-        if held is not leaf:
-            cut = cut_at(path, leaf, self.cut.cuts, self.place)
-            written = self._written_of(self.columns[0].layout.numbers[weight_of(path) or ""], cut)
-            made = replace(leaf, written=written) if cut is None else in_whole(leaf, cut, self.place, written)
-            self.share.made[path] = leaf, made
-        return made
-
-    def _written_of(self, number: int, cut: Cut | None) -> Sequence[Sequence[Span]]:
-        """Return which spans of a whole tensor each writer writes."""
-        if number not in self._written:
-            spans = [of_part[number] for of_part in self._spans]
-            if self.cell.holds_parts:
-                self._written[number] = written_spans(spans, cut, self.cell, self._writers)
-            else:
-                self._written[number] = [spans[0][rank] for rank in self._writers]
-        return self._written[number]
-
-    def only_update_changes(self) -> Callable[[StatePath], bool]:
-        """Return whether `apply` alone changes the tensor at a path of `held`; others a forward pass may change."""
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)
 
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
         """Take over what `held` gave to a commit or a peer, as `fill` reads it back; gradients stay bound.
@@ -445,14 +306,3 @@ class StateShards:
     def tensors(self) -> Iterator[OfPart]:
         """Yield what is held beside the model's own weights, each with the part of memory that it belongs to."""
         return iter(()) if self._share is None else self._share.tensors()
-
-
-def check_same_norm(gathered: Tensor) -> None:
-    """Raise WeightsDifferError unless all ranks have measured one norm; one that is not a number equals any other."""
-    norms = gathered.flatten().nan_to_num(nan=-1.0, posinf=math.inf)
-    if not bool((norms == norms[0]).all()):
-        who, _ = name_others(norms.view(torch.int64).tolist(), "gradients")
-        raise WeightsDifferError(
-            f"{who}, by the norm of the sum over all ranks: memory or a connection is damaged, or a device computes "
-            "wrongly. The step is not applied: all ranks end, and the next start continues from the last commit"
-        )

@@ -59,7 +59,7 @@ def warm_up(plan: Plan, state: AppliedState, look: Callable[[LaneBatch], None] =
             "or set compile to false, on all nodes"
         )
     look(batch)
-    if not state.shards.has_weights:
+    if not state.shards.cut.has_weights:
         return
     devices = [plan.device] if plan.device.type == "cuda" else []
     is_exact = plan.config.reduction == "canonical"

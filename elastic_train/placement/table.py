@@ -160,6 +160,11 @@ class Table:
         return None if self.is_whole else self.seating().seat
 
     @property
+    def has_all_gradients(self) -> bool:
+        """Whether every rank has the gradient of all of the model."""
+        return self.is_whole and not self.cell.holds_parts
+
+    @property
     def holds_nothing(self) -> bool:
         """Whether this rank has a seat at which it holds nothing."""
         return self.seat is not None and not self.seat.arcs

@@ -135,7 +135,7 @@ class Commits:
         """Have a GPU's staging memory made, once a world: after a step, before which many optimizers have no state."""
         if self.plan.device.type == "cuda" and not self.has_prepared:
             self.has_prepared = True
-            self.saves.prepare(self.state.shards.to_save(), self.state.layout.dims)
+            self.saves.prepare(self.state.pieces.tree(), self.state.layout.dims)
 
     def pin_newest(self) -> None:
         """Keep the newest commit, or the one that is being saved, from being deleted; rank 0 alone does.
@@ -205,9 +205,9 @@ class Commits:
 
     def _begin(self, *, is_last: bool, writes: bool = True) -> None:
         """Begin to save what all ranks have put together, those that do not write it, too."""
-        shards = self.state.shards
+        pieces = self.state.pieces
         if not writes:
-            shards.to_save()
+            pieces.tree()
             return
         self.cadence.begin()
         self.is_asked = False
@@ -215,7 +215,7 @@ class Commits:
             self.keeper.keep_files()
         reach("commit")
         facts = describe_commit(self.plan, self.state, self.world.group.size)
-        held, still = shards.to_save(), shards.only_update_changes()
+        held, still = pieces.tree(), pieces.only_update_changes()
         self.saves.begin(held, facts, self.state.reached.intervals, still, is_last=is_last)
 
     def _take(self, ended: SaveOutcome | None) -> None:

@@ -150,7 +150,7 @@ def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
     Raises ConfigError and DataError.
     """
     plan, state = process.plan, process.state
-    check_alike(world.group, plan, state.outline, state.shards.meta_state())
+    check_alike(world.group, plan, state.outline, state.shards.cut.outline)
     differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile is True)
     check_can_be_sharded(world.group, plan, differing)
     world, before = form_cells(world, plan.config.parallel), state.reached.intervals

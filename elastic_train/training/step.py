@@ -19,6 +19,7 @@ from elastic_train.core.mixture.account import sums_of_sources
 from elastic_train.core.mixture.dealing import Mixture, RunOrder
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import PeerLostError
+from elastic_train.job import gradient_norm
 from elastic_train.job.auditing.auditor import WrongGradient
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
@@ -97,14 +98,14 @@ def meet(session: Session, measured: Tensor) -> tuple[Tensor | None, PeerLostErr
     Raises PeerLostError in restart mode, whose next world begins with a commit, and WeightsDifferError if ranks that
     should have measured the same have not.
     """
-    shards = session.state.shards
+    table = session.state.shards.table
     try:
         gathered = session.world.group.all_gather(measured)
     except PeerLostError as error:
         if not session.worlds.is_live:
             raise
-        return shards.local_norm(measured), error
-    return shards.norm_of(gathered), None
+        return gradient_norm.known_alone(table, measured), error
+    return gradient_norm.norm_of(gathered, table), None
 
 
 def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums]:

@@ -16,6 +16,7 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.errors import PeerLostError, WeightsDifferError
 from elastic_train.job.majority import name_others
 from elastic_train.job.resharding import give_state
+from elastic_train.job.sharded.shared_weights import checksums, checksums_by_name
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
@@ -44,7 +45,7 @@ def check_same_weights(group: Group, shards: StateShards, step: int) -> None:
         return
     common = shards.table.weights_in_common
     mine = torch.zeros(max(map(len, common.of_rank)), dtype=torch.int64)
-    sums = shards.checksums()
+    sums = checksums(shards.table, shards.share.weights_at, shards.buffers())
     mine[: len(sums)] = torch.tensor(sums)
     rows = group.all_gather(mine).numpy()
     known = np.full(len(common.ranks), -1, dtype=np.int64)
@@ -65,7 +66,8 @@ def _describe_others(group: Group, shards: StateShards, which: int, rows: Int64s
     where = ""
     # A rank that ends is a lost peer to one that is later here: that one must not keep its state for the next world.
     with contextlib.suppress(PeerLostError):
-        by_rank = [dict(found) for found in group.all_gather_objects(list(shards.checksums_by_name(which).items()))]
+        mine = checksums_by_name(shards.table, which, shards.share.weights_at, shards.buffers())
+        by_rank = [dict(found) for found in group.all_gather_objects(list(mine.items()))]
         names = [name for name in by_rank[right] if any(by_rank[rank][name] != by_rank[right][name] for rank in ranks)]
         where = f", first in '{names[0]}'" if names else ""
     return (

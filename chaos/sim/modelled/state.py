@@ -24,6 +24,7 @@ from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.cells.state_parts import Cuts
+from elastic_train.job.commit_pieces import CommitPieces
 from elastic_train.job.sharded.share import Share, WholeShare
 from elastic_train.job.state import Pending, StepFacts, TrainProgress
 from elastic_train.job.state_shards import Place, StateShards
@@ -136,12 +137,6 @@ class Rate:
         return [1.0]
 
 
-class _Shards(StateShards):
-    def only_update_changes(self) -> Callable[[tuple[str | int, ...]], bool]:
-        """Only `apply` changes anything."""
-        return lambda path: True
-
-
 @dataclass
 class ModelledState:
     """What `elastic_train.job.state.AppliedState` is to its users."""
@@ -156,6 +151,10 @@ class ModelledState:
     changes: None = None
     compiled: None = None
     layout: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(dims=CUT_DIMS))
+    pieces: CommitPieces = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pieces = CommitPieces(self.shards)
 
     @property
     def step(self) -> int:
@@ -206,7 +205,7 @@ class ModelledState:
 def modelled_state(weights: Weights, cell: Cell) -> ModelledState:
     """Return the state of a rank that no world has given a place yet, around the whole of the first weights."""
     kept: State = {"optimizer": {"state": {}}} if cell.holds_parts else {}
-    shards = _Shards(
+    shards = StateShards(
         model=weights,  # type: ignore[arg-type]  # it has all that is asked of one
         cell=cell,
         cut=CutWeights(weights, cell.num_parts),  # type: ignore[arg-type]  # as far as it is used

@@ -77,8 +77,9 @@ class Weights:
         yield self
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Weights]]:
-        """There are none that anybody asks for."""
-        yield from ()
+        """Only an update changes what there is."""
+        for name in self.state_dict():
+            yield name, self
 
     def named_modules(self) -> Iterator[tuple[str, Weights]]:
         """There are no buffers."""

@@ -53,7 +53,7 @@ def gather_peer_states(
     """
     pending = state.pending.facts.term if state.pending is not None else 0
     may_hold = may_hold or group.rank == 0
-    norm, retained = _bits(state.reached.norm), _encoded_arcs(shards.retained.arcs)
+    norm, retained = _bits(state.reached.norm), _encoded_arcs(shards.share.retained.arcs)
     mine = [*state.place, _encoded(shards.seat), list(path), pending, shards.trained_in, norm, may_hold, retained]
     brought = _read(group.all_gather_objects(mine))
     able = {shards.column_of(rank) for rank, one in enumerate(brought) if one.may_hold}

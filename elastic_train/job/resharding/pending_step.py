@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
+from elastic_train.job import gradient_norm
 from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, comes_to
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place, StateShards
@@ -41,13 +42,15 @@ def roll_forward(
         state.drop_pending()
         return brought
     holders = [(rank, _trained_by(shards, rank, brought[rank].seat)) for rank in able]
-    most = max(1, *(grains.size for _, grains in holders))
-    mine = torch.zeros(most, dtype=torch.float64)
+    by_part: list[list[tuple[int, Int64s]]] = [[] for _ in shards.columns]
+    for rank, grains in holders:
+        by_part[shards.column_of(rank)].append((rank, grains))
+    mine = torch.zeros(0, dtype=torch.float64)
     if group.rank in able:
         assert state.pending is not None, "this rank has said so"
-        size = _trained_by(shards, group.rank, shards.seat).size
-        mine[:size] = state.pending.measured[:size]
-    norm = shards.norm_of_rows(group.all_gather(mine), holders)
+        mine = state.pending.measured[: _trained_by(shards, group.rank, shards.seat).size]
+    rows = group.all_gather(gradient_norm.padded(mine, max(grains.size for _, grains in holders)))
+    norm = gradient_norm.norm_of_rows(rows, shards.parts, by_part)
     return _apply(group, state, brought, able, norm, Place(furthest.step + 1, term))
 
 

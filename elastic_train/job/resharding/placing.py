@@ -19,7 +19,7 @@ def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group | None, 
     holds_it, is_first = shards.holds_part_of(mesh), shards.cut.place is None
     if not holds_it and not is_first:
         state.begin_again()
-    has_them = holds_it or (is_first and shards.has_weights)
+    has_them = holds_it or (is_first and shards.cut.has_weights)
     shards.enter(mesh, cell, column, None if has_them else plan.first_weights())
 
 

@@ -76,8 +76,6 @@ class Share:
         self.model, self.optimizer, self.column = model, optimizer, column
         self.layout, self.circle = column
         self.retained = Retained()
-        self.made = dict[StatePath, tuple[Pieces, Pieces]]()
-        """What commits are given of the pieces that are held, by path, as long as seat and writers are the same."""
 
     def begin_with(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         """Begin a run with weights that come one by one, where the model was built without."""

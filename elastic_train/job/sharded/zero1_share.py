@@ -146,7 +146,6 @@ class Zero1Share(Share):
         counts = self.settings.num_updates() if num_updates is None else list(num_updates)
         self.retained = retained or Retained()
         self.seating, self._runs, self._named = seating, list(runs), None
-        self.made.clear()
         self.make_room()
         self.optimizer.state.clear()
         self._updated = []

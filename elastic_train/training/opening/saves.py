@@ -57,7 +57,7 @@ def open_saves(
     """Open this rank's saves; every rank that can write does its part, rank 0 always."""
     seen = world.group.all_gather(torch.tensor(int(world.writes))).tolist()
     can = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
-    writers = process.state.shards.assign(can)
+    writers = process.state.pieces.assign(can)
     place = writers.index(world.group.rank) if world.group.rank in writers else None
     retention = process.plan.retention
     store, look = world.save_store, world.keeper.look if world.keeper is not None else lambda parent: None
@@ -85,9 +85,9 @@ def commit_alone(
 
     Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
     """
-    if not state.shards.can_save_alone():
+    if not state.pieces.assign_alone():
         return False
-    tensors = state.shards.to_save()
+    tensors = state.pieces.tree()
     num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
     call_abandonable(
         lambda on_progress: _commit_alone(plan, state, published, run_id, on_progress),
@@ -110,4 +110,4 @@ def _commit_alone(
     # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
     term, key = fence.claim(), parent_of(store, state, published, state.step - 1)
     writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
-    writer.save(state.shards.to_save(), describe_commit(plan, state, world_size=1), state.reached.intervals)
+    writer.save(state.pieces.tree(), describe_commit(plan, state, world_size=1), state.reached.intervals)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from elastic_train.errors import PeerLostError
+from elastic_train.job import gradient_norm
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
 from tests.elastic_train.job.sharded.shard_jobs import facts_of
@@ -44,7 +45,7 @@ def step_with(
     if who in fault.unable:
         return
     try:
-        norm = state.shards.norm_of(group.all_gather(measured))
+        norm = gradient_norm.norm_of(group.all_gather(measured), state.shards.table)
     except PeerLostError:
         state.hold(facts_of(state, term), measured)
         return

@@ -17,6 +17,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.errors import WeightsDifferError
+from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.resharding import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
@@ -172,11 +173,11 @@ def test_copies_of_a_part_have_one_gradient() -> None:
     """Ranks of equal place must have measured the same, and so must all of what is not cut; else nothing is applied."""
     shards = make_state(Mesh(0, 4, Cell(tensor=2)), 0).shards
     rows = torch.tensor([[1.0, 5.0, 2.0, 3.0], [4.0, 6.0, 2.0, 3.0]] * 2, dtype=torch.float64)
-    assert float(shards.norm_of(rows)) == pytest.approx((1 + 5 + 4 + 6 + 2 + 3) ** 0.5)
+    assert float(gradient_norm.norm_of(rows, shards.table)) == pytest.approx((1 + 5 + 4 + 6 + 2 + 3) ** 0.5)
     for rank, grain, who in [(2, 1, "rank 2 and another copy's holder"), (1, 2, "part 1 of the model")]:
         wrong = rows.clone()
         wrong[rank, grain] += 1
         if rank == 1:
             wrong[3, grain] += 1
         with pytest.raises(WeightsDifferError, match=who):
-            shards.norm_of(wrong)
+            gradient_norm.norm_of(wrong, shards.table)

@@ -17,6 +17,7 @@ import torch
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.mesh import Cell
 from elastic_train.errors import PeerLostError
+from elastic_train.job import gradient_norm
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.leaves import Wire
 from elastic_train.placement.grains import GRAIN
@@ -353,7 +354,7 @@ def lose_one(who: int, num: int, row: Row) -> tuple[int, int, str] | None:
             except PeerLostError:
                 state.hold(facts_of(state, 1), measured)
                 raise
-            state.apply(facts_of(state, 1), state.shards.norm_of(gathered))
+            state.apply(facts_of(state, 1), gradient_norm.norm_of(gathered, state.shards.table))
             state.shards.refresh(world)
         world.close()
     except PeerLostError:

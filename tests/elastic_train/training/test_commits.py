@@ -157,8 +157,8 @@ def test_memory_for_saves_is_made_for_a_state_as_it_is_after_a_step(
     prepared: list[object] = []
     monkeypatch.setattr(commits.saves, "prepare", lambda state, dims: prepared.append(state))
     take_step(commits)
-    saved = commits.state.shards.to_save()
-    monkeypatch.setattr(type(commits.state.shards), "to_save", lambda shards: saved)
+    saved = commits.state.pieces.tree()
+    monkeypatch.setattr(type(commits.state.pieces), "tree", lambda pieces: saved)
     commits.prepare()
     assert not prepared
     commits.plan.device = torch.device("cuda")  # type: ignore[misc]
@@ -351,6 +351,7 @@ def test_an_overdue_commit_waits_until_no_rank_is_saving(
     session.leave.dropping.return_value = [()] * 3
     session.leaving.return_value = [False]
     session.clock.lap.return_value = 0.0
+    session.world.group.all_gather.return_value = torch.zeros(1, 1)
     session.state.cursor.epoch = session.plan.order.advance.return_value.epoch = 0
     session.is_validation_due.return_value = session.commits.is_due.return_value = False
     assert loop.train_steps(session) is loop.Outcome.DONE

@@ -178,11 +178,14 @@ def test_a_rank_that_loses_a_peer_at_the_point_of_no_return_is_to_apply_its_step
     """The peer may have applied it. In restart mode no member's state counts, so there the world just ends."""
     lost = PeerLostError("connection reset by peer")
     session, norm = MagicMock(), torch.tensor(1.0)
-    shards = session.state.shards
-    assert step.meet(session, norm) == (shards.norm_of.return_value, None)
+    session.state.shards.table.has_all_gradients = True
+    session.world.group.all_gather.return_value = torch.ones(2, 1)
+    assert step.meet(session, norm) == (norm, None)
     session.world.group.all_gather.side_effect = lost
     session.worlds.is_live = True
-    assert step.meet(session, norm) == (shards.local_norm.return_value, lost)
+    assert step.meet(session, norm) == (norm, lost)
+    session.state.shards.table.has_all_gradients = False
+    assert step.meet(session, norm) == (None, lost)
     session.worlds.is_live = False
     with pytest.raises(PeerLostError):
         step.meet(session, norm)

@@ -21,10 +21,10 @@ from elastic_train.checkpoint.commits import record
 from elastic_train.config.schema import Config
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.job import gradient_norm
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.resharding import peer_states
 from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel import group, step_tables
 from elastic_train.program.schedules import Pass
 from elastic_train.system.failpoints import reach
@@ -35,7 +35,7 @@ from elastic_train.training.turns import ForwardOutput
 from elastic_train.world import uniformity
 
 _FORWARD = turns._Turns.forward
-_NORM_OF = StateShards.norm_of
+_NORM_OF = gradient_norm.norm_of
 NUM_LANES_READ = 1 << 12
 """Lanes of steps that some process has still to count: the same for all that read them."""
 
@@ -118,8 +118,7 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
 
 def _of_cells() -> Iterable[Replacement]:
     """Work out once what all ranks of a world find of what they have gathered."""
-    norm_of = memory_of(lambda gathered, shards: _NORM_OF(shards, gathered))
-    yield StateShards, "norm_of", lambda self, gathered: norm_of(gathered, self)
+    yield from within("elastic_train.job.gradient_norm", norm_of=memory_of(_NORM_OF))
     yield from within("elastic_train.job.resharding.peer_states", _read=memory_of(peer_states._read))
 
 

@@ -22,6 +22,7 @@ from elastic_train.core.lanes import Assignment, lane_seed
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job import build as build_module
+from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import CellPlan, cell_plan_of, dims_of
 from elastic_train.job.cells.context import Context
@@ -225,7 +226,7 @@ def train(ranks: Ranks, state: AppliedState, until: int, term: int, schedule: Ki
     """Apply steps as the training loop does."""
     while state.step < until:
         measured = compute(ranks, state, schedule)
-        state.apply(facts_of(state, term), state.shards.norm_of(ranks.world.all_gather(measured)))
+        state.apply(facts_of(state, term), gradient_norm.norm_of(ranks.world.all_gather(measured), state.shards.table))
         state.shards.refresh(ranks.world)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from elastic_train.config import sources
 from elastic_train.errors import PeerLostError
+from elastic_train.job import gradient_norm
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.resharding.placing import take_place
 from elastic_train.job.state import AppliedState
@@ -114,7 +115,7 @@ def train(plan: Plan, state: AppliedState, world: World) -> str:
         run_lanes(session, batches)
         world.group.barrier()
         gradients.finish(300.0)
-        state.apply(facts_of(state), shards.norm_of(world.group.all_gather(state.measure())))
+        state.apply(facts_of(state), gradient_norm.norm_of(world.group.all_gather(state.measure()), shards.table))
     return shards.digest(world.group)
 
 

@@ -16,6 +16,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed, leaf_of
 from elastic_train.core.order import Cursor
 from elastic_train.job import build as build_module
+from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, StepFacts
@@ -140,7 +141,7 @@ def train(group: Group, state: AppliedState, until: int, term: int = TERM) -> No
     """Apply steps as the training loop does."""
     while state.step < until:
         measured = compute(group, state)
-        state.apply(facts_of(state, term), state.shards.norm_of(group.all_gather(measured)))
+        state.apply(facts_of(state, term), gradient_norm.norm_of(group.all_gather(measured), state.shards.table))
         state.shards.refresh(group)
 
 

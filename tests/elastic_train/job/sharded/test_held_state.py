@@ -20,6 +20,7 @@ from elastic_train.config.schema import Config
 from elastic_train.core.lanes import lane_additions
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
+from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.resharding import PeerState, take_first_seat
@@ -109,7 +110,7 @@ def rounded(until: int) -> list[str]:
         for parameter, total in zip(trained, sums[0], strict=True):
             assert parameter.grad is not None, "the sum has bound it"
             parameter.grad.copy_(total / (3.0 * NUM_LANES))
-        state.apply(facts_of(state), state.shards.norm_of(group.all_gather(state.measure())))
+        state.apply(facts_of(state), gradient_norm.norm_of(group.all_gather(state.measure()), state.shards.table))
         found.append(fingerprint(group, state))
     return found
 
@@ -152,7 +153,7 @@ def test_what_arrives_late_reaches_no_gradient() -> None:
     measured = compute(group, state)
     for memory in old:
         memory.fill_(torch.nan)
-    state.apply(facts_of(state), state.shards.norm_of(group.all_gather(measured)))
+    state.apply(facts_of(state), gradient_norm.norm_of(group.all_gather(measured), state.shards.table))
     assert fingerprint(group, state) == expected[1]
 
 
@@ -167,7 +168,7 @@ def damaged(rank: int, size: int) -> str:
     if rank == 1:
         measured[0] += 1e-9
     try:
-        shards.norm_of(group.all_gather(measured))
+        gradient_norm.norm_of(group.all_gather(measured), shards.table)
         said = "nothing"
     except WeightsDifferError as error:
         said = str(error)
@@ -252,8 +253,8 @@ def committed(store: Store, state: AppliedState) -> CommitRecord:
     )
     fence = StoreFence(store)
     if isinstance(state.shards.share, Zero1Share):
-        state.shards.assign([0])
-    return CommitWriter(store, fence, fence.claim(), None).save(state.shards.to_save(), facts, state.reached.intervals)
+        state.pieces.assign([0])
+    return CommitWriter(store, fence, fence.claim(), None).save(state.pieces.tree(), facts, state.reached.intervals)
 
 
 @pytest.mark.parametrize(("shards", "offload"), [("optimizer", "none"), ("parameters", "none"), ("none", "optimizer")])

@@ -1,0 +1,107 @@
+"""What of its state a rank puts into a commit: which spans of each tensor each of the writers writes.
+
+A commit has whole tensors. Of each a rank writes what it speaks for, by its seat in its column and the part of the
+model that its column holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from torch import Tensor
+
+from elastic_train.checkpoint.format.layout import State, weight_of
+from elastic_train.checkpoint.format.pieces import Pieces, Span
+from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.core.arrays import Int64s
+from elastic_train.job.cells.cut_model import Cut
+from elastic_train.job.cells.state_parts import cut_at, in_whole, with_tensors, written_by_turns, written_spans
+from elastic_train.job.sharded.held_tree import Cuts, Held, cuts_of
+from elastic_train.job.state_shards import StateShards
+from elastic_train.placement.seating import Seating
+
+
+@dataclass(slots=True)
+class CommitPieces:
+    """The pieces that this rank gives to commits, and who writes them."""
+
+    shards: StateShards
+    _writers: Sequence[int] = ()
+    _spans: Sequence[Cuts] = ()
+    """By part: which spans of each of its tensors each rank of its column speaks for."""
+    _written: dict[int, Sequence[Sequence[Span]]] = field(default_factory=dict)
+    """By the number of a tensor: which spans of it each writer writes."""
+    _made: dict[StatePath, tuple[Pieces, Pieces]] = field(default_factory=dict)
+    """What was made of the pieces that are held, by path, as long as these and the writers are the same."""
+
+    def assign_alone(self) -> bool:
+        """Make this rank the only writer, and return True, if it holds everything."""
+        shards = self.shards
+        if not shards.is_seated or not shards.table.holds_all:
+            return False
+        self._assign([shards.table.rank])  # a newer world may have begun, and ended before it gave this rank a seat
+        return True
+
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
+        """Let ranks of the world write commits, in the order of their places; return which ranks do.
+
+        All do where these hold less than everything: then those that cannot say so.
+        """
+        try:
+            self._assign(writers)
+        except LookupError:
+            writers = range(self.shards.table.size)
+            self._assign(writers)
+        return writers
+
+    def _assign(self, writers: Sequence[int]) -> None:
+        table = self.shards.table
+        self._spans = [_spans_of(table.seating(part), grains) for part, grains in enumerate(table.owned_by(writers))]
+        self._writers, self._written = tuple(writers), {}
+        self._made.clear()
+
+    def tree(self) -> State:
+        """Return what a commit is made of, as `StateShards.held` has it: cut tensors in pieces, and who writes them."""
+        shards, turns = self.shards, count()
+        held = shards.held()
+        if shards.share.is_whole and not shards.cut.cuts:
+            return held
+        return with_tensors(held, lambda path, leaf: self._to_write(path, leaf, turns))
+
+    def _to_write(self, path: StatePath, leaf: Tensor | Pieces, turns: Iterator[int]) -> Tensor | Pieces:
+        shards = self.shards
+        if isinstance(leaf, Tensor):
+            cut = cut_at(path, leaf, shards.cut.cuts, shards.place)
+            if cut is None or not cut.shape.numel():
+                return leaf
+            places = [rank % shards.cell.size for rank in self._writers]
+            return in_whole(leaf, cut, shards.place, written_by_turns(cut, places, next(turns)))
+        held, made = self._made.get(path, (None, leaf))
+        if held is not leaf:
+            cut = cut_at(path, leaf, shards.cut.cuts, shards.place)
+            written = self._written_of(shards.columns[0].layout.numbers[weight_of(path) or ""], cut)
+            made = replace(leaf, written=written) if cut is None else in_whole(leaf, cut, shards.place, written)
+            self._made[path] = leaf, made
+        return made
+
+    def _written_of(self, number: int, cut: Cut | None) -> Sequence[Sequence[Span]]:
+        """Return which spans of a whole tensor each writer writes."""
+        if number not in self._written:
+            spans, cell = [of_part[number] for of_part in self._spans], self.shards.cell
+            if cell.holds_parts:
+                self._written[number] = written_spans(spans, cut, cell, self._writers)
+            else:
+                self._written[number] = [spans[0][rank] for rank in self._writers]
+        return self._written[number]
+
+    def only_update_changes(self) -> Callable[[StatePath], bool]:
+        """Return whether `apply` alone changes the tensor at a path; others a forward pass may change."""
+        parameters = {name for name, _ in self.shards.model.named_parameters(remove_duplicate=False)}
+        return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)
+
+
+def _spans_of(seating: Seating, by_rank: Sequence[Int64s]) -> Cuts:
+    held = [Held(grains, seating.sections_of(rank)) for rank, grains in enumerate(by_rank)]
+    return cuts_of(seating.layout, held)
