@@ -97,7 +97,7 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
         UnformedWorlds=functools.partial(SimUnformedWorlds, host),
     )
     # There is nothing to open or to load, and a sound machine is not examined.
-    yield from within("elastic_train.training.supervisor", warm_up=lambda plan, state, look: None)
+    yield from within("elastic_train.training.supervisor", warm_up=nothing)
     proofs = {"begin_proof": functools.partial(prove, host), "note_unfit": functools.partial(note_unfit, host)}
     yield from within("elastic_train.training.supervisor", **proofs)
     yield from within("elastic_train.health.precheck", tell_mates=lambda unfit: unfit)  # each finds the same by itself

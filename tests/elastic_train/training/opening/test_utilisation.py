@@ -58,7 +58,7 @@ def test_the_flops_of_a_sample_are_those_that_a_plan_works_out(
 def test_weights_that_are_not_in_memory_yet_are_counted_as_well(tmp_path: Path, rows: Path) -> None:
     path = config(tmp_path, rows, LANGUAGE)
     plan = make_plan(load_config(path, {"parallel.shards": "parameters"}))
-    assert not plan.build_state(may_defer=True).shards.has_weights
+    assert not plan.build_state(may_defer=True).shards.cut.has_weights
     assert counted(path, **{"parallel.shards": "parameters"}) == counted(path)
 
 
