@@ -63,7 +63,9 @@ def _forward_flops(plan: Plan, state: AppliedState, batch: dict[str, Tensor]) ->
     """Return the FLOPs of a forward pass of a whole micro-batch, and those of them in blocks."""
     from elastic_train.planning.tracing import REST, Trace  # where no peak is known, nothing is counted
 
-    model, device = (state.model, plan.device) if state.shards.cut.has_weights else (_sketch(plan), torch.device("meta"))
+    model, device = (
+        (state.model, plan.device) if state.shards.cut.has_weights else (_sketch(plan), torch.device("meta"))
+    )
     given = {name: tensor.to(device) for name, tensor in batch.items()}
     names = unit_names(model)
     trace = Trace(model, names, [*model.parameters(), *model.buffers(), *given.values()])
