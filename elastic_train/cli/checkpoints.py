@@ -194,7 +194,7 @@ def export_(
     """Write the weights of one commit to a file, as `elastic-train export RUN TARGET --to safetensors` does.
 
     --format safetensors (the default) names the commit in its header; --format torch is a state dict for torch.load.
-    --weights ema: their average, of a run with optimizer.ema.
+    --weights ema: their average, of a run with optimizer.ema_decay.
     """
     store, (record, why) = open_run(run), find_trained(run, commit)
     if why is not None:

@@ -273,9 +273,9 @@ def export(
     --to hf (the default): a folder that transformers' AutoModel classes load, with the tokenizer; the package's own
     decoder becomes a Llama, with experts a Mixtral or Qwen2-MoE; adapters a folder of peft, or with --merge a whole
     model. --to safetensors or torch: one file of weights, of any task. --weights ema: their average, of a run with
-    optimizer.ema. --commit: newest, best, a step, term-step or key; by default the best one if early stopping ended the
-    run or it has checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once
-    for each source of a mixture).
+    optimizer.ema_decay. --commit: newest, best, a step, term-step or key; by default the best one if early stopping
+    ended the run or it has checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved
+    (once for each source of a mixture).
     """
     from elastic_train.cli.models import export as export_model
 

@@ -50,7 +50,7 @@ _OFF: Mapping[Feature, str] = {
     "compile": "compile to false on all nodes",
     "reduction: fast": "reduction to canonical",
     "audit_lanes": "run.audit_lanes to null",
-    "ema": "optimizer.ema to null",
+    "ema": "optimizer.ema_decay to null",
 }
 """How to do without a feature."""
 _SAVING: Mapping[Feature, str] = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -12,7 +13,7 @@ from pydantic import (
     field_validator,
 )
 
-from elastic_train.config.section import Section
+from elastic_train.config.section import Old, Section
 
 EventKind = Literal[
     "slow_compute",
@@ -48,6 +49,12 @@ class MonitoringConfig(Section):
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of a rank's device at the run's precision, for MFU. null: by the GPU's name, if `elastic-train plan`
     knows it."""
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "flops_per_sample": Old(
+            float | None, None, "is ignored: each process counts the FLOPs of a sample at its start"
+        ),
+        "recomputed_flops_per_sample": Old(float, 0.0, "is ignored: each process counts it at its start"),
+    }
     on_event: dict[EventKind, Action] = Field(default_factory=dict)
     """Action for each kind of event, such as {slow_link: drop}. tell (default): log it. snapshot: also commit at
     the next step. drop (events of one rank): ask the rank's node to leave if enough nodes stay. stop: commit and

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from elastic_train.config.section import Section, Value
+from elastic_train.config.section import Old, Section, Value
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 
@@ -23,9 +23,10 @@ def _named(value: str, known: Sequence[str], what: str) -> str:
     return value
 
 
-class EmaConfig(Section):
-    decay: float = Field(default=0.999, gt=0, lt=1)
-    """Share of the old average that a step keeps. The average spans about 1 / (1 - decay) steps."""
+def _ema_decay(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the decay of a section that has a mapping for the average."""
+    ema = old["ema"]
+    return {"ema_decay": ema.get("decay", 0.999) if isinstance(ema, Mapping) else ema}
 
 
 class OptimizerConfig(Section):
@@ -50,21 +51,30 @@ class OptimizerConfig(Section):
     """Steps in which the learning rate rises from 0, with any schedule."""
     on_nonfinite: Literal["fail", "skip", "keep"] = "fail"
     """When a step's loss or gradient is NaN or infinite. skip: leave out the update. fail: also end with an error
-    after nonfinite_limit such steps in a row. keep: update anyway."""
-    nonfinite_limit: PositiveInt = 10
-    """With on_nonfinite: fail, the number of steps in a row that ends training."""
+    after ten such steps in a row. keep: update anyway."""
     schedule: str = "cosine"
     """Learning rate after the warm-up: cosine or linear (fall to schedule_end), constant, wsd (constant, then a
-    linear fall), or your own function (step, total_steps) -> factor as module:function."""
+    linear fall in the last fifth of the steps; wsd:0.1: in the last tenth), or your own function (step, total_steps)
+    -> factor as module:function."""
     schedule_steps: PositiveInt | None = None
     """Length of the schedule in steps, with the warm-up. null: the job's length. Set it to train shorter or longer
     with the same rates."""
     schedule_end: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of cosine, linear and wsd, as a share of lr."""
-    cooldown_share: float = Field(default=0.2, gt=0, le=1)
-    """With schedule: wsd, the share of the steps after the warm-up in which the rate falls."""
-    ema: EmaConfig | None = None
-    """Keep an exponential moving average of the weights, such as {decay: 0.999}. null: none."""
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Keep an exponential moving average of the weights: the share of the old average that a step keeps, such as
+    0.999, which spans about 1 / (1 - 0.999) steps. null: none."""
+
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "nonfinite_limit": Old(int, 10, "is ignored: ten steps in a row end training"),
+        "cooldown_share": Old(
+            float,
+            0.2,
+            "is now schedule: wsd:SHARE",
+            lambda old: {"schedule": f"wsd:{old['cooldown_share']}"} if old.get("schedule") == "wsd" else {},
+        ),
+        "ema": Old(dict[str, float] | None, None, "is now ema_decay", _ema_decay),
+    }
 
     @field_validator("name")
     @classmethod
@@ -74,6 +84,14 @@ class OptimizerConfig(Section):
     @field_validator("schedule")
     @classmethod
     def _is_a_schedule(cls, name: str) -> str:
+        if name.startswith("wsd:"):
+            try:
+                share = float(name.removeprefix("wsd:"))
+            except ValueError:
+                share = 0.0
+            if not 0 < share <= 1:
+                raise ValueError("wsd:SHARE takes a share of the steps, more than 0 and at most 1, such as wsd:0.1")
+            return name
         return _named(name, SCHEDULES, "a function")
 
     @field_validator("options")
@@ -82,6 +100,16 @@ class OptimizerConfig(Section):
         if own := sorted({"lr", "weight_decay", "params"} & set(options)):
             raise ValueError(f"'{own[0]}' is no option; lr and weight_decay are keys of optimizer")
         return options
+
+    @property
+    def has_own_schedule(self) -> bool:
+        """Whether the schedule is a function of the user's."""
+        return ":" in self.schedule and not self.schedule.startswith("wsd:")
+
+    @property
+    def cooldown_share(self) -> float:
+        """The share of the steps after the warm-up in which wsd falls."""
+        return float(self.schedule.partition(":")[2] or 0.2) if self.schedule.startswith("wsd") else 0.2
 
     @field_validator("betas")
     @classmethod
@@ -113,7 +141,7 @@ class ValidationConfig(Section):
     max_samples: PositiveInt | None = None
     """Validate on the first N samples. null: on all."""
     weights: Literal["trained", "ema"] = "trained"
-    """Validate the trained weights, or their average (optimizer.ema)."""
+    """Validate the trained weights, or their average (optimizer.ema_decay)."""
     early_stopping: EarlyStoppingConfig | None = None
     """End training when validations stop improving, such as {metric: min loss, patience: 5}. null: never."""
 

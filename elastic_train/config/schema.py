@@ -11,7 +11,7 @@ import json
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -100,27 +100,39 @@ class BatchConfig(Section):
         return self.global_batch // self.micro_batch
 
 
+def _experiment(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the experiment of a section that names a Weights & Biases project; ValueError if it names two."""
+    project = old["wandb_project"]
+    if old.get("wandb") is None:
+        return {}
+    if old.get("mlflow_uri") is not None and old.get("experiment", "elastic-train") != project:
+        raise ValueError(f"experiment names the project, too: set it to {project!r}, and leave out wandb_project")
+    return {"experiment": project}
+
+
 class TrackingConfig(Section):
     mlflow_uri: str | None = None
     """MLflow tracking URI, such as sqlite:///mlflow.db. null: local metrics only."""
     experiment: str = "elastic-train"
-    """MLflow experiment."""
+    """MLflow experiment, and Weights & Biases project."""
     tensorboard: bool = False
     """Also write TensorBoard event files to run.dir/tensorboard. Needs the extra [tensorboard]."""
     wandb: Literal["online", "offline"] | None = None
     """Also log to Weights & Biases. offline: write to run.dir/wandb, for `wandb sync`. Needs the extra [wandb]."""
-    wandb_project: str = "elastic-train"
-    """Weights & Biases project."""
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "wandb_project": Old(str, "elastic-train", "is now experiment, for all trackers", _experiment)
+    }
 
     @field_validator("experiment")
     @classmethod
     def _is_an_experiment(cls, name: str) -> str | None:
         return checked_name(name, 256)
 
-    @field_validator("wandb_project")
-    @classmethod
-    def _is_a_project(cls, name: str) -> str | None:
-        return checked_name(name, MOST_CHARS_OF_A_NAME, without="/\\#?%:")
+    @model_validator(mode="after")
+    def _is_a_project(self) -> TrackingConfig:
+        if self.wandb is not None:
+            checked_name(self.experiment, MOST_CHARS_OF_A_NAME, without="/\\#?%:", key="experiment ")
+        return self
 
 
 class Config(Section):
@@ -175,7 +187,7 @@ class Config(Section):
             "compile": "compile: true" if self.compile is True else None,
             "reduction: fast": "reduction: fast" if self.reduction == "fast" else None,
             "audit_lanes": None if self.run.audit_lanes is None else f"run.audit_lanes: {self.run.audit_lanes}",
-            "ema": None if self.optimizer.ema is None else "optimizer.ema",
+            "ema": None if self.optimizer.ema_decay is None else "optimizer.ema_decay",
         }
         return {**self.parallel.features, **{feature: text for feature, text in own.items() if text is not None}}
 
@@ -210,8 +222,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _validates_what_there_is(self) -> Config:
-        if self.validation.weights == "ema" and self.optimizer.ema is None:
-            raise ValueError("validation.weights: ema needs an average: set optimizer.ema, such as {decay: 0.999}")
+        if self.validation.weights == "ema" and self.optimizer.ema_decay is None:
+            raise ValueError("validation.weights: ema needs an average: set optimizer.ema_decay, such as 0.999")
         keys = self.validation
         if keys.early_stopping is not None and keys.every_steps is None and keys.every_epochs is None:
             raise ValueError(

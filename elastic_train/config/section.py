@@ -220,9 +220,9 @@ def absolute(place: str | None) -> str | None:
     return str(Path(place).expanduser().absolute())
 
 
-def checked_name(name: str | None, most: int, *, without: str = "") -> str | None:
+def checked_name(name: str | None, most: int, *, without: str = "", key: str = "") -> str | None:
     """Refuse a name that a tracker would refuse, or cut, once the run has begun."""
     if name is not None and (len(name) > most or set(name) & set(without)):
         rest = f", without {' '.join(without)}" if without else ""
-        raise ValueError(f"must be {most} characters at most{rest}")
+        raise ValueError(f"{key}must be {most} characters at most{rest}")
     return name

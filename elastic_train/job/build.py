@@ -92,7 +92,7 @@ def build_state(
         "the parameters": describe_layout(layout),
         "the list of parameter groups": describe_groups(model, optimizer),
     }
-    if config.ema is not None:
+    if config.ema_decay is not None:
         slots = [one.with_moment(AVERAGE) for one in slots]
     cut = CutModel(model, cell_plan, parallel.cell, CellLinks())
     _check_stays_whole(cut, optimizer, atomic, config.name)
@@ -107,7 +107,7 @@ def build_state(
     if parallel.has_shares:
         make = _by_seat(made, parallel, slots, bucket_bytes)
     else:
-        first = FirstStates(optimizer, choice.make, keeps_average=config.ema is not None)
+        first = FirstStates(optimizer, choice.make, keeps_average=config.ema_decay is not None)
         make = _whole(made, OptimizerMemory(optimizer, names_of(model)), first, parallel.cell, bucket_bytes)
     shards = StateShards(
         model=model,
@@ -118,8 +118,8 @@ def build_state(
         gathers=parallel.shards == "parameters",
     )
     state = AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
-    if config.ema is not None:
-        keep_average(optimizer, config.ema.decay, lambda: state.num_updates)
+    if config.ema_decay is not None:
+        keep_average(optimizer, config.ema_decay, lambda: state.num_updates)
     return state
 
 

@@ -70,7 +70,7 @@ def describe_offload(config: Config, device: torch.device) -> str:
     """Return what of a parameter that a rank holds is in host memory, beside what is on its device."""
     choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
     [slots] = slots_of(choice.tried(), choice.make, device)
-    num = len(slots.moments) + (config.optimizer.ema is not None)
+    num = len(slots.moments) + (config.optimizer.ema_decay is not None)
     weights = 4 if config.parallel.offload == "all" else 0
     where = "the host's memory, which is this device's" if device.type == "cpu" else "pinned host memory"
     return f"{4 * num + weights} of {4 * num + 8} bytes of each fp32 parameter that a rank holds are in {where}"

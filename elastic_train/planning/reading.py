@@ -208,7 +208,7 @@ def _state_bytes(config: OptimizerConfig) -> float:
     optimizer.step()
     kept = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
     num_bytes = sum(one.nbytes for one in kept if one.numel() > 1)
-    return num_bytes / matrix.numel() + (matrix.element_size() if config.ema is not None else 0)
+    return num_bytes / matrix.numel() + (matrix.element_size() if config.ema_decay is not None else 0)
 
 
 def _scaled(facts: ModelFacts, mean: float) -> ModelFacts:

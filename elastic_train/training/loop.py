@@ -25,6 +25,8 @@ from elastic_train.training.step import Computed, compute_step, meet
 from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, STOP, UNABLE, StepSums
 
 LEAVING_QUIET_S, MOST_LOOKS = 0.2, 6
+MOST_NONFINITE = 10
+"""Steps in a row, not finite, that end training with `on_nonfinite: fail`."""
 """How long nobody else may have been asked to leave before some of a world's ranks leave the others, and how often that
 is looked for."""
 
@@ -237,9 +239,9 @@ def _report_nonfinite(session: Session, lanes: Sequence[LaneBatch], sums: StepSu
             f"step {state.step}: loss {sums.mean}, gradient norm {norm}, by {where}; its update is {what}"
         )
         session.commits.pin_newest()
-    if config.on_nonfinite == "fail" and state.reached.num_nonfinite >= config.nonfinite_limit:
+    if config.on_nonfinite == "fail" and state.reached.num_nonfinite >= MOST_NONFINITE:
         raise NoProgressError(
-            f"loss or gradient of {config.nonfinite_limit} steps in a row, up to step {state.step}, was not finite; "
+            f"loss or gradient of {MOST_NONFINITE} steps in a row, up to step {state.step}, was not finite; "
             f"the samples are in {session.plan.config.run.dir}/history (op nonfinite), and the last commit is pinned. "
             "Lower optimizer.lr, remove the samples, or set optimizer.on_nonfinite to skip or keep"
         )

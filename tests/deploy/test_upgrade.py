@@ -48,7 +48,7 @@ def newer_release(folder: Path) -> Path:
     assert text.count(last) == 1
     records.write_text(text.replace(last, f'{last}    rack: str = "of a newer release"\n'))
     recipe = folder / "elastic_train" / "config" / "recipe.py"
-    text, last = recipe.read_text(), "    ema: EmaConfig | None = None\n"
+    text, last = recipe.read_text(), "    ema_decay: float | None = Field(default=None, gt=0, lt=1)\n"
     assert text.count(last) == 1
     recipe.write_text(text.replace(last, f"    warm_restarts: int = 0\n{last}"))
     describe(folder, f"{SERIES}.99")

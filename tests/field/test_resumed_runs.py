@@ -17,7 +17,7 @@ from tests.memory_job import start
 
 COSINE = {"lr": 0.01, "warmup_steps": 2, "schedule": "cosine"}
 JOB: dict[str, object] = {**CLASSIFIER, "optimizer": COSINE, "checkpoint": {"every_steps": 2, "keep_last": 3}}
-AVERAGED = {**COSINE, "ema": {"decay": 0.5}}
+AVERAGED = {**COSINE, "ema_decay": 0.5}
 
 
 def train(folder: Path, rows: Path, *arguments: str, num_ranks: int | None = None, **changes: object) -> Path:

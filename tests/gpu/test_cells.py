@@ -36,7 +36,7 @@ def keys_of(rows: Path, parallel: Parallel, tasks: str = GLOO, lane_ms: float = 
     params = {"model": EXPERTS if "expert" in parallel else MODEL, "max_tokens": 16, "lane_ms": lane_ms}
     data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
     task = {"path": f"{tasks}:PacedLanguage", "params": params}
-    return {"task": task, "data": data, "parallel": dict(parallel), "optimizer": {"lr": 0.01, "ema": {"decay": 0.9}}}
+    return {"task": task, "data": data, "parallel": dict(parallel), "optimizer": {"lr": 0.01, "ema_decay": 0.9}}
 
 
 @pytest.fixture(scope="module")

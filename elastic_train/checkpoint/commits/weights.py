@@ -88,7 +88,7 @@ def _averaged(stored: StoredTensors, paths: Mapping[str, StatePath], key: str) -
     """
     averages = {str(path[2]): path for path in stored.kinds if path[:2] == ("optimizer", "state") and _is_average(path)}
     if not averages:
-        raise ConfigError(f"{key} holds no average of the weights: the run has no optimizer.ema")
+        raise ConfigError(f"{key} holds no average of the weights: the run has no optimizer.ema_decay")
     digests: dict[StatePath, str] = {}
 
     def digest(path: StatePath) -> str:

@@ -75,7 +75,7 @@ def choose(config: OptimizerConfig, device: str = "cpu", *, is_fp16: bool = Fals
     if patterns is not None and not (isinstance(patterns, list) and all(isinstance(one, str) for one in patterns)):
         raise ConfigError(f"optimizer.options.{ADAMW_NAMES}: write a list of patterns, such as ['head.*']")
     _check_options(config.name, kind, options, [ADAMW_NAMES] if patterns is not None else [])
-    if is_fp16 and options.get("fused") and config.ema is not None:
+    if is_fp16 and options.get("fused") and config.ema_decay is not None:
         raise refused("fused updates in fp16", "optimizer.options.fused")
     make, names = _maker(config, kind, options, {}), None if patterns is None else tuple(patterns)
     try:

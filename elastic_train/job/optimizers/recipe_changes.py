@@ -17,13 +17,13 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.schedule import rate_factor
 
-_FREE = frozenset({"optimizer.ema.decay", "optimizer.nonfinite_limit"})
+_FREE = frozenset({"optimizer.ema_decay"})
 """Keys that change no weight that is trained."""
 _LENGTH, _NUM_COMPARED = "the number of steps", 64
 _OF_RATES = frozenset(
     {
         *(f"optimizer.{key}" for key in ("lr", "warmup_steps", "schedule", "schedule_steps", "schedule_end")),
-        *("optimizer.cooldown_share", _LENGTH),
+        _LENGTH,
     }
 )
 """Keys that change weights by the rates alone."""
@@ -67,7 +67,7 @@ def say_changes(before: Recipe | None, now: Recipe, step: int) -> str | None:
     if was != becomes and step < now.total_steps:
         parts.append(f"the learning rate of step {step + 1} is {becomes}, where it would have been {was}")
     keys = {key for key, *_ in changes}
-    if "optimizer.ema.decay" in keys:
+    if "optimizer.ema_decay" in keys:
         parts.append(_about_average(before, now))
     is_free = keys <= _FREE | (_OF_RATES if _have_same_rates(before, now, step) else set())
     parts.append(
@@ -90,7 +90,7 @@ def say_end_of_rates(recipe: Recipe, step: int) -> str | None:
     if step > total:
         return f"{step} steps are applied already, and max_steps or epochs ask for {total}: nothing is left to train"
     end = config.schedule_steps
-    if end is None or end >= total or config.schedule == "constant" or ":" in config.schedule or step >= total:
+    if end is None or end >= total or config.schedule == "constant" or config.has_own_schedule or step >= total:
         return None
     rate = recipe.rate_at(total - 1)
     effect = "no weight changes any more" if rate == 0 else "it stays there"
@@ -115,16 +115,16 @@ def _flat(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, object]]
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{at}{key}.")
-        elif f"{at}{key}" != "ema":  # one that is not kept has no decay
+        else:
             yield f"{at}{key}", value
 
 
 def _about_average(before: Recipe, now: Recipe) -> str:
-    if now.optimizer.ema is None:
+    if now.optimizer.ema_decay is None:
         return "the average of the weights is dropped, and would begin anew"
     return (
         "the average begins with these weights"
-        if before.optimizer.ema is None
+        if before.optimizer.ema_decay is None
         else "the average follows its new decay from here on"
     )
 

@@ -35,7 +35,7 @@ def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     last = config.schedule_steps or total_steps
-    if ":" in config.schedule:
+    if config.has_own_schedule:
         return _own_factor(config.schedule, min(step, max(0, total_steps - 1)), last)  # no step has the end's own rate
     progress = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
     if config.schedule == "constant":
@@ -81,7 +81,7 @@ def check_schedule(config: OptimizerConfig, total_steps: int) -> None:
     last_step = max(0, total_steps - 1)
     spread = {last_step * part // _NUM_ASKED for part in range(_NUM_ASKED + 1)}
     steps = sorted({0, min(config.warmup_steps, last_step), min(1, last_step)} | spread)
-    if ":" in config.schedule:
+    if config.has_own_schedule:
         _check_purity(config, total_steps, [step for step in steps if step >= config.warmup_steps])
 
 

@@ -83,7 +83,7 @@ def _other_trackers(config: Config) -> list[Destination]:
     found: list[Destination] = [EventFiles(folder)] if keys.tensorboard else []
     if keys.wandb is not None:
         tree = config.as_written.model_dump(mode="json")
-        found.append(WeightsAndBiases(folder, tree, keys.wandb, keys.wandb_project, config.run_name))
+        found.append(WeightsAndBiases(folder, tree, keys.wandb, keys.experiment, config.run_name))
     return found
 
 

@@ -131,7 +131,7 @@ def test_keys_are_listed_as_a_file_has_them_with_brackets_in_their_meanings(
         ("run.name", "str | null", "null"),
         ("compile", "true | false | auto", "auto"),
         ("data.mixture[].weight", "float", "required"),
-        ("optimizer.ema.decay", "float", "0.999"),
+        ("optimizer.ema_decay", "float | null", "null"),
         ("validation.early_stopping", "section | null", "null"),
         ("profile.ranks", "list of int | all", "[0]"),
     ],

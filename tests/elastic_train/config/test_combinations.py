@@ -44,7 +44,7 @@ SET: Mapping[Feature, Mapping[str, Any]] = {
     "audit_lanes": {"run.audit_lanes": 4},
     "recompute: units": {"parallel.recompute": "units"},
     "recompute: selective": {"parallel.recompute": "selective"},
-    "ema": {"optimizer.ema": {"decay": 0.9}},
+    "ema": {"optimizer.ema_decay": 0.9},
 }
 """How each is set, with what it needs."""
 

@@ -349,8 +349,7 @@ def test_variables_keep_the_spelling_of_free_keys(tmp_path: Path) -> None:
         ("run.name", "x" * 129, False),
         ("run.name", "Versuch ü 1/2 #3", True),
         ("tracking.experiment", "x" * 257, False),
-        ("tracking.wandb_project", "x" * 129, False),
-        ("tracking.wandb_project", "team/project", False),
+        ("tracking.experiment", "team/project", True),
     ],
 )
 def test_names_are_those_that_trackers_take(tmp_path: Path, key: str, text: str, is_taken: bool) -> None:
@@ -360,6 +359,15 @@ def test_names_are_those_that_trackers_take(tmp_path: Path, key: str, text: str,
     else:
         with pytest.raises(ConfigError, match=f"'{key}': must be "):
             load(tmp_path, GOOD, arguments=(f"--{key}={text}",))
+
+
+def test_a_name_is_one_that_all_trackers_take(tmp_path: Path) -> None:
+    tracking = {"experiment": "team/project", "wandb": "offline"}
+    with pytest.raises(ConfigError, match="experiment must be 128 characters at most, without /"):
+        load(tmp_path, {**GOOD, "tracking": tracking})
+    old = {"wandb_project": "p", "wandb": "offline", "mlflow_uri": "mlruns"}
+    with pytest.raises(ConfigError, match="experiment names the project, too: set it to 'p'"):
+        load(tmp_path, {**GOOD, "tracking": old})
 
 
 @pytest.mark.parametrize(
@@ -391,6 +399,19 @@ def test_names_are_those_that_trackers_take(tmp_path: Path, key: str, text: str,
         ),
         ({"parallel.schedule": "interleaved", "parallel.virtual_stages": 2}, "virtual_stages", 2, ""),
         ({"parallel.schedule": "1f1b", "parallel.virtual_stages": 3}, "virtual_stages", 1, "is now parallel.schedule"),
+        ({"monitoring.flops_per_sample": 1e9}, "peak_tflops", None, "flops_per_sample is ignored"),
+        ({"tracking.wandb_project": "p", "tracking.wandb": "offline"}, "experiment", "p", "wandb_project is now exp"),
+        ({"tracking.wandb_project": "p"}, "experiment", "elastic-train", "wandb_project is now experiment"),
+        ({"optimizer.nonfinite_limit": 3}, "on_nonfinite", "fail", "nonfinite_limit is ignored"),
+        (
+            {"optimizer.schedule": "wsd", "optimizer.cooldown_share": 0.1},
+            "schedule",
+            "wsd:0.1",
+            "cooldown_share is now schedule",
+        ),
+        ({"optimizer.cooldown_share": 0.1}, "schedule", "cosine", "cooldown_share is now schedule"),
+        ({"optimizer.ema": {"decay": 0.9}}, "ema_decay", 0.9, "ema is now ema_decay"),
+        ({"optimizer.ema": {}}, "ema_decay", 0.999, "ema is now ema_decay"),
     ],
 )
 def test_old_keys_are_taken_with_a_warning_that_names_the_new_one(

@@ -185,7 +185,7 @@ def test_steps_that_left_out_their_update_do_not_count_in_the_average(leaves_out
     """Whether fp16 was looking for its scale or the loss was not finite: initial weights are not in it, nor after a
     resume among such steps.
     """
-    config = OptimizerConfig(warmup_steps=0, ema={"decay": 0.9})  # type: ignore[arg-type]
+    config = OptimizerConfig(warmup_steps=0, ema_decay=0.9)  # type: ignore[arg-type]
     state = built(config, is_fp16=leaves_out == "overflow")
     gradient, loss = (math.inf, 1.0) if leaves_out == "overflow" else (0.25, math.nan)
     for _ in range(3):

@@ -100,7 +100,7 @@ def read(rows: Path, folder: Path, **changes: object) -> Read:
 
 
 def test_a_configuration_is_read_with_its_model_data_and_layout(rows: Path, tmp_path: Path) -> None:
-    found = read(rows, tmp_path, parallel={"shards": "gradients"}, optimizer={"ema": {"decay": 0.9}})
+    found = read(rows, tmp_path, parallel={"shards": "gradients"}, optimizer={"ema_decay": 0.9})
     facts, state = found.facts, found.plan.build_state()
     parameters = list(state.model.parameters())
     assert facts.elements == sum(-(-one.numel() // 64) * 64 for one in parameters)

@@ -170,9 +170,9 @@ def test_what_keeps_something_else_of_a_parameter_is_refused_in_shards(shards: s
 
 
 def test_a_fused_update_that_leaves_out_steps_unseen_is_refused_with_an_average() -> None:
-    config = OptimizerConfig(options={"fused": True}, ema={"decay": 0.9})  # type: ignore[arg-type]
+    config = OptimizerConfig(options={"fused": True}, ema_decay=0.9)  # type: ignore[arg-type]
     choose(config)
     with pytest.raises(
-        ConfigError, match=r"optimizer.ema does not work with optimizer.options.fused, .*precision to bf16"
+        ConfigError, match=r"optimizer.ema_decay does not work with optimizer.options.fused, .*precision to bf16"
     ):
         choose(config, is_fp16=True)

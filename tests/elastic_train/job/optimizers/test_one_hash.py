@@ -23,7 +23,7 @@ from tests.elastic_train.job.sharded.shard_jobs import Shards, build, compute, f
 from tests.memory_machine import in_memory
 
 STEPS = 3
-EMA = {"ema": {"decay": 0.9}}
+EMA = {"ema_decay": 0.9}
 MOMENTUM = {"name": "sgd", "options": {"momentum": 0.9, "nesterov": True}}
 RECIPES: dict[str, tuple[Mapping[str, Any], list[Shards]]] = {
     "adamw": (

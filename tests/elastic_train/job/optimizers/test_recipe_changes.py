@@ -46,20 +46,20 @@ def recipe(total_steps: int = 40, *, compiles: bool = False, **values: Any) -> R
             "the number of steps was 80 and is 60; by these changes the trained weights keep their bits",
         ),
         (
-            recipe(ema={"decay": 0.9}),
+            recipe(ema_decay=0.9),
             recipe(),
             10,
             (
-                "optimizer.ema.decay was 0.9 and is none; the average of the weights is dropped, and would begin anew; "
+                "optimizer.ema_decay was 0.9 and is none; the average of the weights is dropped, and would begin anew; "
                 "by these changes the trained weights keep their bits"
             ),
         ),
         (
-            recipe(ema={"decay": 0.9}),
-            recipe(ema={"decay": 0.99}),
+            recipe(ema_decay=0.9),
+            recipe(ema_decay=0.99),
             10,
             (
-                "optimizer.ema.decay was 0.9 and is 0.99; the average follows its new decay from here on; by these "
+                "optimizer.ema_decay was 0.9 and is 0.99; the average follows its new decay from here on; by these "
                 "changes the trained weights keep their bits"
             ),
         ),

@@ -224,7 +224,7 @@ def test_averages_that_a_commit_has_not_begin_with_its_weights(shards: Shards, t
     record = committed(store, begun)
     found = list[dict[str, Tensor]]()
     for kind in ("none", shards):
-        state = build(kind, recipe={"ema": {"decay": 0.5}})
+        state = build(kind, recipe={"ema_decay": 0.5})
         if kind != "none":
             take_first_seat(group, state.shards, newcomers(1))
         state.restore(lambda tree: load(store, record, tree), begun.reached, keeps_rates=True)
@@ -233,7 +233,7 @@ def test_averages_that_a_commit_has_not_begin_with_its_weights(shards: Shards, t
     whole, in_shards = found
     assert whole.keys() == in_shards.keys() and len(whole) > 5
     assert all(torch.equal(average, in_shards[name]) for name, average in whole.items())
-    state = build(shards, recipe={"name": "sgd", "options": {"momentum": 0.9}, "ema": {"decay": 0.5}})
+    state = build(shards, recipe={"name": "sgd", "options": {"momentum": 0.9}, "ema_decay": 0.5})
     take_first_seat(group, state.shards, newcomers(1))
     with pytest.raises(ConfigError, match=r"momentum_buffer.*the commit holds nothing"):
         state.restore(lambda tree: load(store, record, tree), begun.reached, keeps_rates=True)

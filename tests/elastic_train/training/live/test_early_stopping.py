@@ -23,7 +23,7 @@ from tests.memory_job import start
 __all__ = ["etcd", "nothing_left"]  # fixtures
 EVERY, PATIENCE = 15, 3
 RECIPE = {
-    "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema": {"decay": 0.9}},
+    "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema_decay": 0.9},
     "validation": {
         "every_steps": EVERY,
         "weights": "ema",

@@ -22,7 +22,7 @@ MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 4, "kv_heads": 2, "dr
 LANGUAGE: dict[str, object] = {
     "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": MODEL, "max_tokens": 16}},
     "batch": {"global_batch": 24, "micro_batch": 6},
-    "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.2, "ema": {"decay": 0.9}},
+    "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.2, "ema_decay": 0.9},
     "epochs": 1,
     "validation": {"every_steps": 4, "weights": "ema"},
     "checkpoint": {"every_steps": 3, "keep_last": 3},

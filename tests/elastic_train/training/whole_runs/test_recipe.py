@@ -20,7 +20,7 @@ from tests.memory_job import start
 pytestmark = pytest.mark.slow
 
 RECIPE: dict[str, object] = {
-    "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "wsd", "ema": {"decay": 0.8}},
+    "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "wsd", "ema_decay": 0.8},
     "validation": {
         "every_steps": 3,
         "weights": "ema",
@@ -85,5 +85,5 @@ def test_the_average_is_what_is_validated_evaluated_and_exported(tmp_path: Path,
 
 def test_a_run_without_an_average_has_none_to_export(tmp_path: Path, rows: Path, alone: Path) -> None:
     store = open_store(str(alone / "run"))
-    with pytest.raises(ConfigError, match=r"holds no average of the weights: the run has no optimizer\.ema"):
+    with pytest.raises(ConfigError, match=r"holds no average of the weights: the run has no optimizer\.ema_decay"):
         export(store, find(store, None), tmp_path / "weights.pt", "torch", "ema")
