@@ -2,11 +2,11 @@
 
 The invariants are functions in rooms: whether the evidence is there, and its files agree (`written`), what was
 applied, and by which cells (`exactly_once`), what was published (`one_lineage`), what commits hold and the result
-claims (`deliverable`, `delivery`), the run as a whole (`whole_run`), departures, admitted nodes (`departures`),
-what was logged of it (`tracked_values`), what outlived it (`leftovers`), what its processes held (`bounded`), whether
-it gave up in time (`progress`), what one bad node cost the others (`no_harm`), and whether shards of the state were
-lost too soon (`rollbacks`). Here is the table of them; `chaos.planted.catalogue` names for each a planted bug that it
-catches. `chaos.judge.invariants.script_run` judges a run of a user's script.
+claims (`deliverable`, `delivery`), the run as a whole (`whole_run`), departures, admitted nodes (`departures`), what
+was logged of it (`tracked_values`), what outlived it (`leftovers`), what its processes held (`bounded`), whether it
+gave up in time (`progress`), what one bad node cost the others (`no_harm`), whether shards of the state were lost too
+soon (`rollbacks`), and whom `status --why` blames (`causes`). Here is the table of them; `chaos.planted.catalogue`
+names for each a planted bug that it catches. `chaos.judge.invariants.script_run` judges a run of a user's script.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, find
 from chaos.judge.invariants import (
     bounded,
+    causes,
     deliverable,
     departures,
     leftovers,
@@ -89,6 +90,8 @@ def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
         findings.append(find("copies", partial(rollbacks.copies, run)))
     if bounded.is_put_to_the_test(run):
         findings.append(find("bounded", partial(bounded.bounded, run)))
+    if causes.is_put_to_the_test(run):
+        findings.append(find("causes", partial(causes.causes, run)))
     if progress.is_without_updates(run):
         findings.append(find("updates", partial(progress.updates, run)))
     if departures.is_any_unfit(run):

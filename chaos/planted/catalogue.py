@@ -114,6 +114,12 @@ PLANTED = (
     Planted("no-terms", "terms that nobody claimed", damage_claims.no_terms, "complete"),
     Planted("another-claim", "a term that another process claimed", damage_claims.another_claim, "complete"),
     Planted("empty-proof", "an effect that nothing showed", damage_claims.empty_proof, "faults", "unknown"),
+    Planted("blamed-survivor", "a survivor that is blamed for a kill", damage_claims.survivor_blamed, "causes"),
+    Planted("repair-a-kill", "a kill that is to be fixed", damage_claims.fix_advised, "causes"),
+    Planted("other-exit-code", "a verdict with another exit code", damage_claims.other_exit_code, "causes"),
+    Planted(
+        "start-when-done", "a job that is done and started again", damage_claims.start_advised_at_the_end, "causes"
+    ),
     Planted("empty-manifest", "a manifest without files", damage_claims.empty_manifest, "complete"),
     Planted("broken-line", "a history that was damaged", damage_claims.broken_line, "complete"),
     Planted("lanes-swapped", "ranks that computed each other's lanes", damage_plausible.lanes_swapped, "partition"),

@@ -99,6 +99,19 @@ def empty_proof(folder: Path) -> None:
     edit(folder, lambda line: {**line, "proof": ""} if line["op"] == "effect" else line)
 
 
+def _other_answer(is_of_end: bool, **fields: object) -> Callable[[Path], None]:
+    def change(line: Line) -> Line:
+        return {**line, **fields} if line["op"] == "why" and ("fault" not in line) == is_of_end else line
+
+    return lambda folder: edit(folder, change)
+
+
+survivor_blamed = _other_answer(False, of_rank=0)
+fix_advised = _other_answer(False, do="fix", exit_code=65)
+other_exit_code = _other_answer(False, exit_code=71)
+start_advised_at_the_end = _other_answer(True, do="start", exit_code=75)
+
+
 def empty_manifest(folder: Path) -> None:
     """The manifest of the training set is an empty mapping."""
     (folder / MANIFEST).write_text("{}")

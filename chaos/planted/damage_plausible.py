@@ -109,8 +109,11 @@ def no_code(folder: Path) -> None:
 def orphan_before(folder: Path) -> None:
     """The executor looked twice, and saw an orphan the first time only."""
     path = folder / _CHAOS
-    *lines, last = [json.loads(text) for text in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {**last, "orphans": [77]}, last]))
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    again = [
+        each for line in lines for each in ([{**line, "orphans": [77]}, line] if line["op"] == "clean" else [line])
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in again))
 
 
 def other_seed(folder: Path) -> None:

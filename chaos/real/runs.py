@@ -28,6 +28,7 @@ from chaos.judge.verdict import (
     examine,
 )
 from chaos.real import tracker_dump
+from chaos.real.causes import record_causes
 from chaos.real.history_tail import Followed
 from chaos.real.job import Job
 from chaos.real.landing import land
@@ -96,12 +97,16 @@ def run_once(
             say = Console(markup=False, quiet=is_quiet).print
             own = own_of_second(config)
             run_on_slurm(scenario, folder, due, seed, [*_WHOLE, *changes], replay, say, beside=own)
+            for each in [folder, folder_beside(folder)][: scenario.slurm.jobs]:
+                record_causes(each)
             return
         scenario = scenario.model_copy(update={"nodes": scenario.nodes.model_copy(update={"count": 1, "min": 1})})
     with _around(scenario, config, folder, kinds) as around:
         if absent := [f"{kind} cannot be done here: {why}" for kind, why in around.missing.items() if kind in kinds]:
             raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in absent))
         _run(scenario, config, folder, due, seed, changes, total_steps, replay, is_quiet, around)
+    if due:
+        record_causes(folder, is_local=not scenario.s3)
 
 
 def own_of_second(config: Config) -> list[str]:
@@ -137,6 +142,7 @@ def run_soak(
             _run(scenario, config, faulted, drawn, seed, changes, None, replay, is_quiet, around, landing)
         except RunError as error:
             say(f"STUCK: {error}")
+    record_causes(faulted)
     verdict = examine(folder)
     if verdict.run.result is None or verdict.run.result["status"] != "done":
         return verdict

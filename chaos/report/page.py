@@ -19,6 +19,7 @@ from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, Unknown, Violated
 from chaos.judge.invariants import (
     bounded,
+    causes,
     deliverable,
     departures,
     no_harm,
@@ -102,6 +103,7 @@ def demand(finding: Finding, is_of_script: bool = False) -> str:
         "tracking": tracked_values.tracking,
         "no-harm": no_harm.no_harm,
         "bounded": bounded.bounded,
+        "causes": causes.causes,
         "liveness": whole_run.liveness,
     }
     if is_of_script:

@@ -317,6 +317,12 @@ IN_LIVE_JOBS = ("unfit_node",)
 """What a job of `restart` mode does not notice: its workers start in a world that is sealed already."""
 IN_PLAIN = (*(kind.name for kind in _ALL if kind.aim == "etcd" and not kind.needs), "lose_lease")
 """What the executor does to etcd, or asks of it, in plain text."""
+ADVICE = {"nothing": 0, "start": 75, "leave out": 71, "fix": 65}
+"""What `elastic-train status --why` advises, with its exit code."""
+_TO_FIX = ("raise", "oom")
+"""What a job meets again if it is started again: nobody knows that it was planted."""
+_NOT_ASKED = ("flip_memory",)
+"""Ranks find by a vote that their weights differ: the one that was hit need not be the one that ends first."""
 ON_DISK = ("full", "eio")
 """At the failpoint `sync` alone, where an operating system would report them."""
 
@@ -337,6 +343,14 @@ def ends_processes(kind: object) -> bool:
     """Say whether a kind ends the processes that it hits, and says which; one that is not known does not."""
     known = _known(kind)
     return known is not None and known.ends_world and not known.leaves_alive
+
+
+def advised(kind: object) -> str | None:
+    """Return what `status --why` has to advise of a job that a kind has ended; None of a kind that ends no process."""
+    name = str(kind).partition("@")[0]
+    if _known(kind) is None or not ends_processes(kind) or name in _NOT_ASKED:
+        return None
+    return "fix" if name in _TO_FIX else "start"
 
 
 def is_over_at_once(kind: object) -> bool:

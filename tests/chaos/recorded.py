@@ -210,11 +210,16 @@ class Recorder:
         self.write("chaos", "fault", kind=kind, number=number, **where, **fields)
         self.write("chaos", "effect", kind=kind, fault=number, proof=f"{len(pids)} processes have ended")
 
-    def finish(self, term: int, *, ended: list[tuple[int, int]]) -> None:
+    def finish(self, term: int, *, ended: list[tuple[int, int]], blamed: tuple[int, int] | None = None) -> None:
+        """Write the end; `blamed` is a fault's number, and the rank of which `status --why` says that it was killed."""
         for node, code in ended:
             self.write("chaos", "exit", node=node, code=code)
         self.write("chaos", "healed", seconds=1.5)
         self.write("chaos", "clean", orphans=[], leases=[], drafts=[], shared_memory=[])
+        if blamed is not None:
+            killed = {"do": "start", "exit_code": 75, "of_rank": blamed[1], "sentence": "was killed by SIGKILL"}
+            self.write("chaos", "why", fault=blamed[0], **killed)
+            self.write("chaos", "why", do="nothing", exit_code=0, of_rank=None, sentence="all steps are trained")
         (self.folder / "history").mkdir()
         for name, lines in self.files.items():
             (self.folder / "history" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -282,7 +287,7 @@ def _record_faulted(folder: Path) -> None:
     recorder.fault("start_node", 1, 21, [2], at_step=21, is_drawn=True)
     recorder.now += 0.5
     recorder.term(3, FAULTED[2])
-    recorder.finish(3, ended=[(0, 0), (1, 0)])
+    recorder.finish(3, ended=[(0, 0), (1, 0)], blamed=(1, 1))
     np.save(folder / "witness.npy", np.full(ROWS, EPOCHS, dtype=np.int64))
 
 

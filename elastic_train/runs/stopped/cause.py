@@ -72,7 +72,7 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
         return _still_runs(running, step, since)
     left = max((end for path in _newest(Path(run)) for end in _left(path)), key=lambda end: at(end[1]), default=None)
     last = max((at(line) + (LEAVES_WITHIN_S if line.get("node_leaves") else 0.0) for _, line in ends), default=0.0)
-    if left is not None and at(left[1]) > last:
+    if left is not None and (at(left[1]) > last or all(only_follows(line) for _, line in ends)):
         path, line = left
         return Cause(
             f"the job was asked to leave, and left after step {whole(line, 'step')}",

@@ -19,7 +19,7 @@ import yaml
 from chaos.cli import main
 from chaos.judge.checker import judge
 from chaos.judge.evidence.applied import pids_of
-from chaos.judge.evidence.run_files import collect, items, number
+from chaos.judge.evidence.run_files import collect, items, number, whole
 from chaos.planted.catalogue import PLANTED
 from chaos.services.network.namespace import NoNamespacesError, cable
 from tests.elastic_train.training.live.test_live import history
@@ -119,6 +119,23 @@ def broken(verdict: dict[str, Any]) -> str:
     return "\n".join(f"{each['invariant']}: {each['why']}" for each in verdict["invariants"] if each["truth"] != "true")
 
 
+START, NOTHING = ("start", 75), ("nothing", 0)
+WHY: dict[str, list[tuple[str, tuple[str, int]]]] = {
+    "four worlds": [("kill_node", START), ("kill_node", START), ("stop_node", START), ("end", NOTHING)],
+    "no bit": [("kill_worker", START), ("kill_node", START), ("end", NOTHING)],
+    "live": [("kill_worker", START), ("kill_node", START), ("end", NOTHING)],
+}
+"""What `status --why` advises, and its exit code: as each fault that ends processes left the job, and at its end."""
+
+
+def answers(folder: Path) -> list[tuple[str, tuple[str, int]]]:
+    """Return the advice and the exit codes that the executor was given; whom they blame is for the verdict."""
+    run = collect(folder / "faulted")
+    kinds = {line["number"]: str(line["kind"]) for line in run.of("fault")}
+    said = [(line, (str(line["do"]), whole(line, "exit_code"))) for line in run.of("why")]
+    return [(kinds[line["fault"]] if "fault" in line else "end", advice) for line, advice in said]
+
+
 def test_every_sample_counts_once_through_four_worlds(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +152,7 @@ def test_every_sample_counts_once_through_four_worlds(
     with once_all_are_back(tmp_path / "run", 2, until):
         found = verdict_of([path, "--seed", "1", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
     assert found["valid"], broken(found)
+    assert answers(tmp_path / "run") == WHY["four worlds"]
     assert Counter(np.load(tmp_path / "run" / "faulted" / "witness.npy").tolist()) == {10: 331}
     evidence = collect(tmp_path / "run" / "faulted")
     worlds = {line["term"]: line["world"] for line in evidence.of("form")}
@@ -173,6 +191,8 @@ def test_faults_change_no_bit(tmp_path: Path, rows: Path, capfd: pytest.CaptureF
     with once_all_are_back(tmp_path / "run", 2, until):
         found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], broken(found)
+    assert answers(tmp_path / "run") == WHY["no bit"]
+    assert "it named the right process 2 times" in str(found["invariants"])
     assert found["weights_sha256"] == found["reference_weights_sha256"]
     assert found["coverage"] == {"min": 1, "max": 1, "samples": 331}
     assert isinstance(found["rpo_steps"], int)
@@ -208,6 +228,7 @@ def test_survivors_continue_in_their_processes(tmp_path: Path, rows: Path, capfd
     with once_all_are_back(tmp_path / "run", 2, until):
         found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], broken(found)
+    assert answers(tmp_path / "run") == WHY["live"]
     assert found["rpo_steps"] == 0
     assert found["weights_sha256"] == found["reference_weights_sha256"]
     evidence = collect(tmp_path / "run" / "faulted")

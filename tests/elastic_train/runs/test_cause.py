@@ -165,6 +165,7 @@ STUCK = (93, "the last 3 worlds got no further than step 3", "NoProgressError")
         (lambda run: (run.fails(1, 65, "row 7"), run.fails(0, 1, *LOST)), "fix", 1, "row 7"),
         (lambda run: run.leaves("preempted"), "start", None, "the job was asked to leave, and left after step 3"),
         (lambda run: (run.dies(1, -9), run.train(4), run.leaves("left")), "start", None, "asked to leave"),
+        (lambda run: (run.leaves("preempted"), run.fails(0, 1, *LOST)), "start", None, "asked to leave"),
         (lambda run: (run.dies(1, -9, OOM), run.train(4), run.dies(0, -11)), "fix", 0, "SIGSEGV"),
         (
             lambda run: (run.dies(1, -9, OOM, node_leaves=True), run.train(4), run.leaves("preempted")),

@@ -38,6 +38,7 @@ _FIELDS = {
     "effect": "fault kind proof",
     "exit": "node code",
     "clean": "orphans",
+    "why": "do exit_code of_rank sentence",
 }
 """What lines of each operation must say (docs/formats.md, History lines)."""
 _KINDS: dict[type | tuple[type, ...], str] = {

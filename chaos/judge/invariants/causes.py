@@ -1,0 +1,50 @@
+"""Invariant of what `status --why` says of a run: whom it blames for the end of a world, and what it advises."""
+
+from __future__ import annotations
+
+from chaos.judge.evidence.applied import result_of
+from chaos.judge.evidence.recovery_cost import fault_name
+from chaos.judge.evidence.run_files import Evidence, Line, items, number, whole
+from chaos.judge.findings import Violated
+from chaos.scenario.kinds import ADVICE, advised
+
+
+def is_put_to_the_test(run: Evidence) -> bool:
+    """Say whether it was asked why the run stopped."""
+    return run.has("why")
+
+
+def causes(run: Evidence) -> str:
+    """`status --why` blames none but processes that the fault ended, and advises what is right for its kind."""
+    faults, num_named = {fault.get("number"): fault for fault in run.of("fault")}, 0
+    answers = run.of("why")
+    for line in answers:
+        do, said = str(line["do"]), f"`status --why` says: {line['sentence']}"
+        if ADVICE.get(do) != line["exit_code"]:
+            raise Violated(f"`status --why` advises '{do}' and ends with {line['exit_code']}")
+        if "fault" not in line:
+            expected = "nothing" if result_of(run)["status"] == "done" else do
+            if do != expected or line["of_rank"] is not None:
+                raise Violated(f"at the end there is {expected} to do, and {said}")
+            continue
+        fault = faults.get(line["fault"])
+        if fault is None or advised(fault["kind"]) is None:
+            raise Violated(f"no fault {line['fault']} ends processes, and {said}")
+        num_named += line["of_rank"] is not None
+        _check(run, fault, line, said)
+    asked = sum("fault" in line for line in answers)
+    return f"asked {len(answers)} times, {asked} of them after a fault: it named the right process {num_named} times"
+
+
+def _check(run: Evidence, fault: Line, line: Line, said: str) -> None:
+    """An answer on a fault: of a process that left no word nobody is blamed, and the job is to be started again."""
+    expected = "start"
+    if line["of_rank"] is not None:
+        expected, rank = str(advised(fault["kind"])), whole(line, "of_rank")
+        worlds = [form for form in run.of("form") if number(form, "t") <= number(fault, "t")]
+        newest = max((whole(form, "term") for form in worlds), default=0)
+        pids = {form["pid"] for form in worlds if (form["term"], form["rank"]) == (newest, rank)}
+        if not pids & set(items(fault, "pids")):
+            raise Violated(f"{fault_name(fault)} hit no process of rank {rank}, and {said}")
+    if line["do"] != expected:
+        raise Violated(f"{fault_name(fault)} asks for '{expected}', not for '{line['do']}': {said}")
