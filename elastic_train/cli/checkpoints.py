@@ -1,32 +1,25 @@
-"""`elastic-train ckpt`: list, verify, prune, pin and export a run's commits; plan how often to save."""
+"""`elastic-train ckpt`: list, verify, prune and pin a run's commits; plan how often to save."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from pathlib import Path
-from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from elastic_train.checkpoint.commits import listing, pins_and_holds
-from elastic_train.checkpoint.commits.export import Format, export
-from elastic_train.checkpoint.commits.lookup import find, find_trained, name_to_key, open_run
+from elastic_train.checkpoint.commits.lookup import find, name_to_key, open_run
 from elastic_train.checkpoint.commits.pruning import prune
 from elastic_train.checkpoint.commits.reader import (
-    DAMAGE,
-    commit_keys,
-    read_record,
     records,
 )
 from elastic_train.checkpoint.commits.retention_policies import Best, Retention
 from elastic_train.checkpoint.commits.sweeping import drop_unfinished, sweep
-from elastic_train.checkpoint.commits.weights import Weights
 from elastic_train.checkpoint.interval.forecast import Outlook, forecast
 from elastic_train.checkpoint.interval.measured import Measured, measure
 from elastic_train.checkpoint.interval.young_daly import SaveCost
@@ -49,21 +42,26 @@ app = App(
 STALL_S_PER_GB, WRITE_MB_S = 0.11, 500.0
 """Assumed cost of a save that no run has measured: the most that the benchmarks allow, and a local disk's rate."""
 
-FormatOption = Annotated[Format, Parameter(name="--format")]
-
 
 @app.command
-def ls(run: str, *, best: str = "min loss", verify: Flag = False, json_: Json = False) -> int:
-    """List the commits of RUN, newest first; mark the head, the best, pinned and held ones.
+def ls(
+    run: str, commit: str | None = None, *, best: str = "min loss", verify: Flag = False, json_: Json = False
+) -> int:
+    """List the commits of RUN, newest first; mark the head, the best, pinned and held ones. Of one COMMIT show all.
 
     --best 'max macro_f1' is the metric to show and to choose the best by. Records and file sizes are checked; --verify
-    also reads all files.
+    also reads all files, and the exit code is 65 if no commit is whole, or the one that is named is not. `newest` names
+    the COMMIT that training would resume from.
     """
+    if commit is not None:
+        return _show(open_run(run), commit, verifies=verify, is_json=json_)
     store, metric = open_run(run), Best.parse(best)
     found = listing.survey_store(store, metric, is_thorough=verify)
     rows = [row.fields(metric.metric, time.time()) for row in found.rows]
+    code = CommitError.exit_code if verify and rows and not any(row["is_valid"] for row in rows) else 0
     if json_:
-        return print_json(rows)
+        print_json(rows)
+        return code
     table = narrow_table("step", "term", "epoch", "age", "size", "world", metric.metric, "validity", "marks")
     for row, fields in zip(found.rows, rows, strict=True):
         age_s = None if row.record is None else time.time() - row.record.created_at
@@ -79,43 +77,27 @@ def ls(run: str, *, best: str = "min loss", verify: Flag = False, json_: Json = 
     if rows or found.abandoned:
         left = f"; {size(found.abandoned_bytes)} in {counted(found.abandoned, 'abandoned attempt')}, see `ckpt prune`"
         print_text(f"{size(found.num_bytes)} in {counted(len(rows), 'commit')}{left if found.abandoned else ''}")
-    return 0
+    return code
 
 
-@app.command
-def show(run: str, commit: str | None = None, *, json_: Json = False) -> int:
-    """Show the whole record of one commit of RUN."""
-    record = find(open_run(run), commit)
+def _show(store: Store, commit: str, *, verifies: bool, is_json: bool) -> int:
+    """Show the whole record of one commit; if it is verified, say what is wrong with its files."""
+    record = find(store, commit)
     fields = json.loads(record.encode())
     fields["files"] = {name: {"size": file.size, file.algorithm: file.digest} for name, file in record.files.items()}
     fields = {"key": record.key, "digest": record.digest, **fields}
-    if json_:
-        return print_json(fields)
+    wrong = listing.wrong_with(store, record) if verifies else None
+    if verifies:
+        fields["wrong"] = wrong
+    code = CommitError.exit_code if wrong else 0
+    if is_json:
+        print_json(fields)
+        return code
     table = narrow_table("field", "value")
     for name, value in fields.items():
         table.add_row(name, value if isinstance(value, str) else json.dumps(value))
     Console(markup=False).print(table)
-    return 0
-
-
-@app.command
-def verify(run: str, commit: str | None = None, *, json_: Json = False) -> int:
-    """Read all files of RUN's commits, or of one COMMIT, and compare them with their records.
-
-    Exit code 65 if none of them is whole. A damaged commit is reported, but the code is 0 while training can resume
-    from another.
-    """
-    store = open_run(run)
-    keys = commit_keys(store) if commit is None else [name_to_key(store, commit)]
-    found = [{"key": key, "wrong": _wrong_with(store, key)} for key in keys]
-    if json_:
-        print_json(found)
-    else:
-        table = narrow_table("commit", "verdict")
-        for row in found:
-            table.add_row(str(row["key"]), Text(row["wrong"], "red") if row["wrong"] else Text("whole", "green"))
-        _print_commits(store, table)
-    return CommitError.exit_code if found and all(row["wrong"] for row in found) else 0
+    return code
 
 
 @app.command(name="prune")
@@ -164,45 +146,16 @@ def prune_(
 
 
 @app.command
-def pin(run: str, commit: str, *, json_: Json = False) -> int:
-    """Keep COMMIT of RUN, whatever the retention rules say, until `ckpt unpin`."""
+def pin(run: str, commit: str, *, remove: Flag = False, json_: Json = False) -> int:
+    """Keep COMMIT of RUN, whatever the retention rules say; --remove: let the rules delete it again."""
     store = open_run(run)
+    if remove:
+        key = name_to_key(store, commit)
+        pins_and_holds.unpin(store, key)
+        return print_json({"unpinned": key}) if json_ else print_text(f"{key} is no longer pinned")
     record = find(store, commit)
     pins_and_holds.pin(store, record.key)
     return print_json({"pinned": record.key}) if json_ else print_text(f"{record.key} is pinned")
-
-
-@app.command
-def unpin(run: str, commit: str, *, json_: Json = False) -> int:
-    """Let the retention rules delete COMMIT of RUN again."""
-    store = open_run(run)
-    key = name_to_key(store, commit)
-    pins_and_holds.unpin(store, key)
-    return print_json({"unpinned": key}) if json_ else print_text(f"{key} is no longer pinned")
-
-
-@app.command(name="export", show=False)
-def export_(
-    run: str,
-    target: Path,
-    commit: str | None = None,
-    *,
-    format_: FormatOption = "safetensors",
-    weights: Weights = "trained",
-    json_: Json = False,
-) -> int:
-    """Write the weights of one commit to a file, as `elastic-train export RUN TARGET --to safetensors` does.
-
-    --format safetensors (the default) names the commit in its header; --format torch is a state dict for torch.load.
-    --weights ema: their average, of a run with optimizer.ema_decay.
-    """
-    store, (record, why) = open_run(run), find_trained(run, commit)
-    if why is not None:
-        sys.stderr.write(f"{why}\n")
-    num_tensors = export(store, record, target, format_, weights)
-    if json_:
-        return print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})
-    return print_text(f"{counted(num_tensors, 'tensor')} of {record.key} written to {target}")
 
 
 @app.command
@@ -265,13 +218,6 @@ def _print_commits(store: Store, table: Table) -> None:
         Console(markup=False).print(table)
     else:
         print_text(f"{store.url}: no commits")
-
-
-def _wrong_with(store: Store, key: str) -> str | None:
-    try:
-        return listing.wrong_with(store, read_record(store, key))
-    except DAMAGE as error:
-        return str(error)
 
 
 def _drop_unfinished(store: Store, *, is_rehearsal: bool) -> list[str]:

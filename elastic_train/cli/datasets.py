@@ -22,8 +22,7 @@ from elastic_train.cli.imports import app as imports
 from elastic_train.cli.imports import pack, report_written
 from elastic_train.cli.output import Flag, Json, print_json, print_text
 from elastic_train.data.corpora import origin, synthetic
-from elastic_train.data.dataset import describe, row_lengths, verify
-from elastic_train.data.dataset.checksums import add_checksums
+from elastic_train.data.dataset import checksums, describe, row_lengths, verify
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, check_images, verify_images
 from elastic_train.data.dataset.manifest import NAME, Manifest, load_manifest
 from elastic_train.data.parquet.sources import reaching
@@ -80,19 +79,6 @@ def lengths_(data: str, *, column: str = "input_ids") -> int:
     return 0
 
 
-@app.command(name="checksum")
-def checksum_(data: str) -> int:
-    """Add checksums of row groups to DATA, whose manifest was made without, so that reading detects damage.
-
-    The manifest stays as it is, and runs continue. Every file must still be what the manifest was made of; else the
-    exit code is 65, and nothing is written.
-    """
-    for manifest in _manifests(data):
-        num_sums = add_checksums(manifest, track=shown)
-        print_text(f"{manifest.url}: {num_sums:,} checksums for {len(manifest.group_rows):,} row groups")
-    return 0
-
-
 @app.command(name="describe")
 def describe_(data: str, *, json_: Json = False) -> int:
     """Show what is in DATA: rows, files, labels, lengths, missing values."""
@@ -107,7 +93,12 @@ def describe_(data: str, *, json_: Json = False) -> int:
 
 @app.command(name="verify")
 def verify_(
-    data: str, *, images: str | None = None, max_megapixels: float = MOST_MEGAPIXELS, json_: Json = False
+    data: str,
+    *,
+    images: str | None = None,
+    max_megapixels: float = MOST_MEGAPIXELS,
+    add_checksums: Flag = False,
+    json_: Json = False,
 ) -> int:
     """Read every file of DATA and compare it with the manifest; list damaged ones and exit with 65 if there are any.
 
@@ -119,8 +110,16 @@ def verify_(
         A column of encoded images: decode all of them, too, in the files that are whole, and list those that cannot be.
     max_megapixels
         Most megapixels of an image, as task.params.max_megapixels.
+    add_checksums
+        Of a dataset whose manifest was made without: also write checksums of the row groups, so that reading detects
+        damage. The manifest stays as it is, and runs continue; a damaged file is named, and nothing is written.
     """
     manifests = _manifests(data)
+    if add_checksums:
+        for manifest in manifests:
+            num_sums = checksums.add_checksums(manifest, track=shown)
+            if not json_:
+                print_text(f"{manifest.url}: {num_sums:,} checksums for {len(manifest.group_rows):,} row groups")
     if images is not None:
         for manifest in manifests:
             check_images(manifest, images)
@@ -145,7 +144,7 @@ def verify_(
             if not verify.has_checksums(manifest):
                 print_text(
                     f"{manifest.url}: has no checksums of row groups, so training cannot detect damaged data; add them "
-                    f"with `elastic-train data checksum {manifest.url}`"
+                    f"with `elastic-train data verify {manifest.url} --add-checksums`"
                 )
     bad = [f"{path} {verdict.wrong}" for path, verdict in found if verdict.wrong]
     if bad and not json_:

@@ -162,6 +162,10 @@ class Chats:
         )
 
 
+_KINDS = {"jsonl": (".jsonl", ".json"), "csv": (".csv", ".tsv")}
+"""Suffixes of files of rows, by their kind."""
+
+
 @app.command(name="docstrings")
 def import_docstrings(
     out: Path,
@@ -194,8 +198,8 @@ def import_text(
     return _report(out, (imported.train, imported.validation), is_new=imported.is_new)
 
 
-@app.command(name="jsonl")
-def import_jsonl(
+@app.command(name="rows")
+def import_rows(
     out: Path,
     files: list[Path],
     *,
@@ -203,28 +207,16 @@ def import_jsonl(
     chats: Chats | None = None,
     split: Split | None = None,
 ) -> int:
-    """Import rows of any fields from FILES of JSON lines (.jsonl, .json): one object a line, the same fields in all.
+    """Import rows of any fields from FILES of one kind, of any size, as a stream.
 
-    With --tokenizer and no column of text, rows are chats: messages, or a prompt and its response, become tokens, and
-    labels of the assistant's turns alone. `data pack` packs them.
+    JSON lines (.jsonl, .json) have one object a line, with the same fields in all; tables (.csv with commas, .tsv with
+    tabs) have a header. With --tokenizer and no column of text, rows are chats: messages, or a prompt and its response,
+    become tokens, and labels of the assistant's turns alone. `data pack` packs them.
     """
-    return _import_files(out, files, "jsonl", (".jsonl", ".json"), columns, chats, split)
-
-
-@app.command(name="csv")
-def import_csv(
-    out: Path,
-    files: list[Path],
-    *,
-    columns: Columns | None = None,
-    chats: Chats | None = None,
-    split: Split | None = None,
-) -> int:
-    """Import rows from FILES with a header, .csv (with commas) or .tsv (with tabs), of any size, as a stream.
-
-    With --tokenizer and no column of text, rows are chats, as in `import jsonl`.
-    """
-    return _import_files(out, files, "csv", (".csv", ".tsv"), columns, chats, split)
+    source = next((kind for kind, suffixes in _KINDS.items() if files[0].suffix.lower() in suffixes), None)
+    if source is None:
+        raise ConfigError(f"{files[0]}: must be .jsonl, .json, .csv or .tsv")
+    return _import_files(out, files, source, _KINDS[source], columns, chats, split)
 
 
 @app.command(name="hf-folder")
@@ -240,7 +232,7 @@ def import_hf_folder(
     """Import a dataset of Hugging Face from FOLDER: what `save_to_disk` wrote, or a clone of its repository.
 
     Its splits `train` and `validation` are kept; without the second, a share of the first validates. With --tokenizer
-    and no column of text, rows are chats, as in `import jsonl`.
+    and no column of text, rows are chats, as in `import rows`.
     """
     chosen = columns or Columns()
     options = replace(chosen.options((split or Split()).checked()), images=(images or Images()).check())

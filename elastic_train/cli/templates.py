@@ -280,12 +280,12 @@ class Mine(CausalLM):
 _SFT = Starter(
     data=(
         "python trial.py        # a tiny model in base/, and chats.jsonl; needs the extra [hf]",
-        "elastic-train data import jsonl chats chats.jsonl --tokenizer base --max-tokens 256",
+        "elastic-train data import rows chats chats.jsonl --tokenizer base --max-tokens 256",
         "elastic-train data pack data chats --length 256",
     ),
     own_data=(
         "cp YOUR_CHATS.jsonl chats.jsonl",
-        "elastic-train data import jsonl chats chats.jsonl --tokenizer MODEL --max-tokens 1024",
+        "elastic-train data import rows chats chats.jsonl --tokenizer MODEL --max-tokens 1024",
         "elastic-train data pack data chats --length 1024",
     ),
     trial={"trial.py": TRIAL},

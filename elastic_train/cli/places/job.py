@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
+from elastic_train.cli.output import Json, cell, narrow_table, print_json, print_text
 from elastic_train.cli.places.control_plane import etcd_of
 from elastic_train.errors import ConfigError, TooFewNodesError, translated
 from elastic_train.launch.schedulers import said_to_torchrun
@@ -64,8 +63,13 @@ class Node:
 
 
 @app.command
-def ls(*, etcd: Etcd = None, json_: Json = False) -> int:
-    """List the jobs that --etcd HOST:PORT[,...] (or PET_RDZV_ENDPOINT) knows: state, size, newest commit."""
+def ls(run_id: str | None = None, *, etcd: Etcd = None, json_: Json = False) -> int:
+    """List the jobs that --etcd HOST:PORT[,...] (or PET_RDZV_ENDPOINT) knows: state, size, newest commit.
+
+    Of one RUN_ID show the nodes: host, address, workers, ranks, and which are leaving or cannot be reached.
+    """
+    if run_id is not None:
+        return show(run_id, etcd=etcd, is_json=json_)
     with _store(etcd) as store:
         rows = [row_of(run_id, view) for run_id, view in _views(store.get(JOBS))]
     if json_:
@@ -77,23 +81,15 @@ def ls(*, etcd: Etcd = None, json_: Json = False) -> int:
     return 0
 
 
-@app.command
-def show(run_id: str, *, etcd: Etcd = None, json_: Json = False) -> int:
-    """Show the nodes of the job RUN_ID: host, address, workers, ranks, and who is leaving or cannot be reached."""
+def show(run_id: str, *, etcd: str | None, is_json: bool) -> int:
+    """Show a job's nodes once."""
     with _store(etcd) as store:
         view = _view(store, run_id)
     row, nodes = row_of(run_id, view), nodes_of(view)
-    if json_:
+    if is_json:
         return print_json({**asdict(row), "members": [asdict(node) for node in nodes]})
     Console(markup=False).print(_drawn(row, nodes))
     return 0
-
-
-@app.command(show=False)
-def top(run_id: str, *, etcd: Etcd = None, once: Flag = False, every: float = 2.0) -> int:
-    """Show what `elastic-train top RUN_ID --etcd` shows."""
-    sys.stderr.write("`job top` is now `elastic-train top RUN_ID --etcd HOST:PORT`\n")
-    return watch(run_id, etcd, is_once=once, every_s=every)
 
 
 def watch(run_id: str, etcd: str | None, *, is_once: bool, every_s: float) -> int:

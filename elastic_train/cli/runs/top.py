@@ -27,9 +27,9 @@ def top(run: str, *, etcd: str | None = None, is_once: bool, every_s: float, is_
     if not every_s >= LEAST_EVERY_S:
         raise ConfigError(f"--every must be at least {LEAST_EVERY_S} s, not {every_s:g}")
     if etcd is not None:
-        return (
-            job.show(run, etcd=etcd, json_=True) if is_json else job.watch(run, etcd, is_once=is_once, every_s=every_s)
-        )
+        if is_json:
+            return job.show(run, etcd=etcd, is_json=True)
+        return job.watch(run, etcd, is_once=is_once, every_s=every_s)
     glance = look(run)
     if is_json:
         return print_json(glance.as_json())

@@ -203,7 +203,7 @@ def _warn_unchecked(url: str) -> None:
     """Log, once in a process, that nothing shows whether what is read of a dataset is what was written."""
     _LOG.warning(
         "%s: has no checksums of its row groups, so damage in them may not be noticed; "
-        "add them with `elastic-train data checksum %s`",
+        "add them with `elastic-train data verify %s --add-checksums`",
         url,
         url,
     )

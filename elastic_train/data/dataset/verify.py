@@ -103,7 +103,7 @@ def _wrong_with_content(
     rows = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
     if sha256 == entry.sha256:
         if damage:
-            return f"is whole, but checksums in {FOOTERS} are not its own: make them with `elastic-train data checksum`"
+            return f"is whole, but checksums in {FOOTERS} are not its own: make them with `data verify --add-checksums`"
         return None if rows == entry.row_groups else "its row groups are not those of the manifest"
     if damage:
         parts = (f"row group {each.row_group}, '{each.column}', bytes [{each.lo}, {each.hi})" for each in damage)

@@ -23,7 +23,7 @@ TOKENIZER = "tokenizer.json"
 Ids = npt.NDArray[np.int64]
 _TOKENISE = (
     "Text becomes token ids as it is imported: by `elastic-train data import text OUT FILES`, which trains a "
-    "tokenizer, or by `data import csv` or `jsonl` with --tokenizer"
+    "tokenizer, or by `data import rows` with --tokenizer"
 )
 _INTEGER_LISTS = re.compile(r"(large_)?list<.*: u?int(8|16|32|64)( not null)?>")
 

@@ -13,6 +13,7 @@ import torch
 from elastic_train.checkpoint import Store, open_store
 from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.cli.checkpoints import app
+from elastic_train.cli.main import export
 from elastic_train.errors import CommitError, ConfigError
 from elastic_train.tracking.history import History
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, trained, writer
@@ -61,8 +62,9 @@ def test_ls_detects_damage_and_marks_the_commit_to_resume_from(
     local_store.create("data/step-000000000009/00000001-dead/__0_0.distcp", b"half")
 
     def marks(*options: str) -> list[tuple[bool, list[str]]]:
-        rows = run_json(capsys, "ls", local_store.url, *options)
-        assert isinstance(rows, list)
+        capsys.readouterr()
+        run("ls", local_store.url, *options, "--json")
+        rows = json.loads(capsys.readouterr().out)
         return [(row["is_valid"], row["marks"]) for row in rows]
 
     assert marks() == [(False, []), (True, ["head", "best"]), (True, [])]
@@ -74,12 +76,12 @@ def test_ls_detects_damage_and_marks_the_commit_to_resume_from(
 
 
 def test_an_empty_run_is_reported_as_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No commits is an error for show but not for ls; a missing folder is one for both."""
+    """No commits is an error if one is named; a missing folder always is."""
     (tmp_path / "run-1" / "history").mkdir(parents=True)
     assert run("ls", str(tmp_path / "run-1")) == 0
     assert "no commits" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no commits"):
-        run("show", str(tmp_path / "run-1"))
+        run("ls", str(tmp_path / "run-1"), "newest")
     with pytest.raises(ConfigError, match=r"this folder does not exist; did you mean '.*run-1'"):
         run("ls", str(tmp_path / "run_1"))
 
@@ -99,30 +101,31 @@ def test_a_run_folder_leads_to_its_commits(tmp_path: Path, capsys: pytest.Captur
 def test_a_commit_has_several_names(local_store: Store, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """Step, term-step, file name and key all name it."""
     first, _ = commit_steps(local_store, 1, 2)
-    shown = run_json(capsys, "show", local_store.url, name)
+    shown = run_json(capsys, "ls", local_store.url, name)
     assert isinstance(shown, dict)
     assert (shown["key"], shown["digest"]) == (first.key, first.digest)
-    assert run("show", local_store.url, name) == 0
+    assert run("ls", local_store.url, name) == 0
 
 
 def test_an_unknown_name_lists_the_known_ones(local_store: Store) -> None:
     """The message names commits that exist."""
     commit_steps(local_store, 1, 2)
     with pytest.raises(ConfigError, match="1-2, 1-1"):
-        run("show", local_store.url, "3")
+        run("ls", local_store.url, "3")
 
 
 def test_verify_finds_damage(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     """One damaged commit is reported; the code is 65 only when the one asked for, or all of them, are damaged."""
     first, second = commit_steps(local_store, 1, 2)
     os.truncate(Path(local_store.url) / second.attempt / "__0_0.distcp", 9)
-    found = run_json(capsys, "verify", local_store.url)
+    found = run_json(capsys, "ls", local_store.url, "--verify")
     assert isinstance(found, list)
     assert [bool(row["wrong"]) for row in found] == [True, False]
-    assert run("verify", local_store.url, "2") == CommitError.exit_code
-    assert run("verify", local_store.url, "1") == 0
+    assert run("ls", local_store.url, "2", "--verify") == CommitError.exit_code
+    assert "wrong" in capsys.readouterr().out
+    assert run("ls", local_store.url, "1", "--verify") == 0
     os.truncate(Path(local_store.url) / first.attempt / "__0_0.distcp", 9)
-    assert run("verify", local_store.url) == CommitError.exit_code
+    assert run("ls", local_store.url, "--verify") == CommitError.exit_code
 
 
 def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +139,7 @@ def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.Captur
     assert isinstance(pruned, dict)
     assert pruned["commits"] == [second.key]
     assert pruned["bytes"] == second.num_bytes
-    run("unpin", local_store.url, "1")
+    run("pin", local_store.url, "1", "--remove")
     pruned = run_json(capsys, "prune", local_store.url, "--storage-budget", "4kB")
     assert isinstance(pruned, dict)
     assert pruned["commits"] == [first.key, third.key]
@@ -225,29 +228,29 @@ def test_export_writes_the_weights(local_store: Store, tmp_path: Path) -> None:
     model, _ = trained(1)
     writer(local_store).save({"model": model.state_dict()}, some_facts(1))
     target = tmp_path / "weights.pt"
-    assert run("export", local_store.url, str(target), "--format", "torch") == 0
+    assert export(local_store.url, target, to="torch") == 0
     other, _ = trained(0, seed=9)
     other.load_state_dict(torch.load(target, weights_only=True))
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
     with pytest.raises(ConfigError, match="exists already"):
-        run("export", local_store.url, str(target), "--format", "torch")
+        export(local_store.url, target, to="torch")
 
 
 def test_export_writes_safetensors(local_store: Store, tmp_path: Path) -> None:
-    """The default format carries the commit's key in its header."""
+    """They carry the commit's key in their header."""
     model, _ = trained(1)
     record = writer(local_store).save({"model": model.state_dict()}, some_facts(1))
     target = tmp_path / "weights.safetensors"
-    assert run("export", local_store.url, str(target)) == 0
+    assert export(local_store.url, target, to="safetensors") == 0
     with safetensors.safe_open(target, framework="pt") as file:
         assert file.metadata()["commit"] == record.key
         assert torch.equal(file.get_tensor("0.weight"), model.state_dict()["0.weight"])
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "prune", "pin", "export", "unpin"])
+@pytest.mark.parametrize("command", ["ls", "prune", "pin"])
 def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path, command: str) -> None:
     """It was listed as a run without commits, with exit code 0."""
     (tmp_path / "photo.jpg").touch()
-    rest = {"pin": ["1"], "unpin": ["1"], "export": [str(tmp_path / "out")]}.get(command, [])
+    rest = {"pin": ["1"]}.get(command, [])
     with pytest.raises(ConfigError, match=r"is no run's folder.*name a run\.dir"):
         run(command, str(tmp_path), *rest)

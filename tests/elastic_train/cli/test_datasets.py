@@ -107,7 +107,7 @@ def test_rows_are_imported_and_packed(tmp_path: Path, call: Call) -> None:
     path, rows, out = write_texts(tmp_path / "a.jsonl"), tmp_path / "rows", tmp_path / "packed"
     assert call("import", "text", tmp_path / "text", path, "--vocabulary", 512).code == 0
     tokenizer = tmp_path / "text" / "train" / "tokenizer.json"
-    made = call("import", "jsonl", rows, path, "--tokenizer", tokenizer, "--types", "label=string")
+    made = call("import", "rows", rows, path, "--tokenizer", tokenizer, "--types", "label=string")
     assert (made.code, f"{rows}/validation: " in made.output) == (0, True), made.output
     done = call("pack", out, path, "--length", 16, "--tokenizer", tokenizer, "--end", "<pad>", "--json")
     _, _, printed = done.output.partition("[")
@@ -130,20 +130,22 @@ def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) 
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "a.csv").write_text("prompt,response\n" + "".join(f'"So, {n}?",{n}\n' for n in range(60)))
     digests = []
-    for kind, source in (("jsonl", "a.jsonl"), ("csv", "a.csv"), ("hf-folder", "hf")):
-        made = call("import", kind, tmp_path / kind, tmp_path / source, "--tokenizer", model)
+    for kind, source in (("jsonl", "a.jsonl"), ("csv", "a.csv"), ("hf", "hf")):
+        command = "hf-folder" if kind == "hf" else "rows"
+        out = tmp_path / f"from-{kind}"
+        made = call("import", command, out, tmp_path / source, "--tokenizer", model)
         assert made.code == 0 and "60 chats of prompt and response, 60 turns" in made.output, made.output
-        assert f"next: elastic-train data pack {tmp_path / kind}-packed {tmp_path / kind} --length 64\n" in made.output
-        digests.append(pq.read_table(tmp_path / kind / "train" / "part-00000.parquet"))
+        assert f"next: elastic-train data pack {out}-packed {out} --length 64\n" in made.output
+        digests.append(pq.read_table(out / "train" / "part-00000.parquet"))
     assert digests[0].equals(digests[1]) and digests[0].equals(digests[2])
     assert (
         "these rows look like chats: to train on them, add --tokenizer"
-        in call("import", "jsonl", tmp_path / "b", tmp_path / "a.jsonl").output
+        in call("import", "rows", tmp_path / "b", tmp_path / "a.jsonl").output
     )
     (tmp_path / "a.jsonl").write_text('{"prompt": "", "response": "a"}\n' + lines)
-    refused = call("import", "jsonl", tmp_path / "c", tmp_path / "a.jsonl", "--tokenizer", model)
+    refused = call("import", "rows", tmp_path / "c", tmp_path / "a.jsonl", "--tokenizer", model)
     assert (refused.code, "row 1: its 'prompt' is empty" in refused.output) == (2, True)
-    skipped = call("import", "jsonl", tmp_path / "c", tmp_path / "a.jsonl", "--tokenizer", model, "--skip-unfit")
+    skipped = call("import", "rows", tmp_path / "c", tmp_path / "a.jsonl", "--tokenizer", model, "--skip-unfit")
     assert (skipped.code, "\n1 chat left out\n" in skipped.output) == (0, True)
 
 
@@ -156,7 +158,8 @@ BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
     "a missing file": (["import", "text", "OUT", "none.csv"], 2, "none.csv: cannot be read"),
     "too few samples": (["import", "docstrings", "OUT", "--samples", "1"], 2, "--samples must be at least 2"),
     "no libraries": (["import", "docstrings", "OUT", "--site-packages", "FOLDER"], 65, "at least 2 are needed"),
-    "rows of another kind": (["import", "csv", "OUT", "a.jsonl"], 2, "a.jsonl: must be .csv or .tsv"),
+    "rows of another kind": (["import", "rows", "OUT", "a.pdf"], 2, "a.pdf: must be .jsonl, .json, .csv or .tsv"),
+    "rows of two kinds": (["import", "rows", "OUT", "a.jsonl", "a.csv"], 2, "a.csv: must be .jsonl or .json"),
     "a share above 1": (
         ["import", "images", "OUT", "FOLDER", "--validation-share", "1.5"],
         2,
@@ -164,7 +167,7 @@ BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
     ),
     "no images": (["import", "images", "OUT", "FOLDER"], 2, "holds no images"),
     "no dataset of Hugging Face": (["import", "hf-folder", "OUT", "FOLDER"], 2, "has no split 'train'"),
-    "a type that there is not": (["import", "csv", "OUT", "a.csv", "--types", "n=many"], 2, "write column=type"),
+    "a type that there is not": (["import", "rows", "OUT", "a.csv", "--types", "n=many"], 2, "write column=type"),
     "rows of no tokens": (["pack", "OUT", "a.txt", "--length", "0"], 2, "--length and --open-rows must be at least 1"),
     "nothing to pack": (["pack", "OUT", "FOLDER", "--length", "8"], 2, f"has no {NAME}; name a dataset"),
     "no rows": (["synth", "OUT", "--rows", "0"], 2, "rows is 0"),
@@ -336,7 +339,7 @@ HARM: dict[Callable[[Path], None], str] = {
 def test_verify_finds_damage(tmp_path: Path, call: Call, harm: Callable[[Path], None]) -> None:
     """One flipped bit, a file written again, one that is gone: 65, that file named, the others whole."""
     folder = write_rows(tmp_path / "rows", 60)
-    assert call("verify", folder).code == 0
+    assert call("verify", folder, "--add-checksums").code == 0
     harm(folder / "part-1.parquet")
     done = call("verify", folder)
     assert done.code == 65

@@ -101,7 +101,7 @@ def test_texts_that_are_no_tokens_yet_are_refused_with_the_command_that_makes_th
 ) -> None:
     """Trained, they were refused later, and nothing said how they become tokens."""
     (tmp_path / "reviews.csv").write_text("text,label\n" + "good item,1\nbad item,0\n" * 20)
-    typed("elastic-train data import csv rows reviews.csv", tmp_path)
+    typed("elastic-train data import rows rows reviews.csv", tmp_path)
     done = call(capsys, "text", tmp_path / "made", "--data", tmp_path / "rows")
     assert done.code == 65 and "by `elastic-train data import text OUT FILES`, which trains a tokenizer" in done.output
     assert not (tmp_path / "made").exists()
@@ -139,7 +139,7 @@ def test_a_fine_tuning_names_the_users_model(tmp_path: Path, capsys: pytest.Capt
     assert (done.code, f"--model {model}: is not the folder of a model of transformers" in done.output) == (2, True)
     (model / "config.json").write_text("{}")
     lines = call(capsys, "sft", tmp_path / "made", "--model", model).output.splitlines()
-    assert f"elastic-train data import jsonl chats chats.jsonl --tokenizer '{model}' --max-tokens 1024" in lines
+    assert f"elastic-train data import rows chats chats.jsonl --tokenizer '{model}' --max-tokens 1024" in lines
     assert lines[-1] == "elastic-train train config.yaml" and [*(tmp_path / "made").iterdir()] == [
         tmp_path / "made" / "config.yaml"
     ]

@@ -64,7 +64,7 @@ def test_no_command_has_a_flag_that_only_repeats_its_default(capsys: pytest.Capt
             ["evaluate", "RUN"],
             "--data DATA is missing: write elastic-train evaluate RUN --data DATA. See elastic-train",
         ),
-        (["ckpt", "export", "RUN"], "TARGET is missing: write elastic-train ckpt export RUN TARGET."),
+        (["ckpt", "pin", "RUN"], "COMMIT is missing: write elastic-train ckpt pin RUN COMMIT."),
         (["init", "--kind"], "parameter --kind requires an argument"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_dataset_without_checksums_is_read_and_can_be_given_them(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert Reader(manifest, COLUMNS).read(np.arange(60))[0].equals(expected)
-    assert caplog.text.count(f"`elastic-train data checksum {folder}`") == 1
+    assert caplog.text.count(f"`elastic-train data verify {folder} --add-checksums`") == 1
     assert add_checksums(manifest) == sum(len(chunks_in(folder / entry.path)) for entry in manifest.files)
     assert load_manifest(str(folder)).digest == manifest.digest
     flip(folder / "part-1.parquet", 8 * chunks_in(folder / "part-1.parquet")[0][1].lo + 100)
