@@ -80,7 +80,7 @@ class Surroundings:
         """What the trainer's configuration has to say of it."""
         said = [f"--checkpoint.url={self.s3.url(self.run_id)}"] if self.s3 is not None else []
         said += [f"--tracking.mlflow_uri={self.tracker.uri}"] if self.tracker is not None else []
-        own = [f"--data.train={self.data.folder}", "--data.unreadable=quarantine"] if self.data is not None else []
+        own = [f"--data.train={self.data.folder}", "--data.quarantine=[unreadable]"] if self.data is not None else []
         return [*said, *own]
 
     def command(self, node: int, count: int, command: list[str]) -> list[str]:

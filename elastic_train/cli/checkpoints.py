@@ -104,27 +104,26 @@ def _show(store: Store, commit: str, *, verifies: bool, is_json: bool) -> int:
 def prune_(
     run: str,
     *,
-    keep_last: int = 5,
+    keep_last: str = "5",
     keep_every_steps: int | None = None,
     keep_every_s: float | None = None,
     keep_best: str | None = None,
-    storage_budget: str | None = None,
     dry_run: Flag = False,
     json_: Json = False,
 ) -> int:
     """Delete the commits of RUN that no rule keeps and the remains of failed saves; try --dry-run first.
 
     A commit is kept if any rule asks for it: --keep-last N, --keep-every-steps K and --keep-every-s S (the first of
-    every period), --keep-best 'max macro_f1'. --storage-budget 200GB replaces --keep-last: as many of the newest as
-    fit. Pinned commits, those that a reader holds, and the newest whole one are always kept. Attempts of the newest
-    term are left alone for six hours, because a save may still be writing them, and so are unfinished uploads to S3.
+    every period), --keep-best 'max macro_f1'. --keep-last 200GB keeps as many of the newest as fit. Pinned commits,
+    those that a reader holds, and the newest whole one are always kept. Attempts of the newest term are left alone for
+    six hours, because a save may still be writing them, and so are unfinished uploads to S3.
     """
     retention = Retention.of(
-        last=keep_last,
+        last=int(keep_last) if keep_last.isdecimal() else 1,
         every_steps=keep_every_steps,
         every_s=keep_every_s,
         best=keep_best,
-        budget=_bytes(storage_budget) if storage_budget else None,
+        budget=None if keep_last.isdecimal() else _bytes(keep_last),
     )
     store = open_run(run)
     if keep_best is not None:
@@ -234,7 +233,7 @@ def _bytes(text: str) -> int:
         return TypeAdapter(ByteSize).validate_python(text)
     except ValidationError as error:
         raise ConfigError(
-            f"--storage-budget '{text}' is not a size; write 200GB, 1.5TiB or a number of bytes"
+            f"--keep-last '{text}' is neither a number of commits nor a size: write 5, 200GB or 1.5TiB"
         ) from error
 
 

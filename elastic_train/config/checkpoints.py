@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import ByteSize, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import ByteSize, Field, PositiveFloat, PositiveInt, field_serializer, field_validator
 
 from elastic_train.config.recipe import checked_best
 from elastic_train.config.section import Old, Section, folder, home
@@ -34,6 +34,12 @@ def _keep_every(old: Mapping[str, Any]) -> Mapping[str, object]:
     return {"keep_every": ", ".join(f"{number} {unit}" for number, unit in given if number is not None)}
 
 
+def _keep_bytes(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the size of a section that has a key for it, which a resolved configuration has as bytes."""
+    budget = old["storage_budget"]
+    return {"keep_last": f"{budget}B" if isinstance(budget, int) else budget}
+
+
 class CheckpointConfig(Section):
     url: str | None = None
     """Folder or fsspec URL of the commits. Default: run.dir."""
@@ -53,17 +59,14 @@ class CheckpointConfig(Section):
     accept_loss: str | None = None
     """Continue from an older commit although this one, named TERM-STEP, is lost. Without it the start is refused,
     and the message has the value to set. It applies to that commit only, so it may stay set."""
-    keep_last: PositiveInt = 5
-    """Number of newest commits to keep. The newest valid commit, pinned commits and commits in use are never
-    deleted."""
+    keep_last: PositiveInt | ByteSize = 5
+    """Number of newest commits to keep, or a size such as 200GB: as many of the newest as fit into it, together with
+    those that other keys keep. The newest valid commit, pinned commits and commits in use are never deleted."""
     keep_every: str | None = None
     """Also keep the first commit of each period: '10000 steps', '6 h' (s, min, h, day), or both: '10000 steps, 1
     day'."""
     keep_best: str | None = None
     """Also keep the commit with the best validation metric: 'min loss', 'max macro_f1'."""
-    storage_budget: ByteSize | None = Field(default=None, gt=0)
-    """Instead of keep_last: keep as many of the newest commits as fit into this size, such as 200GB, together with
-    those that other keys keep."""
 
     OLD: ClassVar[Mapping[str, Old]] = {
         "interval": Old(str | None, None, "is now every_steps: auto", lambda old: {"every_steps": "auto"}),
@@ -73,11 +76,28 @@ class CheckpointConfig(Section):
             "is ignored, and is ten; for never, set give_up_after_s to null",
             lambda old: {"give_up_after_s": None} if old["give_up_after"] is None else {},
         ),
+        "storage_budget": Old(ByteSize | None, None, "is now keep_last, which takes a size", _keep_bytes),
         "keep_every_steps": Old(int | None, None, "is now keep_every: 'N steps'", _keep_every),
         "keep_every_s": Old(float | None, None, "is now keep_every: 'N s'", _keep_every),
     }
     _is_folder = field_validator("near_dir")(folder)
     _expands = field_validator("url")(home)
+
+    @field_validator("keep_last", mode="before")
+    @classmethod
+    def _has_a_unit(cls, kept: object) -> object:
+        if isinstance(kept, str) and kept.strip().isdecimal():
+            raise ValueError("a size has a unit, such as 200GB; a number of commits is written without quotes")
+        return kept
+
+    @field_serializer("keep_last")
+    def _with_its_unit(self, kept: int | ByteSize) -> int | str:
+        return f"{kept:d}B" if isinstance(kept, ByteSize) else kept
+
+    @property
+    def budget(self) -> int | None:
+        """The size that the newest commits may take, in bytes; None where their number counts."""
+        return self.keep_last if isinstance(self.keep_last, ByteSize) else None
 
     @field_validator("keep_every")
     @classmethod

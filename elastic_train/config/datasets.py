@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from elastic_train.config.section import Section, folder
+from elastic_train.config.section import Old, Section, folder
 from elastic_train.core.mixture.shares import shares_of
 
 _UNNAMEABLE = re.compile(r"[^\w\-./ ]", re.ASCII)
@@ -32,6 +32,11 @@ class SourceConfig(Section):
         return name
 
 
+def _quarantine(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return what is left out by a section that has a key for each kind of sample."""
+    return {"quarantine": [kind for kind in ("unreadable", "deadly") if old.get(kind, "fail") != "fail"]}
+
+
 class DataConfig(Section):
     train: str | None = None
     """Folder or URL of the training set with a manifest.json (made by `elastic-train data`). Give this or
@@ -47,12 +52,9 @@ class DataConfig(Section):
     """Put rows of similar length into a micro-batch. Run `elastic-train data lengths` first. Not with mixture."""
     num_workers: int = Field(default=0, ge=0)
     """Loader processes of each rank. 0: threads, which are faster unless collating is slow."""
-    unreadable: Literal["fail", "quarantine"] = "fail"
-    """When a row group cannot be read: fail ends the run, quarantine continues without its samples and lists them
-    in every commit."""
-    deadly: Literal["fail", "quarantine"] = "fail"
-    """When samples crash the processes that compute them, in several worlds: fail ends the run, quarantine
-    continues without them."""
+    quarantine: tuple[Literal["unreadable", "deadly"], ...] = ()
+    """Continue without some samples, and list them in every commit. unreadable: those of row groups that cannot be
+    read. deadly: those that crash the processes that compute them, in several worlds. []: end the run."""
     too_long: Literal["fail", "truncate"] = "fail"
     """When a row has more values than the task takes: fail ends the run, truncate shortens and counts the row."""
     cache_dir: str | None = None
@@ -60,6 +62,10 @@ class DataConfig(Section):
     cache_bytes: PositiveInt = 64 << 30
     """Size limit of the cache in bytes. The least recently used row groups are deleted first."""
 
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "unreadable": Old(str, "fail", "is now quarantine: [unreadable]", _quarantine),
+        "deadly": Old(str, "fail", "is now quarantine: [deadly]", _quarantine),
+    }
     _is_folder = field_validator("cache_dir")(folder)
 
     @field_validator("mixture", mode="before")

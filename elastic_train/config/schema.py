@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 from pydantic import (
     BaseModel,
+    ByteSize,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -396,6 +397,8 @@ def _kind_in_words(kind: object) -> str:
         return f"list of {_kind_in_words(parts[0])}"
     if kind is types.NoneType:
         return "null"
+    if kind is ByteSize:
+        return "size"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "section"
     return getattr(origin or kind, "__name__", str(kind))

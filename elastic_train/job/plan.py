@@ -101,7 +101,7 @@ class Plan:
             every_steps=keep.keep_every_steps,
             every_s=keep.keep_every_s,
             best=keep.keep_best or (stopping.metric if stopping is not None else None),
-            budget=keep.storage_budget,
+            budget=keep.budget,
         )
 
     def build_state(self, *, may_defer: bool = False) -> AppliedState:

@@ -67,7 +67,7 @@ class Feed:
         self, order: RunOrder, lanes: range, cursor: Cursor, num_steps: int, holes: Sequence[Hole] = ()
     ) -> Iterable[Sequence[LaneBatch]]:
         """Return the steps from a cursor on, without the samples of holes."""
-        rules = self._rules(holes, quarantines=self._config.data.unreadable == "quarantine")
+        rules = self._rules(holes, quarantines="unreadable" in self._config.data.quarantine)
         reader = self._training_rows(_most_row_groups(order, lanes), self._config.data.cache_dir)
         return self._loader(reader, order, lanes, cursor, num_steps, rules)
 

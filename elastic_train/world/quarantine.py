@@ -66,7 +66,7 @@ def find_holes(
 def known_holes(world: World, plan: Plan, state: AppliedState) -> tuple[Hole, ...]:
     """Return the holes that a world begins with: those in effect, and those recorded for steps that are to come."""
     in_effect = state.reached.account.holes
-    if "quarantine" not in (plan.config.data.unreadable, plan.config.data.deadly):
+    if not plan.config.data.quarantine:
         return in_effect
     recorded = _HOLES.validate_python(agree(world.group, lambda: _read_all(world.store)))
     ahead: dict[int, Hole] = {}  # by the first sample
@@ -89,10 +89,10 @@ def quarantine_deadly(
         return tuple(holes)
     lost = [_sample_hole(plan, step, sample, why) for sample, why in sorted(found.items())]
     named = "; ".join(f"sample {hole.lo} (row group {hole.row_group} of {hole.file}) {hole.why}" for hole in lost)
-    if plan.config.data.deadly == "fail":
+    if "deadly" not in plan.config.data.quarantine:
         raise DataError(
-            f"step {step + 1} cannot be computed: {named}. Repair the data or the task, or set `data.deadly: "
-            "quarantine` to continue without these samples"
+            f"step {step + 1} cannot be computed: {named}. Repair the data or the task, or set `data.quarantine: "
+            "[deadly]` to continue without these samples"
         )
     world.announce(f"QUARANTINED from step {step} on: {named}")
     recorded = _HOLES.validate_python(agree(world.group, lambda: _record(world.store, world.term, lost)))

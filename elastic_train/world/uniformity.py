@@ -51,7 +51,7 @@ OWN = frozenset(
             "checkpoint.accept_loss",
         ),
         *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.keep_best"),
-        *("checkpoint.storage_budget", "parallel.domain", "device"),
+        *("parallel.domain", "device"),
         *("peer_timeout_s", "give_up_after_worlds", "give_up_after_s", "hang_timeout_s"),
     }
 )

@@ -68,8 +68,8 @@ def _least_steps(scenario: Scenario) -> int:
 def _fails(scenario: Scenario) -> bool:
     """Say whether the scenario itself wants a job that ends at what cannot be read."""
     data = scenario.set.get("data")
-    nested = data.get("unreadable") if isinstance(data, dict) else None
-    return "fail" in (nested, scenario.set.get("data.unreadable"))
+    nested = data.get("quarantine") if isinstance(data, dict) else None
+    return [] in (nested, scenario.set.get("data.quarantine"))
 
 
 def _faults(due: list[Due], shape: Shape, draws: random.Random) -> tuple[SimFault, ...]:

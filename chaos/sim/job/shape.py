@@ -138,7 +138,7 @@ def make_plan(
     config = Config.model_validate(
         {
             "run": {"dir": "sim", "seed": 1},
-            "data": {"train": "sim://data", "unreadable": shape.unreadable},
+            "data": {"train": "sim://data", "quarantine": ["unreadable"] if shape.unreadable == "quarantine" else []},
             "batch": {"global_batch": shape.lanes * shape.micro_batch, "micro_batch": shape.micro_batch},
             "epochs": shape.epochs,
             "validation": {"every_steps": None},

@@ -206,8 +206,8 @@ def _kind(act: str, number: int | None) -> type[StorageError]:
 
 
 _ADVICE = {
-    errno.ENOSPC: "; free some space, or set checkpoint.storage_budget",
-    errno.EDQUOT: "; raise the quota, or set checkpoint.storage_budget",
+    errno.ENOSPC: "; free some space, or set checkpoint.keep_last to a size",
+    errno.EDQUOT: "; raise the quota, or set checkpoint.keep_last to a size",
     errno.EACCES: "; check who owns the folder",
     errno.EPERM: "; the file system must support hard links",
     errno.ENOTSUP: "; the file system must support hard links",

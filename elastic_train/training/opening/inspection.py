@@ -161,7 +161,7 @@ def _unfit_rows(
             try:
                 rows = readers[number].decode(group)
             except UnreadableError:
-                continue  # what becomes of it is decided when its samples' turn comes (data.unreadable)
+                continue  # what becomes of it is decided when its samples' turn comes (data.quarantine)
             first_id = int(manifests[number].group_first_id[group])
             lists = [(number, first_id + row, why) for row, why in fitness.unfit_lists(rows)]
             if fitness.task is None:

@@ -85,9 +85,9 @@ def test_data_and_tracker_break_in_a_scenario_too() -> None:
     outcome = simulate(case)
     assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
     assert {"tracking", "hash"} <= {finding.invariant for finding in outcome.findings}
-    strict = scenario(*faults).model_copy(update={"set": {"data.unreadable": "fail"}})
+    strict = scenario(*faults).model_copy(update={"set": {"data.quarantine": []}})
     assert rehearse(strict, 1).shape.unreadable == "fail"
-    nested = strict.model_copy(update={"set": {"data": {"unreadable": "fail"}}})
+    nested = strict.model_copy(update={"set": {"data": {"quarantine": []}}})
     assert rehearse(nested, 1).shape.unreadable == "fail"
 
 

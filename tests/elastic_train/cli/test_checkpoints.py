@@ -140,7 +140,7 @@ def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.Captur
     assert pruned["commits"] == [second.key]
     assert pruned["bytes"] == second.num_bytes
     run("pin", local_store.url, "1", "--remove")
-    pruned = run_json(capsys, "prune", local_store.url, "--storage-budget", "4kB")
+    pruned = run_json(capsys, "prune", local_store.url, "--keep-last", "4kB")
     assert isinstance(pruned, dict)
     assert pruned["commits"] == [first.key, third.key]
 
@@ -151,7 +151,7 @@ def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.Captur
         (("--keep-last", "0"), "at least 1"),
         (("--keep-best", "loss"), "write 'min loss'"),
         (("--keep-best", "max macrof1"), "no commit of .* has this metric; they have .*loss"),
-        (("--storage-budget", "much"), "write 200GB"),
+        (("--keep-last", "much"), "write 5, 200GB"),
     ],
 )
 def test_an_invalid_retention_rule_deletes_nothing(local_store: Store, options: tuple[str, str], message: str) -> None:

@@ -195,11 +195,14 @@ def test_an_unreadable_file_is_a_config_error(tmp_path):
 
 
 def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:
-    """A budget has a unit, and an invalid keep_best is refused with what to write."""
-    keep = {"storage_budget": "200GB", "keep_best": "max macro_f1"}
+    """A size has a unit, a number of commits has none, and an invalid keep_best is refused with what to write."""
+    keep = {"keep_last": "200GB", "keep_best": "max macro_f1"}
     config = load(tmp_path, {**GOOD, "checkpoint": keep})
-    assert config.checkpoint.storage_budget == 200 * 10**9
+    assert config.checkpoint.budget == 200 * 10**9
     assert load(tmp_path, yaml.safe_load(config.to_yaml())) == config
+    assert load(tmp_path, {**GOOD, "checkpoint": {"keep_last": 7}}).checkpoint.budget is None
+    with pytest.raises(ConfigError, match="a size has a unit"):
+        load(tmp_path, {**GOOD, "checkpoint": {"keep_last": "7"}})
     with pytest.raises(ConfigError, match="write 'min loss'"):
         load(tmp_path, GOOD, arguments=("--checkpoint.keep-best", "loss"))
 
@@ -399,6 +402,14 @@ def test_a_name_is_one_that_all_trackers_take(tmp_path: Path) -> None:
         ),
         ({"parallel.schedule": "interleaved", "parallel.virtual_stages": 2}, "virtual_stages", 2, ""),
         ({"parallel.schedule": "1f1b", "parallel.virtual_stages": 3}, "virtual_stages", 1, "is now parallel.schedule"),
+        ({"data.unreadable": "quarantine"}, "quarantine", ("unreadable",), "unreadable is now quarantine"),
+        (
+            {"data.unreadable": "quarantine", "data.deadly": "quarantine"},
+            "quarantine",
+            ("unreadable", "deadly"),
+            "deadly is now quarantine",
+        ),
+        ({"checkpoint.storage_budget": "4kB"}, "budget", 4000, "storage_budget is now keep_last"),
         ({"monitoring.flops_per_sample": 1e9}, "peak_tflops", None, "flops_per_sample is ignored"),
         ({"tracking.wandb_project": "p", "tracking.wandb": "offline"}, "experiment", "p", "wandb_project is now exp"),
         ({"tracking.wandb_project": "p"}, "experiment", "elastic-train", "wandb_project is now experiment"),

@@ -156,7 +156,7 @@ def test_a_sample_that_ends_its_process_is_found_and_left_out(tmp_path: Path, ro
 
     Its processes end with 0, which neither the job nor the trial takes for an end in good order.
     """
-    line = command(poisoned(tmp_path, rows, "leave", deadly="quarantine"), "--ranks", "2")
+    line = command(poisoned(tmp_path, rows, "leave", quarantine=["deadly"]), "--ranks", "2")
     done = run(line)
     assert done.code == 0, done.output
     assert "exited with 0 without finishing: another is started in its place" in done.output

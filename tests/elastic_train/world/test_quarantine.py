@@ -35,7 +35,7 @@ from tests.elastic_train.training.jobs import (
 )
 from tests.memory_job import start
 
-QUARANTINE = {"unreadable": "quarantine", "too_long": "truncate"}
+QUARANTINE = {"quarantine": ["unreadable"], "too_long": "truncate"}
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_few_ranks_read_once_more(num_ranks: int, num_asked: int) -> None:
 @pytest.mark.slow
 def test_the_witness_counts_all_but_the_hole(tmp_path: Path, torn: Path) -> None:
     """Weight i counts sample i in every epoch, and never those that are listed; the judge agrees."""
-    succeed(start([config(tmp_path, torn, WITNESS, unreadable="quarantine")]))
+    succeed(start([config(tmp_path, torn, WITNESS, quarantine=["unreadable"])]))
     (hole,) = result(tmp_path)["holes"]  # type: ignore[misc]
     counts = np.load(tmp_path / "run" / "witness.npy")
     expected = np.full(331, 3)
@@ -213,7 +213,7 @@ def test_holes_recorded_ahead_take_effect_and_those_of_a_dead_branch_do_not(tmp_
     manifest = load_manifest(str(write_rows(tmp_path / "data", 101, group_rows=7)))
     order = Order(manifest.group_rows, num_lanes=2, seed=1)
     store = open_store(str(tmp_path / "run"))
-    plan = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(unreadable="quarantine", deadly="fail")))
+    plan = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(quarantine=("unreadable",))))
     world = SimpleNamespace(group=Group(0, 1, None, 1.0), store=store)
 
     def hole(group: int, since: int) -> Hole:
@@ -231,9 +231,9 @@ def test_holes_recorded_ahead_take_effect_and_those_of_a_dead_branch_do_not(tmp_
     assert known(4) == [hole(1, 4), hole(3, 9)]
     assert known(5, hole(2, 2)) == [hole(2, 2), hole(1, 7), hole(3, 9)]
     assert known(10, hole(1, 4)) == [hole(1, 4)]
-    plan.config.data.unreadable = "fail"
+    plan.config.data.quarantine = ()
     assert known(4, hole(2, 2)) == [hole(2, 2)]
-    plan.config.data.unreadable = "quarantine"
+    plan.config.data.quarantine = ("unreadable",)
     store.create("holes/x.json", b"{")
     with pytest.raises(DataError, match=r"holes/x\.json is not a record of holes"):
         known(4)

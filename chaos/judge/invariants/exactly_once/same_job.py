@@ -19,7 +19,7 @@ _OWN = {
         "run.name",
         "checkpoint.url",
         "tracking.mlflow_uri",
-        "data.unreadable",
+        "data.quarantine",
         "max_steps",
     ),
     *("parallel.shards", "parallel.offload", "task.params.lane_ms", "task.params.spoilt"),

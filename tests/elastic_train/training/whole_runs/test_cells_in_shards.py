@@ -107,7 +107,7 @@ def test_a_cell_that_cannot_read_a_sample_keeps_no_other_waiting(tmp_path: Path)
     """It exchanges gradients with the others all the same; then all of them know, and repeat the step without it."""
     data = write_rows(tmp_path / "data", 151, seed=1)
     damage(data, "part-1.parquet", 2)
-    rules = {"data": {"train": str(data), "unreadable": "quarantine", "too_long": "truncate"}}
+    rules = {"data": {"train": str(data), "quarantine": ["unreadable"], "too_long": "truncate"}}
     found = {}
     for num_ranks, how in ((2, []), (4, GRADIENTS_ONCE)):
         folder = tmp_path / str(num_ranks)

@@ -92,7 +92,7 @@ def test_what_cannot_be_read_of_a_source_is_left_out_of_it_alone(tmp_path: Path,
     content = part.read_bytes()
     part.write_bytes(content[:60] + bytes(80) + content[140:])
     path = mixed(tmp_path, rows, few, WITNESS, epochs=2)
-    done = succeed(start([path, "--data.unreadable", "quarantine", "--run.forensic", "true"], num_ranks=2))
+    done = succeed(start([path, "--data.quarantine", "[unreadable]", "--run.forensic", "true"], num_ranks=2))
     assert "QUARANTINED: row group 0 of few/part-1.parquet, samples [350, 367)" in done.output
     counts = np.load(tmp_path / "run" / "witness.npy")
     big, small = result(tmp_path)["sources"]  # type: ignore[misc]
