@@ -47,11 +47,10 @@ class CheckpointConfig(Section):
     """Local folder on every node, such as tmpfs, for copies of the newest commits. They are read first."""
     every_steps: PositiveInt | Literal["auto"] | None = 50
     """Commit every N steps. null: ignore the step count. auto: measure saves and faults, and commit at the interval
-    that loses the least time (every_s has no effect)."""
+    that loses the least time, within every_s."""
     every_s: PositiveFloat | None = 900.0
-    """Commit this many seconds after the last commit. null: ignore the time."""
-    rpo_s: PositiveFloat = 900.0
-    """With every_steps: auto, the largest number of seconds of training that a fault may cost."""
+    """Commit this many seconds after the last commit. With every_steps: auto, the largest number of seconds of
+    training that a fault may cost. null: ignore the time."""
     when_busy: Literal["skip", "wait"] = "skip"
     """If a commit is due while the last one is still being written: skip it, or wait."""
     give_up_after_s: float | None = Field(default=600.0, ge=0)
@@ -69,6 +68,12 @@ class CheckpointConfig(Section):
     """Also keep the commit with the best validation metric: 'min loss', 'max macro_f1'."""
 
     OLD: ClassVar[Mapping[str, Old]] = {
+        "rpo_s": Old(
+            float,
+            900.0,
+            "is now every_s, with every_steps: auto",
+            lambda old: {"every_s": old["rpo_s"]} if "auto" in (old.get("every_steps"), old.get("interval")) else {},
+        ),
         "interval": Old(str | None, None, "is now every_steps: auto", lambda old: {"every_steps": "auto"}),
         "give_up_after": Old(
             int | None,

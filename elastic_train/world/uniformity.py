@@ -46,7 +46,6 @@ OWN = frozenset(
             "checkpoint.url",
             "checkpoint.near_dir",
             "checkpoint.every_s",
-            "checkpoint.rpo_s",
             "checkpoint.give_up_after_s",
             "checkpoint.accept_loss",
         ),

@@ -5,6 +5,7 @@ By steps every rank decides alike. By time rank 0's clock alone decides, and it 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,8 +44,9 @@ class Cadence:
         self._past, self._clock = past, clock
         self._began_at = clock()
         self._last_at = self._began_at - owed_s
+        self._rpo_s = math.inf if config.every_s is None else config.every_s
         self._costs: deque[SaveCost] = deque(maxlen=NUM_MEASURED)
-        self._interval_s = min(FIRST_S, config.rpo_s) if self._is_auto else config.every_s
+        self._interval_s = min(FIRST_S, self._rpo_s) if self._is_auto else config.every_s
         self._reported_s: float | None = None
 
     def is_due(self, step: int) -> bool:
@@ -75,4 +77,4 @@ class Cadence:
 
     def _choose(self) -> Choice:
         faults = Faults(self._past.num, self._past.trained_s + self._clock() - self._began_at)
-        return choose(typical(self._costs), faults.mtbf_s, self._config.rpo_s)
+        return choose(typical(self._costs), faults.mtbf_s, self._rpo_s)

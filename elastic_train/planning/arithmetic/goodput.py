@@ -17,7 +17,7 @@ from elastic_train.planning.arithmetic.memory import Memory
 
 Recovery = Literal["live", "restart"]
 RPO_S = 900.0
-"""The default of `checkpoint.rpo_s`."""
+"""The default of `checkpoint.every_s`."""
 STALL_S_PER_GB = 0.11
 """What training waits for a save in the background, for each GB that a rank writes; docs/benchmarks.md."""
 

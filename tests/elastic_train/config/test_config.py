@@ -409,6 +409,8 @@ def test_a_name_is_one_that_all_trackers_take(tmp_path: Path) -> None:
             ("unreadable", "deadly"),
             "deadly is now quarantine",
         ),
+        ({"checkpoint.every_steps": "auto", "checkpoint.rpo_s": 60}, "every_s", 60.0, "rpo_s is now every_s"),
+        ({"checkpoint.every_steps": 5, "checkpoint.rpo_s": 60}, "every_s", 900.0, "rpo_s is now every_s"),
         ({"checkpoint.storage_budget": "4kB"}, "budget", 4000, "storage_budget is now keep_last"),
         ({"monitoring.flops_per_sample": 1e9}, "peak_tflops", None, "flops_per_sample is ignored"),
         ({"tracking.wandb_project": "p", "tracking.wandb": "offline"}, "experiment", "p", "wandb_project is now exp"),

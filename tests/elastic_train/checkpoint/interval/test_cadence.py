@@ -87,7 +87,7 @@ def test_auto_saves_early_to_measure_and_then_at_the_computed_interval() -> None
 
 def test_auto_logs_a_new_reason_only_after_a_large_change() -> None:
     """A small change is silent, a large one says why."""
-    cadence, _ = open_cadence(every_steps="auto", rpo_s=10_000)
+    cadence, _ = open_cadence(every_steps="auto", every_s=None)
     assert cadence.measured(0.5, 3.0) is not None
     assert cadence.measured(0.55, 3.0) is None
     reasons = [cadence.measured(5.0, 30.0) for _ in range(5)]
