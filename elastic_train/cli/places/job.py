@@ -120,27 +120,27 @@ def _drawn(row: Row, nodes: Sequence[Node]) -> Group:
 
 
 @app.command
-def leave(run_id: str, node: str, *, etcd: Etcd = None, wait_s: float = 300.0, json_: Json = False) -> int:
-    """Ask one NODE of the job RUN_ID to leave after its step; the others go on. NODE is its name, or its host.
+def leave(
+    run_id: str,
+    node: str | None = None,
+    *,
+    all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
+    etcd: Etcd = None,
+    wait_s: float = 300.0,
+    json_: Json = False,
+) -> int:
+    """Ask one NODE of the job RUN_ID, or --all, to leave after a step. NODE is its name, or its host.
 
-    Its launcher ends with 75, upon which a scheduler starts it again. Exit code 0 once it is gone, 77 if it is not
-    within --wait-s seconds.
+    The other nodes continue; if all leave, they commit. Launchers of nodes that leave end with 75, upon which a
+    scheduler starts them again: to end a job, end it there as well. Exit code 0 once the nodes are gone, 77 if they are
+    not within --wait-s seconds.
     """
+    if all_ == (node is not None):
+        raise ConfigError("name a NODE, or give --all")
     with _store(etcd) as store:
         view = _view(store, run_id)
-        return _asked(store, run_id, [_named(view, node)], wait_s, is_json=json_)
-
-
-@app.command
-def stop(run_id: str, *, etcd: Etcd = None, wait_s: float = 300.0, json_: Json = False) -> int:
-    """Ask all nodes of the job RUN_ID to leave together: they commit, and their launchers end with 75.
-
-    A scheduler that requeues on 75 starts them again: end the job there, too. Exit code 0 once all are gone, 77 if they
-    are not within --wait-s seconds.
-    """
-    with _store(etcd) as store:
-        view = _view(store, run_id)
-        return _asked(store, run_id, sorted({member.node_id for member in _members(view)}), wait_s, is_json=json_)
+        nodes = sorted({member.node_id for member in _members(view)}) if node is None else [_named(view, node)]
+        return _asked(store, run_id, nodes, wait_s, is_json=json_)
 
 
 def row_of(run_id: str, view: View) -> Row:

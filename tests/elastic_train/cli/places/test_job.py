@@ -82,7 +82,7 @@ def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
         (row,) = json.loads(said(capsys, "ls", *where, "--json")[1])
         assert (row["state"], row["nodes"]) == ("training", 1)
 
-        assert json.loads(said(capsys, "stop", "a job", *where, "--json")[1])["left"] == [second]
+        assert json.loads(said(capsys, "leave", "a job", "--all", *where, "--json")[1])["left"] == [second]
         assert [job.wait(PATIENCE_S) for job in jobs] == [75, 75], (tmp_path / "log0").read_text()
         (row,) = json.loads(said(capsys, "ls", *where, "--json")[1])
         assert (row["state"], row["nodes"]) == ("gone", 0)
@@ -142,10 +142,12 @@ def test_a_request_is_read_from_the_store() -> None:
 def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A job that etcd does not know, a node that it does not have, and nodes that would not hear it."""
     assert "--etcd" in said(capsys, "ls")[2]
+    for named in ((), ("n1", "--all")):
+        assert "name a NODE, or give --all" in said(capsys, "leave", "j", *named)[2]
     with EtcdServer() as etcd, closing(patient(etcd.endpoint)) as store:
         where = ("--etcd", etcd.endpoint)
         assert said(capsys, "ls", *where)[:2] == (0, "no jobs\n")
-        code, _, errors = said(capsys, "stop", "nobody", *where)
+        code, _, errors = said(capsys, "leave", "nobody", "--all", *where)
         assert (code, "knows no job 'nobody'" in errors) == (2, True)
         keys = Keys("j")
         store.swap({keys.member("n1.0"): Put(encode(member("n1")))}, {})
@@ -154,5 +156,5 @@ def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str])
         code, printed, _ = said(capsys, "leave", "j", "host-of-n1", *where, "--wait-s", "0")
         assert (code, "still there" in printed) == (77, True)
         store.swap({keys.member("old"): Put(encode(Member("old", "h", "10.0.0.2", 1, 0)))}, {})
-        code, _, errors = said(capsys, "stop", "j", *where)
+        code, _, errors = said(capsys, "leave", "j", "--all", *where)
         assert (code, "send SIGTERM" in errors) == (2, True)
