@@ -1,1 +1,1 @@
-"""What is trained: the plan, the applied state, the sample streams, and what a commit records of them."""
+"""The training job: the plan, the applied state, the sample streams, and the contents of a commit."""

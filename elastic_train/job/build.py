@@ -1,4 +1,4 @@
-"""Building the state that a run begins with: an optimizer around a model, and what each rank is to hold of it."""
+"""Build the initial state of a run: an optimizer around a model, and the shards that each rank holds."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from elastic_train.tasks.task import ParameterGroup
 BY_SEAT: Mapping[str, type[Zero1Share]] = {"optimizer": Zero1Share, "gradients": Zero2Share, "parameters": Zero3Share}
 
 Made = tuple[nn.Module, Optimizer, LambdaLR, SharedScaler]
-"""What holds a state: the model, its optimizer, their schedule and the scaler of losses."""
+"""Model, optimizer, learning-rate schedule and loss scaler."""
 
 EVERYWHERE = 1 << 30
-"""More copies than there are ranks: each holds all. So is whole state held where it is offloaded."""
+"""More copies than ranks, so that every rank holds the whole state; used to offload unsharded state."""
 
 
 def build_state(
@@ -61,12 +61,12 @@ def build_state(
     cell_plan: CellPlan | None = None,
     dims: CutDims | None = None,
 ) -> AppliedState:
-    """Build optimizer, schedule and scaler around a model that is on its device; freezes what `groups` say.
+    """Build optimizer, schedule and scaler around a model that is on its device; freeze the parameters in `groups`.
 
-    `cell_plan` says how the ranks of a cell hold the model; without one each holds all of it, and `dims` says what
-    cells of some degree cut.
+    `cell_plan` says how the ranks of a replica split the model. Without it each rank holds the whole model, and `dims`
+    gives the dimension along which any model-parallel degree would cut each parameter.
 
-    Raises ConfigError if the groups do not fit the model, or the model cannot be held as `parallel` says.
+    Raises ConfigError if the groups do not fit the model, or the model cannot be split as `parallel` says.
     """
     bucket_bytes = None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
     parallel = parallel or ParallelConfig()
@@ -77,10 +77,10 @@ def build_state(
     built = build_groups(model, groups, config, choice.settings_of(model))
     try:
         optimizer = choice.make(built)
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # it takes matrices, or one group, alone
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # e.g. it takes only matrices
         raise ConfigError(f"optimizer.name: '{config.name}' refuses the model's parameters: {error}") from error
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # a first step may leave out its update; torch would warn
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped first update is no mistake; torch would warn
     scaler = SharedScaler(device, enabled=is_fp16)
     slots: list[Slots] = []
     if parallel.has_shares or parallel.cell.holds_parts:
@@ -131,10 +131,10 @@ def columns_of(
     units: list[str],
     atomic: Container[int] = (),
 ) -> list[Column]:
-    """Return what the ranks of each part hold together of a model that is whole, or without memory.
+    """Return the column (shard group) of each model part; the model is whole, or on the meta device.
 
-    What is exchanged together is a unit's, in one chunk of a stage: each chunk is summed by itself. Experts that are
-    dealt to ranks are summed by others than all else.
+    Tensors are exchanged per unit and per chunk of a stage, because each chunk's gradients are summed separately.
+    Experts that are spread over ranks are summed over a different group.
     """
     chunks = cut.by_chunk() if cut.plan.num_chunks > 1 else []
     ids = {id(one): str(number) for number, chunk in enumerate(chunks) for one in chunk}
@@ -157,9 +157,9 @@ def columns_of(
 def _by_seat(
     made: Made, parallel: ParallelConfig, slots: Sequence[Slots], bucket_bytes: float | None
 ) -> Callable[[Column], Share]:
-    """Return what makes a column's share by a seat, of an optimizer that has the model's parameters as yet.
+    """Return a function that makes a column's sharded state; the optimizer still has all of the model's parameters.
 
-    A share takes them away, so they are given back for the next one: a rank may come to another place.
+    Sharding removes parameters from the groups, so they are put back before each call: a rank may change its column.
     """
     model, optimizer, *_ = made
     kind, copies = (
@@ -184,12 +184,12 @@ def _by_seat(
 def _whole(
     made: Made, memory: OptimizerMemory, first: FirstStates, cell: Cell, bucket_bytes: float | None
 ) -> Callable[[Column], Share]:
-    """Return what makes a share that is all of a column's part, of which the optimizer has no state yet."""
+    """Return a function that makes unsharded state for a column's part; the optimizer has no state for it yet."""
     _, optimizer, *_ = made
     has_state = bool(optimizer.state)
 
     def make(column: Column) -> Share:
-        if cell.holds_parts:  # the state of wholes, or of another part
+        if cell.holds_parts:  # drop the state of the whole model, or of another part
             optimizer.state.clear()
             for number, group in enumerate(optimizer.param_groups if has_state else ()):
                 optimizer.state.update({one: dict(first.of(number, one)[0]) for one in group["params"]})
@@ -200,7 +200,7 @@ def _whole(
 
 
 def _check_stays_whole(cut: CutModel, optimizer: Optimizer, atomic: Container[int], optimizer_name: str) -> None:
-    """Refuse parts of parameters that an optimizer updates as a whole."""
+    """Refuse to cut a parameter that the optimizer updates as a whole."""
     groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     for name, one in cut.model.named_parameters():
         if groups.get(id(one)) in atomic and name in cut.cuts and cut.cuts[name].is_in_parts:
@@ -209,7 +209,7 @@ def _check_stays_whole(cut: CutModel, optimizer: Optimizer, atomic: Container[in
 
 
 def _check_state_is_whole(model: nn.Module) -> None:
-    """Refuse trained weights that a commit would not have: lost ranks may take the only copies of shares along."""
+    """Refuse trained weights outside `state_dict`: commits lack them, and lost ranks may hold their only shards."""
     saved, named = set(model.state_dict()), model.named_parameters(remove_duplicate=False)
     others = [name for name, one in named if one.requires_grad and name not in saved]
     if others:

@@ -1,4 +1,4 @@
-"""What a commit says of the state that it holds, so that it can be judged without the run."""
+"""Facts that a commit records about its state, so that it can be judged without the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_train.job.state import AppliedState, TrainProgress
 
 
 def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitFacts:
-    """Return what a commit of the state says of it."""
+    """Return the facts that a commit of the state records."""
     return CommitFacts(
         step=state.step,
         cursor=state.cursor,
@@ -33,7 +33,7 @@ def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitF
 
 
 def source_facts(plan: Plan, reached: TrainProgress) -> tuple[SourceFacts, ...]:
-    """Return what a mixture's sources are, and the sums of what was applied of each; nothing of one training set."""
+    """Return a mixture's sources with the sums of their applied samples; empty for a single training set."""
     sums = reached.sources or [CoverageSums()] * len(plan.sources)
     return tuple(
         SourceFacts(source.name, source.share, source.manifest.num_rows, source.manifest.digest, applied)
@@ -42,7 +42,7 @@ def source_facts(plan: Plan, reached: TrainProgress) -> tuple[SourceFacts, ...]:
 
 
 def order_facts(plan: Plan) -> dict[str, int]:
-    """Return the numbers, beside the seed, that the order of samples follows from."""
+    """Return the numbers that, with the seed, determine the sample order."""
     return {
         "version": VERSION,
         "num_samples": plan.manifest.num_rows,

@@ -1,7 +1,7 @@
-"""What of its state a rank puts into a commit: which spans of each tensor each of the writers writes.
+"""The spans of each state tensor that each writer writes into a commit.
 
-A commit has whole tensors. Of each a rank writes what it speaks for, by its seat in its column and the part of the
-model that its column holds.
+A commit has whole tensors. Each rank writes the spans that it owns, which follow from its seat in its column (shard
+group) and the column's part of the model.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from elastic_train.placement.seating import Seating
 
 @dataclass(slots=True)
 class CommitPieces:
-    """The pieces that this rank gives to commits, and who writes them."""
+    """This rank's pieces of commits, and the writers."""
 
     shards: StateShards
     _writers: Sequence[int] = ()
     _spans: Sequence[Cuts] = ()
-    """By part: which spans of each of its tensors each rank of its column speaks for."""
+    """By model part: the spans of each tensor that each rank of the column owns."""
     _written: dict[int, Sequence[Sequence[Span]]] = field(default_factory=dict)
-    """By the number of a tensor: which spans of it each writer writes."""
+    """By tensor number: the spans that each writer writes."""
     _made: dict[StatePath, tuple[Pieces, Pieces]] = field(default_factory=dict)
-    """What was made of the pieces that are held, by path, as long as these and the writers are the same."""
+    """Cached pieces by path, valid while the held pieces and the writers stay the same."""
 
     def assign_alone(self) -> bool:
-        """Make this rank the only writer, and return True, if it holds everything."""
+        """Make this rank the only writer if it holds everything; return True if so."""
         shards = self.shards
         if not shards.is_seated or not shards.table.holds_all:
             return False
@@ -45,9 +45,9 @@ class CommitPieces:
         return True
 
     def assign(self, writers: Sequence[int]) -> Sequence[int]:
-        """Let ranks of the world write commits, in the order of their places; return which ranks do.
+        """Choose the ranks that write commits, in rank order; return the actual writers.
 
-        All do where these hold less than everything: then those that cannot say so.
+        If the given ranks do not hold everything, all ranks write, including those that cannot confirm their store.
         """
         try:
             self._assign(writers)
@@ -63,7 +63,7 @@ class CommitPieces:
         self._made.clear()
 
     def tree(self) -> State:
-        """Return what a commit is made of, as `StateShards.held` has it: cut tensors in pieces, and who writes them."""
+        """Return the state to commit, as from `StateShards.held`, with cut tensors in pieces with their writers."""
         shards, turns = self.shards, count()
         held = shards.held()
         if shards.share.is_whole and not shards.cut.cuts:
@@ -87,7 +87,7 @@ class CommitPieces:
         return made
 
     def _written_of(self, number: int, cut: Cut | None) -> Sequence[Sequence[Span]]:
-        """Return which spans of a whole tensor each writer writes."""
+        """Return the spans of a whole tensor that each writer writes."""
         if number not in self._written:
             spans, cell = [of_part[number] for of_part in self._spans], self.shards.cell
             if cell.holds_parts:
@@ -97,7 +97,7 @@ class CommitPieces:
         return self._written[number]
 
     def only_update_changes(self) -> Callable[[StatePath], bool]:
-        """Return whether `apply` alone changes the tensor at a path; others a forward pass may change."""
+        """Return a predicate: True for paths whose tensors only `apply` changes; forward passes may change others."""
         parameters = {name for name, _ in self.shards.model.named_parameters(remove_duplicate=False)}
         return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)
 

@@ -1,12 +1,12 @@
-"""Trials: which samples of a step end the process that computes them, found in processes that may die of it.
+"""Find samples that crash the process that computes them, by computing them in processes that may die.
 
-A sample can crash a kernel or exhaust memory. Then every process that owns its lane dies at the same step, and knows
-nothing of why. So where worlds have ended without a step, each rank has its lanes of the next step computed by other
-processes first. If one dies, the samples of the lane at which it died are tried one by one.
+A sample can crash a kernel or exhaust memory. Every process that owns its lane then dies at the same step without
+knowing why. After worlds have ended without completing a step, each rank first has its next lanes computed by separate
+processes. If one dies, the samples of the lane it died at are tried one by one.
 
-    python -m elastic_train.job.crash_isolation FOLDER     try the lanes of FOLDER/trial.json; print the deadly samples
+    python -m elastic_train.job.crash_isolation FOLDER     try the lanes of FOLDER/trial.json; print crashing samples
 
-That program imports what training needs, once, and forks a process for each try.
+The program imports the training code once and forks a process for each try.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from rendezvous.orphans import die_with_parent
 
 SPEC, WEIGHTS, ERRORS = "trial.json", "weights.pt", "errors.txt"
 ALL_COMPUTED = b"all"
-"""What a trial writes when it has computed every unit."""
+"""Written by a trial process once it has computed every unit."""
 _LONGEST_LINE = 300
 Spec = Mapping[str, Any]
-"""What FOLDER/trial.json says."""
+"""Contents of FOLDER/trial.json."""
 _HOLES = TypeAdapter(tuple[Hole, ...])
 _NOT_LAUNCHED = ("WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID")
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Some samples of one lane's micro-batch, computed together."""
+    """Samples of one lane's micro-batch that are computed together."""
 
     lane: int
     ids: tuple[int, ...]
@@ -56,11 +56,11 @@ class Unit:
 def find_deadly(
     plan: Plan, state: AppliedState, step: int, lanes: Sequence[int], holes: Sequence[Hole], limit_s: float
 ) -> dict[int, str]:
-    """Return the samples of a step, counted from 0, in these lanes, that end a process by themselves, and how.
+    """Return the samples of a step (counted from 0) in `lanes` that crash a process by themselves, and how.
 
-    The state may be that of an earlier step, and weights of which this rank holds but a share are those of the
-    beginning: what samples do to a process seldom depends on weights. Gives up after `limit_s` seconds, with those
-    found so far. Samples that end a process only together are not found.
+    The state may be of an earlier step, and sharded weights are the initial ones, since crashes seldom depend on
+    weights. Stops after `limit_s` seconds and returns the samples found so far. Does not find samples that crash only
+    in combination.
     """
     cursor = plan.order.cursor_at(step, plan.micro_batch)
     samples = {lane: plan.order.samples(cursor, lane, plan.micro_batch).ids.tolist() for lane in lanes}
@@ -78,7 +78,7 @@ def find_deadly(
 
 
 def _search_beside(folder: Path, limit_s: float) -> list[str]:
-    """Run this module as a program; return the lines that it has printed within the time."""
+    """Run this module as a program; return the lines that it printed within `limit_s` seconds."""
     environ = {key: value for key, value in os.environ.items() if key not in _NOT_LAUNCHED}
     command = [sys.executable, "-m", "elastic_train.job.crash_isolation", str(folder)]
     try:
@@ -91,7 +91,7 @@ def _search_beside(folder: Path, limit_s: float) -> list[str]:
 
 
 def search(folder: Path) -> Iterator[tuple[int, str]]:
-    """Yield the deadly samples of the lanes in FOLDER/trial.json, and how each ends its process."""
+    """Yield the crashing samples of the lanes in FOLDER/trial.json, and how each ends its process."""
     spec = json.loads((folder / SPEC).read_text())
     left = [Unit(fields["lane"], tuple(fields["ids"])) for fields in spec["units"]]
     while left:
@@ -106,7 +106,7 @@ def search(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def _try(folder: Path, spec: Spec, units: Sequence[Unit]) -> tuple[int | None, str]:
-    """Have units computed in a forked process; return the number of the one at which it ended too soon, and how."""
+    """Compute units in a forked process; return the index of the unit at which it died, or None, and how it died."""
     begun, writes = os.pipe()
     process = os.fork()
     if process == 0:
@@ -131,7 +131,7 @@ def _how(code: int, errors: str) -> str:
 
 
 def _compute_and_exit(folder: Path, spec: Spec, units: Sequence[Unit], begun: int) -> NoReturn:
-    """Compute units in a process that is there for that, writing each one's number first."""
+    """Compute units in the forked process and exit; write each unit's number before computing it."""
     code = 1
     try:
         die_with_parent()
@@ -146,7 +146,7 @@ def _compute_and_exit(folder: Path, spec: Spec, units: Sequence[Unit], begun: in
 
 
 def _compute_all(folder: Path, spec: Spec, units: Sequence[Unit], begun: int) -> None:
-    """Compute forward and backward of every unit."""
+    """Run forward and backward passes of every unit."""
     plan = make_plan(Config.model_validate(spec["config"]))
     torch.set_num_threads(plan.config.threads_per_rank)
     state = plan.build_state()
@@ -155,7 +155,7 @@ def _compute_all(folder: Path, spec: Spec, units: Sequence[Unit], begun: int) ->
     for number, unit in enumerate(units):
         os.write(begun, f"{number}\n".encode())
         _compute(plan, state, spec["step"], unit, holes)
-    os.write(begun, ALL_COMPUTED)  # an exit code of 0 alone may be that of a sample
+    os.write(begun, ALL_COMPUTED)  # a sample may also end the process with exit code 0
 
 
 def _compute(plan: Plan, state: AppliedState, step: int, unit: Unit, holes: Sequence[Hole]) -> None:
@@ -170,13 +170,13 @@ def _compute(plan: Plan, state: AppliedState, step: int, unit: Unit, holes: Sequ
 
 
 def _without(plan: Plan, lo: int, hi: int) -> Hole:
-    """Describe samples that are left out of a trial."""
+    """Return a hole for samples that a trial leaves out."""
     group = group_of(plan.order.group_first_id, lo)
     return Hole(group=group, file="", row_group=0, lo=lo, hi=hi, since=0, epoch=0, applied_before=(), why="")
 
 
 if __name__ == "__main__":
-    import pyarrow.compute  # noqa: F401 - once, not in every process
+    import pyarrow.compute  # noqa: F401 - import once, not in every process
     import torch._dynamo  # the first optimizer imports it
 
     die_with_parent()

@@ -1,4 +1,4 @@
-"""The generators that a lane's forward pass draws from: torch's own, of CPU and accelerator, numpy's and Python's."""
+"""Seed, save and restore the random generators of a forward pass: torch (CPU, accelerator), numpy and Python."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from elastic_train.data.loading.lane_batch import LaneBatch
 
 
 def seed_generators(seed: int) -> None:
-    """Begin all random numbers of this process at `seed`, below 2^63: torch's, and the global ones of numpy and Python.
+    """Seed torch and the global generators of numpy and Python with `seed`, below 2^63.
 
-    torch's are those of `torch.manual_seed`, in less time. That one also notes the call stack for every kind of device
-    that torch knows and this process does not use, in case it ever will: as much work as a small model's forward and
-    backward pass.
+    Equal to `torch.manual_seed` for torch, but faster: that function also queues a seed, with a stack trace, for every
+    unused device type, which costs as much as a small model's forward and backward pass.
     """
     seed_host_generators(seed)
     torch.default_generator.manual_seed(seed)
@@ -29,19 +28,19 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_host_generators(seed: int) -> None:
-    """Begin the random numbers of the modules `random` and `numpy.random` at `seed`; torch's stay where they are."""
+    """Seed the modules `random` and `numpy.random`, but not torch."""
     random.seed(seed)
     np.random.seed((seed ^ seed >> 32) & 0xFFFFFFFF)
 
 
 def seed_validated(batch: LaneBatch) -> None:
-    """Begin all random numbers for a micro-batch of a validation: the same in each, whatever the run and the world."""
+    """Seed all generators for a validation micro-batch, independently of run and world."""
     seed_generators(lane_seed(0, batch.lo, batch.lane))
 
 
 @functools.cache
 def _accelerators() -> tuple[Callable[[int], None], ...]:
-    """Return what seeds all devices of this process's kind of accelerator; nothing where there is none."""
+    """Return functions that seed all devices of this process's accelerator type; empty without an accelerator."""
     if not torch.accelerator.is_available():
         return ()
     module = torch.get_device_module()
@@ -50,7 +49,7 @@ def _accelerators() -> tuple[Callable[[int], None], ...]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Set the generators of torch, numpy and Python back to where they were, whatever runs inside."""
+    """Restore the generators of torch (CPU), numpy and Python on exit."""
     torch_state, *host = states_of_generators()
     try:
         yield
@@ -60,12 +59,12 @@ def undisturbed() -> Iterator[None]:
 
 
 def states_of_generators() -> tuple[torch.Tensor, Any, Any]:
-    """Return where the generators of torch (on the CPU), numpy and Python are."""
+    """Return the states of the generators of torch (CPU), numpy and Python."""
     return torch.get_rng_state(), *host_states()
 
 
 def host_states() -> tuple[Any, Any]:
-    """Return where the generators of numpy and Python are."""
+    """Return the states of the generators of numpy and Python."""
     return np.random.get_state(), random.getstate()
 
 
@@ -76,7 +75,7 @@ def _set_host(numpy_state: Any, python_state: Any) -> None:
 
 @contextlib.contextmanager
 def beginning_at(states: tuple[Any, Any]) -> Iterator[None]:
-    """Let the generators of numpy and Python be elsewhere, and set them back at the end."""
+    """Set the generators of numpy and Python to `states`, and restore them on exit."""
     kept = host_states()
     _set_host(*states)
     try:
@@ -86,13 +85,13 @@ def beginning_at(states: tuple[Any, Any]) -> Iterator[None]:
 
 
 def moved_generators(before: tuple[torch.Tensor, Any, Any]) -> list[str]:
-    """Return the names of the generators that are no longer where they were."""
+    """Return the names of the generators whose state has changed since `before`."""
     torch_state, *host = before
     return ["torch"] * (not torch.equal(torch_state, torch.get_rng_state())) + moved_hosts((host[0], host[1]))
 
 
 def moved_hosts(before: tuple[Any, Any]) -> list[str]:
-    """Return which of numpy's and Python's generators are no longer where they were."""
+    """Return the names of numpy's and Python's generators whose state has changed since `before`."""
     was, now = before, host_states()
     numpy_moved = any(not np.array_equal(one, other) for one, other in zip(was[0], now[0], strict=True))
     return ["numpy.random"] * numpy_moved + ["random"] * (was[1] != now[1])

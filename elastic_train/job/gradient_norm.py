@@ -1,6 +1,6 @@
-"""The norm of a step's gradient over the whole model, from what each rank has measured of its grains.
+"""The norm of a step's gradient over the whole model, from each rank's sums of squares per grain.
 
-It is that by grains (`placement.norm`), in which neither a cut nor a number of threads shows.
+It is computed per grain (`placement.norm`), so it depends neither on how tensors are cut nor on the thread count.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from elastic_train.placement.table import Parts, Table
 
 
 def measured(table: Table, squares: Tensor) -> Tensor:
-    """Return what a rank knows of the norm, from the squares of its grains: of equal shape on all ranks, float64."""
+    """Return this rank's contribution to the norm from its grains' squares: float64, of equal shape on all ranks."""
     if table.has_all_gradients:
         return torch.tensor(total_norm(squares.numpy()), dtype=torch.float64)
     return padded(squares, max(grains.size for of_part in table.updated for _, grains in of_part))
 
 
 def padded(squares: Tensor, size: int) -> Tensor:
-    """Return squares with zeros after them, so many numbers in all, and at least one."""
+    """Return squares padded with zeros to `size` numbers, at least one."""
     row = torch.zeros(max(1, size), dtype=torch.float64)
     row[: squares.numel()] = squares
     return row
 
 
 def known_alone(table: Table, measured: Tensor) -> Tensor | None:
-    """Return the norm from what this rank alone has measured; None if that does not say."""
+    """Return the norm if this rank's measurement determines it, else None."""
     return measured if table.has_all_gradients else None
 
 
 def norm_of(gathered: Tensor, table: Table) -> Tensor:
-    """Return the norm from what all ranks have measured, by rank: a float64 on the CPU.
+    """Return the norm from all ranks' measurements, by rank: a float64 on the CPU.
 
-    Raises WeightsDifferError if ranks have measured the same otherwise.
+    Raises WeightsDifferError if ranks measured different values for the same gradient.
     """
     if table.has_all_gradients:
         _check_same(gathered)
@@ -49,9 +49,9 @@ def norm_of(gathered: Tensor, table: Table) -> Tensor:
 
 
 def norm_of_rows(gathered: Tensor, parts: Parts, holders: Sequence[Iterable[tuple[int, Int64s]]]) -> Tensor:
-    """Return the norm from rows of some ranks, which hold all grains that are trained.
+    """Return the norm from the rows of ranks that together hold all trained grains.
 
-    `holders` are, by part, pairs of a rank and the grains that its row begins with.
+    `holders` has, for each model part, pairs of a rank and the grains that its row begins with.
     """
     pairs = zip(parts.columns, holders, strict=True)
     squares = [squares_of_holders(column.layout, gathered, some) for column, some in pairs]
@@ -59,7 +59,7 @@ def norm_of_rows(gathered: Tensor, parts: Parts, holders: Sequence[Iterable[tupl
 
 
 def _check_same(gathered: Tensor) -> None:
-    """Raise WeightsDifferError unless all ranks have measured one norm; one that is not a number equals any other."""
+    """Raise WeightsDifferError unless all ranks measured the same norm; all NaN norms are equal."""
     norms = gathered.flatten().nan_to_num(nan=-1.0, posinf=math.inf)
     if not bool((norms == norms[0]).all()):
         who, _ = name_others(norms.view(torch.int64).tolist(), "gradients")

@@ -1,4 +1,4 @@
-"""Who differs from most, where all should have the same."""
+"""Find the ranks that differ from the majority."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 
 def name_others(sums: Sequence[int], what: str = "weights", ranks: Sequence[int] | None = None) -> tuple[str, int]:
-    """Say which ranks hold another `what` than most ranks, by numbers that stand for it; and name one of the others.
+    """Describe the ranks whose `what` differs from the majority's, by checksum, and return one rank of the majority.
 
-    The numbers are of `ranks`, by default of all. Without a majority nothing says who is right.
+    The checksums are of `ranks`, by default all ranks. Without a majority, the text says that none is known to be
+    right.
     """
     ranks = ranks or range(len(sums))
     alike: dict[int, list[int]] = {}

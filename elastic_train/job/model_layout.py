@@ -1,4 +1,4 @@
-"""The cut of a model's parameters into grains, and what of it ranks compare before they train together."""
+"""The layout of a model's parameters in grains, and its description, which ranks compare before they train together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from elastic_train.placement.grains import Cut, CutDims, Layout, Listed, cut_alo
 def check_memory_is_apart(model: nn.Module) -> None:
     """Raise ConfigError if a trained parameter shares memory with another parameter or buffer.
 
-    One parameter may have several names. Two that share memory are updated twice where they do, and are two as soon as
-    either is stored elsewhere.
+    One parameter may have several names. Two parameters that share memory would be updated twice there, and would
+    separate once either is stored elsewhere.
     """
     named = {id(one): (name, one) for name, one in (*model.named_buffers(), *model.named_parameters())}
     placed = sorted((one.data_ptr(), name, one) for name, one in named.values() if _fills_its_memory(one))
@@ -31,7 +31,7 @@ def check_memory_is_apart(model: nn.Module) -> None:
 
 
 def _fills_its_memory(tensor: Tensor) -> bool:
-    """Say whether a tensor has memory, all of which from its first element to its last is its elements'."""
+    """Return True if a tensor has memory and its elements fill it without gaps."""
     if type(tensor.data) is not Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
         return False
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -39,9 +39,9 @@ def _fills_its_memory(tensor: Tensor) -> bool:
 
 
 def store_in_memory_order(model: nn.Module, dims: CutDims) -> None:
-    """Let parameters stand in memory in the order of their parts, where they have memory.
+    """Store parameters with their cut dimension first in memory, unless they have no memory.
 
-    A matrix product may round otherwise for a transposed matrix, so all ranks store them alike, in parts or not.
+    A matrix product may round differently for a transposed matrix, so all ranks use this order, whether cut or not.
     """
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if dims.get(name) and parameter.untyped_storage().nbytes() >= parameter.nbytes:
@@ -49,14 +49,14 @@ def store_in_memory_order(model: nn.Module, dims: CutDims) -> None:
 
 
 def store_in_row_major_order(model: nn.Module, dims: CutDims) -> None:
-    """Let parameters stand in memory as other libraries expect it, once nothing is computed with them any more."""
+    """Store parameters in row-major order, as other libraries expect, once training is over."""
     for name in (name for name, dim in dims.items() if dim):
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.contiguous()
 
 
 class Laid(NamedTuple):
-    """The shape and cut of a parameter, or of the part of it that a place holds."""
+    """Shape and cut of a parameter, or of a place's part of it."""
 
     shape: torch.Size
     cut: Cut | None
@@ -70,10 +70,10 @@ def layout_of(
     part_of: Callable[[str, Laid], Laid] = lambda name, whole: whole,
     atomic: Container[int] = (),
 ) -> Layout:
-    """Lay out all parameters, in the model's order; those that need no gradient are in no parameter group.
+    """Lay out all parameters, in the model's order; those without gradient are in no parameter group.
 
-    `unit_of` says which unit a parameter's name is in, and `part_of` what is laid out of it; `atomic` are the numbers
-    of the parameter groups whose parameters are held as a whole, or not at all.
+    `unit_of` maps a parameter's name to its unit, and `part_of` to the part to lay out; `atomic` has the numbers of the
+    parameter groups whose parameters are held whole or not at all.
     """
     return lay_out(_listed(model, optimizer, dims, unit_of, part_of, atomic))
 
@@ -95,7 +95,7 @@ def _listed(
 
 
 def describe_layout(layout: Layout) -> Sequence[str]:
-    """Return one line for each parameter; equal lines mean equal grains, in the same order, of the same norm."""
+    """Return one line per parameter; equal lines mean equal grains, in the same order, with the same norm."""
     lines = []
     for tensor in layout.tensors:
         flat = layout.flats[tensor.flat]

@@ -1,6 +1,6 @@
-"""What a run is before any world has formed: task, data, order, length, device; checked in full, or refused.
+"""The plan of a run before any world has formed: task, data, order, length and device, completely checked.
 
-A plan reads manifests and imports the task. It touches no peer, claims no term, and survives every change of the world.
+A plan reads manifests and imports the task. It contacts no peer, claims no term, and stays valid across worlds.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from elastic_train.tracking.destinations import event_files, weights_and_biases
 from rendezvous.context import live_context
 
 log = logging.getLogger(__name__)
-_INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
+_INITIAL_WEIGHTS = 4  # separates the random numbers of the initial weights from order and dropout
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A validated configuration and all derived from it; `manifest` lists the rows of all `sources` of a mixture.
+    """A validated configuration and everything derived from it.
 
-    `why_compiled` says what `compile: auto` means on this GPU.
+    `manifest` lists the rows of all `sources` of a mixture. `why_compiled` explains `compile: auto` on this GPU.
     """
 
     config: Config
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def validates_every(self) -> int | None:
-        """After how many steps a validation is due; None for at the end alone."""
+        """Number of steps between validations; None for only at the end."""
         keys = self.config.validation
         if keys.every_epochs is None:
             return keys.every_steps
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def retention(self) -> Retention:
-        """Which commits stay."""
+        """The rules by which commits are kept."""
         keep, stopping = self.config.checkpoint, self.config.validation.early_stopping
         return Retention.of(
             last=keep.keep_last,
@@ -105,11 +105,11 @@ class Plan:
         )
 
     def build_state(self, *, may_defer: bool = False) -> AppliedState:
-        """Build model and optimizer from the run's seed, so that every rank begins with the same bits.
+        """Build model and optimizer from the run's seed, so that every rank starts with the same bits.
 
-        Raises ConfigError if the task's parameter groups do not fit its model.
-        With `compile` nothing is compiled before `warm_up`. With `may_defer` weights that are shared out are made when
-        the first seat is taken, each rank's alone, if the task can make them one by one.
+        Compiles nothing before `warm_up`. With `may_defer`, each rank makes only its own sharded weights, when it takes
+        its first seat, if the task supports deferred initialization. Raises ConfigError if the task's parameter groups
+        do not fit its model.
         """
         self._seed_weights()
         sketch = self._sketch() if may_defer else None
@@ -146,7 +146,7 @@ class Plan:
         torch.manual_seed(derive(self.config.run.seed, _INITIAL_WEIGHTS) >> 1)
 
     def _sketch(self) -> nn.Module | None:
-        """Return the model without weights, if it can begin so; a compiler needs a pass with all of them."""
+        """Return the model without weights if it can be initialized later; a compiler needs a pass with all weights."""
         config, task = self.config, self.task
         shares_weights = config.parallel.shards == "parameters" or config.parallel.pipeline > 1
         if not shares_weights or config.compile is True or not isinstance(task, Deferring):
@@ -155,7 +155,7 @@ class Plan:
         return None if sketch is None else without_memory(sketch, self.device)
 
     def first_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that the run begins with, and buffers, by name, one by one if the task can make them so."""
+        """Yield the initial weights and buffers by name, one by one if the task supports it."""
         if self._sketch() is not None:
             yield from self._initial_weights()
         else:
@@ -174,15 +174,15 @@ class Plan:
 
     @property
     def compute_type(self) -> torch.dtype | None:
-        """The type that autocast computes with, None without it."""
+        """Dtype of autocast; None without autocast."""
         return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.config.precision]
 
     @contextlib.contextmanager
     def keep_casts(self, num_lanes: int) -> Iterator[None]:
-        """Keep autocast's copies of weights from one lane of a step to the next, where a device has the memory.
+        """Keep autocast's cast weights across the lanes of a step, if the device has the memory.
 
-        autocast drops its copies when the outermost of nested contexts ends. Those of a CPU cost more memory in the
-        backward pass than they spare time.
+        autocast drops them when the outermost of nested contexts ends. On a CPU they would cost more memory in the
+        backward pass than the time they save.
         """
         parallel = self.config.parallel
         spares_memory = parallel.shards == "parameters" or parallel.recompute != "none" or self.device.type == "cpu"
@@ -197,7 +197,7 @@ class Plan:
                 torch.clear_autocast_cache()
 
     def check_continues(self, record: CommitRecord) -> None:
-        """Refuse to resume from a commit whose order or data are not this plan's."""
+        """Refuse to resume from a commit with another sample order or other data."""
         config, manifest = self.config, self.manifest
         check_same_sources(config, self.sources, record)
         if record.manifest_digest != manifest.digest:
@@ -225,11 +225,11 @@ class Plan:
 
     @property
     def wholes(self) -> list[tuple[str, CoverageSums]]:
-        """The sources of a mixture by name, and what one pass of each adds to its coverage sums."""
+        """Sources of a mixture by name, each with the coverage sums of one pass."""
         return [(source.name, source.manifest.coverage) for source in self.sources]
 
     def describe(self) -> Mapping[str, object]:
-        """Return what follows from the configuration, for people who check it."""
+        """Return the derived facts, for display."""
         order, length = self.order, self.total_steps * self.micro_batch
         return {
             "samples": self.manifest.num_rows,
@@ -248,9 +248,9 @@ class Plan:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model whose forward pass talks to other ranks, or whose parameters share memory.
+    """Refuse a model whose forward pass communicates with other ranks, or whose parameters share memory.
 
-    What it computes would depend on the world, or on how the state is held.
+    Its results would depend on the world, or on how the state is sharded.
     """
     found = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if found:
@@ -262,10 +262,10 @@ def check_model(model: nn.Module) -> None:
 
 
 def make_gradients_dense(model: nn.Module) -> None:
-    """Let embeddings leave dense gradients, and refuse whatever else leaves a sparse one in its first backward pass.
+    """Make embeddings return dense gradients; refuse any other sparse gradient in its first backward pass.
 
-    A leaf of the sum over lanes is one addition. Rows of a sparse gradient are added one by one to the sum so far, in
-    which it would show how many lanes a rank has had before.
+    A lane's gradient must be added to the sum in one addition. Rows of a sparse gradient are added one by one, so the
+    rounding would depend on the number of lanes that a rank has computed.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -288,7 +288,7 @@ def _refuse_sparse(name: str, parameter: Tensor) -> None:
 
 
 def make_plan(config: Config) -> Plan:
-    """Import the task, read the manifests, and check that they fit; raise ConfigError or DataError."""
+    """Import the task, read the manifests and check that they fit; raise ConfigError or DataError."""
     check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
     if config.tracking.tensorboard:
         event_files.check_installed()
@@ -327,14 +327,14 @@ def make_plan(config: Config) -> Plan:
 
 
 def check_placements(task: Task, parallel: ParallelConfig) -> None:
-    """Raise ConfigError, with every reason that shows without building a model, if ranks cannot share a task's."""
+    """Raise ConfigError, with every reason found without a model, if ranks cannot split the task's model."""
     check_fits_cells(task, parallel)
     if parallel.cell.size > 1 and isinstance(task, Deferring) and (sketch := task.sketch_model()) is not None:
         cell_plan_of(task, sketch, parallel)
 
 
 def check_same_sources(config: Config, sources: Sequence[Source], record: CommitRecord) -> None:
-    """Refuse to resume with other sources, or in other shares, than a commit was trained on; name what changed."""
+    """Refuse to resume with sources or shares other than the commit's; name the change."""
     before = record.sources or ()
     if [source.share for source in sources] != [source.share for source in before]:
         shares = " : ".join(f"{source.share} {source.name}" for source in before) or "one training set"
@@ -363,7 +363,7 @@ def check_world_size(config: Config, world_size: int) -> None:
 
 
 def check_can_be_in_cells(config: Config) -> None:
-    """Refuse cells on nodes that do not make whole ones."""
+    """Refuse nodes whose workers do not form whole cells."""
     cell, degrees = config.parallel.cell, config.parallel.set_degrees
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return
@@ -375,7 +375,7 @@ def check_can_be_in_cells(config: Config) -> None:
                 f"{num_workers}: start a multiple of {cell.stage_size} on each (--nproc-per-node, --ranks), or set it "
                 f"to a divisor of {num_workers}"
             )
-    elif num_workers < cell.stage_size:  # others may make up cells, and who is left over is a spare
+    elif num_workers < cell.stage_size:  # other nodes may complete the cells; leftover ranks are spares
         raise ConfigError(
             f"{degrees} needs {cell.stage_size} workers of one node{' for each stage' if cell.stage > 1 else ''}, and "
             f"this node has {num_workers}: start at least {cell.stage_size} (--nproc-per-node, --ranks); those beyond "
@@ -389,7 +389,7 @@ def check_can_be_in_cells(config: Config) -> None:
 
 
 def check_best(config: Config, task: Task) -> None:
-    """Refuse to judge by a metric that no validation gives: it would be the best nowhere, and nobody would notice."""
+    """Refuse a metric that no validation computes: it would silently never be the best."""
     stopping = config.validation.early_stopping
     asked = {
         "checkpoint.keep_best": config.checkpoint.keep_best,
@@ -404,7 +404,7 @@ def _check_metric(where: str, metric: str, config: Config, task: Task) -> None:
     if config.data.validation is None:
         raise ConfigError(f"{where}: no data.validation to measure it on; give one, or null here")
     if metric in OWN_VALUES:
-        return  # to ask a task for its metrics may import them, for a second
+        return  # a task may take a second to import its metrics
     known = [*OWN_VALUES, *task.metrics()]
     if metric not in known:
         meant = did_you_mean(nearest(metric, known), f"; it has {', '.join(known)}")
@@ -412,7 +412,7 @@ def _check_metric(where: str, metric: str, config: Config, task: Task) -> None:
 
 
 def pick_device(config: Config) -> torch.device:
-    """Return this rank's device: its own GPU where the node has GPUs and the configuration allows."""
+    """Return this rank's device: its own GPU if the node has GPUs and the configuration allows it, else the CPU."""
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise ConfigError("device: cuda is asked for, but this node has no GPU that torch can use")

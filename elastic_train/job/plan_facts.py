@@ -1,4 +1,4 @@
-"""What follows from a configuration, in words: of a mixture's sources, a pipeline, a device, and host memory."""
+"""Describe what a configuration implies for a mixture's sources, a pipeline, a device, and host memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from elastic_train.tracking.run_folder import RunFolder
 
 
 def config_of(config: Config, term: int) -> Mapping[str, object]:
-    """Return the resolved configuration of the run's last start, or of a term, as stored; empty if it is not.
+    """Return the stored configuration of the run's last start, or of a term; empty if there is none.
 
-    The run's folder has the first, the commits' place the others, if it is another one.
+    The run folder has that of the last start; the commit storage has those of terms, if it is elsewhere.
     """
     with contextlib.suppress(ConfigError):
         return RunFolder(Path(config.run.dir)).config()
@@ -36,7 +36,7 @@ def config_of(config: Config, term: int) -> Mapping[str, object]:
 
 
 def describe_changes(config: Config, before: Mapping[str, object], only: Sequence[str] = ()) -> list[str]:
-    """Say for each key that has changed what it was and is; of `only` these keys, and those below them."""
+    """Describe each changed key, its old and new value; `only` restricts to these keys and those below them."""
     return [
         f"{key} was {old!r} and is {new!r} now"
         for key, (old, new) in config.changed_since(before).items()
@@ -45,7 +45,7 @@ def describe_changes(config: Config, before: Mapping[str, object], only: Sequenc
 
 
 def describe_sources(order: Mixture, sources: Sequence[Source], length: int) -> dict[str, str]:
-    """Return for each source how much of every batch it is, and how often it is passed in so many places of a lane."""
+    """Return each source's share of a batch and its number of epochs within `length` places of a lane."""
     counts = np.sum([order.counts(lane, length) for lane in range(order.num_lanes)], axis=0)
     return {
         f"source {source.name}": f"{source.manifest.num_rows} samples, {source.share} of {sum(order.shares)} places, "
@@ -55,9 +55,9 @@ def describe_sources(order: Mixture, sources: Sequence[Source], length: int) -> 
 
 
 def describe_pipeline(config: Config) -> str:
-    """Return what a pipeline's stages wait for one another in one cell; more cells have fewer lanes each."""
+    """Describe the pipeline's idle time with all lanes in one cell; with more cells, each has fewer lanes."""
     parallel, num_lanes = config.parallel, config.batch.num_lanes
-    of_each = -(-num_lanes // parallel.expert)  # ranks with experts have a pipeline each
+    of_each = -(-num_lanes // parallel.expert)  # each expert-parallel rank runs a pipeline of its own
     waits = bubble(Pipeline(parallel.order, parallel.pipeline, of_each, parallel.num_chunks))
     chunks = f" with {parallel.num_chunks} chunks each" if parallel.num_chunks > 1 else ""
     return (
@@ -67,7 +67,7 @@ def describe_pipeline(config: Config) -> str:
 
 
 def describe_offload(config: Config, device: torch.device) -> str:
-    """Return what of a parameter that a rank holds is in host memory, beside what is on its device."""
+    """Describe how much of each parameter that a rank holds is in host memory."""
     choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
     [slots] = slots_of(choice.tried(), choice.make, device)
     num = len(slots.moments) + (config.optimizer.ema_decay is not None)
@@ -81,11 +81,11 @@ _USUAL_RATES = {
     "fine-tuning all weights": "5e-6 to 1e-4",
     "weights from scratch": "3e-4 to 3e-3",
 }
-"""Peak rates of AdamW that are common for what is trained."""
+"""Common peak rates of AdamW, by what is trained."""
 
 
 def describe_rate(config: Config) -> str:
-    """Return the peak learning rate, and what is usual for what the task's parameters say is trained."""
+    """Return the peak learning rate and the usual range for this kind of training."""
     params, optimizer = config.task.params, config.optimizer
     if optimizer.name != "adamw":
         return f"{optimizer.lr:g} at most"
@@ -97,7 +97,7 @@ def describe_rate(config: Config) -> str:
 
 
 def describe_tests(config: Config, device: torch.device) -> str | None:
-    """Say on which hardware the configured degrees were run; None if there is nothing to say."""
+    """Say on which hardware the configured degrees were tested; None if there is nothing to say."""
     if config.parallel.cell.size == 1 or device.type == "cpu":
         return None
     return (

@@ -1,4 +1,4 @@
-"""The two streams of a run's samples: training lanes from a cursor on, and the validation set in file order."""
+"""The two sample streams of a run: training lanes from a cursor on, and the validation set in file order."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from elastic_train.tasks.task import Limited, Matching, Task
 
 
 class Feed:
-    """Builds loaders over the configured datasets; both share the run's lanes.
+    """Builds loaders over the configured data sets; both share the run's lanes.
 
-    `manifests` are those of the training set: one, or those of a mixture's sources.
+    `manifests` has the training set's manifest, or those of a mixture's sources.
     """
 
     def __init__(self, config: Config, task: Task, manifests: Sequence[Manifest]) -> None:
@@ -55,24 +55,24 @@ class Feed:
 
     @property
     def manifests(self) -> Sequence[Manifest]:
-        """Those of the training set or of its sources, and the validation set's."""
+        """Manifests of the training set or its sources, then of the validation set."""
         return [*self._manifests, *([] if self._held_out is None else [self._held_out])]
 
     @property
     def validation_digest(self) -> str | None:
-        """The digest of the validation set's manifest; None without one."""
+        """Digest of the validation set's manifest; None without one."""
         return None if self._held_out is None else self._held_out.digest
 
     def training(
         self, order: RunOrder, lanes: range, cursor: Cursor, num_steps: int, holes: Sequence[Hole] = ()
     ) -> Iterable[Sequence[LaneBatch]]:
-        """Return the steps from a cursor on, without the samples of holes."""
+        """Return the training steps from a cursor on, without samples in `holes`."""
         rules = self._rules(holes, quarantines="unreadable" in self._config.data.quarantine)
         reader = self._training_rows(_most_row_groups(order, lanes), self._config.data.cache_dir)
         return self._loader(reader, order, lanes, cursor, num_steps, rules)
 
     def why_unreadable(self, group: int) -> str:
-        """Read a row group of the training set from its file, past all caches; say why it cannot be, or nothing."""
+        """Read a row group of the training set from its file, bypassing caches; return the error, or ""."""
         try:
             self._training_rows().decode(group)
         except DataError as error:
@@ -80,10 +80,10 @@ class Feed:
         return ""
 
     def try_collate(self, order: RunOrder) -> None:
-        """Collate the run's first micro-batch twice; raise ConfigError where the results cannot be had again.
+        """Collate the run's first micro-batch twice; raise ConfigError if the results differ.
 
-        `collate` runs ahead, in threads or processes of any number, where nothing can seed the global generators for
-        it. What cannot be read is left to the step that needs it.
+        `collate` runs ahead in a varying number of threads or processes, whose global generators cannot be seeded.
+        Unreadable data is left to the step that needs it.
         """
         rules = self._rules(quarantines=True)
         trial = _Trial(self._task)
@@ -101,10 +101,10 @@ class Feed:
             next(iter(loader))
 
     def validation(self, lanes: range) -> Iterable[Sequence[LaneBatch]] | None:
-        """Return one pass over the validation set, None without one; what cannot be read of it ends the run.
+        """Return one pass over the validation set, None without one; unreadable data ends the run.
 
-        Its order has seed 0 and every pass is epoch 0, so a task's `collate` draws the same random numbers each time,
-        in every run.
+        The order has seed 0 and every pass is epoch 0, so a task's `collate` draws the same random numbers in every
+        pass and run.
         """
         if self._held_out is None:
             return None
@@ -114,7 +114,7 @@ class Feed:
         return self._loader(reader, order, lanes, Cursor(), num_steps, self._rules())
 
     def _training_rows(self, max_row_groups: int = 1, cache_dir: str | None = None) -> RowSource:
-        """Return what reads the training set."""
+        """Return a reader of the training set."""
         columns, max_bytes = self._task.columns(), self._config.data.cache_bytes
         readers = [
             Reader(
@@ -160,7 +160,7 @@ class Feed:
 
 
 class _Trial:
-    """A task's `collate`, called twice for the same rows and compared."""
+    """A task's `collate`, called twice on the same rows and compared."""
 
     def __init__(self, task: Task) -> None:
         self._collate, self._takes_draw = task.collate, takes_draw(task.collate)
@@ -188,12 +188,12 @@ _REMEDY = "Add a third parameter `draw` and take random numbers from it (draw.un
 
 
 def _most_row_groups(order: RunOrder, lanes: range) -> int:
-    """Return how many row groups lanes read at a time: of one block each, of two where a step crosses into the next."""
+    """Return the number of row groups that lanes read at a time: one block each, two if a step spans two blocks."""
     return len(lanes) * (2 * order.block_row_groups if order.is_shuffled else 2)
 
 
 def _first_rows(manifest: Manifest, max_samples: int | None) -> Int64s:
-    """Return the row groups' rows, cut after `max_samples` rows."""
+    """Return the rows of each row group, cut after `max_samples` rows."""
     rows = manifest.group_rows
     if max_samples is None or max_samples >= manifest.num_rows:
         return rows

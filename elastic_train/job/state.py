@@ -1,6 +1,6 @@
-"""The applied state: all that an optimizer step changes, one unit that moves from step s to s+1, never between.
+"""The applied state: everything an optimizer step changes, as one unit that moves from step s to s+1.
 
-Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved, restored and handed over together.
+Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved, restored and transferred together.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from elastic_train.job.units.compiled import CompiledBlocks
 from elastic_train.placement.grains import Layout
 
 _RECIPE = "recipe"
-"""The attribute of the scheduler that has the recipe."""
+"""Attribute of the scheduler that stores the recipe."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What is known of a step whose mean gradient is in place; equal on every rank.
+    """Facts about a step whose mean gradient is in place; equal on every rank.
 
-    `cursor` and `account` are those after the step, `coverage` are the step's own sums, `term` is the world's.
-    `buffers` are pairs of a buffer and what the step's forward passes have made of it. `loss` is the lanes' sum;
-    `is_fast` says that the gradient's rounding depends on the world. `sources` are the sums of each of a mixture.
+    `cursor` and `account` are those after the step, `coverage` has the step's own sums, and `term` is the world's.
+    `buffers` pairs each buffer with its value after the step's forward passes. `loss` is the sum over lanes; `is_fast`
+    is True if the gradient's rounding depends on the world. `sources` has the sums of each source of a mixture.
     """
 
     cursor: Cursor
@@ -52,18 +52,17 @@ class StepFacts:
     is_fast: bool = False
     sources: tuple[CoverageSums, ...] = ()
     has_target: bool = True
-    """Whether a sample has a target; else a step without a gradient changes nothing, by decay or momentum either."""
+    """True if any sample has a target; if not, a zero gradient means no update, not even decay or momentum."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainProgress:
-    """How far a state has come: its place in the data, the terms that applied its steps, what it was last worth.
+    """Progress of a state: its position in the data, the terms that applied its steps, and its last validation.
 
-    `fast_steps` and `skipped_steps` are half-open ranges of the steps, counted from 0, whose rounding depended on the
-    world, and those whose update was left out: loss or gradient was not finite, or no sample had a target.
-    `num_nonfinite` counts the newest steps in a row that were not finite. `norm` is that of the last step's gradient,
-    where it is known. `improvement` is what early stopping goes by. `sources` are the coverage sums of each source of a
-    mixture, over the source's own ids.
+    `fast_steps` and `skipped_steps` are half-open ranges of steps, counted from 0: those whose rounding depended on the
+    world, and those without update because loss or gradient was not finite or no sample had a target. `num_nonfinite`
+    is the number of consecutive non-finite steps up to the last one. `norm` is the last step's gradient norm, if known.
+    `improvement` is for early stopping. `sources` has the coverage sums of each source of a mixture, over its own ids.
     """
 
     step: int = 0
@@ -81,18 +80,18 @@ class TrainProgress:
 
     @property
     def term(self) -> int:
-        """The term that applied the last step; 0 before the first."""
+        """Term that applied the last step; 0 before the first."""
         return self.intervals[-1].term if self.intervals else 0
 
     @property
     def is_fast(self) -> bool:
-        """Whether the last step's rounding depended on the world."""
+        """True if the last step's rounding depended on the world."""
         return bool(self.fast_steps) and self.fast_steps[-1][1] == self.step
 
     def advance(
         self, facts: StepFacts, norm: float = 0.0, *, is_finite: bool = True, is_skipped: bool = False
     ) -> TrainProgress:
-        """Return the place one step further."""
+        """Return the progress after one more step."""
         account, total = facts.account, self.coverage + facts.coverage
         if facts.cursor.epoch > self.cursor.epoch:
             account = account.end_epoch(total)
@@ -112,7 +111,7 @@ class TrainProgress:
 
 
 def add_sources(sources: Sequence[CoverageSums], more: Sequence[CoverageSums]) -> tuple[CoverageSums, ...]:
-    """Add to the sums of each source; there are none before the first step."""
+    """Add to the sums of each source; `sources` is empty before the first step."""
     return tuple(mine + own for mine, own in zip(sources or [CoverageSums()] * len(more), more, strict=True))
 
 
@@ -125,7 +124,7 @@ def _with(ranges: Ranges, step: int) -> Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A step whose gradients this rank holds, and what it has measured of them."""
+    """A step whose gradients this rank holds, and its contribution to their norm."""
 
     facts: StepFacts
     measured: Tensor
@@ -133,7 +132,7 @@ class Pending:
 
 @dataclass(slots=True)
 class AppliedState:
-    """Everything that `apply` changes, and the cut of its weights into grains, which nothing changes."""
+    """Everything that `apply` changes, and the layout of the weights in grains, which is constant."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -143,20 +142,20 @@ class AppliedState:
     shards: StateShards
     layout: Layout
     outline: Mapping[str, Sequence[str]]
-    """What tells parameters and parameter groups from another rank's, one line each, by what they are."""
+    """Descriptions of parameters and parameter groups, one line each, for comparison with other ranks."""
     reached: TrainProgress = field(default_factory=TrainProgress)
     pending: Pending | None = None
-    """The step that is neither applied nor dropped, if any: what is left of a world decides."""
+    """Step that is neither applied nor dropped; the next world decides."""
     recipe: Recipe | None = None
-    """What decides its updates, as a commit keeps it."""
+    """Settings that determine the updates, as stored in commits."""
     changes: str | None = None
-    """What has changed of the recipe since the commit that was restored, in words."""
+    """Description of the recipe's changes since the restored commit."""
     compiled: CompiledBlocks | None = None
-    """What of the model is compiled, if anything is to be."""
+    """Compiled blocks of the model, if `compile` is on."""
     pieces: CommitPieces = field(init=False)
-    """What this rank gives to commits."""
+    """This rank's pieces of commits."""
     _first: tuple[dict[str, Any], dict[str, Any]] = field(init=False)
-    """Schedule and scaler as they were built."""
+    """Initial states of scheduler and scaler."""
 
     def __post_init__(self) -> None:
         self.pieces = CommitPieces(self.shards)
@@ -168,7 +167,7 @@ class AppliedState:
 
     @property
     def num_updates(self) -> int:
-        """How many of the applied steps have updated weights."""
+        """Number of applied steps that have updated weights."""
         return self.step - sum(hi - lo for lo, hi in self.reached.skipped_steps) - self.scaler.num_overflows
 
     @property
@@ -184,9 +183,8 @@ class AppliedState:
         return self.reached.coverage
 
     def measure(self) -> Tensor:
-        """Undo the loss's scale in the reduced gradients that are in place; return what they say of their norm.
-
-        Once for each step, before `apply`. It is on the CPU: a device has computed all of the gradients by then.
+        """Unscale the reduced gradients in place and return this rank's contribution to their norm, on the CPU.
+        Call it once per step, before `apply`. The device has finished all gradients when it returns.
         """
         self.scaler.unscale_(self.optimizer)
         return self.shards.measure()
@@ -196,13 +194,13 @@ class AppliedState:
         self.pending = Pending(facts, measured)
 
     def drop_pending(self) -> None:
-        """Let go of a step that nobody has applied."""
+        """Discard a step that no rank has applied."""
         if self.pending is not None:
             self.pending = None
             self.scaler.forget_step()
 
     def begin_again(self) -> None:
-        """Be where the run begins, but for weights and optimizer: what this rank held of another part is of no use."""
+        """Reset progress, schedule and scaler to their initial values; keep weights and optimizer."""
         self.drop_pending()
         self.reached = TrainProgress()
         schedule, scaler = copy.deepcopy(self._first)
@@ -212,13 +210,13 @@ class AppliedState:
             group["lr"] = rate
 
     def apply(self, facts: StepFacts, norm: Tensor) -> None:
-        """Take one optimizer step with the reduced gradients in place, whose norm is `norm`.
+        """Take one optimizer step with the reduced gradients in place; `norm` is their norm.
 
-        Clipping, the scaler's decision and what is finite read reduced values only, so every rank decides alike. A step
-        whose loss or gradient is not finite leaves weights, moments and buffers alone, unless the configuration keeps
-        it; it still counts as applied: its samples are spent. So does one whose fp16 gradients overflowed, which is
-        how a scaler finds its scale, and which counts as finite until the scale is too small to be the cause. A step
-        without target and gradient is left out, too.
+        Clipping, scaling and the finiteness check depend on reduced values only, so all ranks decide equally. A step
+        whose loss or gradient is not finite leaves weights, moments and buffers unchanged, unless the configuration
+        keeps it; it still counts as applied, because its samples are consumed. The same holds for a step whose fp16
+        gradients overflowed, which is how a scaler finds its scale; it counts as finite until the scale is too small to
+        be the cause. A step without target and gradient is skipped, too.
         """
         if self.config.clip_norm is not None:
             self.shards.clip(self.config.clip_norm, norm)
@@ -240,7 +238,7 @@ class AppliedState:
         self.reached = self.reached.advance(facts, float(norm), is_finite=is_finite, is_skipped=is_skipped)
 
     def restore(self, fill: Callable[[State], None], reached: TrainProgress, *, keeps_rates: bool = False) -> None:
-        """Take over what was saved at a place, as `fill` reads it back into what is held; see `StateShards.take`."""
+        """Load saved state, which `fill` reads into the held tensors, and its progress; see `StateShards.take`."""
         vars(self.scheduler).pop(_RECIPE, None)
         self.shards.take(fill, keeps_rates=keeps_rates)
         self.reached = reached
@@ -249,7 +247,7 @@ class AppliedState:
             self.keep_recipe(self.recipe)
 
     def adopt(self, alike: State, reached: TrainProgress) -> Sequence[float] | None:
-        """Take over what all ranks of a column have alike, as one of them gives it; see `Share.take_common`."""
+        """Load the common state that another rank of the column sent; see `Share.take_common`."""
         counts = self.shards.share.take_common(alike)
         self.reached = reached
         if self.recipe is not None:
@@ -257,6 +255,6 @@ class AppliedState:
         return counts
 
     def keep_recipe(self, recipe: Recipe) -> None:
-        """Let commits hold a recipe, with the schedule that it has."""
+        """Store a recipe, with its schedule, in future commits."""
         self.recipe = recipe
         vars(self.scheduler)[_RECIPE] = recipe.to_text()  # torch's scheduler saves its attributes

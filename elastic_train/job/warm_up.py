@@ -1,4 +1,4 @@
-"""Warming up: what a process pays once in its first step, it pays before it enters a world: nobody waits for it."""
+"""Warm-up: do the one-time work of a first step before the process joins a world, where peers would wait."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 FIRST_LOSS = "first loss"
 MOST_TO_REPEAT_S = 1.0
-"""A first pass that takes longer, forward and backward, is not repeated: a start would wait for it."""
+"""Longest first pass (forward and backward), in seconds, that is repeated."""
 
 
 def warm_up(plan: Plan, state: AppliedState, look: Callable[[LaneBatch], None] = lambda _: None) -> None:
-    """Run forward and backward of one micro-batch, and import the metrics; the state stays as it is, bit for bit.
+    """Run forward and backward of one micro-batch, and import the metrics; the state stays bit-identical.
 
-    Opens the data, loads kernels, and starts the autograd engine's threads. Data that cannot be read is left to the
-    step that needs it, which says what to do; but where the model is compiled, which is for the shape of the run's
-    first micro-batch, DataError or StorageError is raised. Without weights nothing is computed. `look` is called with
-    the micro-batch before kernels are chosen.
+    Opens the data, loads kernels, and starts the autograd engine's threads. Unreadable data is left to the step that
+    needs it; but a compiled model needs the run's first micro-batch, so DataError or StorageError is raised. Computes
+    nothing if the model has no weights yet. `look` is called with the micro-batch before kernels are chosen.
     """
     metrics = plan.task.metrics()
     try_metrics(metrics, None)
@@ -79,9 +78,9 @@ def warm_up(plan: Plan, state: AppliedState, look: Callable[[LaneBatch], None] =
 
 
 def choose_attention(plan: Plan, state: AppliedState, batch: LaneBatch) -> None:
-    """Let the fastest kernel that repeats its bits compute the attention of such micro-batches: a GPU may have several.
+    """Choose the fastest attention kernel with reproducible bits for such micro-batches.
 
-    Blocks that are to be compiled run as they are in a pass without gradients.
+    Blocks to be compiled run uncompiled in this pass without gradients.
     """
     if batch.tensors is None:
         return
@@ -92,9 +91,9 @@ def choose_attention(plan: Plan, state: AppliedState, batch: LaneBatch) -> None:
 
 
 class FirstLoss:
-    """The first loss of a process that has not warmed up: where that takes little time, it is computed twice.
+    """The first loss of a process that has not warmed up; computed twice if that is quick.
 
-    A loss has to be the same for the same weights, samples and seeds, or every world and resume has other weights.
+    A loss must be reproducible from weights, samples and seeds, or worlds and resumes would diverge.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, *, tries_metrics: bool) -> None:
@@ -109,7 +108,7 @@ class FirstLoss:
             yield
 
     def check(self, first: LaneLoss, again: Callable[[], LaneLoss]) -> None:
-        """Compute it again, after its backward pass; ConfigError if it differs, or if metrics cannot be computed."""
+        """Compute the loss again after its backward pass; raise ConfigError if it differs, or if metrics fail on it."""
         if time.monotonic() - self._began < MOST_TO_REPEAT_S:
             left = [buffer.clone() for buffer in self._model.buffers()]
             _put(self._model, self._buffers)
@@ -146,7 +145,7 @@ def _put(model: nn.Module, values: Sequence[Tensor]) -> None:
 
 
 def _numbers(task: Task, model: nn.Module) -> dict[str, float]:
-    """Return the numbers among the attributes of a task and of a model's modules, by where they are."""
+    """Return the numeric attributes of a task and of a model's modules, by location."""
     owners = [("the task", task), *((f"module '{name}'", module) for name, module in model.named_modules())]
     return {
         f"attribute '{key}' of {where}": value
@@ -157,7 +156,7 @@ def _numbers(task: Task, model: nn.Module) -> dict[str, float]:
 
 
 def _try_metrics(plan: Plan, metrics: Mapping[str, Metric], loss: LaneLoss) -> None:
-    """Refuse metrics that the first validation could not compute of predictions such as a loss's."""
+    """Refuse metrics that would fail on a validation's predictions, tried on this loss."""
     mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")  # as in a validation
     try:
@@ -169,9 +168,9 @@ def _try_metrics(plan: Plan, metrics: Mapping[str, Metric], loss: LaneLoss) -> N
 
 @contextlib.contextmanager
 def _compiling(state: AppliedState) -> Iterator[None]:
-    """Compile what runs inside, and describe it for comparison with other ranks; if anything is to be compiled.
+    """Compile the code that runs inside, if `compile` is on, and describe it for comparison with other ranks.
 
-    A rank that will hold a part of each matrix computes with such a part.
+    A tensor-parallel rank compiles with its cut matrices.
     """
     if state.compiled is None:
         yield
@@ -182,7 +181,7 @@ def _compiling(state: AppliedState) -> Iterator[None]:
 
 
 def run_once(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> LaneLoss | None:
-    """Run forward and backward of one micro-batch as a step does, outside of any world; nothing without samples."""
+    """Run forward and backward of one micro-batch as a step does, outside any world; does nothing without samples."""
     if batch.tensors is None:
         return None
     loss = _loss_of(plan, model, batch, step)
@@ -200,7 +199,7 @@ def _loss_of(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> LaneL
 
 
 def _loss_alone(plan: Plan, model: nn.Module, tensors: Batch) -> LaneLoss:
-    """Compute a loss without peers: of a part of each row where they compute the rest, as all might not fit."""
+    """Compute a loss without peers; under context parallelism only of part of each row, as whole rows might not fit."""
     parallel = plan.config.parallel
     if parallel.context == 1:
         return plan.task.loss(model, tensors)
@@ -210,7 +209,7 @@ def _loss_alone(plan: Plan, model: nn.Module, tensors: Batch) -> LaneLoss:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Take back what a forward and a backward pass change: buffers, and gradients, each as soon as it is there."""
+    """Undo the changes of forward and backward passes: restore buffers, and drop each gradient at once."""
     kept = [buffer.clone() for buffer in model.buffers()]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(_forget_gradient) for parameter in trained]  # type: ignore[no-untyped-call]

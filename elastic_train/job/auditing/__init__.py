@@ -1,1 +1,1 @@
-"""Audits: lanes that are computed twice, to find ranks that compute wrongly."""
+"""Audits: compute some lanes twice, to find ranks that compute wrongly."""

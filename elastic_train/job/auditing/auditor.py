@@ -1,12 +1,12 @@
-"""Audits: now and then a lane is computed by another replica, too, and both must have the same gradient, bit for bit.
+"""Audits: a second replica recomputes a lane now and then, and both gradients must agree bit for bit.
 
-A device that computes wrongly raises nothing: its lanes' gradients are wrong, and the sum is wrong alike on all ranks.
-A lane's gradient depends on weights, samples and seeds alone, so whoever computes it has the same bits. If two replicas
-have not, all compute the lane once more, and most of them are right. The step is then repeated, not applied.
+A device that computes wrongly raises no error: its lanes' gradients are wrong, and the sum is wrong on every rank. A
+lane's gradient depends only on weights, samples and seeds, so every replica must get the same bits. If two replicas
+disagree, all replicas recompute the lane and the majority decides. The step is then repeated instead of applied.
 
-An owner's gradient is looked at as its backward pass gives it, parameter by parameter, before it is added to anything.
-So is what ranks of its cell have of it that compute other lanes beside it, with some of the experts: an audit is a
-turn, in which they take part.
+The first gradient is checked as the backward pass produces it, per parameter, before it is added to anything. With
+expert parallelism, the gradients that the lane gives to experts on other ranks are checked as well, so these ranks take
+part in an audit.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from elastic_train.parallel.group import Group
 from elastic_train.tasks.task import Batch, LaneLoss
 
 _NOTHING = -1
-"""In place of a checksum: this rank has not computed that."""
+"""Placeholder for a checksum that this rank has not computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrongGradient:
-    """A lane whose gradient some ranks had other than most: how many computations of it were wrong, and of how many.
+    """A lane on which ranks disagree: how many of its computations were wrong, and the ranks that made them.
 
-    Without a majority all are named.
+    Without a majority, all ranks are named.
     """
 
     lane: int
@@ -55,10 +55,10 @@ class WrongGradient:
 
 
 class Auditor:
-    """A rank's part in the audits of one world, in which one lane of `every` is computed twice.
+    """A rank's audits in one world; one lane in `every` is computed twice.
 
-    `group` has all ranks, `cell` those of this one's cell, None where every rank is a replica; `stage` is what this one
-    runs in it.
+    `group` has all ranks, `cell` the ranks of this replica (None if every rank is a replica), and `stage` is the
+    pipeline stage that this rank runs.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class Auditor:
         self._seen: dict[int, list[int]] = {}
 
     def begin(self) -> None:
-        """Choose the next step's lanes."""
+        """Choose the lanes to audit in the next step."""
         self._audits = audits_of(self._state.step, self._every, self._assigned, self._mesh.cell.expert)
         self._seen = {}
 
     @contextlib.contextmanager
     def watching(self, lane: int) -> Iterator[None]:
-        """Look at the gradient that the backward pass inside gives, if the lane is one of those.
+        """Record the gradient of the backward pass inside this context if the lane is audited.
 
-        Each chunk of a stage has a pass of its own.
+        Each chunk of a stage has its own backward pass.
         """
         if (sums := self._sums_of(lane)) is None:
             yield
@@ -98,7 +98,7 @@ class Auditor:
         hooks = [
             one.register_hook(_noting(sums, number))  # type: ignore[no-untyped-call]
             for number, one in enumerate(self._parameters)
-            if id(one) not in self._spread  # whose gradients of other lanes come here, too: `see`
+            if id(one) not in self._spread  # experts also get gradients of other lanes: `see`
         ]
         try:
             yield
@@ -107,18 +107,18 @@ class Auditor:
                 hook.remove()
 
     def see(self, lane: int, leaf: Leaf) -> None:
-        """Look at what a lane has given to this rank's experts, if it is one of those."""
+        """Record the gradient that a lane has given to this rank's experts, if the lane is audited."""
         if (sums := self._sums_of(lane)) is not None:
             look_at(leaf, self._parameters, sums)
 
     def _sums_of(self, lane: int) -> list[int] | None:
-        """Return where the checksums of a lane's gradient are noted, by parameter; None if it is not looked at."""
+        """Return the list for the checksums of a lane's gradient, by parameter; None if the lane is not audited."""
         if all(audit.lane != lane for audit in self._audits):
             return None
         return self._seen.setdefault(lane, [0] * len(self._parameters))
 
     def compare(self, holes: Sequence[Hole]) -> list[WrongGradient]:
-        """Compute again what other owners have computed, and return what differs, alike on all ranks."""
+        """Recompute other ranks' audited lanes and return the lanes that differ; every rank gets the same result."""
         if not self._audits:
             return []
         mesh, num = self._mesh, len(self._audits)
@@ -139,9 +139,9 @@ class Auditor:
         return found
 
     def _settle(self, audit: Audit, holes: Sequence[Hole], rounds: list[dict[int, int]]) -> WrongGradient:
-        """Let all cells compute a lane, and say who had what most of them have not; all ranks call it.
+        """Recompute a lane on all replicas and return the ranks that differ from the majority.
 
-        `rounds` have, by rank, what was computed before.
+        Collective over all ranks. `rounds` has the checksums computed before, by rank.
         """
         lane, size = audit.lane, self._mesh.cell.size
         all_replicas = range(self._mesh.num_replicas)
@@ -153,18 +153,18 @@ class Auditor:
         return WrongGradient(lane, tuple(samples), tuple(sorted(set(wrong))), len(wrong), len(had))
 
     def _compute(self, audit: Audit, holes: Sequence[Hole], replicas: Collection[int]) -> int:
-        """Return the checksum of what this rank has of a lane's gradient, if its replica is one of those that compute.
+        """Return the checksum of this rank's part of a lane's gradient; `_NOTHING` if `replicas` lacks its replica.
 
-        All ranks of the world call it.
+        Collective over all ranks of the world.
         """
         with self._state.shards.computing(replicas):
             return self._compute_here(audit, holes) if self._mesh.replica in replicas else _NOTHING
 
     def _compute_here(self, audit: Audit, holes: Sequence[Hole]) -> int:
-        """Return the checksum of what this rank has of a lane's gradient; all ranks of a cell call it.
+        """Return the checksum of this rank's part of a lane's gradient; collective over the replica.
 
-        Of a cell's crews that of the owner's place computes it, and the others take part with their experts. No state
-        changes.
+        Of a replica's compute groups, the one at the owner's position computes the lane; the others run only their
+        experts. Leaves the state unchanged.
         """
         plan, state, crews = self._plan, self._state, self._mesh.cell.expert
         number, batch = audit.owner % crews, None
@@ -184,9 +184,9 @@ class Auditor:
             return _joined(StagedLane(self._stage, plan, state, key, lane, self._parameters, number).run())
 
     def _sums_of_pass(self, batch: Batch | None, number: int) -> list[int]:
-        """Return the checksums of a lane's gradients; without a batch, of those that others' lane gives here.
+        """Return the checksums of a lane's gradients; without a batch, those of this rank's experts for another lane.
 
-        `number` is that of the crew whose lane it is.
+        `number` is the compute group that runs the lane.
         """
         plan, state, sums = self._plan, self._state, [0] * len(self._parameters)
         with contextlib.ExitStack() as turn:
@@ -205,7 +205,7 @@ class Auditor:
         return sums
 
     def _is_there(self, batch: LaneBatch | None) -> bool:
-        """Say whether a lane has samples that all ranks of a cell can read that are to."""
+        """Return True if every rank of the replica that needs the lane's samples can read them."""
         is_there, cell = batch is None or (batch.tensors is not None and not batch.unreadable), self._cell
         return is_there if cell is None else bool(cell.all_gather(torch.tensor(int(is_there))).all())
 

@@ -1,4 +1,4 @@
-"""Which lanes of a step are computed twice, and by whom, and who is wrong where that differs: pure."""
+"""Choose the lanes of a step to audit and the replicas that recompute them, and find the ranks that differ: pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_train.core.lanes import Assignment
 
 
 class Audit(NamedTuple):
-    """A lane that is computed twice in a step, and by which owners of lanes: the same one where it is alone."""
+    """A lane to compute twice, its owner and the owner that recomputes it (the same one if there is no other)."""
 
     lane: int
     owner: int
@@ -18,10 +18,10 @@ class Audit(NamedTuple):
 
 
 def audits_of(step: int, every: int, assigned: Assignment, num_crews: int = 1) -> list[Audit]:
-    """Return the audits of a step, one for each `every` lanes of all steps: of each lane and pair of replicas in turn.
+    """Return the audits of a step: one for every `every` lanes, cycling through all lanes and all pairs of replicas.
 
-    A step has at most one for each of its lanes. Of the owners in a replica, `num_crews`, the one that is in the same
-    place as the lane's own computes it.
+    A step audits each lane at most once. A replica has `num_crews` owners; the one at the same position as the lane's
+    owner recomputes it.
     """
     num_lanes, num_owners = sum(map(len, assigned)), len(assigned)
     num_replicas = num_owners // num_crews
@@ -37,7 +37,7 @@ def audits_of(step: int, every: int, assigned: Assignment, num_crews: int = 1) -
 
 
 def others(had: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the ranks that had another value than most, once for each; without a majority all of them."""
+    """Return the ranks whose value differs from the majority's, once per wrong value; without a majority, all ranks."""
     counts = Counter(value for _, value in had).most_common(2)
     is_clear = len(counts) < 2 or counts[0][1] > counts[1][1]
     return [rank for rank, value in had if not is_clear or value != counts[0][0]]

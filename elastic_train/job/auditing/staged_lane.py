@@ -1,4 +1,4 @@
-"""One lane through the stages of a cell, whose gradients are looked at and added to nothing."""
+"""Run one lane through the pipeline stages and record its gradients without accumulating them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elastic_train.tasks.task import Batch
 
 
 def look_at(leaf: Leaf, parameters: Sequence[nn.Parameter], sums: list[int]) -> None:
-    """Note the checksums of a lane's gradients of experts, by parameter."""
+    """Record the checksums of a lane's expert gradients, by parameter."""
     for number, one in enumerate(parameters):
         if (gradient := leaf.get(id(one))) is not None:
             sums[number] = checksum(gradient)
@@ -28,10 +28,10 @@ def look_at(leaf: Leaf, parameters: Sequence[nn.Parameter], sums: list[int]) -> 
 
 @dataclass(slots=True)
 class StagedLane(Passes):
-    """The passes of a lane in a stage; all stages of the cell run theirs.
+    """The passes of one lane in a stage; all stages of the replica run theirs.
 
-    `lane` is the key of lanes with micro-batches of such shapes. Without a batch, what the lane of another `crew` gives
-    to this rank's experts.
+    `lane` is the shape key of the micro-batch. Without a batch, run only this rank's experts, for the lane of compute
+    group `crew`.
     """
 
     stage: Stage
@@ -42,14 +42,14 @@ class StagedLane(Passes):
     parameters: Sequence[nn.Parameter]
     crew: int = 0
     sums: list[int] = field(init=False)
-    """The checksum of each parameter's gradient, 0 for what other stages have."""
+    """Checksum of each parameter's gradient; 0 for parameters of other stages."""
     _given: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sums = [0] * len(self.parameters)
 
     def run(self) -> list[int]:
-        """Return the sums, once all passes have run."""
+        """Run all passes and return the checksums."""
         run_program(self.stage.actions(1), self.stage.links, self)
         return self.sums
 
@@ -73,7 +73,7 @@ class StagedLane(Passes):
 
     def _backward(self, one: Pass, made: Tensor, gradient: Tensor | None) -> None:
         given = self._given.pop(one.chunk, None)
-        if not made.requires_grad:  # a first stage of which nothing is trained
+        if not made.requires_grad:  # the first stage has no trained parameters
             return
         anchors = [self.stage.experts[one.chunk].anchor] if self.stage.experts else []
         inputs = [*self.parameters, *anchors, *([] if given is None else [given])]
@@ -86,7 +86,7 @@ class StagedLane(Passes):
 
     @contextlib.contextmanager
     def _seeing_experts(self, one: Pass) -> Iterator[None]:
-        """Look at what the backward pass inside, or another crew's beside it, gives to this rank's experts."""
+        """Record the gradients that the backward pass inside, or another compute group's, gives this rank's experts."""
         with self.stage.passing(one, trains=True):
             yield
         if self.stage.experts:

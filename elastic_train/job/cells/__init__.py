@@ -1,1 +1,1 @@
-"""The applied state of a rank that holds a place in a cell: a part of a replica, of which other cells have copies."""
+"""Model parallelism: the state of a rank in a cell, the group of ranks that together hold one replica."""

@@ -1,7 +1,6 @@
-"""How the ranks of a cell hold a task's model: which of its modules are cut, which are in which stage, and which
-experts are spread.
+"""Plan how the ranks of a cell split a task's model: tensor cuts, pipeline stages and spread experts.
 
-What a task says is checked in full before anything is built on it; a mistake names the module, and what to set instead.
+The task's placements are checked completely before anything is built; an error names the module and the remedy.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from elastic_train.tasks.placements import CUTS, TOKEN_USES, Degrees, Placements
 from elastic_train.tasks.task import Task
 
 DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
-"""Which dimension is cut of a linear layer's weight, (outputs, inputs): its transpose is what has columns and rows."""
+"""Dimension along which a linear layer's weight (outputs, inputs) is cut; columns and rows of its transpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
-    """What tensor ranks do with modules, by full names; the modules of each piece of a pipeline, and those whose
-    experts are spread over ranks; empty if there are none. `dims` says along which dimension cells of any degree cut a
-    parameter.
+    """How a cell splits a model: tensor cuts by module name, the modules of each pipeline piece, and spread experts.
 
-    Of pieces, in the order in which they run, each stage has `num_chunks`: of N stages every N-th.
+    Names are full names. Each field is empty if unused. `dims` gives the dimension along which any degree cuts a
+    parameter. Pieces are in execution order; each of N stages has `num_chunks` of them, every N-th.
     """
 
     tensor: Mapping[str, Use] = field(default_factory=dict)
@@ -40,10 +38,10 @@ class CellPlan:
     num_chunks: int = 1
     experts: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
-    """Of the modules with experts those in blocks that a backward pass computes again."""
+    """Modules with experts that lie in recomputed (checkpointed) blocks."""
     dims: CutDims = field(default_factory=dict)
     shares_tokens: bool = False
-    """Whether tensor ranks have some tokens of each row between the modules that are cut."""
+    """True if tensor ranks split the tokens of each row between cut modules (sequence parallelism)."""
 
     @property
     def num_stages(self) -> int:
@@ -51,7 +49,7 @@ class CellPlan:
 
 
 class _Demand(NamedTuple):
-    """A feature, and what it needs of a task: its methods, and a field of what `placements` returns."""
+    """A feature and what it needs from a task: its methods, and a field of the result of `placements`."""
 
     feature: Feature
     methods: type
@@ -72,8 +70,7 @@ _DEMANDS = (
 
 
 def traits_of(task: Task, parallel: ParallelConfig, placed: Placements | None = None) -> Iterator[Found]:
-    """Yield what some features do not work with in a task: methods that it lacks, or what they have left out of
-    `placed`."""
+    """Yield the reasons why features do not work with a task: missing methods, or fields missing from `placed`."""
     if (parts := parallel.tensor * parallel.expert) > MOST_DEGREE:
         yield Found("more parts than a dimension has", f"{parts} parts, of which a dimension has {MOST_DEGREE}")
     kind = type(task).__name__
@@ -87,19 +84,19 @@ def traits_of(task: Task, parallel: ParallelConfig, placed: Placements | None = 
 
 
 def _replaces_loss(kind: type) -> bool:
-    """Say whether a class has another `loss` than the one that has its `run`."""
+    """Return True if a class overrides `loss` but inherits `run`."""
     return [name for one in kind.__mro__ for name in ("run", "loss") if name in vars(one)][:1] == ["loss"]
 
 
 def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if ranks are to hold parts of a model, and its task cannot say which."""
+    """Raise ConfigError if the model is to be split and its task does not say how."""
     check(parallel.features, traits_of(task, parallel))
 
 
 def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> CellPlan | None:
-    """Return how cells of these degrees hold a task's model; None where every rank holds all of its state.
+    """Return how cells of these degrees split a task's model; None if every rank holds all of it.
 
-    Raises ConfigError, with every reason, if the task does not say, or the model cannot be held so.
+    Raises ConfigError, with every reason, if the task does not say how, or the model cannot be split that way.
     """
     if parallel.cell.size == 1:
         return None
@@ -109,7 +106,7 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     placed = Placements() if degrees == Degrees() else _placements_of(task, model, degrees)
     experts = _experts_of(model, parallel)
     check(parallel.features, [*placed.found, *_traits_of_experts(experts, model, parallel)])
-    check(parallel.features, traits_of(task, parallel, placed))  # no trait of the model explains what it leaves out
+    check(parallel.features, traits_of(task, parallel, placed))  # last, as the model's own traits explain more
     if not parallel.cell.holds_parts and not parallel.has_shares:
         return None
     tensor = placed.tensor if parallel.tensor > 1 else {}
@@ -125,18 +122,19 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
 
 
 def cut_dims_of(task: Task, model: nn.Module) -> CutDims:
-    """Return along which dimension cells of any degree cut each parameter, by all of its names; others stay whole.
+    """Return the dimension along which any degree cuts each parameter, by each of its names; others stay whole.
 
-    It follows from the model alone, so what is measured by grains is the same at every degree.
+    It depends on the model alone, so that measurements per grain are the same at every degree.
     """
     placed = _placements_of(task, model, Degrees(), may_refuse=True) if isinstance(task, Placing) else Placements()
     return dims_of(placed.tensor, model)
 
 
 def _placements_of(task: Task, model: nn.Module, degrees: Degrees, *, may_refuse: bool = False) -> Placements:
-    """Return a task's placements with full names; ConfigError if its code fails, or if it refuses and may not.
+    """Return a task's placements with full names.
 
-    A task that refuses degrees of 1 has a model that no degree can cut.
+    Raises ConfigError if the task's code fails, or if it refuses and `may_refuse` is False. A task that refuses degrees
+    of 1 has a model that cannot be cut.
     """
     assert isinstance(task, Placing), "it was checked"
     call = f"placements(model, {degrees}) of {type(task).__name__}"
@@ -147,7 +145,7 @@ def _placements_of(task: Task, model: nn.Module, degrees: Degrees, *, may_refuse
         if may_refuse:
             return Placements()
         raise
-    except Exception as error:  # a user's own code may raise anything, and is named with it
+    except Exception as error:  # a user's code may raise anything
         raise ConfigError(f"{call} raises {type(error).__name__}: {error}; {must}") from error
     if not isinstance(placed, Placements):
         raise ConfigError(f"{call} returns {placed!r}, which is no Placements; {must}")
@@ -158,7 +156,7 @@ def _placements_of(task: Task, model: nn.Module, degrees: Degrees, *, may_refuse
 
 
 def dims_of(uses: Mapping[str, Use], model: nn.Module) -> CutDims:
-    """Return the same by uses with full names; experts are dealt out whatever these are."""
+    """Return the cut dimensions that uses (by full name) imply; experts are always cut along dimension 0."""
     dims = {id(one): 0 for experts in model.modules() if isinstance(experts, Experts) for one in experts.parameters()}
     for name, use in uses.items():
         dims |= {id(one): dim for one, dim in cut_parameters(model.get_submodule(name), use)}
@@ -167,17 +165,17 @@ def dims_of(uses: Mapping[str, Use], model: nn.Module) -> CutDims:
 
 
 def cut_parameters(layer: nn.Module, use: Use) -> Iterator[tuple[Tensor, int]]:
-    """Yield the parameters of a layer that tensor ranks have a part of each, and the dimension that is cut."""
+    """Yield the parameters of a layer that tensor ranks cut, each with the dimension of the cut."""
     if use in DIMENSIONS and isinstance(layer, nn.Linear):
         yield layer.weight, DIMENSIONS[use]
-        if layer.bias is not None and use == "column":  # that of a row is added once, to the sum
+        if layer.bias is not None and use == "column":  # a row layer's bias is added once, to the sum
             yield layer.bias, 0
 
 
 def _experts_of(model: nn.Module, parallel: ParallelConfig) -> dict[str, Experts]:
-    """Return the modules whose experts are dealt to ranks, by name, in the order in which they run.
+    """Return the modules whose experts are spread over ranks, by name, in execution order.
 
-    To tensor ranks are dealt those of mixtures, which add what each of them has made.
+    Tensor parallelism spreads only those in mixtures, which sum the experts' outputs.
     """
     if parallel.expert == parallel.tensor == 1:
         return {}
@@ -202,7 +200,7 @@ def _traits_of_experts(dealt: Mapping[str, Experts], model: nn.Module, parallel:
 
 
 def _named(patterns: Mapping[str, Use], model: nn.Module) -> Mapping[str, Use]:
-    """Return uses with full names; * stands for one part of a name. Plans of adapters name each of many modules."""
+    """Return uses with full module names; `*` stands for one part of a name."""
     modules, named = dict(model.named_modules()), dict[str, Use]()
     for pattern, use in patterns.items():
         if "*" in pattern:
@@ -214,7 +212,7 @@ def _named(patterns: Mapping[str, Use], model: nn.Module) -> Mapping[str, Use]:
 
 
 def _uneven(uses: Mapping[str, Use], model: nn.Module, degree: int) -> Iterator[Found]:
-    """Yield sizes that a degree does not divide; ConfigError for uses of modules of other kinds."""
+    """Yield sizes that the degree does not divide; raise ConfigError for uses that do not fit the module's class."""
     for name, use in uses.items():
         module = model.get_submodule(name)
         if use == "dropout" and not isinstance(module, nn.Dropout):
@@ -238,7 +236,7 @@ def _traits_of_stages(stages: Sequence[Sequence[str]], model: nn.Module) -> Iter
 
 
 def _mistakes(stages: Sequence[Sequence[str]], model: nn.Module, num_stages: int) -> Iterator[str]:
-    """Yield what is wrong with a task's stages."""
+    """Yield the mistakes in a task's stages."""
     where, modules = "the task's `Placements.stages`", dict(model.named_modules())
     if len(stages) != num_stages:
         yield f"{where} has {len(stages)} stages, not {num_stages}"
@@ -264,7 +262,7 @@ def _mistakes(stages: Sequence[Sequence[str]], model: nn.Module, num_stages: int
 
 
 def _owners(stages: Sequence[Sequence[str]], modules: Mapping[str, nn.Module]) -> dict[int, set[int]]:
-    """Return which stages have which parameter, by its id."""
+    """Return the stages that use each parameter, by the parameter's id."""
     owners: dict[int, set[int]] = {}
     for number, stage in enumerate(stages):
         for name in stage:

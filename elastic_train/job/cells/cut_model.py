@@ -1,9 +1,8 @@
-"""A model of which each place of a cell keeps a part: rows or columns of its matrices, or a stage's modules.
+"""A model of which each rank of a cell keeps a part: rows or columns of its matrices, or a stage's modules.
 
-A task's placements say how each module is shared (`cell_plan`). The parameters stay the same objects, with less in
-them, or nothing, so optimizer and hooks need not know; what the places of a tensor cut exchange (Shoeybi et al. 2019)
-is in hooks around the modules. Parameters that are not cut are whole on every place, and get the same gradient there,
-to the last bit.
+A task's placements say how each module is cut (`cell_plan`). Parameters remain the same objects with fewer elements, or
+none, so optimizer and hooks are unaffected. Hooks around the modules do the exchange between tensor-parallel ranks
+(Shoeybi et al. 2019). Parameters that are not cut are replicated, and their gradients are bit-identical on every rank.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter is cut: along `dim`, of a tensor of `shape`; each place has a span [lo, hi), or none of it.
+    """How a parameter of `shape` is cut along `dim`; each place has a span [lo, hi), possibly empty.
 
-    `whole` says where grains of the whole tensor may not cross; None for one that stays whole wherever it is held. A
-    place stores its part with `dim` first, so it is a run of the tensor's elements in memory order.
+    `whole` gives the boundaries that grains of the whole tensor may not cross; None if it is never cut. A place stores
+    its part with `dim` first, so that it is one run of the whole tensor's elements in memory order.
     """
 
     dim: int
@@ -45,29 +44,29 @@ class Cut:
     whole: shards.Cut | None = None
 
     def part_shape(self, place: int) -> torch.Size:
-        """The shape of the part of a place."""
+        """Return the shape of a place's part."""
         lo, hi = self.spans[place]
         return torch.Size(hi - lo if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     def part(self, place: int) -> Laid:
-        """Return the shape of a place's part, and where its grains may not cross."""
+        """Return the shape of a place's part, and the boundaries that its grains may not cross."""
         lo, hi = self.spans[place]
         return Laid(self.part_shape(place), None if self.whole is None or lo == hi else self.whole.part(lo, hi))
 
     def run(self, place: int) -> Span:
-        """Return which elements of the whole tensor a place has, in memory order."""
+        """Return the range of the whole tensor's elements that a place has, in memory order."""
         row = self.shape.numel() // max(1, self.shape[self.dim])
         lo, hi = self.spans[place]
         return lo * row, hi * row
 
     def part_of(self, whole: Tensor, place: int) -> Tensor:
-        """Return the part of a whole tensor that a place has, in memory of its own."""
+        """Return a copy of a place's part of the whole tensor."""
         lo, hi = self.spans[place]
         part = whole.movedim(self.dim, 0)[lo:hi].clone(memory_format=torch.contiguous_format)
         return part.movedim(0, self.dim)
 
     def in_memory(self, part: Tensor) -> Tensor:
-        """Return the elements of a place's part in memory order, 1-D: a view if that is how it is stored."""
+        """Return the elements of a place's part in memory order, 1-D; a view if the part is stored that way."""
         return in_memory_order(part.detach(), self.whole)
 
     def shaped(self, memory: Tensor, place: int) -> Tensor:
@@ -82,25 +81,25 @@ class Cut:
         return memory.as_strided(shape, shards.strides_of(shape, self.whole))
 
     def first_with(self, place: int) -> int | None:
-        """Return the first place that holds the same part as one; None if that holds nothing."""
+        """Return the first place with the same part as `place`; None if `place` has none."""
         lo, hi = self.spans[place]
         return self.spans.index((lo, hi)) if lo < hi else None
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether a place has some of it, and not all."""
+        """True if some place has a proper part of the tensor."""
         return any(0 < hi - lo < self.shape[self.dim] for lo, hi in self.spans)
 
     @property
     def givers(self) -> list[int]:
-        """The places whose parts make up the whole, in the order of their parts: the first of those with equal ones."""
+        """The places whose parts make up the whole, in order of the parts; of places with equal parts, the first."""
         return [place for place in range(len(self.spans)) if self.first_with(place) == place]
 
 
 def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
-    """Return how parameters are cut, by each name of every one that is; in a pipeline all are.
+    """Return how parameters are cut, by each of their names; in a pipeline every parameter is.
 
-    Raises ConfigError if one is cut along another dimension than the plan says of all degrees.
+    Raises ConfigError if a parameter is cut along another dimension than the plan gives for all degrees.
     """
     along: dict[int, tuple[int, Sequence[Axis]]] = {}
     for name in plan.experts:
@@ -124,7 +123,7 @@ def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
 
 
 def pieces_of(model: nn.Module, plan: CellPlan) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yield the parameters of a pipeline, and the piece that each is in."""
+    """Yield the parameters of a pipeline, each with its piece."""
     for piece, modules in enumerate(plan.pieces):
         for name in modules:
             for one in model.get_submodule(name).parameters():
@@ -132,12 +131,12 @@ def pieces_of(model: nn.Module, plan: CellPlan) -> Iterator[tuple[nn.Parameter, 
 
 
 def chunks_of(model: nn.Module, plan: CellPlan) -> Mapping[int, int]:
-    """Return in which chunk of its stage each parameter is, by its id; nothing without a pipeline."""
+    """Return the chunk of its stage that each parameter is in, by id; empty without a pipeline."""
     return {id(one): piece // plan.num_stages for one, piece in pieces_of(model, plan)}
 
 
 def _spans(shape: Sequence[int], dim: int, axes: Sequence[Axis], stage: int | None, cell: Cell) -> tuple[Span, ...]:
-    """Return which indices of a dimension each place of a cell has: cut along some axes, or all of one stage's."""
+    """Return the index range of a dimension that each place has: cut along some axes, or held whole by one stage."""
     spans = list[Span]()
     for place in range(cell.size):
         number, degree = 0, 1
@@ -151,37 +150,37 @@ def _spans(shape: Sequence[int], dim: int, axes: Sequence[Axis], stage: int | No
 
 
 def all_weights(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return all weights and saved buffers, by all of their names; also frozen weights that commits do not hold."""
+    """Return all weights and saved buffers, by each of their names, including frozen weights that commits omit."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
 
 
 class CutModel:
-    """A model and its cuts; whole, or without memory, until `take_place`."""
+    """A model and its cuts; whole, or on the meta device, until `take_place`."""
 
     def __init__(self, model: nn.Module, plan: CellPlan, cell: Cell, links: CellLinks) -> None:
         self.model, self.plan, self.links = model, plan, links
         self._degree = cell.tensor
         self.place: int | None = None
         self.cell: Group | None = None
-        """All places, by number; `links` are to those that have the other parts of its cut layers."""
+        """All places, by number; `links` reach only the tensor-parallel peers."""
         self.has_weights = all(one.untyped_storage().nbytes() or not one.nbytes for one in model.parameters())
-        """Whether there were any to begin with."""
+        """True if the model had memory for its weights at the start."""
         self._hooks = list[Hook]()
         self._parts = dict[str, Tensor]()
-        """What a place keeps while the model is whole."""
+        """This place's parts, kept while the model is whole."""
         self._spread = _experts_at(plan.experts, model)
         self._mixtures = [one for one in model.modules() if isinstance(one, MixtureOfExperts)] if plan.tensor else []
         self.experts = list(_links_of(plan, model)) if cell.expert > 1 else []
-        """What ranks exchange that have some of the experts each, by chunk of their stage; empty if none are spread."""
+        """Exchanges between ranks with different experts, by chunk of their stage; empty if experts are not spread."""
         self.cuts = cuts_of(model, plan, cell)
-        """By each name of every parameter that is cut."""
+        """Cut of each parameter, by each of its names."""
         self.outline: Mapping[str, Tensor] = {
             name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()
         }
-        """All weights and buffers as they are in a whole model, without memory."""
+        """All weights and buffers with the shapes of the whole model, without memory."""
 
     def take_place(self, place: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """Keep the part of a place, of the weights that are there or of those that come, and begin to exchange."""
+        """Keep only a place's part of the current or the given weights, and install the exchange hooks."""
         assert (self.place is None and self.has_weights) or weights is not None, "a part is not cut again"
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         done: set[int] = set()
@@ -197,7 +196,7 @@ class CutModel:
         self._begin_to_exchange()
 
     def _take_whole(self, name: str, tensor: Tensor, parameter: nn.Parameter | None) -> None:
-        """Take what is not cut, into memory of its own where a parameter has none."""
+        """Copy a tensor that is not cut; allocate memory if the parameter has none."""
         if parameter is not None and parameter.untyped_storage().nbytes() < parameter.nbytes:
             parameter.data = tensor.to(parameter.device, parameter.dtype, copy=True)
         else:
@@ -213,7 +212,7 @@ class CutModel:
             self._hooks = list(hooks_of(self.model, self.plan, self.links))
 
     def become_part(self) -> None:
-        """Go on with what a place kept when the model became whole, if it has, and exchange again."""
+        """Restore the parts kept by `become_whole`, if any, and the exchange hooks."""
         if not self._parts:
             return
         parameters = dict(self.model.named_parameters())
@@ -223,7 +222,7 @@ class CutModel:
         self._begin_to_exchange()
 
     def become_whole(self) -> None:
-        """Make every parameter whole again, and exchange no more; all places of the cell call it."""
+        """Gather every parameter into whole tensors and remove the exchange hooks; collective over the cell."""
         parameters = dict(self.model.named_parameters())
         for name in self.cuts:
             if name in parameters:
@@ -242,9 +241,9 @@ class CutModel:
 
     @contextlib.contextmanager
     def without_peers(self) -> Iterator[None]:
-        """Within this context, before the first place, compute what a tensor rank does, of all stages.
+        """Compute as one tensor rank would, with all stages and without peers, before a place is taken.
 
-        Results are of no use, shapes and weights' strides are those of any world.
+        The results are meaningless; shapes and strides are those of any world.
         """
         if not self.plan.tensor:
             yield
@@ -263,7 +262,7 @@ class CutModel:
                 one.data = weights
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole of a cut parameter, or of another tensor of its shape; all places of the cell call it."""
+        """Return a cut parameter, or another tensor of its shape, as a whole; collective over the cell."""
         cut, group, parts = self.cuts[name], self.known_cell, list[Tensor]()
         for place in cut.givers:
             mine = cut.in_memory(tensor) if place == group.rank else None
@@ -272,7 +271,7 @@ class CutModel:
         return cut.joined(parts)
 
     def by_chunk(self) -> list[list[nn.Parameter]]:
-        """Return the parameters of each chunk of a stage; those of other stages, without elements, are among them."""
+        """Return the parameters of each chunk of a stage, including empty ones of other stages."""
         chunks = chunks_of(self.model, self.plan)
         return [
             [one for one in self.model.parameters() if chunks.get(id(one), 0) == chunk]
@@ -280,23 +279,23 @@ class CutModel:
         ]
 
     def by_spread(self) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
-        """Yield by chunk the parameters that ranks with other experts have, too, and those of the experts."""
+        """Yield, by chunk, the parameters shared by ranks with different experts, and the experts' parameters."""
         spread = self.spread_weights()
         for chunk in self.by_chunk():
             yield [one for one in chunk if id(one) not in spread], [one for one in chunk if id(one) in spread]
 
     def spread_weights(self) -> set[int]:
-        """Return which parameters are experts' that are dealt to ranks, by their ids."""
+        """Return the ids of the parameters of spread experts."""
         return {id(one) for experts in self._spread for one in experts.parameters()}
 
     @property
     def known_cell(self) -> Group:
-        """All places of the present world's cell."""
+        """All places of the current cell."""
         assert self.cell is not None, "no cell has been formed"
         return self.cell
 
     def bind(self, mesh: Mesh, cell: Group) -> None:
-        """Exchange with the ranks of this cell from now on; all of them call it."""
+        """Exchange with the ranks of this cell from now on; collective over the cell."""
         self.cell = cell
         if self.experts:
             group = along_axis(cell, mesh, "expert")
@@ -318,6 +317,6 @@ def _links_of(plan: CellPlan, model: nn.Module) -> Iterator[ExpertLinks]:
 
 
 def along_axis(cell: Group, mesh: Mesh, axis: Axis) -> Group:
-    """Return the ranks of a cell that differ from this one along an axis alone; all of them call it."""
+    """Return the ranks of a cell that differ from this one along one axis only; collective over the cell."""
     places = mesh.cell.along(mesh.place, axis)
     return cell if len(places) == mesh.cell.size else cell.part(f"{axis}-{places[0]}", places)

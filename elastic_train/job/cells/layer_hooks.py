@@ -1,8 +1,8 @@
-"""What is done around the modules of a model that tensor ranks hold together, until it is removed.
+"""Hooks for tensor parallelism, installed around a model's modules and removable.
 
-Column layers share their input, row layers' outputs are added (Shoeybi et al. 2019). Where ranks go on with some tokens
-each, column layers get all tokens' input, and the sum of row layers' outputs is made of each rank's tokens
-(Korthikanti et al. 2022). Each of these functions runs outside of compiled graphs.
+Column layers share their input, and row layers' outputs are summed (Shoeybi et al. 2019). With sequence parallelism,
+column layers all-gather the tokens of their input, and row layers reduce-scatter theirs (Korthikanti et al. 2022).
+These functions run outside compiled graphs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from elastic_train.parallel.cells.sequence_links import GatheredInput, all_token
 
 
 class Hook(Protocol):
-    """Something that is done where a module or a parameter is used."""
+    """An installed hook on a module or a parameter."""
 
     def remove(self) -> None:
-        """Do it no longer."""
+        """Remove the hook."""
 
 
 def hooks_of(model: nn.Module, plan: CellPlan, links: CellLinks) -> Iterator[Hook]:
-    """Begin what a plan has done around modules, and yield it."""
+    """Install a plan's hooks and yield them."""
     columns: dict[str, list[nn.Linear]] = {}
     for name, use in plan.tensor.items():
         module = model.get_submodule(name)
@@ -72,7 +72,7 @@ def _sharing(layers: Sequence[nn.Linear], links: CellLinks) -> Iterator[Hook]:
 
 
 def _gathering(layers: Sequence[nn.Linear], whole: nn.Module | None, links: CellLinks) -> Iterator[Hook]:
-    """Give all tokens to layers, and to the module that they are in where that asks for their number."""
+    """All-gather the tokens for layers, and for the module around them if it reads the number of tokens."""
     once = _GatheredOnce(links, len(layers))
     if whole is not None:
         yield _changing_first(whole, once.begin)
@@ -81,7 +81,7 @@ def _gathering(layers: Sequence[nn.Linear], whole: nn.Module | None, links: Cell
 
 
 def _changing_first(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Hook:
-    """Give a module something else for its first argument, by place or by the name that transformers has for it."""
+    """Change a module's first argument, positional or named `hidden_states` as in transformers."""
 
     @outside_of_graphs
     def before(
@@ -95,7 +95,7 @@ def _changing_first(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Ho
 
 
 class _SharedOnce:
-    """The input of so many layers: where one tensor goes to all of them, the sum of its gradients is exchanged once."""
+    """The input of `num_layers` layers: if all get the same tensor, the sum of its gradients is exchanged once."""
 
     def __init__(self, links: CellLinks, num_layers: int) -> None:
         self._links, self._num_layers = links, num_layers
@@ -109,12 +109,12 @@ class _SharedOnce:
             self._last, self._num_left = (given, shared(given, self._links)), self._num_layers
         found, self._num_left = self._last[1], self._num_left - 1
         if not self._num_left:
-            self._last = None  # holds no activation any longer
+            self._last = None  # release the activation
         return (found, *arguments[1:])
 
 
 class _GatheredOnce:
-    """The same of layers that get all ranks' tokens: these are gathered once, and once more in the backward pass."""
+    """The input of layers that get all ranks' tokens: gathered once in the forward and once in the backward pass."""
 
     def __init__(self, links: CellLinks, num_layers: int) -> None:
         self._links, self._num_layers = links, num_layers
@@ -122,7 +122,7 @@ class _GatheredOnce:
         self._num_left = 0
 
     def begin(self, given: Tensor) -> Tensor:
-        """Return all tokens of an input that the layers will be given."""
+        """Return all tokens of the layers' next input."""
         self._last, self._num_left = GatheredInput(given, self._links), self._num_layers
         return self._last.whole
 
@@ -138,7 +138,7 @@ class _GatheredOnce:
 
 
 class _Replaced:
-    """A module that computes something else."""
+    """A module with a replaced `forward`."""
 
     def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
         self._module = module
@@ -149,7 +149,7 @@ class _Replaced:
 
 
 def _add_up(layer: nn.Linear, links: CellLinks, add: Callable[[Tensor, CellLinks], Tensor], given: Tensor) -> Tensor:
-    """Add up places' products before the bias."""
+    """Sum the ranks' products, then add the bias."""
     total = add(linear(given, layer.weight), links)
     return total if layer.bias is None else total + layer.bias
 

@@ -1,4 +1,4 @@
-"""What a rank runs of its lanes in one world: its stage of the model, when, and who goes on with what it makes."""
+"""The pipeline stage that a rank runs in one world, its schedule, and the ranks before and after it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from elastic_train.tasks.placements import Piece, Running, run_piece
 from elastic_train.tasks.task import Batch, LaneLoss, Task
 
 LossAndWeight = tuple[float, float]
-"""A lane's loss sum and weight."""
+"""Loss sum and weight of a lane."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage `number` of a model, each of whose stages runs some of the modules, in one chunk or in several.
+    """Stage `number` of a model; it runs some of the modules, in one chunk or several.
 
-    A model whose `plan` names no pieces is one stage, which runs all of it at once.
+    If `plan` names no pieces, there is one stage, which runs the whole model.
     """
 
     task: Task
@@ -43,37 +43,37 @@ class Stage:
     kind: Kind = "1f1b"
     links: Links = field(default_factory=NoLinks)
     experts: Sequence[ExpertLinks] = ()
-    """Those to ranks of this stage that have other experts, by chunk, if they are spread."""
+    """Links to ranks of this stage with other experts, by chunk; empty if experts are not spread."""
     context: Context | None = None
-    """This rank's part of rows that several compute together; None where each computes whole rows."""
+    """This rank's part of each row under context parallelism; None if it computes whole rows."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether other stages run the rest of the model."""
+        """True if other stages run the rest of the model."""
         return self.plan.num_stages > 1
 
     def _pipeline(self, num_turns: int, kind: Kind | None = None) -> Pipeline:
         return Pipeline(kind or self.kind, max(1, self.plan.num_stages), num_turns, self.plan.num_chunks)
 
     def actions(self, num_turns: int, kind: Kind | None = None) -> Sequence[Scheduled]:
-        """Return the passes of so many turns, and what is sent between them; by this kind of schedule, or another."""
+        """Return the passes and transfers of `num_turns` micro-batches; `kind` overrides the schedule."""
         return schedule(self._pipeline(num_turns, kind), self.number)
 
     def program(self, num_turns: int) -> Sequence[Action]:
-        """Return what this stage does in a step of so many turns."""
+        """Return this stage's actions in a step of `num_turns` micro-batches."""
         return step_program(self._pipeline(num_turns), self.number, has_experts=bool(self.experts))
 
     def run(self, chunk: int, batch: Batch, given: Tensor | None, *, trains: bool = True) -> Tensor | LaneLoss:
-        """Run the modules of a chunk on a lane's micro-batch and what the piece before has made.
+        """Run a chunk's modules on a micro-batch and the output of the previous piece.
 
-        Ranks that share out rows run their part of them; outside of training, all of it.
+        With context parallelism, compute this rank's part of the rows in training, and whole rows otherwise.
         """
         context = self.context if trains else None
         if not self.is_cut:
             return self.task.loss(self.model, batch) if context is None else context.loss(self.model, batch)
         number = chunk * self.plan.num_stages + self.number
         is_last = number == len(self.plan.pieces) - 1
-        if given is not None:  # with which the state of torch's generators has come, and no other's
+        if given is not None:  # only the state of torch's generators comes with it
             assert isinstance(self.links, StageLinks), "it came over them"
             seed_host_generators(zlib.crc32(self.links.generators.state().numpy().data))
         assert isinstance(self.task, Running), "it was checked"
@@ -81,13 +81,13 @@ class Stage:
         return run_piece(self.task, self.model, batch, Piece(self.plan.pieces[number], given, part, is_last))
 
     def add_up(self, found: Mapping[int, LossAndWeight]) -> Mapping[int, LossAndWeight]:
-        """Return lanes' losses and weights from what this rank and those with other parts of their rows have found."""
+        """Return lanes' losses and weights, summed over the context-parallel ranks."""
         return found if self.context is None else self.context.add_up(found)
 
     def losses(self, batches: Iterable[LaneBatch], device: torch.device) -> Iterator[tuple[LaneBatch, LaneLoss | None]]:
-        """Run forward passes alone; yield each lane's loss on the last stage, and None on the others.
+        """Run forward passes only; yield each lane's loss on the last stage, None on the others.
 
-        Where stages have several chunks, a lane comes by again, and as many as there are stages go round together.
+        With several chunks per stage, lanes are run in groups of as many as there are stages.
         """
         size = 1 if self.plan.num_chunks == 1 else self.plan.num_stages
         left = iter(batches)
@@ -97,9 +97,9 @@ class Stage:
             yield from zip(found, passes.losses, strict=True)
 
     def passing(self, one: Pass, *, trains: bool) -> AbstractContextManager[None]:
-        """Return the context of a pass whose tokens go to experts, wherever these are.
+        """Return the context for a pass whose tokens go to spread experts.
 
-        If none is run in it, this rank takes part in the others' with its experts.
+        If nothing runs in it, this rank still takes part with its experts.
         """
         if not self.experts:
             return nullcontext()
@@ -109,12 +109,12 @@ class Stage:
         return links.forward_pass(one.number, trains=trains)
 
     def _num_together(self, found: Sequence[LaneBatch]) -> int:
-        """Return how many lanes go round together on all ranks of the stage: all keep to one schedule."""
+        """Return the number of lanes to run together, which all ranks of the stage agree on."""
         return self.experts[0].most(len(found)) if self.experts else len(found)
 
 
 class _Forward(Passes):
-    """Forward passes outside of a step."""
+    """Forward passes outside a training step."""
 
     def __init__(self, stage: Stage, batches: Sequence[LaneBatch], device: torch.device) -> None:
         self._stage, self._batches, self._device = stage, batches, device
@@ -142,7 +142,7 @@ class _Forward(Passes):
         return self._stage.run(one.chunk, tensors, given, trains=False)
 
     def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
-        """The schedule has none."""
+        """Do nothing: the schedule has no backward passes."""
 
 
 def stage_of(
@@ -155,7 +155,7 @@ def stage_of(
     experts: Sequence[ExpertLinks] = (),
     context: Context | None = None,
 ) -> Stage:
-    """Return the stage of a rank in its cell."""
+    """Return a rank's stage in its cell."""
     number, stride = mesh.coordinates.stage, mesh.cell.stage_size
     goes_round = plan.num_chunks > 1
     before = (mesh.place - stride) % mesh.cell.size if number or goes_round else None
@@ -165,9 +165,9 @@ def stage_of(
 
 
 def key_of(batch: LaneBatch, *, trains: bool = True) -> Hashable | None:
-    """Return what lanes have in common whose activations have one form; None for one without samples.
+    """Return the key of lanes whose activations have equal shapes; None for a lane without samples.
 
-    In a validation rows are whole, also where they are trained in parts, and routers add nothing to a loss.
+    Validation has its own keys: its rows are whole even under context parallelism, and routers add no loss.
     """
     if batch.tensors is None:
         return None

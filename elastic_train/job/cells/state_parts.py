@@ -1,6 +1,6 @@
-"""The leaves of a state of which a place of a cell holds a part, in terms of the whole tensor, as a commit has them.
+"""Convert between a place's parts of state tensors and the whole tensors that a commit has.
 
-A part is one run of the whole's elements in memory order, so it is read and written where it is held.
+A part is one run of the whole tensor's elements in memory order, so it is read and written in place.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from elastic_train.job.cells.cut_model import Cut
 
 T = TypeVar("T")
 Cuts = Mapping[str, Cut]
-"""How parameters are cut, by all of their names."""
+"""Cuts of parameters, by each of their names."""
 
 
 def cut_at(path: StatePath, leaf: Tensor | Pieces, cuts: Cuts, place: int) -> Cut | None:
     """Return how a leaf of a place's state is cut; None if it is not.
 
-    Moments are as weights are; a count of updates is neither.
+    Moments are cut as their weights are; an update count is not cut.
     """
     cut = cuts.get(weight_of(path) or "")
     return cut if cut is not None and leaf.shape == cut.part_shape(place) else None
 
 
 def with_tensors(tree: T, change: Callable[[StatePath, Any], object], at: StatePath = ()) -> T:
-    """Return a nested state with something else for its tensors, also those in pieces, in containers of its own."""
+    """Return a copy of a nested state with its tensors, also those in pieces, replaced by `change`."""
     if isinstance(tree, Tensor | Pieces):
         return change(at, tree)  # type: ignore[return-value]
     if isinstance(tree, dict):
@@ -42,7 +42,7 @@ def with_tensors(tree: T, change: Callable[[StatePath, Any], object], at: StateP
 
 
 def in_whole(part: Tensor | Pieces, cut: Cut, place: int, written: Sequence[Sequence[Span]] = ()) -> Pieces:
-    """Return a place's part, as a whole or in pieces, as pieces of the whole tensor."""
+    """Return a place's part, a tensor or pieces, as pieces of the whole tensor."""
     start, end = cut.run(place)
     if isinstance(part, Pieces):
         held = {(lo + start, hi + start): memory for (lo, hi), memory in part.held.items()}
@@ -52,9 +52,9 @@ def in_whole(part: Tensor | Pieces, cut: Cut, place: int, written: Sequence[Sequ
 
 
 def written_by_turns(cut: Cut, places: Sequence[int], turn: int) -> list[list[Span]]:
-    """Return which run of a tensor each writer writes, if places hold their parts of it as a whole.
+    """Return the run of a tensor that each writer writes, if places hold their parts unsharded.
 
-    `places` are those of the writers, of which some hold each part; the `turn`-th tensor's are written by turns.
+    `places` are the writers' places. Writers with equal parts take turns: `turn` is the tensor's number.
     """
     written: list[list[Span]] = [[] for _ in places]
     for giver in cut.givers:
@@ -66,10 +66,10 @@ def written_by_turns(cut: Cut, places: Sequence[int], turn: int) -> list[list[Sp
 def written_spans(
     spans: Sequence[Sequence[Sequence[Span]]], cut: Cut | None, cell: Cell, writers: Sequence[int]
 ) -> list[list[Span]]:
-    """Return which spans of a whole tensor each writer writes, by what each rank of every column speaks for.
+    """Return the spans of a whole tensor that each writer writes, from the spans that each rank of every column owns.
 
-    `spans` has those of each part, by part and by the ranks of its column; `writers` are ranks of a world of such
-    cells. Of a tensor's part that several columns hold alike the first one's ranks write it.
+    `spans` is indexed by model part, then by rank in its column; `writers` are ranks of the world. If several columns
+    hold the same part of the tensor, the first column's ranks write it.
     """
     starts = {0: 0} if cut is None else {cell.part_of(place): cut.run(place)[0] for place in cut.givers}
 
@@ -81,7 +81,7 @@ def written_spans(
 
 
 def filled_parts(tree: State, fill: Callable[[State], None], cuts: Cuts, place: int) -> State:
-    """Fill a tree of a place's state, as wholes of its parts or in pieces of them, from a commit; return it filled."""
+    """Fill a place's state, tensors or pieces, from a commit through `fill`, and return it."""
 
     def wanted(path: StatePath, leaf: Tensor | Pieces) -> Tensor | Pieces:
         cut = cut_at(path, leaf, cuts, place)

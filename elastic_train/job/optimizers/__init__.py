@@ -1,1 +1,1 @@
-"""How weights are updated: the optimizer, its learning rate over the steps, and the average of the weights."""
+"""Weight updates: the optimizer, its learning-rate schedule, and the moving average of the weights."""

@@ -1,8 +1,8 @@
-"""An average of the weights over the steps: one moment more, which is saved, cut and handed over as an optimizer's are.
+"""Exponential moving average of the weights, kept as one more optimizer moment, which is saved and sharded like others.
 
-It is the exponential moving average, debiased as Adam's moments are (Kingma & Ba, 2015, section 3): after step t the
-weights of step i count for decay^(t - i), and those before the first step not at all. A step whose update is left out
-leaves it alone. It is updated element by element, so that no cut shows in it.
+It is debiased as Adam's moments are (Kingma & Ba, 2015, section 3): after step t the weights of step i count for
+decay^(t - i), and the initial weights not at all. Skipped updates do not change it. The update is elementwise, so it
+does not depend on how tensors are cut.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from elastic_train.checkpoint.format.layout import AVERAGE
 def keep_average(optimizer: Optimizer, decay: float, num_updates: Callable[[], int]) -> None:
     """Update the average of every parameter after each of the optimizer's steps.
 
-    `num_updates` is how many of the run's steps have updated weights before the one that does: steps that left out
-    their update do not count, or the first weights would be in the average. A parameter that has
-    no average yet begins with its weights before the step, as a share of one does.
+    `num_updates` returns the number of updates before the current one; skipped steps do not count, or the initial
+    weights would enter the average. A parameter without an average, e.g. of a new shard, starts from its weights before
+    the step.
     """
     begun: dict[Tensor, Tensor] = {}
 
     def begin(one: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Keep the weights aside: torch's optimizers prepare the state of a parameter that has none at all."""
+        """Set the weights aside: torch's optimizers initialize a parameter's state only if it is empty."""
         begun.update((each, each.detach().clone()) for each in _trained(one) if AVERAGE not in one.state.get(each, {}))
 
     def update(one: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -46,6 +46,6 @@ def _trained(optimizer: Optimizer) -> list[Tensor]:
 
 @torch.no_grad()
 def _update(optimizer: Optimizer, share: float) -> None:
-    """Move every average to the weights by a share of the way."""
+    """Move every average towards the weights by the fraction `share`."""
     if trained := _trained(optimizer):
         torch._foreach_lerp_([optimizer.state[one][AVERAGE] for one in trained], trained, share)

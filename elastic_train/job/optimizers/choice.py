@@ -1,4 +1,4 @@
-"""Which optimizer a configuration names, and with what it is made: found once, or refused before training."""
+"""Find the configured optimizer and its options, and refuse invalid ones before training."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ from elastic_train.system.wording import did_you_mean, nearest
 SettingsOf = Callable[[nn.Parameter], Mapping[str, object]]
 _NAMED = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon"}
 _FUSED = ("adamw", "sgd", "muon")
-"""Those whose update, or AdamW's part of it, is one kernel where torch has one. On CPUs it is not used unasked: where a
-tensor is cut shows in its bits."""
+"""Optimizers with a fused update (AdamW's part of Muon, too). Not the default on CPUs, where cuts change its bits."""
 ADAMW_NAMES = "adamw_names"
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """How the optimizer of a run is made; `kind` is the class that the options are those of."""
+    """How to make the optimizer of a run; `kind` is the class that takes the options."""
 
     kind: type[Optimizer]
     make: MakeOptimizer
     adamw_names: tuple[str, ...] | None = None
-    """Patterns of what Muon leaves to AdamW; None where another optimizer updates everything."""
+    """Patterns of the parameters that Muon leaves to AdamW; None for other optimizers."""
 
     def tried(self) -> Optimizer:
-        """Return the optimizer of a small matrix."""
+        """Return the optimizer of a small matrix, as a test."""
         return self.make([{"params": [nn.Parameter(torch.zeros(2, 2))], "use_muon": self.adamw_names is not None}])
 
     def rehearse(self, name: str, device: torch.device | str, *, by_columns: bool = False) -> None:
-        """Raise ConfigError for an optimizer that cannot train or be resumed, tried on a few small parameters.
+        """Raise ConfigError if the optimizer cannot train or be resumed, tried on a few small parameters.
 
-        With `by_columns` matrices stand in memory column by column, as those do of which ranks can have columns.
+        With `by_columns`, matrices are stored column-major, as those cut by columns are.
         """
         shapes: list[list[tuple[int, ...]]] = [[(6, 4), (4,)], [(5,)]]
         settings: list[dict[str, Any]] = [{}, {"weight_decay": 0.0}]
@@ -53,11 +52,11 @@ class OptimizerChoice:
             shapes, settings = [[(6, 4)], [(4,), (5, 2)]], [{"use_muon": True}, {"use_muon": False}]
         try:
             rehearse(name, self.make, settings, shapes, device, by_columns=by_columns)
-        except (ValueError, TypeError, RuntimeError, AssertionError):  # it takes matrices alone, or one group
+        except (ValueError, TypeError, RuntimeError, AssertionError):  # it takes only matrices, or only one group
             rehearse(name, self.make, [{}], [[(6, 4)]], device, by_columns=by_columns)
 
     def settings_of(self, model: nn.Module) -> SettingsOf:
-        """Return what a parameter's group must say of it beside rate and decay."""
+        """Return a function from a parameter to its group's settings, besides learning rate and weight decay."""
         if self.adamw_names is None:
             return lambda parameter: {}
         chosen = muons_parameters(model, self.adamw_names)
@@ -65,9 +64,9 @@ class OptimizerChoice:
 
 
 def choose(config: OptimizerConfig, device: str = "cpu", *, is_fp16: bool = False) -> OptimizerChoice:
-    """Return the optimizer that a configuration names, tried on a parameter.
+    """Return the configured optimizer, tried on a small parameter.
 
-    Raises ConfigError if there is none, if it has no such option, or refuses its value.
+    Raises ConfigError if there is no such optimizer or option, or it refuses a value.
     """
     kind = _kind_of(config.name)
     options = dict(config.options)
@@ -82,7 +81,7 @@ def choose(config: OptimizerConfig, device: str = "cpu", *, is_fp16: bool = Fals
         OptimizerChoice(kind, make, names).tried()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optimizer.options: '{config.name}' refuses them: {error}") from error
-    # A fused update of a scaled gradient leaves out the step by itself, unseen by what follows it.
+    # A fused update of a scaled gradient skips steps by itself, unseen by later code.
     if config.name in _FUSED and device == "cuda" and not is_fp16:
         fused = _maker(config, kind, options, {"fused": True})
         make = fused if shows_no_cut(fused, {"use_muon": False}, device) else make

@@ -1,7 +1,7 @@
-"""Whether it shows in an update's bits where tensors are cut: found by trying it.
+"""Test by trial if the bits of an optimizer's update depend on how tensors are cut.
 
-A kernel may round the last elements of a tensor otherwise than the others, which it computes by the vector; torch's
-fused updates on CPUs do, in three of a thousand of them. Then a tensor that is cut elsewhere has other bits.
+A kernel may round the last elements of a tensor differently from those it computes in vectors: torch's fused updates on
+CPUs do, for three in a thousand of them. Cutting a tensor elsewhere then changes its bits.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer]
 _SHORT, _NUM_SHORT, _STEPS = 15, 137, 2
-"""Elements of a part that is all end, and how many there are: enough that one of thousands that differs is seen."""
+"""Elements of a part too short for a vector, and number of parts: enough to see one difference in thousands."""
 
 
 def shows_no_cut(make: MakeOptimizer, settings: Mapping[str, Any], device: torch.device | str | None = None) -> bool:
-    """Say whether a few updates of one parameter have the bits of those of its parts, each of a few elements."""
+    """Return True if updates of one parameter have the same bits as updates of its small parts."""
     generator = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(1 + _STEPS, _NUM_SHORT * _SHORT, generator=generator).to(device)
     whole = _updated(make, settings, [values], [[gradient] for gradient in gradients])

@@ -1,4 +1,4 @@
-"""What a configuration names by a dotted path: imported, or refused with the key that names it."""
+"""Import objects that a configuration names by a dotted path; an error names the key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from elastic_train.errors import ConfigError
 
 
 def import_named(key: str, path: str) -> object:
-    """Return what `module:name`, the value of a key, stands for; raise ConfigError if it cannot be imported."""
+    """Return the object named by `module:name`, the value of `key`.
+
+    Raises ConfigError if it cannot be imported.
+    """
     module, _, name = path.partition(":")
     try:
         found: object = getattr(importlib.import_module(module), name)

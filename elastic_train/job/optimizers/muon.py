@@ -1,8 +1,8 @@
-"""Muon for hidden matrices and AdamW for all else, as one optimizer with one state, which saves and restores as any.
+"""Muon for hidden matrices and AdamW for all other parameters, as one optimizer with one state.
 
-Muon orthogonalises a matrix's momentum (Jordan et al., 2024). Its authors leave embeddings, the head and what is no
-matrix to AdamW; a parameter group with `use_muon` is Muon's here, as in their code. Both work on this optimizer's own
-groups and state, so that nothing is there twice.
+Muon orthogonalises a matrix's momentum (Jordan et al., 2024). As in its authors' code, parameter groups with `use_muon`
+use Muon, and embeddings, the head and non-matrices use AdamW. Both work on this optimizer's groups and state, so that
+nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Groups = Sequence[dict[str, Any]]
 
 
 class MuonWithAdamW(Optimizer):
-    """One optimizer of two; every parameter group says which one's it is, `use_muon`.
+    """Muon and AdamW in one optimizer; each parameter group's `use_muon` chooses.
 
-    `adamw` and `muon` are their own keyword arguments. An update of Muon's is scaled to the size of AdamW's unless
-    `muon` says otherwise, so that one learning rate and one decay suit both.
+    `adamw` and `muon` are their own keyword arguments. Muon's updates are scaled to the size of AdamW's unless `muon`
+    says otherwise, so that one learning rate and one weight decay suit both.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class MuonWithAdamW(Optimizer):
             self._parts[True] = torch.optim.Muon(parts[True], **both, **{"adjust_lr_fn": "match_rms_adamw", **muon})
         if parts[False]:
             self._parts[False] = AdamW(parts[False], **both, **adamw)
-        super().__init__(groups, {})  # the parts have given these very groups their settings
+        super().__init__(groups, {})  # the parts have already filled in these groups' settings
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all groups, in which gradients are in place."""
+        """Update all groups from their gradients."""
         assert closure is None, "gradients are in place"
-        for is_muon, part in self._parts.items():  # a restored state is in other groups
+        for is_muon, part in self._parts.items():  # restoring a state replaces the groups
             part.param_groups = [group for group in self.param_groups if group["use_muon"] is is_muon]
             part.state = self.state
             part.step()

@@ -1,11 +1,11 @@
-"""Everything that an optimizer keeps from step to step, wherever it keeps it, as one tree that is saved and restored.
+"""Save and restore everything an optimizer keeps between steps, wherever it keeps it, as one tree.
 
-Torch's own optimizers keep tensors for each parameter. Others count in their parameter groups, in attributes, under a
-key that is no parameter, in lists, or hold another optimizer. What of that differs from what the optimizer was built
-with is state; what does not is a setting, which a changed configuration may change. So state is found by comparison, at
-each save. What cannot be saved is refused with its place.
+Torch's optimizers keep tensors per parameter. Others keep counts in parameter groups or attributes, state under keys
+that are not parameters, lists, or another optimizer. Values that differ from those at construction are state; the
+others are settings, which a changed configuration may change. State is therefore found by comparison at each save. A
+value that cannot be saved is refused by name.
 
-Nothing is found out by a step of the optimizer itself, which would change what is outside of its parameters' state.
+The optimizer is never stepped to find its state: a step could have side effects.
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.value_text import Reader, Writer, Written
 
 OWN, TEXT, TENSORS = "own", "text", "tensors"
-"""Where a saved optimizer has what it keeps outside of its parameters' state: JSON, and the tensors that it names."""
+"""Keys of the saved values outside parameters' state: JSON text, and the tensors that it names."""
 _SCHEDULED = frozenset({"params", "lr", "initial_lr"})
-"""Of a group: what the model and the schedule give it."""
+"""Keys of a group that the model and the schedule set."""
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _TORCHS = frozenset(vars(SGD([nn.Parameter(torch.zeros(1))], lr=0.1))) - {"defaults", *_HOOKS} | {
     *("step", "_opt_called", "grad_scale", "found_inf"),
 }
-"""Attributes that every optimizer has and none steps by, and those that torch's schedulers and scalers give it."""
+"""Attributes of every optimizer that are not state, and those that torch's schedulers and scalers add."""
 
 Names = Mapping[int, str]
-"""Of parameters, by their ids."""
+"""Parameter names, by id."""
 Place = str
-"""Where a value is, as JSON: ["attribute", optimizer, name], ["group", optimizer, group, key], ["parameter", optimizer,
-parameter, attribute], or ["state", optimizer, key, name]; of a key that is no parameter's, without a name."""
+"""Location of a value, as JSON.
+
+["attribute", optimizer, name], ["group", optimizer, group, key], ["parameter", optimizer, parameter, attribute], or
+["state", optimizer, key, name]; without name if the key is not a parameter.
+"""
 
 
 class _Value(NamedTuple):
-    """A value as JSON, the types of what in it cannot be saved, and the names of its tensors."""
+    """A value as JSON, the types in it that cannot be saved, and the names of its tensors."""
 
     written: Written
     opaque: list[str]
@@ -52,7 +55,7 @@ class _Value(NamedTuple):
 
 
 class OptimizerMemory:
-    """What an optimizer keeps, by comparison with what it was built with; made before its first step."""
+    """An optimizer's state, found by comparison with its values at construction; made before its first step."""
 
     def __init__(self, optimizer: Optimizer, names: Names) -> None:
         self._optimizer = optimizer
@@ -60,7 +63,7 @@ class OptimizerMemory:
         self._built = dict(self._values(Writer(lambda: self._known(names))))
 
     def tree(self, names: Names) -> State:
-        """Return the state as a commit has it: of each parameter, the groups, and all else if there is anything."""
+        """Return the state as a commit has it: per parameter, the groups, and other state if there is any."""
         parameters = {id(one): one for group in self._optimizer.param_groups for one in group["params"]}
         kept = {names[key]: self._optimizer.state[one] for key, one in parameters.items() if self._has_state(one)}
         plain = {name: {key: one for key, one in values.items() if _is_plain(one)} for name, values in kept.items()}
@@ -75,9 +78,9 @@ class OptimizerMemory:
         return parameter in self._optimizer.state
 
     def own(self, names: Names) -> State:
-        """Return what is kept outside of parameters' state and differs from what it was; empty if nothing does.
+        """Return changed values outside parameters' state; empty if there are none.
 
-        Raises ConfigError if it cannot be saved.
+        Raises ConfigError if a value cannot be saved.
         """
         writer = Writer(lambda: self._known(names))
         found = {place: one for place, one in self._values(writer) if one.tensors or one.text != self._text_at(place)}
@@ -96,7 +99,7 @@ class OptimizerMemory:
         return {TEXT: json.dumps(written), **({TENSORS: tensors} if tensors else {})}
 
     def opaque_attributes(self) -> list[str]:
-        """Return the attributes that hold what cannot be saved, such as functions."""
+        """Return the attributes whose values cannot be saved, such as functions."""
         places = [(json.loads(place), one) for place, one in self._built.items() if one.opaque]
         return [str(place[2]) for place, _ in places if place[0] == "attribute"]
 
@@ -105,7 +108,7 @@ class OptimizerMemory:
         return None if built is None else built.text
 
     def take_own(self, own: Mapping[str, Any], names: Names) -> None:
-        """Load what `own` returned; attributes that it lacks keep their initial values."""
+        """Load the result of `own`; attributes that it lacks get their initial values."""
         saved: dict[Place, Written] = dict(json.loads(own[TEXT])) if own else {}
         now = dict(self._values(Writer(lambda: self._known(names))))
         reader = Reader(own.get(TENSORS, {}), self._device(), self._reader_of(names))
@@ -119,9 +122,9 @@ class OptimizerMemory:
             self._put(json.loads(place), reader.read(written), names)
 
     def take_state(self, saved: Mapping[str, Mapping[str, Any]], names: Names) -> None:
-        """Take the tensors of parameters; one of which nothing is saved has none, and begins as at its first step.
+        """Load parameters' tensors; a parameter without saved state starts as before its first step.
 
-        Their types stay as they are: torch's own loading gives what is kept of a 16-bit parameter its type.
+        Keeps the saved dtypes: torch's own loading would cast a 16-bit parameter's state to 16 bits.
         """
         state = self._optimizer.state
         for group in self._optimizer.param_groups:
@@ -131,7 +134,7 @@ class OptimizerMemory:
                     state[one] = {key: _placed(key, value, one, group) for key, value in kept.items()}
 
     def _values(self, writer: Writer) -> Iterator[tuple[Place, _Value]]:
-        """Yield each value outside of parameters' plain state."""
+        """Yield each value outside parameters' plain state."""
         for place, value in self._found(writer):
             writer.opaque, writer.used = [], set()
             yield json.dumps(place), _Value(writer.write(value), writer.opaque, writer.used)
@@ -166,7 +169,7 @@ class OptimizerMemory:
                         yield ["state", number, writer.write(key), name], value
 
     def _known(self, names: Names) -> dict[int, Written]:
-        """Return what is not written by value: optimizers, parameters, and the tensors of their state."""
+        """Return the objects that are written by reference: optimizers, parameters, and the tensors of their state."""
         known: dict[int, Written] = {id(one): ["optimizer", number] for number, one in enumerate(self._all)}
         for group in self._optimizer.param_groups:
             for one in group["params"]:
@@ -234,22 +237,22 @@ class OptimizerMemory:
 
 
 def names_of(model: nn.Module) -> Names:
-    """Return the names of a model's parameters, by their ids."""
+    """Return the names of a model's parameters, by id."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's settings as a commit stores them: all entries but its parameters."""
+    """Return a group's settings as a commit stores them: all entries except its parameters."""
     return {key: value for key, value in group.items() if key != "params" and _is_setting(value)}
 
 
 def places_of(own: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the places of what `OptimizerMemory.own` has given."""
+    """Return the locations of the values in a result of `OptimizerMemory.own`."""
     return [json.loads(place) for place, _ in json.loads(own[TEXT])] if own else []
 
 
 def _shown(place: Place) -> str:
-    """Say where a value is."""
+    """Describe a value's location."""
     kind, _, *keys = json.loads(place)
     if kind == "attribute":
         return f"its attribute '{keys[0]}'"
@@ -259,19 +262,19 @@ def _shown(place: Place) -> str:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's attributes, in its namespace and in slots."""
+    """Return an optimizer's attributes, from its namespace and its slots."""
     slots = [name for kind in type(optimizer).__mro__ for name in vars(kind).get("__slots__", ())]
     return {**vars(optimizer), **{name: getattr(optimizer, name) for name in slots if hasattr(optimizer, name)}}
 
 
 def _hooks(hooks: Mapping[int, Any]) -> list[Any]:
-    """Return the functions that an optimizer's own code has called around its steps."""
+    """Return the step hooks that the optimizer's own code installed."""
     ours = __name__.partition(".")[0]
     return [one for one in hooks.values() if not str(getattr(one, "__module__", "")).startswith(f"{ours}.")]
 
 
 def _with_inner(optimizer: Optimizer, seen: list[Optimizer]) -> Iterator[Optimizer]:
-    """Yield an optimizer, and those that it holds in attributes or in containers of these."""
+    """Yield an optimizer and the optimizers in its attributes, also within containers."""
     if any(one is optimizer for one in seen):
         return
     seen.append(optimizer)
@@ -294,7 +297,7 @@ def _optimizers_in(value: object) -> Iterator[Optimizer]:
 
 
 def _is_plain(value: object) -> bool:
-    """Say whether a commit holds a value of a parameter's state by its name."""
+    """Return True if a commit stores a value of a parameter's state by name."""
     return value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str)
 
 
@@ -305,9 +308,9 @@ def _is_setting(value: object) -> bool:
 
 
 def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """Return a saved value on the device where torch keeps it: counts of updates on the CPU unless kernels count.
+    """Return a saved value on the device where torch keeps it: update counts on the CPU unless the kernels count.
 
-    What has an element for each of the parameter's has its strides: kernels for many tensors ask for that.
+    A tensor of the parameter's shape gets its strides, as multi-tensor kernels require.
     """
     if not isinstance(value, Tensor):
         return value

@@ -1,4 +1,4 @@
-"""From a task's parameter groups to the optimizer's, and from a saved optimizer's groups to those of today."""
+"""Build optimizer groups from a task's parameter groups; map a saved optimizer's groups to the current ones."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ def build_groups(
 ) -> list[dict[str, Any]]:
     """Freeze the parameters that a task wants frozen, and return the optimizer's groups for all others.
 
-    The parameters that no group names come first, with the configured rate and decay; a group without parameters is
-    left out. Norms and biases have no decay, unless the configuration or their group has one for them; where they need
-    a group of their own for it, or where `settings_of` a parameter differ, a group is split. Within a group parameters
-    are in the model's order, whatever the order of the names. Raises ConfigError with every mistake, before anything is
-    frozen.
+    Parameters in no group come first, with the configured rate and decay; a group without parameters is omitted. Norms
+    and biases have no decay unless the configuration or their group sets one. A group is split where members differ in
+    decay or in `settings_of`. Within a group, parameters are in the model's order. Raises ConfigError with every
+    mistake, before anything is frozen.
     """
     known = dict(model.named_parameters(remove_duplicate=False))
     if mistakes := list(_mistakes(groups, known)):
@@ -65,7 +64,7 @@ def build_groups(
 def _split(
     parameters: Sequence[nn.Parameter], settings: Mapping[str, object], without: Set[int], settings_of: SettingsOf
 ) -> list[dict[str, Any]]:
-    """Return groups of parameters of equal settings; those in `without` have no decay."""
+    """Return groups of parameters with equal settings; those in `without` have no decay."""
     parts: dict[tuple[tuple[str, object], ...], list[nn.Parameter]] = {}
     for parameter in parameters:
         undecayed = {"weight_decay": 0.0} if id(parameter) in without else {}
@@ -79,7 +78,7 @@ def _members(model: nn.Module, wanted: set[int]) -> list[nn.Parameter]:
 
 
 def _mistakes(groups: Sequence[ParameterGroup], known: Mapping[str, nn.Parameter]) -> Iterator[str]:
-    """Yield what is wrong with a task's groups; `known` has every name of every parameter, tied ones included."""
+    """Yield the mistakes in a task's groups; `known` has every name of every parameter, tied ones included."""
     owners: dict[int, tuple[int, str]] = {}
     for number, group in enumerate(groups):
         where = f"the task's parameter_groups, group {number}"
@@ -106,7 +105,7 @@ def _wrong_values(where: str, group: ParameterGroup) -> Iterator[str]:
 
 
 def describe_groups(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return one line for each of the optimizer's groups; equal lines mean equal parameters, rates and decays."""
+    """Return one line per optimizer group; equal lines mean equal parameters, rates and decays."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
         _describe([names[id(parameter)] for parameter in group["params"]], group) for group in optimizer.param_groups
@@ -122,9 +121,9 @@ def _describe(names: Sequence[str], group: Mapping[str, Any]) -> str:
 
 
 class FirstStates:
-    """What an optimizer keeps of a parameter before and after its first step, found by one of its kind.
+    """An optimizer's state for a parameter before and after its first step, found with a second instance.
 
-    With `keeps_average` that includes the average of the weights.
+    With `keeps_average` it includes the average of the weights.
     """
 
     def __init__(self, optimizer: Optimizer, make: MakeOptimizer, *, keeps_average: bool) -> None:
@@ -132,14 +131,14 @@ class FirstStates:
         self._known: dict[object, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
 
     def of(self, number: int, parameter: Tensor) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return what `look` does; the tensors are the caller's: those of two parameters must not be one."""
+        """Return a copy of the result of `look`, so that no two parameters share a tensor."""
         begun, after = copy.deepcopy(self.look(number, parameter))
         return begun, after
 
     def look(self, number: int, parameter: Tensor) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the state of a parameter of a group, by number, before and after a first step without gradient.
+        """Return a parameter's state before and after a first step with zero gradient; `number` is its group.
 
-        All parameters of one kind share it, so it is only looked at.
+        Read-only: all parameters of one shape and type share the result.
         """
         kind = (number, parameter.shape, parameter.dtype, parameter.device)
         if kind not in self._known:
@@ -156,7 +155,7 @@ class FirstStates:
         return self._known[kind]
 
     def forget(self) -> None:
-        """Free the memory of what was found."""
+        """Free the memory of the cached states."""
         self._known.clear()
 
 
@@ -165,10 +164,10 @@ def regroup(
 ) -> Mapping[str, Mapping[str, Any]]:
     """Return a saved optimizer's state by the names of this optimizer's parameters.
 
-    A parameter keeps its saved moments whichever group it was in. The moments of one that is no longer trained are
-    dropped; one that was not trained before has none, as at a run's first step. An average that was not kept before
-    begins with the weights, which must be in place. Raises ConfigError if another optimizer's moments were saved, or
-    values that the optimizer keeps in groups that are no longer there.
+    A parameter keeps its saved moments even if its group has changed. Moments of parameters that are no longer trained
+    are dropped; newly trained parameters have none, as before a first step. A new average starts from the weights,
+    which must be in place. Raises ConfigError for another optimizer's moments, or for values kept per group if the
+    groups have changed.
     """
     before = _names_in(saved["param_groups"])
     now = [[names[id(one)] for one in group["params"]] for group in optimizer.param_groups]
@@ -207,7 +206,7 @@ def regroup(
 
 
 def _settings(group: Mapping[str, Any], counted: Set[str]) -> dict[str, Any]:
-    """Return what of a group's settings decides what is kept of a parameter."""
+    """Return the group settings that determine a parameter's state."""
     free = {"params", "lr", "initial_lr", "weight_decay", "betas", *counted}
     return {
         key: tuple(value) if isinstance(value, list) else value
@@ -217,7 +216,7 @@ def _settings(group: Mapping[str, Any], counted: Set[str]) -> dict[str, Any]:
 
 
 def _check_fits(name: str, saved: Set[str], own: Mapping[str, Any], *, is_changed: bool) -> None:
-    """Refuse another optimizer's state; one whose settings are the same may keep more later than at its first step."""
+    """Refuse another optimizer's state; with equal settings, entries may appear after the first step."""
     needed = {key for key, value in own.items() if value is not None} - {AVERAGE}
     if needed - saved or (is_changed and saved - {AVERAGE} - set(own)):
         raise ConfigError(
@@ -228,7 +227,7 @@ def _check_fits(name: str, saved: Set[str], own: Mapping[str, Any], *, is_change
 
 
 def _with_average(kept: Mapping[str, Any], parameter: Tensor, *, keeps_it: bool) -> dict[str, Any]:
-    """Return a parameter's saved state with an average if, and only if, one is kept."""
+    """Return a parameter's saved state, with an average exactly if `keeps_it`."""
     average = {AVERAGE: kept.get(AVERAGE, parameter.detach().clone())} if keeps_it else {}
     return {**{key: value for key, value in kept.items() if key != AVERAGE}, **average}
 
@@ -238,7 +237,7 @@ def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def set_rates(optimizer: Optimizer, scheduler: LambdaLR, bases: Sequence[float]) -> None:
-    """Give the parameter groups the rates that follow from `bases` at the scheduler's step."""
+    """Set the parameter groups' rates to `bases` times the scheduler's factors at its current step."""
     step, factors = scheduler.last_epoch, scheduler.lr_lambdas
     rates = [base * factor(step) for base, factor in zip(bases, factors, strict=True)]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

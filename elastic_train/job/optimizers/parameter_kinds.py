@@ -1,4 +1,4 @@
-"""Which of a model's parameters are what, by their shapes, types, names and the modules that they are of."""
+"""Classify a model's parameters by shape, type, name and module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 
 
 def norms_and_biases(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that weight decay leaves out by default: biases, norms, all of one dimension."""
+    """Return the ids of parameters without weight decay by default: biases, norms, and 1-D parameters."""
     named = model.named_parameters(remove_duplicate=False)
     found = {id(one) for name, one in named if one.ndim < 2 or name.rpartition(".")[2] == "bias"}
     return found | {
@@ -22,8 +22,10 @@ def norms_and_biases(model: nn.Module) -> set[int]:
 
 
 def muons_parameters(model: nn.Module, adamw_names: Sequence[str]) -> set[int]:
-    """Return the ids of the parameters that Muon updates: matrices, but norms, embeddings, the output layer of a model
-    of transformers, and those whose names match a pattern of `adamw_names`, as in a shell.
+    """Return the ids of the parameters that Muon updates.
+
+    These are matrices, except norms, embeddings, the output layer of a transformers model, and names that match a shell
+    pattern of `adamw_names`.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     others = {id(one) for name, one in named if any(fnmatch.fnmatchcase(name, pattern) for pattern in adamw_names)}
@@ -34,7 +36,7 @@ def muons_parameters(model: nn.Module, adamw_names: Sequence[str]) -> set[int]:
 
 
 def _output_layer(module: nn.Module) -> object:
-    """Return the layer that a model of transformers names as its output, if it is one."""
+    """Return the output layer of a transformers model, None for other modules."""
     ask = getattr(module, "get_output_embeddings", None)
     return ask() if callable(ask) else None
 
@@ -46,7 +48,7 @@ _STEP_OF_LR = ("adam", "adamw", "nadam", "radam", "lion")
 
 
 def precision_hazard(parameters: Iterable[Tensor], optimizer: str, lr: float) -> str:
-    """Return a warning if updates of `lr` are below the precision of most weights of 16 bits; empty otherwise."""
+    """Return a warning if updates of size `lr` are below the precision of most 16-bit weights; else ""."""
     if re.split(r"[:.]", optimizer)[-1].lower() not in _STEP_OF_LR:
         return ""
     lost = num = 0

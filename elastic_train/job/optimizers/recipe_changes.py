@@ -1,7 +1,7 @@
-"""The recipe that a state was trained by, kept with it, so that a resume says what has changed and what follows.
+"""Keep the recipe with the state, so that a resume reports its changes and their consequences.
 
-Rates, decay, length, the average and compilation may change between two starts of a run. Nobody should find that out
-from a curve: one line has the values and the rates before and after, and says whether bits of the weights follow.
+Rates, decay, length, average and compilation may change between starts of a run. One line gives the values and rates
+before and after, and says if the weights' bits will differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.schedule import rate_factor
 
 _FREE = frozenset({"optimizer.ema_decay"})
-"""Keys that change no weight that is trained."""
+"""Keys that do not affect trained weights."""
 _LENGTH, _NUM_COMPARED = "the number of steps", 64
 _OF_RATES = frozenset(
     {
@@ -26,19 +26,19 @@ _OF_RATES = frozenset(
         _LENGTH,
     }
 )
-"""Keys that change weights by the rates alone."""
+"""Keys that affect weights only through the learning rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The settings that decide a run's updates, given its gradients."""
+    """Settings that, given the gradients, determine a run's updates."""
 
     optimizer: OptimizerConfig
     total_steps: int
     compiles: bool
 
     def to_text(self) -> str:
-        """Return it as a commit holds it."""
+        """Return the recipe as stored in a commit."""
         optimizer = self.optimizer.model_dump(mode="json", exclude_defaults=True)
         return json.dumps({"optimizer": optimizer, "total_steps": self.total_steps, "compile": self.compiles})
 
@@ -48,7 +48,7 @@ class Recipe:
 
 
 def read_recipe(text: object) -> Recipe | None:
-    """Return the recipe that a commit holds; None if it holds none, or one of a release with other keys."""
+    """Return a commit's recipe; None if it has none, or one with another release's keys."""
     if not isinstance(text, str):
         return None
     fields: dict[str, Any] = json.loads(text)
@@ -59,7 +59,7 @@ def read_recipe(text: object) -> Recipe | None:
 
 
 def say_changes(before: Recipe | None, now: Recipe, step: int) -> str | None:
-    """Say what has changed at a resume after so many steps; None if nothing has, or what was is not known."""
+    """Describe the recipe's changes at a resume at `step`; None if there are none or the old recipe is unknown."""
     if before is None or not (changes := list(_changes(before, now))):
         return None
     parts = [", ".join(f"{key} was {_shown(old)} and is {_shown(new)}" for key, old, new in changes)]
@@ -85,7 +85,7 @@ def _have_same_rates(before: Recipe, now: Recipe, step: int) -> bool:
 
 
 def say_end_of_rates(recipe: Recipe, step: int) -> str | None:
-    """Say from where on a schedule has ended before the run does, or that the run is longer than it is to be."""
+    """Say if the schedule ends before the run, or if no steps are left to train; else None."""
     config, total = recipe.optimizer, recipe.total_steps
     if step > total:
         return f"{step} steps are applied already, and max_steps or epochs ask for {total}: nothing is left to train"

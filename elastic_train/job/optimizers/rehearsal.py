@@ -1,8 +1,8 @@
-"""A rehearsal of an optimizer before training: some steps on small stand-ins, saved, restored, and compared bit by bit.
+"""Test an optimizer before training: step small parameters, save, restore, and compare bit by bit.
 
-What decides a run's result has to be in its commits. An optimizer may keep it where nothing can find it (in a closure,
-a module, a generator of the process), or may need what training does not give it (a closure, sparse gradients). Both
-show here, in milliseconds, and are refused by name. What begins later than NUM_STEPS is looked for at each commit.
+Everything that determines a run's result must be in its commits. An optimizer may hide state (in a closure, a module, a
+global generator) or need something that training does not provide (a closure, sparse gradients). Both show here within
+milliseconds and are refused by name. Commits check for state that appears after NUM_STEPS.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory
 
 NUM_STEPS, SAVED_AT = 12, (2, 11)
 _NUM_STEPS_OF_TORCHS, _TORCHS_SAVED_AT = 4, (2,)
-"""Torch's own optimizers keep what they keep from the first step on."""
+"""Torch's own optimizers have all their state from the first step on."""
 Shapes = Sequence[Sequence[tuple[int, ...]]]
-"""Of the stand-ins, by parameter group."""
+"""Parameter shapes, by group."""
 _WAY_OUT = "choose another optimizer, such as optimizer.name: adamw"
 
 
 class Saved(NamedTuple):
-    """What a commit would hold of stand-ins."""
+    """The state that a commit would hold."""
 
     optimizer: State
     weights: list[Tensor]
 
 
 class Cast:
-    """Stand-ins for parameters, and an optimizer of them; `name` is the configuration's for it."""
+    """Small parameters and their optimizer; `name` is the optimizer's configured name."""
 
     def __init__(
         self, name: str, make: MakeOptimizer, settings: Sequence[Mapping[str, Any]], values: Sequence[Sequence[Tensor]]
@@ -53,14 +53,14 @@ class Cast:
         self.memory = OptimizerMemory(self.optimizer, self.names)
 
     def step(self, gradients: Sequence[Tensor], *, may_draw: bool = False) -> None:
-        """Take one step; ConfigError if it fails, draws random numbers, or changes its rate."""
+        """Take one step; raise ConfigError if it fails, draws random numbers, or changes its rate."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
         rates = [group["lr"] for group in self.optimizer.param_groups]
         drawn = states_of_generators()
         try:
             self.optimizer.step()
-        except Exception as error:  # a user's own code may raise anything, and is named with it
+        except Exception as error:  # a user's code may raise anything
             raise ConfigError(_why(self.name, self.optimizer, error)) from error
         if not may_draw and not _same_generators(drawn, states_of_generators()):
             raise ConfigError(
@@ -74,7 +74,7 @@ class Cast:
             )
 
     def save(self) -> Saved:
-        """Return what a commit would hold; ConfigError if a commit cannot hold it."""
+        """Return the state that a commit would hold; raise ConfigError if it cannot be saved."""
         tree, planner = self.memory.tree(self.names), Planner()
         leaves = leaves_by_path({"optimizer": tree})
         try:
@@ -84,7 +84,7 @@ class Cast:
         return Saved(_copied(tree), _copied(self.parameters))
 
     def load(self, saved: Saved) -> None:
-        """Take over what a commit would hold, as a new process does."""
+        """Load saved state, as a new process does."""
         tree, weights = _copied(saved.optimizer), saved.weights
         for parameter, value in zip(self.parameters, weights, strict=True):
             parameter.data.copy_(value)
@@ -101,13 +101,13 @@ def rehearse(
     *,
     by_columns: bool = False,
 ) -> None:
-    """Raise ConfigError unless an optimizer can step, and takes the same next step after it was saved and loaded.
+    """Raise ConfigError unless an optimizer can step, and steps identically after a save and load.
 
-    With `by_columns` matrices stand in memory column by column, as those do of which ranks can have columns.
-    Random numbers of the process are not watched then: threads of a job that has begun may draw some meanwhile.
+    With `by_columns`, matrices are stored column-major, as those cut by columns are. Draws from global generators are
+    not checked then: threads of a running job may draw at the same time.
     """
     if torch.device(device).type == "meta":
-        device = "cpu"  # nothing is computed where a state is only described
+        device = "cpu"  # a state that is only described computes nothing
     generator = torch.Generator().manual_seed(0)
     sizes = [shape for group in shapes for shape in group]
 
@@ -135,7 +135,7 @@ def rehearse(
             for gradients in steps[begin:]:
                 again.step(gradients, may_draw=by_columns)
             ended = again.save()
-            if begin == 0:  # what differs in itself, such as a time of day, says nothing of what a commit holds
+            if begin == 0:  # differences of its own, such as the time of day, are no fault of the commit
                 is_repeatable = _same(through.optimizer, ended.optimizer)
             if not _same(through.weights, ended.weights):
                 raise ConfigError(_differs(name, first, is_restored=begin > 0))
@@ -144,7 +144,7 @@ def rehearse(
 
 
 def _copied(tree: Any) -> Any:
-    """Copy a nested state as a commit does, in which tensors share no memory."""
+    """Copy a nested state as a commit does; the copies share no memory."""
     if isinstance(tree, Tensor):
         return tree.detach().clone(memory_format=torch.contiguous_format)
     if isinstance(tree, Mapping):
@@ -153,7 +153,7 @@ def _copied(tree: Any) -> Any:
 
 
 def _same(one: object, other: object) -> bool:
-    """Say whether two nested states are equal bit for bit."""
+    """Return True if two nested states are bit-identical."""
     mine, theirs = leaves_by_path({"": one}), leaves_by_path({"": other})
     return mine.keys() == theirs.keys() and all(_equal(mine[path], theirs[path]) for path in mine)
 
@@ -164,7 +164,7 @@ def _equal(one: object, other: object) -> bool:
             return False
         mine, theirs = (it.contiguous().reshape(-1).view(torch.uint8) for it in (one, other))
         return torch.equal(mine, theirs)
-    return repr(one) == repr(other)  # a number that is none equals itself
+    return repr(one) == repr(other)  # NaN equals itself
 
 
 def _same_generators(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
@@ -173,7 +173,7 @@ def _same_generators(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any
 
 
 def _check_modes(cast: Cast) -> None:
-    """Refuse an optimizer whose weights are others for training than for validation."""
+    """Refuse an optimizer that uses different weights for training and validation."""
     if all(callable(getattr(cast.optimizer, mode, None)) for mode in ("train", "eval")):
         raise ConfigError(
             f"optimizer.name: '{cast.name}' needs train() and eval() around validations and commits, since the weights "
@@ -182,7 +182,7 @@ def _check_modes(cast: Cast) -> None:
 
 
 def _why(name: str, optimizer: Optimizer, error: Exception) -> str:
-    """Say what an optimizer needs that it is not given."""
+    """Say which requirement of the optimizer is not met."""
     said = str(error).strip().partition("\n")[0] or "without a message"
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if "closure" in said or (closure is not None and closure.default is closure.empty):

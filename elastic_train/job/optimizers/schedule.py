@@ -1,7 +1,7 @@
-"""The learning rate over a run's steps: pure functions of the step, so that nothing of them needs to be saved.
+"""Learning-rate schedules as pure functions of the step, so that commits need not save them.
 
-A linear warm-up comes first, whatever the schedule. After it a schedule is a shape over the progress p from 0, at the
-end of the warm-up, to 1, at the schedule's end. A function of your own gets the step instead.
+A linear warm-up always comes first. After it, a schedule is a function of the progress p, from 0 at the end of the
+warm-up to 1 at the schedule's end. A user's own function gets the step instead.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.dotted_path import import_named
 
 OwnSchedule = Callable[[int, int], float]
-"""Returns what the learning rate is multiplied by in a step, counted from 0, of so many."""
+"""Function of (step, number of steps), step counted from 0, that returns the learning-rate factor."""
 _NUM_ASKED, _ANSWER_S = 48, 20.0
-"""For how many steps a function is asked before training, and how long for."""
+"""Number of steps a function is tried at before training, and the time limit in seconds."""
 
 
 def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Return what the learning rate is multiplied by in a step counted from 0: linear warm-up, then the schedule.
+    """Return the learning-rate factor of a step counted from 0: linear warm-up, then the schedule.
 
-    Raises ConfigError if a function of the user's returns anything but a finite number of at least 0.
+    Raises ConfigError if a user's function returns anything but a finite number of at least 0.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     last = config.schedule_steps or total_steps
     if config.has_own_schedule:
-        return _own_factor(config.schedule, min(step, max(0, total_steps - 1)), last)  # no step has the end's own rate
+        return _own_factor(config.schedule, min(step, max(0, total_steps - 1)), last)  # the end itself is not a step
     progress = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
     if config.schedule == "constant":
         return 1.0
@@ -44,7 +44,7 @@ def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
 
 
 def _shape(config: OptimizerConfig, progress: float) -> float:
-    """Return a schedule's value at a progress in [0, 1], which falls from 1 to 0."""
+    """Return a schedule's value at a progress in [0, 1]; it falls from 1 to 0."""
     if config.schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
     left = 1.0 - progress
@@ -52,7 +52,7 @@ def _shape(config: OptimizerConfig, progress: float) -> float:
 
 
 def own_schedule(path: str) -> OwnSchedule:
-    """Import a user's function; raise ConfigError if there is none."""
+    """Import a user's schedule function; raise ConfigError if it cannot be imported or called."""
     found = _imported(path)
     if not callable(found):
         raise ConfigError(f"optimizer.schedule: '{path}' is no function of a step and the number of steps")
@@ -69,7 +69,7 @@ def _own_factor(path: str, step: int, last: int) -> float:
     where = f"optimizer.schedule: '{path}', called with ({step}, {last}),"
     try:
         factor = own_schedule(path)(step, last)
-    except Exception as error:  # a user's own code may raise anything, and is named with it
+    except Exception as error:  # a user's code may raise anything
         raise ConfigError(f"{where} fails: {type(error).__name__}: {error}") from error
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not (math.isfinite(factor) and factor >= 0):
         raise ConfigError(f"{where} returns {factor!r}; it must be a finite number of at least 0")
@@ -77,7 +77,7 @@ def _own_factor(path: str, step: int, last: int) -> float:
 
 
 def check_schedule(config: OptimizerConfig, total_steps: int) -> None:
-    """Raise ConfigError if the schedule gives no rate at some step, or not always the same one."""
+    """Raise ConfigError if the schedule fails at some step or is not a pure function."""
     last_step = max(0, total_steps - 1)
     spread = {last_step * part // _NUM_ASKED for part in range(_NUM_ASKED + 1)}
     steps = sorted({0, min(config.warmup_steps, last_step), min(1, last_step)} | spread)
@@ -86,7 +86,7 @@ def check_schedule(config: OptimizerConfig, total_steps: int) -> None:
 
 
 def _check_purity(config: OptimizerConfig, total_steps: int, steps: Sequence[int]) -> None:
-    """Ask a user's function in processes of their own, as those that resume a run do, in two orders, and twice."""
+    """Call a user's function in separate processes, as resumed runs do: in two orders, and twice."""
     path, last = config.schedule, config.schedule_steps or total_steps
     own_schedule(path)
     twice = _ask_apart(path, [*steps, *steps], last)
@@ -103,13 +103,13 @@ def _check_purity(config: OptimizerConfig, total_steps: int, steps: Sequence[int
 
 
 def _ask_apart(path: str, steps: Sequence[int], last: int) -> list[float]:
-    """Return a user's factors of some steps, asked in this order in a forked process, which leaves this one as it is.
+    """Return a user's factors for some steps, computed in this order in a forked process.
 
-    Raises ConfigError if one of them fails.
+    Raises ConfigError if a call fails.
     """
     reads, writes = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads' locks: the child calls the function alone
+        warnings.simplefilter("ignore", DeprecationWarning)  # locks of other threads: the child only calls the function
         process = os.fork()
     if process == 0:
         _answer_and_exit(path, steps, last, writes)
@@ -141,7 +141,7 @@ def _answer_and_exit(path: str, steps: Sequence[int], last: int, writes: int) ->
 
 
 def _read_within(source: int, limit_s: float) -> bytes:
-    """Read until the end of the stream; return what was read so far if that takes too long."""
+    """Read to the end of the stream; return b"" if that takes longer than `limit_s` seconds."""
     end, content = time.monotonic() + limit_s, b""
     while select.select([source], [], [], max(0.0, end - time.monotonic()))[0]:
         piece = os.read(source, 1 << 16)

@@ -1,8 +1,8 @@
-"""Python values as text and tensors: what an optimizer keeps in attributes, groups or lists, saved without pickle.
+"""Write Python values as text and tensors, without pickle, for optimizers that keep them in attributes or groups.
 
-Numbers, text, containers, arrays and generators of random numbers are written as JSON, their tensors apart, each once,
-so that two names of one tensor come back as two names of one tensor. Anything else is opaque: it is described, so that
-a change of it can be noticed, and cannot be read back.
+Numbers, text, containers, arrays and random generators become JSON. Tensors are stored separately, each once, so that
+two references to one tensor are restored as such. Any other value is opaque: only a description is written, which shows
+if it changes but cannot be read back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Written = Any
-"""JSON: a value as it is, or a list of its kind and what it is made of."""
+"""JSON: a plain value, or a list of its kind and contents."""
 _SEQUENCES: Mapping[str, type] = {
     one.__name__: one for one in (list, tuple, set, frozenset, collections.deque, torch.Size)
 }
@@ -35,15 +35,15 @@ _UNPICKLABLE = (pickle.PickleError, TypeError, AttributeError, ValueError, Runti
 
 
 class Writer:
-    """Writes values; `known` names objects that are kept elsewhere, by id, such as parameters, once it is needed."""
+    """Writes values; `known` returns, on first use, the objects that are written by reference, by id."""
 
     def __init__(self, known: Callable[[], Mapping[int, Written]]) -> None:
         self._ask_known = known
         self.tensors: dict[str, Tensor] = {}
         self.opaque: list[str] = []
-        """The types of values that were described only."""
+        """Types of the opaque values written."""
         self.used: set[str] = set()
-        """The names of the tensors that were written, again or for the first time."""
+        """Names of the tensors written, for the first time or again."""
         self._is_inside: set[int] = set()
 
     def write(self, value: Any) -> Written:
@@ -115,11 +115,10 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an object's own state, to be compared and never loaded.
+    """Pickles an object's state for comparison only; the result is never loaded.
 
-    Single numbers count by their values, other tensors by what they are and how often they were written to, functions
-    by what they close over, generators by where they are, parameters and optimizers by their kinds, and classes by
-    their names.
+    Single numbers are compared by value, other tensors by identity and version, functions by their closures, generators
+    by their position, parameters and optimizers by type, and classes by name.
     """
 
     def persistent_id(self, value: object) -> object:
@@ -145,12 +144,12 @@ class _Pickler(pickle.Pickler):
 def _content(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty yet
+    except ValueError:  # not yet filled
         return None
 
 
 def _fingerprint(value: object) -> str:
-    """Return a digest of an object; empty if it cannot be looked into, as a lock or a file cannot."""
+    """Return a digest of an object; "" if it cannot be inspected, e.g. a lock or a file."""
     content = io.BytesIO()
     try:
         _Pickler(content).dump(value)
@@ -160,7 +159,7 @@ def _fingerprint(value: object) -> str:
 
 
 class Reader:
-    """Reads what a `Writer` has written; `known` returns what is kept elsewhere, None for other kinds."""
+    """Reads the output of a `Writer`; `known` resolves references and returns None for other kinds."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], device: torch.device, known: Callable[[Sequence[Any]], Any]
@@ -169,7 +168,7 @@ class Reader:
         self._read: dict[str, Tensor] = {}
 
     def read(self, written: Written) -> Any:
-        """Return the value; its tensors are those of the reader, on the device where they were."""
+        """Return the value; its tensors are the reader's, on the type of device they were on."""
         if not isinstance(written, list):
             return written
         if (value := self._known(written)) is not None:

@@ -1,4 +1,4 @@
-"""The state in a new world: what ranks bring, what becomes of a pending step, who holds what from then on."""
+"""Resharding in a new world: gather the ranks' states, settle a pending step, and assign shards."""
 
 from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, leave_out_unfinished
 from elastic_train.job.resharding.pending_step import roll_forward

@@ -1,7 +1,7 @@
-"""What every rank brings into a world, of which all others learn.
+"""The state that each rank has when it enters a world, gathered on all ranks.
 
-Ranks that hold the same part of the state in all cells are a *column*, and have all of it or shares of it; where there
-are no cells, all ranks are one. A step counts as held where all columns hold all of theirs.
+Ranks that hold the same part of the state in all cells are a *column* (shard group); without cells, all ranks are one
+column. A column holds its part whole or in shards. A step is complete if every column holds all of its part.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from elastic_train.placement.seats import Seat
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """What a rank brings into a world: how far it is, and its seat, None if it holds nothing by one.
+    """A rank's progress when it enters a world, and its seat, None if it holds no shard.
 
-    `pending` is the term of the step that it holds as pending, 0 for none; `trained_in` the last world that it trained
-    in; `norm` that of the last step that it has applied. Who cannot write commits holds nothing from here on
-    (`may_hold`): a share whose holders all cannot write would be in no commit. `retained` is what it holds beside its
-    seat.
+    `pending` is the term of a pending step, 0 for none; `trained_in` is the last world it trained in; `norm` is the
+    gradient norm of its last applied step. A rank that cannot write commits gets no shard (`may_hold`), because a shard
+    whose holders all cannot write would be in no commit. `retained` are the arcs it holds besides its seat.
     """
 
     place: Place
@@ -40,16 +39,16 @@ class PeerState:
     retained: tuple[Arc, ...] = ()
 
     def without_state(self) -> PeerState:
-        """Return what a rank brings whose state does not count."""
+        """Return the same rank without its state."""
         return replace(self, place=Place(0, 0), seat=None, pending=0, retained=())
 
 
 def gather_peer_states(
     group: Group, state: AppliedState, shards: StateShards, path: Path, *, may_hold: bool = True
 ) -> list[PeerState]:
-    """Return what every rank brings, by rank.
+    """Return every rank's state, by rank.
 
-    Where no rank of a column can write commits, all of it may hold something, and so may rank 0 anyway.
+    If no rank of a column can write commits, all of them may hold shards; rank 0 always may.
     """
     pending = state.pending.facts.term if state.pending is not None else 0
     may_hold = may_hold or group.rank == 0
@@ -66,7 +65,7 @@ def gather_peer_states(
 
 
 def by_column(shards: StateShards, brought: Sequence[PeerState]) -> list[list[PeerState]]:
-    """Return what the ranks of each column bring."""
+    """Return the states of each column's ranks."""
     found: list[list[PeerState]] = [[] for _ in shards.columns]
     for rank, one in enumerate(brought):
         found[shards.column_of(rank)].append(one)
@@ -74,7 +73,7 @@ def by_column(shards: StateShards, brought: Sequence[PeerState]) -> list[list[Pe
 
 
 def _read(told: Sequence[Sequence[Any]]) -> list[PeerState]:
-    """Read what every rank has said of what it brings."""
+    """Decode the gathered states."""
     return [
         PeerState(
             Place(step, term), _decoded(seat), tuple(path), pending, trained_in, _float(norm), may, _arcs(retained)
@@ -84,11 +83,11 @@ def _read(told: Sequence[Sequence[Any]]) -> list[PeerState]:
 
 
 def leave_out_unfinished(shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
-    """Return what ranks bring, without those that are further than all of the state is held; and how much is lost.
+    """Discard the states of ranks ahead of the last complete step; return the states and the number of lost shards.
 
-    A rank that was away while its peers' shares were lost may come back further than they are now: what it holds is of
-    no use. Lost are the shards that nobody holds at the newest world's last step, 0 if that is what is continued. If
-    nothing is held as a whole, nobody brings anything.
+    A rank that was away while its peers' shards were lost may return with a later step than they can restore; its state
+    is useless. The number of lost shards is that of the newest world's last step, 0 if that step is continued. If no
+    step is complete, all states are discarded.
     """
     places = sorted({one.place for one in brought if one.place.step}, reverse=True)
     missing = {place: _num_missing(shards, brought, place) for place in places}
@@ -99,14 +98,14 @@ def leave_out_unfinished(shards: StateShards, brought: Sequence[PeerState]) -> t
 
 
 def comes_to(one: PeerState) -> Place:
-    """Return where a rank is once it has applied the step that it holds as pending."""
+    """Return a rank's place after it has applied its pending step."""
     return Place(one.place.step + 1, one.pending)
 
 
 def _num_missing(shards: StateShards, brought: Sequence[PeerState], place: Place) -> int:
-    """Return how many grains nobody of their column holds at a place, or can bring there.
+    """Return the number of grains that no rank of their column holds at a place, or can reach by its pending step.
 
-    A column without anybody there lacks something, even if it has no grains.
+    A column without ranks at that place counts as missing at least one.
     """
     missing = 0
     for column, of_column in zip(shards.columns, by_column(shards, brought), strict=True):
@@ -116,7 +115,7 @@ def _num_missing(shards: StateShards, brought: Sequence[PeerState], place: Place
 
 
 def all_arcs_of(one: PeerState) -> tuple[Arc, ...]:
-    """Return all that a rank holds, by its seat or beside it."""
+    """Return all arcs that a rank holds, by its seat or retained."""
     return tuple(dict.fromkeys([*(one.seat.arcs if one.seat is not None else ()), *one.retained]))
 
 
@@ -142,7 +141,7 @@ def _decoded(fields: list[Any] | None) -> Seat | None:
 
 
 def _bits(value: float) -> int:
-    """Return a float's bits, so that one that is not a number travels, too."""
+    """Return a float's bits, so that NaN is transmitted, too."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 

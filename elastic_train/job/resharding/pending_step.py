@@ -1,11 +1,11 @@
-"""What becomes of a step that a world left between the sum of its gradient and its application.
+"""Settle a step that a world left between summing its gradient and applying it.
 
-A rank that loses a peer where the ranks meet over a step's gradient, and does not know the norm of all of it, holds the
-step as *pending*: somebody may have applied it.
+A rank that loses a peer during that exchange, and does not know the norm of the whole gradient, keeps the step as
+*pending*, because a peer may have applied it.
 
-* If a rank has applied it, those that hold it as pending apply it, too, with the norm that this rank knows.
-* If all that are left of its world hold it as pending, and know the norm together, they apply it.
-* If any of them does not hold it, nobody can have applied it, and all drop it.
+* If a rank has applied it, the ranks with it pending apply it with that rank's norm.
+* If every surviving rank of that world has it pending, and together they know the norm, they apply it.
+* If any survivor does not have it pending, no rank can have applied it, and all drop it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elastic_train.placement.seats import Seat
 def roll_forward(
     group: Group, state: AppliedState, shards: StateShards, brought: Sequence[PeerState]
 ) -> Sequence[PeerState]:
-    """Apply a pending step if it may have been applied, else drop it; return what ranks bring then."""
+    """Apply a pending step if a rank may have applied it, else drop it; return the ranks' new states."""
     furthest = max(one.place for one in brought)
     ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
     late = [rank for rank, one in enumerate(brought) if one.pending and comes_to(one) == furthest]
@@ -60,7 +60,7 @@ def _trained_by(shards: StateShards, rank: int, seat: Seat | None) -> Int64s:
 
 
 def _all_left(shards: StateShards, brought: Sequence[PeerState], ahead: Sequence[int], term: int) -> list[int]:
-    """Return the ranks that can apply the step that is pending since a term; none if not all left of it can."""
+    """Return the ranks that can apply the step pending since `term`; empty unless all survivors of that world can."""
     if term == 0:
         return []
     left = [rank for rank in ahead if brought[rank].trained_in == term]
@@ -72,14 +72,14 @@ def _all_left(shards: StateShards, brought: Sequence[PeerState], ahead: Sequence
         held = [column.trained_by(one.seat) for one in of_column]
         is_known = np.unique(np.concatenate([trained[:0], *held])).size == trained.size
         if not of_column or not is_known or column.missing(map(all_arcs_of, of_column)):
-            return []  # a column that trains nothing, too, has to come to the same step as the others
+            return []  # a column without trained weights must reach the same step as the others
     return left
 
 
 def _apply(
     group: Group, state: AppliedState, brought: Sequence[PeerState], ranks: Sequence[int], norm: Tensor, place: Place
 ) -> list[PeerState]:
-    """Apply the pending step on those ranks, drop it on others; return what ranks bring then."""
+    """Apply the pending step on `ranks`, drop it on others; return the ranks' new states."""
     if group.rank in ranks:
         assert state.pending is not None, "this rank has said so"
         state.apply(state.pending.facts, norm)

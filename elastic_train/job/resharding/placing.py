@@ -1,4 +1,4 @@
-"""Taking a place in a cell, and what that says of faults to come."""
+"""Take a rank's place in a cell, and describe the redundancy that results."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from elastic_train.system.wording import counted
 
 
 def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group | None, column: Group) -> None:
-    """Take the place that a world gives this rank; what it held of another part is of no use there.
+    """Take the place that a world assigns to this rank; drop its state if it belongs to another part.
 
-    `cell` are the ranks of this one's, None if it is alone, and `column` those that hold the same part.
+    `cell` has the ranks of this rank's cell, None if it is alone, and `column` those with the same part.
     """
     shards = state.shards
     holds_it, is_first = shards.holds_part_of(mesh), shards.cut.place is None
@@ -24,7 +24,7 @@ def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group | None, 
 
 
 def redundancy_of(mesh: Mesh, shards: StateShards) -> str | None:
-    """Say what a fault will cost, by how many ranks hold the same; None where each rank alone holds the whole state."""
+    """Describe the cost of a fault, given how many ranks hold the same state; None if each holds all of it alone."""
     share, context = shards.share, mesh.cell.context
     num_ranks = counted(mesh.cell.size, "rank")
     if not share.is_whole and (mesh.cell.size == 1 or mesh.size > mesh.cell.num_parts):

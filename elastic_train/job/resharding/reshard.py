@@ -1,15 +1,13 @@
-"""Taking seats: ranks bring what they hold of the furthest step, and each comes to hold what its seat asks for.
+"""Reshard the state: move what ranks hold of the furthest step to the ranks whose new seats need it.
 
-What is held at the furthest step goes to where it is wanted, along one plan that all ranks of a column compute
-(`recut`); what all of them have alike, which is everything where each holds the whole part, goes in one tree to each
-that is behind. A seat is taken only when everything for it has arrived. What a rank held before it retains
-until all ranks have met: whoever knows that all have their seats lets go of it. So a fault on the way leaves every
-share with its old holders, or with its new ones, or with both.
+All ranks of a column compute the same transfer plan (`recut`). State that is equal on all ranks (everything, if each
+holds its part whole) is sent as one tree to each rank that is behind. A rank takes its seat only once everything for it
+has arrived, and retains its old shard until all ranks have taken their seats. A fault during resharding therefore
+leaves every shard with its old holders, its new holders, or both.
 
-A cell has one seat, which each of its ranks takes in the column of its part: so its ranks compute the same lanes where
-these are dealt by seats, and each knows who holds what in all columns. Where several ranks of a cell hold the same
-part, each of some tokens, those with the same tokens have a seat. Columns move what they hold among themselves; what
-step they come to, all of them have decided together.
+All ranks of a cell have the same seat number, each in its own column. So they compute the same lanes if these are
+assigned by seat, and each knows the holders in all columns. If several ranks of a cell hold the same part (context
+parallelism), those with the same tokens share a seat. Columns reshard independently, to the step that all agreed on.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from elastic_train.system.huge_pages import on_huge_pages
 
 
 class Taken(NamedTuple):
-    """The grains of this rank's column that nobody holds any more, and the rank of it that gave what all have alike."""
+    """Lost grains of this rank's column, and the rank that sent the common state, if any."""
 
     lost: Int64s
     given_by: int | None = None
@@ -54,14 +52,14 @@ _NOTHING: Int64s = np.empty(0, dtype=np.int64)
 
 
 def take_state(column: Group, state: AppliedState, shards: StateShards, brought: Sequence[PeerState]) -> Taken:
-    """Bring this rank to the furthest step, on the seat that it has in this world; `brought` is of all its ranks.
+    """Bring this rank to the furthest step, with its new seat; `brought` has the states of all ranks of the world.
 
-    If any grain is lost, nothing has changed. Raises PeerLostError, with state and seat as they were, if a peer is lost
-    or something arrives damaged.
+    Changes nothing if grains are lost. Raises PeerLostError, with state and seat unchanged, if a peer is lost or data
+    arrives damaged.
     """
     share, furthest = shards.share, max(one.place for one in brought)
     of_column = by_column(shards, brought)[shards.part]
-    if is_first(share, of_column):  # another column may have seats already, and newcomers have taken this one's place
+    if is_first(share, of_column):  # another column may have seats; newcomers replaced all ranks of this one
         take_first_seat(column, shards, brought, begins=True)
         return Taken(_NOTHING)
     is_furthest = [one.place == furthest for one in of_column]
@@ -76,7 +74,7 @@ def take_state(column: Group, state: AppliedState, shards: StateShards, brought:
     arrived = _move(column, share, seating, plan, runs, old)
     giver = _giver_to(column.rank, is_furthest)
     given = _exchange_alike(column, state, share, is_furthest)
-    # Everything for this seat is here.
+    # Everything for this seat has arrived.
     for one in runs:
         _keep(one, old)
     for memory, weights in arrived:
@@ -87,22 +85,22 @@ def take_state(column: Group, state: AppliedState, shards: StateShards, brought:
     arcs = all_arcs_of(of_column[column.rank]) if is_furthest[column.rank] else ()
     shards.sit(table, runs, counts, Retained(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
     reach("hand-over")
-    if share.circle.length:  # something is held by seats
+    if share.circle.length:  # the column is sharded
         column.barrier()
-    # And everything for all others, so that nobody needs what is retained any more.
+    # Everything for all other ranks, too, so retained shards are no longer needed.
     share.retained = Retained()
     share.refresh(column, everything=True)
     return Taken(_NOTHING, giver)
 
 
 def is_first(share: Share, brought: Sequence[PeerState]) -> bool:
-    """Say whether ranks bring nothing but the weights that a run begins with, whole on each of them."""
+    """Return True if ranks have only the initial weights, whole on each of them."""
     is_shared_out = share.is_shared_out and any(one.seat is not None for one in brought)
     return max(one.place for one in brought).step == 0 and not is_shared_out
 
 
 def take_first_seat(column: Group, shards: StateShards, brought: Sequence[PeerState], *, begins: bool = False) -> None:
-    """Take the seat of a world that has no updates yet, and begins with the first weights, or with a commit."""
+    """Take the seat of a world without updates, which starts from the initial weights or a commit."""
     share, table = shards.share, _table(shards, column, brought, None)
     runs = share.room_for(table.seating())
     share.begin(runs, from_commit=not begins)
@@ -110,7 +108,7 @@ def take_first_seat(column: Group, shards: StateShards, brought: Sequence[PeerSt
 
 
 def give_state(column: Group, state: AppliedState, takers: Sequence[int]) -> None:
-    """Give some ranks of a column, at the step of all, the state of the others; each holds the whole part."""
+    """Send the state of the other ranks, at the current step, to `takers`; each rank holds the whole part."""
     share = state.shards.share
     given = _exchange_alike(column, state, share, [rank not in takers for rank in range(column.size)])
     if given is not None:
@@ -118,10 +116,10 @@ def give_state(column: Group, state: AppliedState, takers: Sequence[int]) -> Non
 
 
 def _table(shards: StateShards, column: Group, brought: Sequence[PeerState], furthest: Place | None) -> Table:
-    """Return what each rank is to have; the seats that ranks bring count at the furthest step, and none do without it.
+    """Return the assignment of the new world; current seats count at the `furthest` step, and not at all if it is None.
 
-    A cell holds nothing if one of its ranks may not, unless no other cell can. Where it has several seats it is a
-    domain of its own, the narrowest one: it is given up as a whole if it loses a rank.
+    A cell gets no shards if one of its ranks may not hold any, unless no cell may. A cell with several seats is its
+    own, narrowest failure domain: losing a rank loses the whole cell.
     """
     share, context = shards.share, shards.cell.context
     if share.is_whole:
@@ -141,7 +139,7 @@ def _table(shards: StateShards, column: Group, brought: Sequence[PeerState], fur
 
 
 def seats_at(brought: Sequence[PeerState], copies: int, furthest: Place | None) -> list[Seat]:
-    """Return every rank's seat, of a world without cells."""
+    """Return every rank's seat in a world without cells."""
     may_hold = [one.may_hold for one in brought]
     return seats_of_holders([one.path for one in brought], copies, _seats_of(brought, furthest), may_hold)
 
@@ -151,16 +149,16 @@ def _seats_of(brought: Sequence[PeerState], furthest: Place | None) -> list[Seat
 
 
 def _plan_of(brought: Sequence[PeerState], share: Share, furthest: Place, seating: Seating) -> Recut:
-    """Return who gives what to whom, the same on all ranks."""
+    """Return the transfer plan, the same on all ranks."""
     had = [_holder(share, one, furthest) for one in brought]
     return plan_recut(had, seating.holdings, share.layout.span)
 
 
 def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
-    """Copy into a new run what old ones have of it; whole weights are in it already."""
+    """Copy the overlap of old runs into a new run; whole weights are already in place."""
     for one in old:
         if one is new:
-            return  # it is the one that was held
+            return  # unchanged: the old run is reused
         lo, hi = max(new.run.lo, one.run.lo), min(new.run.hi, one.run.hi)
         if one.run.flat == new.run.flat and lo < hi:
             here, there = (run.cut(Run(new.run.flat, lo, hi)) for run in (new, one))
@@ -178,9 +176,9 @@ def _move(
     runs: Sequence[HeldRun],
     old: Sequence[HeldRun],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Send and receive what the plan says, into `runs`; return pairs of weights' memory and what it is to be.
+    """Send and receive shards as planned, into `runs`; return pairs of a weight tensor and its new value.
 
-    Where weights are whole on every rank, those of the old seat are in that memory until the new one is taken.
+    If weights are whole on every rank, the old weights stay in that memory until the new seat is taken.
     """
     sends: list[tuple[int, Tensor]] = []
     receives: list[tuple[int, Tensor]] = []
@@ -204,7 +202,7 @@ def _move(
 
 
 def _cut_out(share: Share, runs: Sequence[HeldRun], run: Run) -> HeldRun:
-    """Return what held runs have of a run: live where one of them has it all, else put together."""
+    """Return the contents of a run: a view if one held run contains it, else a copy put together."""
     if _is_within(run, runs):
         return run_around(runs, run).cut(run)
     found = share.new_run(run)
@@ -213,7 +211,7 @@ def _cut_out(share: Share, runs: Sequence[HeldRun], run: Run) -> HeldRun:
 
 
 def _check(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-    """Compare the checksums of what was sent with those of what has arrived."""
+    """Exchange and compare checksums; raise PeerLostError if received data is damaged."""
     given, taken = _checksums(sends), _checksums(receives)
     told = {rank: torch.empty_like(sums) for rank, sums in taken.items()}
     group.exchange(list(given.items()), list(told.items()))
@@ -223,7 +221,7 @@ def _check(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence
 
 
 def _checksums(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Tensor]:
-    """Return the checksums of tensors by the rank at the other end, in their order."""
+    """Return the checksums of tensors, in order, by peer rank."""
     sums: dict[int, list[int]] = {}
     for rank, tensor in tensors:
         sums.setdefault(rank, []).append(checksum(tensor))
@@ -241,7 +239,10 @@ def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:
 
 
 def _giver_to(rank: int, is_furthest: Sequence[bool]) -> int | None:
-    """Return which rank gives one what all have alike: those at the furthest step, in turn; None if it is there."""
+    """Return the rank that sends the common state to `rank`; None if it is at the furthest step.
+
+    Ranks at the furthest step take turns as senders.
+    """
     givers = [one for one, is_it in enumerate(is_furthest) if is_it]
     takers = [one for one, is_it in enumerate(is_furthest) if not is_it]
     return givers[takers.index(rank) % len(givers)] if rank in takers else None
@@ -250,7 +251,7 @@ def _giver_to(rank: int, is_furthest: Sequence[bool]) -> int | None:
 def _exchange_alike(
     column: Group, state: AppliedState, share: Share, is_furthest: Sequence[bool]
 ) -> tuple[State, TrainProgress] | None:
-    """Let ranks at the furthest step give what all have alike to those that are not; return what this one is given."""
+    """Send the common state from ranks at the furthest step to the others; return it on a receiver, else None."""
     given = None
     for taker in range(column.size):
         giver = _giver_to(taker, is_furthest)

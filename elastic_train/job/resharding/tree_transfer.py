@@ -1,7 +1,7 @@
-"""A nested state on its way from one rank to another, used only if all of it has arrived as it was sent.
+"""Send a nested state from one rank to another, and use it only if everything arrived intact.
 
-Its shape is unpickled once its SHA-256 is right. The tensors come in chunks, each with a CRC-32 as moved shards have:
-that finds what memory or a connection damages, and SHA-256 would take longer than the link.
+Its structure is unpickled only after its SHA-256 matches. Tensors come in chunks, each with a CRC-32, as resharded data
+does: that detects damage by memory or a connection, and SHA-256 would be slower than the link.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHUNK_BYTES = 16 << 20
 
 
 def give_tree(group: Group, tree: State, reached: TrainProgress, taker: int) -> None:
-    """Send a nested state and how far it is to one rank, which calls `take_tree`."""
+    """Send a nested state and its progress to one rank, which calls `take_tree`."""
     leaves = dict(leaves_of(tree))
     tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
     shapes = [(path, tensor.shape, tensor.dtype) for path, tensor in tensors.items()]
@@ -43,7 +43,7 @@ def give_tree(group: Group, tree: State, reached: TrainProgress, taker: int) -> 
 
 
 def take_tree(group: Group, giver: int) -> tuple[State, TrainProgress]:
-    """Return the nested state that one rank sends, and how far it is; PeerLostError if it arrives damaged."""
+    """Receive a nested state and its progress from one rank; raise PeerLostError if it arrives damaged."""
     length = torch.empty(1, dtype=torch.int64)
     group.transfer(length, source=giver)
     sent, head = (
@@ -77,10 +77,10 @@ def _as_tensor(content: bytes) -> Tensor:
 
 
 def _chunks(tensors: Sequence[Tensor], *, is_filling: bool = False) -> Iterator[Tensor]:
-    """Yield the tensors' bytes, on the CPU, in chunks of at most CHUNK_BYTES; small tensors share one.
+    """Yield the tensors' bytes, on the CPU, in chunks of at most CHUNK_BYTES; small tensors share a chunk.
 
-    All are in the same memory, so that only the first of them costs page faults: a chunk lasts until the next one. With
-    `is_filling`, yield chunks of no content, and copy what the caller has put into each back into the tensors.
+    All chunks use the same memory, to avoid page faults: a chunk is valid until the next one. With `is_filling`, yield
+    empty chunks and copy what the caller writes into them back to the tensors.
     """
     room = torch.empty(min(CHUNK_BYTES, sum(tensor.nbytes for tensor in tensors)), dtype=torch.uint8)
     for pieces in _shared_out(tensors):
@@ -97,7 +97,7 @@ def _chunks(tensors: Sequence[Tensor], *, is_filling: bool = False) -> Iterator[
 
 
 def _shared_out(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield views of the tensors' bytes, of at most CHUNK_BYTES together."""
+    """Yield lists of views of the tensors' bytes, each of at most CHUNK_BYTES in total."""
     pieces: list[Tensor] = []
     num_bytes = 0
     for piece in _pieces(tensors):

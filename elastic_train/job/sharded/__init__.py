@@ -1,1 +1,1 @@
-"""State in shards: what a rank holds by its seat, how it is updated, and how commits have it."""
+"""Sharded state: the shards of each rank, their updates, and their form in commits."""

@@ -1,7 +1,7 @@
-"""What an optimizer keeps of every element of a parameter, and whether a parameter can be cut where it updates one.
+"""An optimizer's state per element of a parameter, and if its update allows parameters to be cut.
 
-Most of torch's optimizers update element by element: what a rank holds may begin and end anywhere. Others, such as
-Muon, need a parameter as a whole, and keep tensors of its shape: a rank holds all of it, or nothing.
+Most of torch's optimizers update elementwise, so a shard may begin and end anywhere. Others, such as Muon, need whole
+parameters and keep tensors of their shape: a rank then holds all of a parameter or none.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ T = TypeVar("T")
 _STEP, _STEPS, _RESUMED_AT = "step", 12, 3
 _MATRIX = (6, 10)
 Kept = dict[str, Any]
-"""A parameter's weights under "", and what an optimizer keeps of it."""
+"""A parameter's weights under "", and its optimizer state."""
 Settings = Mapping[str, Any]
-"""Of a parameter group."""
+"""Settings of a parameter group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What an optimizer keeps of a parameter: tensors that have a number for each of its elements, by name, and, where
-    `count` is one, how many updates it has had, as torch does, under "step". A parameter that `is_atomic` has to be
+    """An optimizer's state per parameter: named tensors with one number per element, and an update count.
+
+    `count` is the prototype of torch's "step", None if updates are not counted. A parameter that `is_atomic` must be
     whole for its update.
     """
 
@@ -42,28 +43,28 @@ class Slots:
     is_atomic: bool = False
 
     def filled(self, moments: Mapping[str, T], num_updates: float) -> dict[str, T | Tensor]:
-        """Return the optimizer's state of a parameter, or of a part of one, that has had so many updates."""
+        """Return the optimizer's state of a parameter, or a part of one, after `num_updates` updates."""
         counted = {} if self.count is None else {_STEP: torch.full_like(self.count, num_updates)}
         return {**counted, **moments}
 
     def with_moment(self, name: str) -> Slots:
-        """Return the same with one tensor more."""
+        """Return the same slots with one more tensor."""
         return replace(self, moments=(*self.moments, name))
 
 
 def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | None = None) -> list[Slots]:
-    """Return what an optimizer keeps of the parameters of each group, found by trying one of its kind on a parameter,
-    on two parts of it apart, and on nothing; or on whole parameters, if it needs these.
+    """Return the slots of each parameter group, found by trying the optimizer.
 
-    Raises ConfigError for an optimizer that updates, or keeps, anything else: its update would depend on who holds
-    what. So does one that begins otherwise than with zeros, since that is how a share begins.
+    It is tried on a parameter, on two parts of it, and on nothing; or on whole parameters if it needs them. Raises
+    ConfigError if the optimizer updates or keeps anything else, since its updates would then depend on the sharding, or
+    if its state does not start from zeros, as a new shard's does.
     """
     tried: list[tuple[Settings, Slots]] = []
     found: list[Slots] = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")} | {"lr": 0.1}
         slots = next((known for others, known in tried if _are_alike(settings, others)), None)
-        if slots is None:  # groups often differ in their rates alone
+        if slots is None:  # groups often differ in their rates only
             slots = _known_slots(type(optimizer), settings, make, device)
             tried.append((settings, slots))
         found.append(slots)
@@ -71,7 +72,7 @@ def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | N
 
 
 def atomic_groups(optimizer: Optimizer, make: MakeOptimizer) -> set[int]:
-    """Return the numbers of the parameter groups whose parameters have to be whole; none if no share can be taken."""
+    """Return the numbers of parameter groups that need whole parameters; empty if the optimizer cannot be sharded."""
     try:
         return numbers_of_atomic(slots_of(optimizer, make))
     except ConfigError:
@@ -79,12 +80,12 @@ def atomic_groups(optimizer: Optimizer, make: MakeOptimizer) -> set[int]:
 
 
 def numbers_of_atomic(slots: Sequence[Slots]) -> set[int]:
-    """Return the numbers of the parameter groups whose parameters have to be whole."""
+    """Return the numbers of the parameter groups that need whole parameters."""
     return {number for number, one in enumerate(slots) if one.is_atomic}
 
 
 def _are_alike(settings: Settings, others: Settings) -> bool:
-    """Say whether two groups' settings are surely the same."""
+    """Return True if two groups' settings are certainly equal."""
     if settings.keys() != others.keys():
         return False
     return all(
@@ -94,11 +95,11 @@ def _are_alike(settings: Settings, others: Settings) -> bool:
 
 
 _KNOWN: list[tuple[type[Optimizer], torch.device | None, Settings, Slots]] = []
-"""What has been found of torch's own optimizers in this process: a plan asks for it, and the state that follows it."""
+"""Results for torch's own optimizers in this process: the plan and then the state ask for them."""
 
 
 def _known_slots(kind: type[Optimizer], settings: Settings, make: MakeOptimizer, device: torch.device | None) -> Slots:
-    """Return what is known of such a group, or try it; all that torch's own optimizers follow is in their groups."""
+    """Return the known slots of a group, or try the optimizer; torch's own depend on nothing but their groups."""
     for known_kind, known_device, others, slots in _KNOWN:
         if (kind, device) == (known_kind, known_device) and _are_alike(settings, others):
             return slots
@@ -142,9 +143,9 @@ def _slots_of_group(
 def _slots_of_whole(
     kind: type[Optimizer], settings: Settings, make: MakeOptimizer, device: torch.device | None, reason: ConfigError
 ) -> Slots:
-    """Return what an optimizer keeps that updates each parameter as a whole, whatever others there are.
+    """Return the slots of an optimizer that updates each parameter as a whole, independently of others.
 
-    Raises `reason`, why a parameter cannot be cut, for any other.
+    Raises `reason`, why a parameter cannot be cut, for other optimizers.
     """
     generator = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(1 + _STEPS, 2, *_MATRIX, generator=generator).to(device)
@@ -163,7 +164,7 @@ def _slots_of_whole(
         other.own == one.own and all(_are_equal(one.kept[name], other.kept[name]) for name in ("", *slots.moments))
         for other in (begun, both)
     )
-    if slots.count is not None or not is_apart or nothing.own != one.own:  # who holds nothing counts no updates
+    if slots.count is not None or not is_apart or nothing.own != one.own:  # an empty shard must not count updates
         raise reason
     return slots
 
@@ -184,8 +185,7 @@ def _read(kind: type[Optimizer], kept: Kept) -> Slots:
 
 
 class _Tried(NamedTuple):
-    """What is kept of the first parameter after a few steps, and what the optimizer has changed of its groups, as
-    text."""
+    """The first parameter's state after a few steps, and the changes to the optimizer's groups, as text."""
 
     kept: Kept
     own: str
@@ -199,7 +199,7 @@ def _tried(
     steps: Sequence[Sequence[Tensor]],
     begun: Slots | None,
 ) -> _Tried:
-    """Try parameters of some values: from nothing, or from slots of zeros and then from what a commit holds of them."""
+    """Train parameters from no state, or from zero slots with a save and load on the way."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     twin = make([{"params": [*parameters], **settings}])
     memory = OptimizerMemory(twin, {})
@@ -233,7 +233,7 @@ def _resumed(
     slots: Slots,
     num_updates: int,
 ) -> tuple[list[nn.Parameter], Optimizer, OptimizerMemory]:
-    """Return another optimizer, of the weights, moments and group values that a share has of one."""
+    """Return a new optimizer with the weights, moments and group values that a shard keeps."""
     again = [nn.Parameter(one.detach().clone()) for one in parameters]
     other = make([{"params": [*again], **settings}])
     remembered = OptimizerMemory(other, {})

@@ -1,6 +1,6 @@
-"""The weights that a run begins with, where no process has all of them: each is made, and cut into what a rank holds.
+"""Deferred initialization: make the initial weights one by one, and keep only this rank's shards.
 
-Until then the model's parameters are on its device, with all that belongs to them but memory.
+Until then, the model's parameters are on their device without memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic_train.placement.norm import in_memory_order
 
 
 def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model's parameters a place on a device, but no memory there yet; its buffers go there as they are."""
+    """Move a model's parameters to a device without allocating memory; buffers are moved with their contents."""
     known: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in list(module._parameters.items()):
@@ -34,9 +34,9 @@ def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def fill(layout: Layout, runs: Sequence[HeldRun], weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Fill held runs with what they have of a model's parameters, which come by their first names, one by one.
+    """Fill held runs with their part of the weights, which come by their parameters' first names, one by one.
 
-    Raises ConfigError if some do not come.
+    Raises ConfigError if some are missing.
     """
     missing = {place.names[0]: place for place in layout.tensors}
     for name, tensor in weights:

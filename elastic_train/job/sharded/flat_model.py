@@ -1,7 +1,7 @@
-"""A model's parameters as views of the layout's flat vectors, and their gradients alike.
+"""A model's parameters, and their gradients, as views of the layout's flat vectors.
 
-Runs of grains can then be updated, sent and received where they lie, and the model sees it. Elements between tensors
-are zero, and stay so. A tensor stands there in its memory order, so its parameter has strides of that order.
+Runs of grains can thus be updated, sent and received in place. Padding between tensors is and stays zero. A tensor lies
+there in its memory order, so its parameter has the strides of that order.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from elastic_train.placement.holdings import Run
 
 
 class FlatModel:
-    """Weights, and gradients if they are to be whole, in flat vectors by the numbers of the layout's."""
+    """Flat vectors of weights, and of gradients if these are whole, by number in the layout."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._model, self._layout = model, layout
         self.gradients: list[Tensor] = []
         self.block_names = list(dict.fromkeys(flat.unit for flat in layout.flats if flat.unit and flat.numel))
-        """The units but the rest of the model, in the order in which passes run them, as far as it is known."""
+        """Names of the blocks, in execution order as far as it is known."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._device = next(iter(parameters.values())).device
         self._places = [(parameters[tensor.names[0]], tensor.flat, tensor.start) for tensor in layout.tensors]
@@ -39,12 +39,12 @@ class FlatModel:
                 raise refused("parameters on several devices", what)
         self.weights: list[Tensor] = []
         self.has_weights = all(one.untyped_storage().nbytes() >= one.nbytes for one, _, _ in self._places)
-        """Whether the model came with weights."""
+        """True if the model had weights at the start."""
         if not self.has_weights:
             self.weights = [self.zeros(number, 0) for number in range(len(layout.flats))]
             self.renew()
             return
-        for number, flat in enumerate(layout.flats):  # one after the other, so that one alone is there twice
+        for number, flat in enumerate(layout.flats):  # one at a time, so that at most one is in memory twice
             self.weights.append(vector := self.zeros(number, flat.numel))
             for parameter, start in self._parameters_of(number):
                 part = self._at(vector, parameter, start)
@@ -53,25 +53,24 @@ class FlatModel:
                 parameter.data = part
 
     def make_gradients(self) -> None:
-        """Make room for whole gradients; frozen vectors have empty ones."""
+        """Allocate whole gradients; frozen vectors get empty ones."""
         sizes = [0 if flat.group is None else flat.numel for flat in self._layout.flats]
         self.gradients = [self.zeros(number, numel) for number, numel in enumerate(sizes)]
 
     def bind(self) -> list[Tensor]:
-        """Make every trained parameter's gradient the view of its flat one; return the flat ones."""
+        """Make every trained parameter's gradient a view of its flat one; return the flat gradients."""
         for parameter, flat, start in self._places:
             if parameter.requires_grad:
                 parameter.grad = self._at(self.gradients[flat], parameter, start)
         return self.gradients
 
     def placed(self) -> list[Placed]:
-        """Return where each trained parameter's gradient is, in the model's order."""
+        """Return the position of each trained parameter's gradient, in the model's order."""
         return [Placed(*place) for place in self._places if place[0].requires_grad]
 
     def units(self) -> list[list[FlatGradient]]:
-        """Return what is exchanged together, in the order of the exchange: the last block first, the rest last.
-
-        Gradients come of no parameter without elements, such as one of another stage.
+        """Return the gradients to exchange together, in exchange order: the last block first, non-block weights last.
+        Parameters without elements, such as those of other stages, are left out.
         """
         return [
             [
@@ -83,7 +82,7 @@ class FlatModel:
         ]
 
     def blocks(self) -> tuple[list[UnitFlats], UnitFlats]:
-        """Return what is gathered together: the blocks, in their order, and the rest."""
+        """Return the weights to gather together: the blocks, in order, and the rest of the model."""
         blocks = [
             UnitFlats(name, {number: self.weights[number] for number in self._flats_of(name)}, module)
             for name in (*self.block_names, "")
@@ -92,18 +91,18 @@ class FlatModel:
         return blocks[:-1], blocks[-1]
 
     def everything(self) -> UnitFlats:
-        """Return all blocks and the rest as what is gathered together."""
+        """Return all weights as one unit to gather."""
         return UnitFlats("", {number: vector for number, vector in enumerate(self.weights) if vector.numel()})
 
     def allocate(self) -> None:
-        """Make room for whole weights after `renew`."""
+        """Allocate whole weights after `renew`."""
         for vector in self.weights:
             vector.untyped_storage().resize_(vector.nbytes)
 
     def renew(self) -> None:
-        """Let go of the whole weights' memory, and give the parameters places without any, for weights to be gathered.
+        """Free the whole weights and give the parameters unallocated memory to gather weights into.
 
-        What may still arrive goes to the old memory. Nor could it be given back once it was shown to NumPy.
+        Pending receives still write to the old memory, which also cannot be freed while NumPy refers to it.
         """
         for number, old in enumerate(self.weights):
             numel = self._layout.flats[number].numel
@@ -114,7 +113,7 @@ class FlatModel:
 
     @contextlib.contextmanager
     def showing(self, vectors: Mapping[int, Tensor]) -> Iterator[None]:
-        """Let the model's parameters be views of other flat vectors, by number, within the context."""
+        """Make the model's parameters views of other flat vectors, by number, within the context."""
         changed = [(one, start, flat) for one, flat, start in self._places if flat in vectors]
         before = [one.data for one, _, _ in changed]
         for one, start, flat in changed:
@@ -126,13 +125,13 @@ class FlatModel:
                 one.data = weights
 
     def standing_for(self, weights: Tensor) -> Tensor:
-        """Return weights, or, if they are not on the model's device, what takes gradients there in their place."""
+        """Return the weights if they are on the model's device, else a stand-in there that takes gradients."""
         if weights.device == self._device:
             return weights
         return torch.empty(1, dtype=weights.dtype, device=self._device).expand(weights.shape)
 
     def brought(self, held: Tensor) -> Tensor:
-        """Return what is held, on the model's device."""
+        """Return a held tensor on the model's device."""
         return held.to(self._device)
 
     def weights_at(self, run: Run) -> Tensor:
@@ -140,7 +139,7 @@ class FlatModel:
         return self.weights[run.flat][run.lo : run.hi]
 
     def _at(self, vector: Tensor, parameter: nn.Parameter, start: int) -> Tensor:
-        """Return the view of a flat vector that is a parameter's place in it."""
+        """Return a parameter's view of a flat vector."""
         return vector[start : start + parameter.numel()].as_strided(parameter.shape, self._strides[id(parameter)])
 
     def _flats_of(self, unit: str) -> list[int]:
@@ -153,7 +152,7 @@ class FlatModel:
         return ((parameter, start) for parameter, start in self._parameters_of(number) if parameter.numel())
 
     def zeros(self, number: int, numel: int) -> Tensor:
-        """Return zeros of a flat vector's kind; on a CPU they take no memory before they are written to."""
+        """Return zeros with a flat vector's dtype; on a CPU they take no memory until written."""
         dtype = getattr(torch, self._layout.flats[number].dtype.removeprefix("torch."))
         if self._device.type != "cpu" or not numel:
             return torch.zeros(numel, dtype=dtype, device=self._device)

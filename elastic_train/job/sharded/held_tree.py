@@ -1,7 +1,7 @@
-"""The nested state of a sharded rank, as a commit has it: the same paths and shapes as where states are whole.
+"""The nested state of a sharded rank, with the same paths and shapes in commits as unsharded state.
 
-So a commit made by either is continued by the other. Buffers and plain values are whole; the moments of every parameter
-are `Pieces`: this rank's live memory. So are weights where they are gathered.
+So each can continue the other's commits. Buffers and plain values are whole. The moments of every parameter are
+`Pieces`, views of this rank's live memory; so are the weights under ZeRO-3.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from elastic_train.placement.grains import Tensor as Place
 from elastic_train.placement.holdings import Run
 
 Moments = Mapping[str, Tensor]
-"""An optimizer's tensors of one shard that have an element for each of its own, by torch's names; 1-D."""
+"""An optimizer's tensors of one shard with one number per element, by torch's names; 1-D."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRun:
-    """A run of a flat vector that this rank holds, its weights, and its moments: none if it is not trained."""
+    """A run of a flat vector that this rank holds: its weights, and its moments, empty if it is not trained."""
 
     run: Run
     weights: Tensor
     moments: Moments
 
     def cut(self, run: Run) -> HeldRun:
-        """Return what this one has of a run within it."""
+        """Return the part of this run that lies in `run`."""
         part = slice(run.lo - self.run.lo, run.hi - self.run.lo)
         return HeldRun(run, self.weights[part], {name: moment[part] for name, moment in self.moments.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What a rank holds beside its seat, as arcs of the circle, and the runs of it that its seat has not."""
+    """Arcs of the circle that a rank holds besides its seat, and their runs outside of it."""
 
     arcs: tuple[Arc, ...] = ()
     runs: tuple[HeldRun, ...] = ()
 
 
 class Held(NamedTuple):
-    """Grains that a rank holds, by ascending numbers, and all grains' sections, at whose ends its memory is cut."""
+    """Grains that a rank holds, ascending, and the sections of all grains, at whose ends its memory is cut."""
 
     grains: Int64s
     sections: Int64s
 
 
 Cuts = Sequence[Sequence[Sequence[Span]]]
-"""By tensor of a layout, and by writer: the spans that it writes."""
+"""By tensor of a layout and by writer: the spans that it writes."""
 
 
 def spans_of(layout: Layout, held: Held) -> dict[int, list[Span]]:
-    """Return which elements are held of each tensor of which some are, as the fewest spans in one piece of memory each.
+    """Return the held elements of each tensor with any, as the fewest spans of contiguous memory.
 
-    Tensors are by their numbers in the layout.
+    Tensors are given by their numbers in the layout.
     """
     spans: dict[int, list[Span]] = {}
     grains, sections = held
@@ -80,7 +80,7 @@ def spans_of(layout: Layout, held: Held) -> dict[int, list[Span]]:
 
 
 def cuts_of(layout: Layout, written: Sequence[Held]) -> Cuts:
-    """Return how commits cut every tensor, by what each writer writes."""
+    """Return the cuts of every tensor in commits, from the grains that each writer writes."""
     by_writer = [spans_of(layout, one) for one in written]
     return [tuple(tuple(spans.get(tensor, ())) for spans in by_writer) for tensor in range(len(layout.tensors))]
 
@@ -99,7 +99,7 @@ def pieces_of(
     spans: Sequence[Span],
     runs: Sequence[HeldRun],
 ) -> TensorPieces:
-    """Return one tensor's pieces, of moments those named; `spans` are held."""
+    """Return one tensor's pieces, with the named moments; `spans` must be held."""
     dtype = getattr(torch, layout.flats[place.flat].dtype.removeprefix("torch."))
     parts = {span: _held_at(runs, place, span) for span in spans}
 
@@ -120,30 +120,30 @@ def _held_at(runs: Sequence[HeldRun], place: Place, span: Span) -> HeldRun:
 
 
 def run_around(runs: Sequence[HeldRun], run: Run) -> HeldRun:
-    """Return the held run that another run lies in."""
+    """Return the held run that contains `run`."""
     return next(one for one in runs if one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi)
 
 
 def shaped(memory: Tensor, whole: Place | None) -> Tensor:
-    """Return memory of a whole tensor's elements, which are in memory order, in its shape; other memory as it is."""
+    """Return a whole tensor's elements, in memory order, in its shape; other memory unchanged."""
     return memory if whole is None else memory.as_strided(whole.shape, strides_of(whole.shape, whole.cut))
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the names of each parameter group's parameters, as torch's state dicts have them."""
+    """Return the names of each parameter group's parameters, as in torch's state dicts."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def tree_to_fill(held: State, leaving_out: str = "") -> State:
-    """Return what a commit is to fill of what is held: all but settings, and but the moment that is left out."""
+    """Return the tree for a commit to fill: the held state without settings, and without one moment if given."""
     kept: Mapping[str, Mapping[str, object]] = held["optimizer"]["state"]  # type: ignore[index]
     moments = {name: {key: one[key] for key in one if key != leaving_out} for name, one in kept.items()}
     return {"model": held["model"], "optimizer": {"state": moments}, "scheduler": {}, "scaler": {}}
 
 
 def count_of(steps: Sequence[object]) -> float:
-    """Return how many updates the parameters of one group have had."""
+    """Return the number of updates of one group's parameters; raise ConfigError if they differ."""
     counts = {float(step) for step in steps}  # type: ignore[arg-type]
     if len(counts) > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What all ranks of a sharded job have alike beside weights and moments: settings, counts, buffers."""
+"""State that all ranks of a sharded job share besides weights and moments: settings, counts, buffers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Settings:
         return [settings_of(group) for group in self._optimizer.param_groups]
 
     def own(self) -> State:
-        """Return what the optimizer itself has changed of the groups' settings."""
+        """Return the values that the optimizer itself has changed in the groups."""
         return self._memory.own({})
 
     def num_updates(self) -> list[float]:
-        """Return how many updates each parameter group has had."""
+        """Return the number of updates of each parameter group."""
         groups = self._optimizer.param_groups
         states = [self._optimizer.state.get(group["params"][0], {}) if group["params"] else {} for group in groups]
         return [float(state.get("step", 0.0)) for state in states]
@@ -47,7 +47,7 @@ class Settings:
         return {**self.plain(), **found, OWN: self.own()}
 
     def take_all(self, settings: Mapping[str, Any]) -> list[float]:
-        """Take what another rank gave as `all`; return how many updates each parameter group has had."""
+        """Load another rank's result of `all`; return the number of updates of each parameter group."""
         self.take(settings["groups"], settings, settings.get(OWN, {}), keeps_rates=False)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(settings["buffers"][name])
@@ -61,7 +61,7 @@ class Settings:
         *,
         keeps_rates: bool,
     ) -> None:
-        """Take the settings of groups, plain values, and what `own` gave; with `keeps_rates` the own settings stay."""
+        """Load group settings (unless `keeps_rates`), plain values, and the result of `own`."""
         bases = [float(base) for base in self._scheduler.base_lrs]
         if not keeps_rates:
             for mine, theirs in zip(self._optimizer.param_groups, groups, strict=True):

@@ -1,7 +1,7 @@
-"""What one rank holds of a part of the state: all of it, or a share by its seat.
+"""The part of the state that one rank holds: a whole copy of its column's part, or a shard of it.
 
-The ranks that hold the same part are a *column*; where there are no cells, all ranks are one. What is here is what a
-`StateShards` asks of a share, with the answers of one whose weights are whole on every rank of the column.
+The ranks that hold the same part are a *column* (shard group); without cells, all ranks are one column. `Share` is the
+interface for `StateShards`, with defaults for weights that are whole on every rank of the column.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ T = TypeVar("T")
 
 
 class Summed(NamedTuple):
-    """Parameters whose gradients are added along one tree: `leaves` are those of each of the `ranks`.
+    """Parameters whose gradients are summed along one tree; `leaves` has the leaves of each of the `ranks`.
 
-    The ranks are those of the column, or `repeats` neighbours hold what one of it does. A rank computes `per_turn`
-    leaves at a time, and nothing is exchanged meanwhile unless `is_beside`.
+    The ranks are those of the column, or `repeats` neighbours stand for one rank of it. A rank computes `per_turn`
+    leaves at a time; the exchange overlaps with computation only if `is_beside`.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -54,23 +54,23 @@ class Summed(NamedTuple):
 
 
 class Offloaded(NamedTuple):
-    """How many bytes the host's memory keeps, and how many of the device's are kept for what is updated at a time."""
+    """Bytes kept in host memory, and bytes reserved on the device for the blocks being updated."""
 
     num_bytes: int
     room_bytes: int
 
 
 class Share:
-    """One rank's share of what its column holds."""
+    """One rank's share of its column's part."""
 
     is_whole = False
-    """Whether every rank of the column holds all of it, each parameter as the tensor that the model computes with."""
+    """True if every rank of the column holds the whole part, as the tensors that the model computes with."""
     is_shared_out = False
-    """Whether no rank need have all of the weights."""
+    """True if weights are sharded, so that no rank needs all of them."""
     deals_lanes = False
-    """Whether lanes are dealt out by seats."""
+    """True if lanes are assigned by seat."""
     copies = 1
-    """How many groups of ranks hold what is held by seats, once each."""
+    """Number of groups of ranks that each hold everything once."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, column: Column) -> None:
         self.model, self.optimizer, self.column = model, optimizer, column
@@ -78,28 +78,28 @@ class Share:
         self.retained = Retained()
 
     def begin_with(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """Begin a run with weights that come one by one, where the model was built without."""
+        """Start a run with weights that come one by one, for a model built without weights."""
         raise NotImplementedError("weights are whole")
 
     # Taking a seat.
 
     @property
     def runs(self) -> Sequence[HeldRun]:
-        """What this rank holds by its seat, after all that was on its way there."""
+        """Runs that this rank's seat holds, after pending copies have finished."""
         return ()
 
     def room_for(self, seating: Seating, known: Sequence[HeldRun] = ()) -> Sequence[HeldRun]:
-        """Return the runs of this rank's seat: those of `known` that are the same, and new ones, moments zero."""
+        """Return the runs of this rank's seat: equal ones from `known`, and new ones with zero moments."""
         return ()
 
     def new_run(self, run: Run) -> HeldRun:
-        """Return a run to hold."""
+        """Return a new run to hold."""
         raise NotImplementedError("nothing is held by seats")
 
     def begin(self, runs: Sequence[HeldRun], *, from_commit: bool) -> None:
-        """Put into the runs of a first seat what a run, or the commit that follows, does not bring.
+        """Fill the runs of a first seat with values that neither the run nor the following commit provides.
 
-        Whole weights are there already. Raises StateLostError if this process does not have that any more.
+        Whole weights are already in place. Raises StateLostError if this process no longer has these values.
         """
 
     def sit(
@@ -109,66 +109,65 @@ class Share:
         num_updates: Sequence[float] | None = None,
         retained: Retained | None = None,
     ) -> None:
-        """Take a seat whose weights are in place and whose moments `runs` have.
+        """Take a seat; its weights are in place, and `runs` has its moments.
 
-        `num_updates` is how many updates each parameter group has had; as many as so far if it is not given.
-        `retained` is
-        what is held beside the seat, for peers that may not have got it.
+        `num_updates` is the number of updates of each parameter group, by default unchanged. `retained` is the old
+        shard, kept until all peers have received theirs.
         """
 
     def common(self) -> State:
-        """Return what all ranks of the column have alike, for one that has nothing yet."""
+        """Return the state that is equal on all ranks of the column, for a rank that has none."""
         raise NotImplementedError
 
     def take_common(self, alike: State) -> Sequence[float] | None:
-        """Take what another rank gave as `alike`; return the counts of updates, as `sit` takes them."""
+        """Load another rank's result of `common`; return the update counts, as `sit` takes them."""
         raise NotImplementedError
 
     @property
     def offloaded(self) -> Offloaded | None:
-        """What this rank has in host memory in place of its device's; None without offload."""
+        """Sizes of the state in host memory; None without offload."""
         return None
 
     def held(self) -> State:
-        """Return what is held as a nested dict, parameters by their full names; its tensors are the live ones."""
+        """Return the held state as a nested dict, parameters by full name, with the live tensors."""
         raise NotImplementedError
 
     def take(self, fill: Callable[[State], None], cuts: Cuts, place: int, *, keeps_rates: bool) -> None:
-        """Take over what `fill` reads into the pieces of a nested dict of whole tensors; gradients stay bound.
+        """Load state that `fill` reads into the pieces of a nested dict of whole tensors; gradients stay bound.
 
-        `cuts` says of which parameters the place that this rank has holds a part.
+        `cuts` has the parameters of which this rank's place holds only a part.
         """
         raise NotImplementedError
 
     def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction, *, by_turn: bool) -> GradientSum:
-        """Bind the gradients, and return the sum along some trees that leaves a mean where it is held.
+        """Bind the gradients and return the sum along some trees, which leaves each mean on the ranks that hold it.
 
-        Weights in shares are gathered for a turn, or for a step.
+        Sharded weights are gathered for a turn, or for a step.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave the model's parameters alone from now on."""
+        """Stop changing the model's parameters."""
 
     def take_order(self, names: Sequence[str]) -> None:
-        """Learn in which order a pass runs the model's blocks."""
+        """Set the order in which a pass runs the model's blocks."""
 
     def agree_on_order(self, group: Group) -> None:
-        """Let all ranks gather blocks in one order."""
+        """Make all ranks gather blocks in the same order."""
 
     def refresh(self, column: Group, *, everything: bool = False) -> None:
-        """Get the weights that peers alone have updated; with `everything`, also those that nobody updates."""
+        """Receive the weights that peers have updated; with `everything`, also frozen ones."""
 
     def turns(self, column: Group, items: Iterator[T]) -> Iterator[T]:
-        """Yield what this rank runs forward passes with outside of a step; peers may take part in it."""
+        """Yield the items for forward passes outside a step; peers may have to take part."""
         return items
 
     def computing(self, ranks: Collection[int]) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which some ranks of the column compute a lane outside of a step's sum."""
+        """Return the context in which some ranks of the column compute a lane outside a step's sum."""
         return contextlib.nullcontext()
 
     def averaged(self, column: Group) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the model has the averages of its weights."""
+        """Return the context in which the model uses the averages of its weights."""
         raise NotImplementedError
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -182,14 +181,14 @@ class Share:
         return [named[one.names[0]] for one in self.layout.tensors]
 
     def weights_at(self, number: int, lo: int, hi: int) -> Tensor:
-        """Return the memory of the elements [lo, hi) of a tensor that this rank has, in memory order."""
+        """Return the memory of elements [lo, hi) of a tensor that this rank has, in memory order."""
         return in_memory_order(self._parameters[number].detach(), self.layout.tensors[number].cut)[lo:hi]
 
     def make_whole(self, column: Group, num_ranks: int) -> None:
-        """Make the weights whole on the first ranks of the column."""
+        """Gather the whole weights on the first `num_ranks` ranks of the column."""
 
     def measure(self) -> Tensor:
-        """Return the sums of the squares of the gradient's grains that this rank updates, ascending."""
+        """Return the sums of squares of the gradient's grains that this rank updates, by ascending grain."""
         raise NotImplementedError
 
     def clip(self, factor: float) -> None:
@@ -197,7 +196,7 @@ class Share:
         raise NotImplementedError
 
     def tensors(self) -> Iterator[OfPart]:
-        """Yield what is held beside the model's own weights, each with the part of memory that it belongs to."""
+        """Yield the tensors held besides the model's own weights, each with its category of memory."""
         raise NotImplementedError
 
 
@@ -226,7 +225,7 @@ class WholeShare(Share):
     def held(self) -> State:
         memory = tuple(self._memory_of_weights())
         if self._named is None or memory != self._named[0]:
-            # Naming takes longer than all else that a save does at a step boundary, and holds while the tensors do.
+            # Naming is the slowest part of a save at a step boundary, so names are cached while the tensors stay.
             self._named = (memory, get_model_state_dict(self.model), names_of(self.model))
         return {
             "model": dict(self._named[1]),
@@ -236,7 +235,7 @@ class WholeShare(Share):
         }
 
     def _memory_of_weights(self) -> Iterator[object]:
-        """Yield where the memory of every weight and buffer is."""
+        """Yield the identity and address of every weight and buffer."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             yield id(tensor), tensor.data_ptr()
 
@@ -278,7 +277,7 @@ class WholeShare(Share):
         self._memory.take_own(saved.get(OWN, {}), names)
 
     def _filled_parts(self, tree: State, fill: Callable[[State], None], cuts: Cuts, place: int) -> State:
-        """Return a tree of what this rank holds, filled from a commit's whole tensors or a peer's parts."""
+        """Return this rank's state, filled from a commit's whole tensors or a peer's parts."""
 
         def emptied(path: StatePath, leaf: Tensor) -> Tensor:
             return leaf if cut_at(path, leaf, cuts, place) is None else torch.empty_like(leaf)
@@ -287,7 +286,7 @@ class WholeShare(Share):
         moments = with_tensors({"optimizer": {"state": self._first_moments()}}, emptied)
         try:
             found = filled_parts({**tree, **weights, **moments}, fill, cuts, place)
-        except ConfigError:  # nothing has changed yet; other moments were saved than this optimizer has
+        except ConfigError:  # nothing has changed yet: the saved moments are not this optimizer's
             found = filled_parts({**tree, **weights, "optimizer": {}}, fill, cuts, place)
 
         device = next(self.model.parameters()).device
@@ -301,7 +300,7 @@ class WholeShare(Share):
         return with_tensors(found, part_of)
 
     def _first_moments(self) -> State:
-        """Return what a commit has at least of the parameters that this rank holds."""
+        """Return the optimizer state that a commit has at least for this rank's parameters."""
         names, groups = names_of(self.model), enumerate(self.optimizer.param_groups)
         found = {names[id(one)]: self._first.of(number, one)[1] for number, group in groups for one in group["params"]}
         self._first.forget()

@@ -1,4 +1,4 @@
-"""A gradient scaler for ranks that each see a part of the gradient: whether it overflowed is known by its norm."""
+"""A gradient scaler for ranks that each hold part of the gradient: the norm tells if it overflowed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 LEAST_SCALE = 2.0**-14
-"""Down to which an overflow is the scale's: 30 steps in a row from the first one."""
+"""Scale below which overflows are no longer attributed to it: 30 halvings from the initial scale."""
 _OVERFLOWS = "num_overflows"
 
 
 class SharedScaler(GradScaler):
-    """torch's scaler, told what it cannot see. What it keeps of a step is private to torch's class and its children,
-    as `torch.distributed.fsdp.sharded_grad_scaler` uses it, whose process group ours is not.
+    """torch's scaler, which gets the overflow from outside.
+
+    It uses private per-step state of torch's class, as `torch.distributed.fsdp.sharded_grad_scaler` does; that class
+    needs a process group of torch.
     """
 
     num_overflows = 0
-    """How many steps left out their update to find the scale; saved with it."""
+    """Number of steps skipped while finding the scale; saved with it."""
 
     def is_own_overflow(self) -> bool:
-        """Say whether a gradient that is not finite may be the scale's doing: a gradient that overflows at the least
-        scale would without one.
+        """Return True if a non-finite gradient may be due to the scale.
+
+        A gradient that overflows at the least scale would overflow without scaling, too.
         """
         return self.is_enabled() and self.get_scale() > LEAST_SCALE
 
@@ -36,18 +39,18 @@ class SharedScaler(GradScaler):
         self.num_overflows = int(state_dict.get(_OVERFLOWS, 0))
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Undo the scale. A rank that computed no loss, such as a pipeline's first stage, has no scale before this."""
+        """Unscale the gradients; initialize the scale on ranks without a loss, such as a pipeline's first stage."""
         if self.is_enabled() and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         super().unscale_(optimizer)
 
     def note_overflow(self, optimizer: Optimizer) -> None:
-        """Let the step that was unscaled count as overflowed, wherever it did; nothing where scaling is off."""
+        """Mark the unscaled step as overflowed, on whichever rank it did; does nothing if scaling is off."""
         if self.is_enabled():
             for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
                 found.fill_(1.0)
 
     def forget_step(self) -> None:
-        """Let go of a step that was unscaled and is not applied."""
+        """Discard a step that was unscaled but is not applied."""
         if self.is_enabled():
             self._per_optimizer_states.clear()

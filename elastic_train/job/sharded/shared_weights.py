@@ -1,4 +1,4 @@
-"""Weights that several ranks have: their digest, whether all have the same, and the whole model on one rank."""
+"""Weights that several ranks hold: their digest, their equality, and gathering them on one rank."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from elastic_train.placement.seating import Seating
 from elastic_train.placement.table import Table
 
 WeightsAt = Callable[[int, int, int], Tensor]
-"""Returns this rank's memory of the elements [lo, hi) of a tensor, by its number in the layout of this rank's part.
+"""Function of (tensor number, lo, hi) that returns this rank's memory of elements [lo, hi) of a tensor of its part.
 
-The elements are in memory order, and all of them in grains of one section whose weights the rank has.
+The elements are in memory order, and lie in grains of one section that the rank has.
 """
 
 
 def checksums(table: Table, weights_at: WeightsAt, buffers: Mapping[str, Tensor]) -> list[int]:
-    """Return a checksum of each set of weights that this rank has in common with the same others, by `in_common`."""
+    """Return a checksum of each set of weights that this rank shares with the same other ranks, by `in_common`."""
     sets = table.weights_in_common.of_rank[table.rank].tolist()
     by_name = (checksums_by_name(table, one, weights_at, buffers) for one in sets)
     return [crc32(np.array(list(found.values()), dtype=np.int64).tobytes()) for found in by_name]
 
 
 def checksums_by_name(table: Table, which: int, weights_at: WeightsAt, buffers: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a CRC-32 of what this rank has of each tensor in a set of weights; of none if it has none of the set."""
+    """Return the CRC-32 of this rank's part of each tensor in a set of weights; empty if it has none of the set."""
     set_of, found = table.weights_in_common.set_of, dict[str, int]()
     grains = table.weights[table.rank][set_of[_numbers(table)] == which]
     tensors = table.parts.columns[table.part].layout.tensors
@@ -48,9 +48,9 @@ def checksums_by_name(table: Table, which: int, weights_at: WeightsAt, buffers: 
 
 
 def digest_of_all(group: Group | None, table: Table, weights_at: WeightsAt, buffers: Mapping[str, Tensor]) -> str:
-    """Return, on every rank, the digest of all weights, each grain hashed by one of the ranks that have it.
+    """Return the digest of all weights, on every rank; each grain is hashed by one rank that has it.
 
-    Without a group there is this rank alone, and "" is what it can say if it does not have all weights.
+    Without a group, return this rank's own digest, or "" if it does not have all weights.
     """
     parts, is_alone = table.parts, table.has_all_weights
     if group is None and not is_alone:
@@ -68,12 +68,12 @@ def digest_of_all(group: Group | None, table: Table, weights_at: WeightsAt, buff
 
 
 def _numbers(table: Table) -> Int64s:
-    """Return the grains of the model whose weights this rank has."""
+    """Return the model's grains whose weights this rank has."""
     return table.parts.numbers[table.part][table.weights[table.rank]]
 
 
 def _stretches(table: Table, grains: Int64s, weights_at: WeightsAt) -> Iterator[tuple[int, Sequence[int], Tensor]]:
-    """Yield a tensor's number, and the bounds and the memory of grains of it that are side by side."""
+    """Yield, per run of adjacent grains, the tensor's number, the grains' bounds, and the memory."""
     layout = table.parts.columns[table.part].layout
     for number, spans in spans_of(layout, Held(grains, table.sections())).items():
         bounds = layout.tensors[number].bounds
@@ -83,14 +83,14 @@ def _stretches(table: Table, grains: Int64s, weights_at: WeightsAt) -> Iterator[
 
 
 def _grain_digests(table: Table, numbers: Int64s, weights_at: WeightsAt) -> Iterator[bytes]:
-    """Yield the SHA-256 of grains of the model that this rank has, in their order."""
+    """Yield the SHA-256 of this rank's grains, in order."""
     grains = np.flatnonzero(np.isin(table.parts.numbers[table.part], numbers, assume_unique=True))
     for _, bounds, tensor in _stretches(table, grains, weights_at):
         yield from digests_of(_content(tensor), tensor.dtype.itemsize, bounds)
 
 
 def _gathered(group: Group, owned: list[Int64s], mine: Mapping[int, bytes]) -> dict[int, bytes]:
-    """Return the digests of all grains by number, from those that each rank has of what it owns."""
+    """All-gather the digests of all grains, by number; each rank contributes those of the grains it owns."""
     rows = torch.zeros(max(1, *(numbers.size for numbers in owned)), SHA256_BYTES, dtype=torch.uint8)
     for place, digest in enumerate(mine.values()):
         rows[place] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
@@ -113,7 +113,7 @@ def gather_whole(
     whole: Callable[[Run], Tensor],
     num_ranks: int = 1,
 ) -> None:
-    """Fill the whole weights on the first ranks, which must have memory for them, from one holder of each grain."""
+    """Gather the whole weights on the first `num_ranks` ranks, which must have memory for them."""
     runs = [seating.runs_at(rank, grains) for rank, grains in enumerate(seating.all_owned())]
     mine, is_first = runs[group.rank], group.rank < num_ranks
     for run in mine if is_first else ():

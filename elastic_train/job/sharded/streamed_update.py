@@ -1,9 +1,9 @@
-"""An update of what is held in host memory: it goes through the device in blocks, and the device updates it.
+"""Update state in host memory (offload) by streaming it through the device in blocks.
 
-The device computes what it would with all of it in its own memory, part by part, and no cut shows in an update by
-elements: so the bits are those without offload. Beside weights and gradients the device has room for NUM_ROOMS blocks,
-whatever is held. While one block is updated the next one comes in, and the last one goes out; the first ones of a step
-come in beside the forward and backward passes before it, since nothing changes them there.
+The device computes the same elementwise updates as on state in its own memory, so the bits equal those without offload.
+Besides weights and gradients, the device needs memory for only NUM_ROOMS blocks. While one block is updated, the next
+is copied in and the previous one out. The first blocks of a step are copied in during its forward and backward passes,
+which do not change them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from elastic_train.placement.grains import ALIGN
 from elastic_train.placement.grains import Tensor as Place
 
 NUM_ROOMS = 2
-"""One block comes in or goes out while the other is updated, and does the opposite after that."""
+"""One buffer is copied in or out while the other is updated."""
 _STEP, _WEIGHTS = "step", ""
 _UPDATE = "_update_of_whole"
-"""The attribute of a step that takes its place in which the optimizer's own is."""
+"""Attribute of a replaced step that has the optimizer's own step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What a rank keeps in host memory: what its optimizer keeps of each element, and the weights that it holds."""
+    """The state that a rank keeps in host memory: the optimizer's moments and, optionally, the weights."""
 
     memory: HostMemory
     with_weights: bool = False
@@ -38,10 +38,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """One of the optimizer's parameters: its group's number, what is held of it, and where its weights are updated.
-
-    Where the optimizer needs whole parameters, it is the tensor `whole`.
-    """
+    """One of the optimizer's parameters: its group's number, the held run, and, if it must be whole, its tensor."""
 
     group: int
     parameter: nn.Parameter
@@ -51,8 +48,10 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Elements [lo, hi) of a parameter; `starts` are the bytes of a room that each of its tensors begins with, and
-    `end` that before which the last one ends."""
+    """Elements [lo, hi) of a parameter, with the byte range of each of its tensors in a buffer.
+
+    `starts` has the first byte of each tensor, and `end` the byte after the last one.
+    """
 
     of: Updated
     lo: int
@@ -62,26 +61,26 @@ class _Part:
 
 
 class StreamedUpdate:
-    """Takes the place of an optimizer's step, as torch's schedulers do to count them."""
+    """Replaces an optimizer's step, as torch's schedulers do to count steps."""
 
     def __init__(self, optimizer: Optimizer, offload: Offload) -> None:
         self._optimizer, self._memory, self._offload = optimizer, offload.memory, offload
-        self._update = getattr(optimizer.step, _UPDATE, optimizer.step)  # not that of a part which it had before
+        self._update = getattr(optimizer.step, _UPDATE, optimizer.step)  # not the step of an earlier instance
         optimizer.step = functools.wraps(self._update)(lambda: self.step())  # type: ignore[method-assign,assignment]
         setattr(optimizer.step, _UPDATE, self._update)
         self._blocks: list[list[_Part]] = []
         self.rooms: list[Tensor] = []
-        """The device's memory that is kept for blocks."""
+        """Device memory reserved for blocks."""
         self._left: list[Event | None] = []
         self._arrived: dict[int, Event] = {}
 
     @property
     def room_bytes(self) -> int:
-        """The device's memory that is kept for blocks."""
+        """Bytes of device memory reserved for blocks."""
         return sum(room.nbytes for room in self.rooms)
 
     def take(self, updated: Sequence[Updated]) -> None:
-        """Update these from now on, and begin to bring the first of them in."""
+        """Update these parameters from now on, and start to copy the first blocks in."""
         self._memory.settle()
         self._blocks = list(_blocks_of(updated, self._offload))
         size = max([self._memory.room_bytes, *(part.end for block in self._blocks for part in block)])
@@ -89,12 +88,12 @@ class StreamedUpdate:
             self._memory.settle("in")
             self.rooms = []
         while len(self.rooms) < min(NUM_ROOMS, len(self._blocks)):
-            self.rooms.append(self._memory.room(size))  # kept: something may still come into it
+            self.rooms.append(self._memory.room(size))  # kept: a copy into it may be pending
         self._left, self._arrived = [None] * len(self.rooms), {}
         self._bring_first()
 
     def step(self) -> None:
-        """Update everything; the device has, and the host's memory has after `settle`, what it comes to."""
+        """Update everything; host memory has the result after `settle`."""
         before = self._settings()
         for number, block in enumerate(self._blocks):
             self._bring(number)
@@ -113,7 +112,7 @@ class StreamedUpdate:
         self._bring_first()
 
     def _settings(self) -> list[dict[str, Any]]:
-        """Return what the optimizer may change of its groups in a step, of which each block's update is one."""
+        """Return the group values that a step may change, to reset them between blocks."""
         return [_settings_of(group) for group in self._optimizer.param_groups]
 
     def _set_back(self, before: Sequence[dict[str, Any]]) -> None:
@@ -127,7 +126,7 @@ class StreamedUpdate:
             self._bring(number)
 
     def _bring(self, number: int) -> None:
-        """Ask for a block, if it was not: it comes in when the one that was in its room has gone."""
+        """Start to copy a block in, unless started, once its buffer is free."""
         if number in self._arrived:
             return
         room = number % len(self.rooms)
@@ -138,7 +137,7 @@ class StreamedUpdate:
         )
 
     def _views(self, part: _Part, room: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return pairs of a part's tensors in host memory and on the device, by name."""
+        """Return the host and device views of a part's tensors, by name."""
         found = {}
         for name, start in part.starts.items():
             held = part.of.held.weights if name == _WEIGHTS else part.of.held.moments[name]
@@ -150,7 +149,7 @@ class StreamedUpdate:
         return list(views.values())
 
     def _apply(self, block: Sequence[_Part], views: Sequence[dict[str, tuple[Tensor, Tensor]]]) -> None:
-        """Let the optimizer update parts as if they were all that it has; an optimizer within it may have its state."""
+        """Run the optimizer's own step with these parts as its only parameters."""
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         kept, state = [group["params"] for group in groups], dict(optimizer.state)
         optimizer.state.clear()
@@ -188,14 +187,16 @@ class StreamedUpdate:
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's settings, without its parameters; its tensors may be changed in place."""
+    """Return a copy of a group's settings, without its parameters; tensors are cloned."""
     settings = {key: value for key, value in group.items() if key != "params"}
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
 
 
 def _blocks_of(updated: Sequence[Updated], offload: Offload) -> Iterator[list[_Part]]:
-    """Cut what is updated into blocks whose tensors in host memory fit into a room; one that has to be whole and is
-    larger than that is a block of its own."""
+    """Split the parameters into blocks whose tensors fit into a buffer.
+
+    A larger parameter that must be whole is its own block.
+    """
     block: list[_Part] = []
     end = 0
     for one in updated:
@@ -203,7 +204,7 @@ def _blocks_of(updated: Sequence[Updated], offload: Offload) -> Iterator[list[_P
         size = one.held.weights.element_size()
         each = max(1, len(names)) * size * ALIGN
         lo, numel, is_cut = 0, one.held.weights.numel(), False
-        while not is_cut:  # a parameter without elements is a part, too: it counts its group's updates
+        while not is_cut:  # also for a parameter without elements: it counts its group's updates
             fit = (offload.memory.room_bytes - end) // each * ALIGN
             if one.whole is not None and fit < numel:
                 fit = 0 if block else numel

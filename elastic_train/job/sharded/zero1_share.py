@@ -1,12 +1,12 @@
-"""A share by a seat: a rank holds the optimizer's moments of its seat's grains, and updates these alone.
+"""ZeRO-1: a rank holds the optimizer's moments of its seat's grains, and updates only these.
 
-Weights are whole on every rank (ZeRO-1): after an update each rank gives the others of its group the weights that it
-has updated. What counts as held are a seat's grains, their weights included; the rest of a rank's weights is what its
-peers have given. A seat is taken with everything that belongs to it, or not at all: what arrives for a new seat touches
-nothing of the old one. Gradients may be held like moments (`zero2_share`), and weights, too (`zero3_share`).
+Weights are whole on every rank: after an update, each rank sends the weights it has updated to the others of its group.
+A rank counts as holder only of its seat's grains, weights included. A seat is taken completely or not at all: data that
+arrives for a new seat does not touch the old one. ZeRO-2 (`zero2_share`) also shards gradients, and ZeRO-3
+(`zero3_share`) weights.
 
-No cut shows in a bit: updates are element by element, or of tensors that are held whole; the norm is by grains, and a
-shard begins at a multiple of the layout's alignment.
+The sharding does not affect any bit: updates are elementwise, or of tensors held whole; the norm is computed per grain;
+and a shard begins at a multiple of the layout's alignment.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 class Zero1Share(Share):
-    """What a rank holds of weights and moments, by its seat; `copies` groups of ranks hold everything once each."""
+    """A rank's shard of the moments, by its seat; `copies` groups of ranks each hold everything once."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class Zero1Share(Share):
         self._runs: list[HeldRun] = []
         self._named: Mapping[str, TensorPieces] | None = None
         self._names, self._slots = names_of(model, optimizer), slots
-        """Of each parameter group: its parameters, and what the optimizer keeps of each."""
+        """Per parameter group: the names of its parameters, and the optimizer's slots."""
         self._gradients: list[tuple[Tensor, Lengths]] = []
-        """What it is measured by: neighbouring grains of a tensor, and how many elements each has."""
+        """Gradients for the norm: adjacent grains of a tensor, and their lengths."""
         self._updated: list[Updated] = []
         for group in optimizer.param_groups:  # the optimizer never sees the model's own parameters
             group["params"] = []
@@ -98,7 +98,7 @@ class Zero1Share(Share):
         return self._runs
 
     def settle(self) -> None:
-        """Return when the host's memory has what the last update has come to; at once without offload."""
+        """Wait until host memory has the result of the last update; returns at once without offload."""
         if self.offload is not None:
             self.offload.memory.settle()
 
@@ -115,11 +115,11 @@ class Zero1Share(Share):
         return [kept.get(run) or self.new_run(run) for run in seating.runs_at(seating.rank, self.grains_of(seating))]
 
     def grains_of(self, seating: Seating) -> Int64s:
-        """Return of which grains this rank has runs: those that it updates."""
+        """Return the grains of which this rank holds runs: those it updates."""
         return seating.trained[seating.rank]
 
     def new_run(self, run: Run) -> HeldRun:
-        """Return a run to hold; its weights are live where they are whole."""
+        """Return a new run; its weights are the live ones if weights are whole."""
         weights, moments = self.memory_of(run), self._moments_of(run.flat)
         begun = {name: self.kept_zeros(run, weights.dtype) for name in moments}
         if AVERAGE in begun:
@@ -127,13 +127,13 @@ class Zero1Share(Share):
         return HeldRun(run, weights, begun)
 
     def kept_zeros(self, run: Run, dtype: torch.dtype) -> Tensor:
-        """Return zeros for a run, where what an optimizer keeps is."""
+        """Return zeros for a run, in the memory that holds the optimizer's state."""
         if self.offload is None:
             return self.flat.zeros(run.flat, run.hi - run.lo)
         return self.offload.memory.zeros(run.hi - run.lo, dtype)
 
     def memory_of(self, run: Run) -> Tensor:
-        """Return memory for the weights of a run that this rank is to hold."""
+        """Return memory for the weights of a run of this rank."""
         return self.flat.weights_at(run)
 
     def sit(
@@ -161,7 +161,7 @@ class Zero1Share(Share):
             self._stream.take(self._updated)
 
     def bind_gradients(self) -> None:
-        """Give the optimizer's parameters the gradients of what is held, and the norm those of its grains."""
+        """Bind the held runs' gradients to the optimizer's parameters and to the norm."""
         for one in self._updated:
             one.parameter.grad = shaped(self.gradients_at(one.held.run), one.whole)
         trained = self.seated.trained[self.seated.rank]
@@ -175,11 +175,11 @@ class Zero1Share(Share):
         return self.settings.take_all(alike)
 
     def make_gradients(self) -> None:
-        """Make room for gradients as they are while lanes add to them: whole."""
+        """Allocate the gradients that lanes are added to: whole ones."""
         self.flat.make_gradients()
 
     def make_room(self) -> None:
-        """Make room for what the seat's runs need beside weights and moments: whole gradients are there already."""
+        """Allocate memory that the seat's runs need besides weights and moments: none, as gradients are whole."""
 
     def gradients_at(self, run: Run) -> Tensor:
         """Return the gradient of a run that this rank holds."""
@@ -198,12 +198,12 @@ class Zero1Share(Share):
         return Tree(flats, one.ranks, one.leaves, AtOwners(shares.within(numbers)), placed)
 
     def flats_of(self, parameters: Sequence[nn.Parameter]) -> Collection[int]:
-        """Return the numbers of the flat vectors that some parameters stand in."""
+        """Return the numbers of the flat vectors that contain some parameters."""
         some = {id(one) for one in parameters}
         return {one.flat for one in self.flat.placed() if id(one.parameter) in some}
 
     def seating_of_all(self, ranks: Group, repeats: int) -> Seating:
-        """Return the seats of ranks of which so many neighbours hold what one of the column does."""
+        """Return the seats of `ranks`, where `repeats` neighbours each stand for one rank of the column."""
         if repeats == 1:
             return self.seated
         seats = [seat for seat in self.seated.seats for _ in range(repeats)]
@@ -213,7 +213,7 @@ class Zero1Share(Share):
         self._share(column, self.seated.holdings if everything else self.seated.trained, self.flat.weights_at)
 
     def _share(self, group: Group, holdings: Sequence[Int64s], at: Callable[[Run], Tensor]) -> None:
-        """Get what each rank of this copy holds, by rank, into whole vectors, and give them what this one does."""
+        """All-gather held runs within this copy into whole vectors; `holdings` has the grains of each rank."""
         ranks, rank = self.seated.neighbours(), self.seated.rank
         runs = {one: runs_of(self.layout, holdings[one]) for one in (*ranks, rank)}
         sends = [(to, at(run)) for to in ranks for run in runs[rank]]
@@ -262,7 +262,7 @@ class Zero1Share(Share):
         return {"model": self.held_weights(), "optimizer": optimizer, **self.settings.plain()}
 
     def _check_slots(self) -> None:
-        """Refuse what an optimizer keeps since later than its first steps: no commit would have it."""
+        """Refuse state that the optimizer began to keep after its first steps: commits would lack it."""
         counts = any(slots.count is not None for slots in self._slots)
         known = {name for slots in self._slots for name in slots.moments} | ({"step"} if counts else set())
         for kept in self.optimizer.state.values():
@@ -275,9 +275,9 @@ class Zero1Share(Share):
         return dict(self.model.state_dict())
 
     def take(self, fill: Callable[[State], None], cuts: Cuts, place: int, *, keeps_rates: bool) -> None:
-        """Fill what the seat, which must have been taken, holds from a commit; see `Share.take`.
+        """Fill the state of the current seat from a commit; see `Share.take`.
 
-        Averages that a commit has not, because none were kept, begin with its weights.
+        Averages that the commit lacks start from its weights.
         """
         tree = tree_to_fill(self.held())
         try:
@@ -295,7 +295,7 @@ class Zero1Share(Share):
         self.sit(self.seated, self.runs, [count_of(group) for group in steps])
 
     def pieces(self) -> Mapping[str, TensorPieces]:
-        """Return the pieces of every tensor under each of its names; the same objects as long as the seat is."""
+        """Return the pieces of every tensor under each of its names; cached until the seat changes."""
         if self._named is None:
             spans = spans_of(self.layout, Held(self.seated.held, self.seated.sections_of(self.seated.rank)))
             self._named = {}
@@ -310,17 +310,17 @@ class Zero1Share(Share):
 
     @property
     def seated(self) -> Seating:
-        """The seating, once there is one."""
+        """The current seating; fails before the first seat."""
         assert self.seating is not None, "no seat has been taken"
         return self.seating
 
     @property
     def trained_runs(self) -> list[HeldRun]:
-        """The held runs that are updated."""
+        """Held runs that are updated."""
         return [one for one in self.runs if self.layout.flats[one.run.flat].group is not None]
 
     def _whole(self, runs: Sequence[HeldRun]) -> Iterator[tuple[HeldRun, Place]]:
-        """Yield the tensors of runs that have each of theirs as a whole."""
+        """Yield the tensors in runs that consist of whole tensors."""
         for one in runs:
             for place in self.layout.tensors:
                 run = Run(place.flat, place.start, place.start + place.numel)
@@ -336,12 +336,12 @@ class Zero1Share(Share):
         return parameter
 
     def _moments_of(self, flat: int) -> Sequence[str]:
-        """Return the names of the moments that a flat vector's elements have: none if it is not trained."""
+        """Return the names of a flat vector's moments; empty if it is not trained."""
         group = self.layout.flats[flat].group
         return () if group is None else self._slots[group].moments
 
     def _nothing(self, number: int, num_updates: float) -> nn.Parameter:
-        """Return what stands for a parameter group of which nothing is held, so that its updates are counted."""
+        """Return an empty stand-in for a parameter group without held runs, so that its updates are counted."""
         flat = next(place for place, flat in enumerate(self.layout.flats) if flat.group == number)
         run = Run(flat, 0, 0)
         return self._parameter(number, self.new_run(run), num_updates)

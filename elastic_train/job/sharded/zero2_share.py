@@ -1,4 +1,4 @@
-"""A share by a seat, gradients included: they are held like moments, by lanes that are dealt out (ZeRO-2)."""
+"""ZeRO-2: gradients are sharded like moments, and lanes are assigned by seat."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from elastic_train.placement.holdings import Run
 
 
 class Zero2Share(Zero1Share):
-    """No gradient is whole: of each flat vector there is only a `home` of what this rank holds of its mean."""
+    """No gradient is whole: for each flat vector there is only a `home` for this rank's part of its mean."""
 
     deals_lanes = True
     _homes: dict[int, Tensor]
     _dealt: ReduceScatterSum | None = None
 
     def make_gradients(self) -> None:
-        """There are none until a seat is taken."""
+        """Allocate nothing until a seat is taken."""
         self._homes = {}
 
     def make_room(self) -> None:
@@ -41,7 +41,7 @@ class Zero2Share(Zero1Share):
         return within(run, self._homes[run.flat], [one.run for one in self._runs if one.run.flat == run.flat])
 
     def _begin_sums(self) -> None:
-        if self._dealt is not None and self._dealt.is_dirty:  # what may still arrive goes to the old memory
+        if self._dealt is not None and self._dealt.is_dirty:  # pending receives still write to the old memory
             self._homes = {}
             self.make_room()
             self.bind_gradients()
@@ -56,7 +56,7 @@ class Zero2Share(Zero1Share):
         return self._dealt
 
     def gathering(self, column: Group, *, by_unit: bool) -> UnitWeights | None:
-        """Return what gathers weights, unit by unit for a pass, or all for a step; None if they are whole."""
+        """Return the gatherer of weights, per unit for a pass or all for a step; None if weights are whole."""
         return None
 
     def _dealt_tree(self, one: Summed, *, by_block: bool) -> ReduceScatterTree:
@@ -68,5 +68,5 @@ class Zero2Share(Zero1Share):
             one.leaves,
             self.seating_of_all(one.ranks, one.repeats),
             one.per_turn,
-            one.is_beside and one.repeats == 1,  # experts' ranks are at different places of a pass
+            one.is_beside and one.repeats == 1,  # expert-parallel ranks are at different points of a pass
         )

@@ -1,9 +1,9 @@
-"""A share by a seat, all of it: a unit's weights are gathered when a pass needs them (ZeRO-3).
+"""ZeRO-3: weights are sharded, too, and each unit's weights are gathered when a pass needs them.
 
-Until its first seat a rank has the whole weights that a run begins with; it learns from a pass on them in which order
-blocks run. From then on each run that it holds has memory of its own.
+Until its first seat a rank has the whole initial weights, and a pass over them records the order of the blocks. Then
+each held run gets memory of its own.
 
-Frozen weights that commits do not hold, such as the base of adapters, are what a process begins with.
+Frozen weights that commits do not hold, such as the base of adapters, come from the process's initial weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Zero3Share(Zero2Share):
-    """Weights are whole before the first seat only."""
+    """Weights are whole only before the first seat."""
 
     is_shared_out = True
     _is_whole, _shows_averages, _by_unit = True, False, True
@@ -42,7 +42,7 @@ class Zero3Share(Zero2Share):
     _first: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
 
     def begin_with(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """Begin a run with weights that come one by one, where the model was built without."""
+        """Start a run with weights that come one by one, for a model built without weights."""
         assert not self.flat.has_weights, "the model has weights"
         self._is_whole, self._first = False, weights
 
@@ -66,7 +66,7 @@ class Zero3Share(Zero2Share):
         self._order = [name for name in names if name in self.flat.block_names]
 
     def agree_on_order(self, group: Group) -> None:
-        """Gather blocks in the order that the first rank that knows one has recorded."""
+        """Use the block order of the first rank that has recorded one."""
         known = [order for order in group.all_gather_objects(self._order) if order is not None]
         self.flat.block_names = known[0] if known else self.flat.block_names
 
@@ -74,7 +74,7 @@ class Zero3Share(Zero2Share):
         return seating.held
 
     def memory_of(self, run: Run) -> Tensor:
-        """Return new memory, with the weights in it while they are whole."""
+        """Return new memory, filled with the weights while these are whole."""
         dtype = self.flat.weights[run.flat].dtype
         keeps = self.offload is not None and self.offload.with_weights
         memory = self.kept_zeros(run, dtype) if keeps else self.flat.zeros(run.flat, run.hi - run.lo)
@@ -113,7 +113,7 @@ class Zero3Share(Zero2Share):
             self._shows_averages = False
 
     def refresh(self, column: Group, *, everything: bool = False) -> None:
-        """Weights are gathered when they are needed."""
+        """Do nothing: weights are gathered when they are needed."""
 
     def turns(self, column: Group, items: Iterator[T]) -> Iterator[T]:
         assert self._units is not None, "there is a world"
@@ -148,7 +148,7 @@ class Zero3Share(Zero2Share):
         return {**whole, **{name: pieces.weights for name, pieces in self.pieces().items() if name in whole}}
 
     def _given_at(self, run: Run) -> Tensor:
-        """Return the weights of a run as peers are given them."""
+        """Return the weights of a run as they are sent to peers."""
         return self.flat.brought(self._weights_at(run))
 
     def _weights_at(self, run: Run) -> Tensor:

@@ -1,1 +1,1 @@
-"""A model's units: its blocks and the rest; in which order they run, and which are computed again."""
+"""A model's units (its blocks, and the rest): their execution order, recomputation and compilation."""

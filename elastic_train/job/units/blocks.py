@@ -1,4 +1,4 @@
-"""Units: which parameters of a model are exchanged together; a block is a unit, the rest of the model is one more."""
+"""Units of a model, whose parameters are exchanged together: one per block, and one for the rest of the model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def unit_of(name: str, units: list[str]) -> str:
 
 @contextlib.contextmanager
 def recording_order(model: nn.Module, take: Callable[[list[str]], None]) -> Iterator[None]:
-    """Record in which order a forward pass runs the blocks, and hand all of their names over in it.
+    """Record the order in which a forward pass runs the blocks, and pass all block names in that order to `take`.
 
-    A block that did not run stands after the one that the model lists before it. Raises ConfigError for a block that
-    runs twice: its weights could not be let go of in between.
+    A block that did not run follows its predecessor in the model. Raises ConfigError if a block runs twice, because its
+    weights could not be released in between.
     """
     names, ran = unit_names(model), list[str]()
     hooks = [model.get_submodule(name).register_forward_pre_hook(partial(_note, ran, name)) for name in names]

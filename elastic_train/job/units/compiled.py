@@ -1,9 +1,9 @@
-"""Blocks that compute by compiled kernels (torch.compile): the same in every world, since one shape alone is compiled.
+"""Compiled blocks (torch.compile) whose results are the same in every world, because only one shape is compiled.
 
-A kernel is a function of the code, the machine and the shapes of a call. What torch compiles by itself also follows
-from which shapes a process has met before: a second one makes kernels for any, a ninth none at all. So here the calls
-that the run's first micro-batch makes are compiled, in every process alike and before it has a world; calls of other
-shapes, such as those of an epoch's last micro-batch, are computed as without. Nothing is compiled in a step.
+A kernel depends on code, machine and the shapes of a call. torch.compile by default also depends on the shapes seen
+before: a second shape triggers dynamic kernels, and after eight recompilations it gives up. Here, every process
+compiles the calls of the run's first micro-batch before it joins a world. Calls with other shapes, such as those of an
+epoch's last micro-batch, run uncompiled. Nothing is compiled during a step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elastic_train.tasks.task import Task
 log = logging.getLogger(__name__)
 
 CALLS = "the compiled calls"
-"""What tells the compiled calls of a rank from another rank's."""
+"""Name of the compiled calls in the comparison between ranks."""
 _OPTIONS: dict[str, Any] = {
     "deterministic": True,
     "max_autotune": False,
@@ -38,13 +38,13 @@ _OPTIONS: dict[str, Any] = {
     "max_autotune_pointwise": False,
     "coordinate_descent_tuning": False,
 }
-"""What would choose kernels by how long they take is off, whatever the environment says."""
+"""Disables all options that choose kernels by timing, whatever the environment says."""
 _MOST_CALLS = 4096
-"""How many different calls may be compiled: torch itself gives up after eight, and says so to nobody."""
+"""Limit for different compiled calls; torch's default is eight, beyond which it silently stops compiling."""
 
 
 class CompiledBlocks:
-    """The blocks of a model, or all of it if it has none, with what is compiled of them."""
+    """The blocks of a model, or all of it if it has none, with their compiled calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self._calls: dict[Hashable, str] = {}
@@ -76,7 +76,7 @@ class CompiledBlocks:
         arguments: tuple[Any, ...],
         named: dict[str, Any],
     ) -> Any:
-        """Compute a call of a block: of a validation, and of shapes that were not learned, without compiled kernels."""
+        """Run a block's call: compiled if it was learned, else (validation, other shapes) uncompiled."""
         if not (block.training and torch.is_grad_enabled()):
             return plain(*arguments, **named)
         call = (name, *_kind_of((arguments, named)))
@@ -93,7 +93,7 @@ class CompiledBlocks:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Compile the calls that are made inside, whatever torch's stance is; ConfigError if torch cannot."""
+        """Compile the calls made inside, regardless of torch's stance; raise ConfigError if torch cannot."""
         import torch._dynamo.config
         from torch._dynamo.exc import TorchDynamoException
 
@@ -116,7 +116,7 @@ class CompiledBlocks:
         return f"{what} compiled before training, in {self._seconds:.0f} s"
 
     def describe_share(self) -> str | None:
-        """Say how much of training ran without compiled kernels, None if nothing did."""
+        """Return the fraction of training calls that ran uncompiled, as text; None if there were none."""
         if not self._num_plain:
             return None
         share, left = 100 * self._num_plain / self._num_calls, counted(self._num_plain, "call")
@@ -126,7 +126,7 @@ class CompiledBlocks:
         )
 
     def described(self) -> list[str]:
-        """Return a line for each call that is compiled, the same in processes that compute alike."""
+        """Return a line for each compiled call; equal on ranks that compute equally."""
         return sorted(self._calls.values())
 
     def _warn(self, call: tuple[Hashable, ...]) -> None:
@@ -144,11 +144,11 @@ def _is_on_gpu(block: nn.Module) -> bool:
 
 
 def _with_own_code(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a method whose code no other block's has.
+    """Return a method with a code object of its own.
 
-    What is compiled is kept with the code, and each call goes through all of it: with the same code for all, a block of
-    a deep model is found after it was compared with every other one, which keeps a GPU waiting for its host. On CPUs
-    blocks that are alike share what is compiled of the first, and a process begins sooner.
+    torch keeps compiled variants with the code object and checks them one by one. If all blocks shared one, each call
+    of a deep model would be compared with every other block's, and the GPU would wait for the host. On CPUs, equal
+    blocks share the first one's compiled code, so that a process starts sooner.
     """
     function = getattr(forward, "__func__", None)
     if not isinstance(function, FunctionType):
@@ -160,7 +160,7 @@ def _with_own_code(forward: Callable[..., Any], name: str) -> Callable[..., Any]
 
 
 def _kind_of(arguments: Any) -> tuple[Hashable, ...]:
-    """Return what of a call's arguments its kernels depend on."""
+    """Return the properties of a call's arguments that its kernels depend on."""
     return tuple(map(_kind, pytree.tree_leaves(arguments)))
 
 
@@ -172,14 +172,14 @@ def _kind(leaf: Any) -> Hashable:
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong: what a compiler says, or the first line."""
+    """Return the compiler's error line, or else the first line."""
     said = str(error)
     found = re.search(r"^.*\berror: .*$", said, flags=re.MULTILINE)
     return (found[0] if found else said.strip().partition("\n")[0]).strip()
 
 
 def check_can_compile(device: torch.device) -> None:
-    """Refuse a machine that has no compiler for the device's kernels."""
+    """Refuse a machine without a compiler for the device's kernels."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -196,7 +196,7 @@ def check_can_compile(device: torch.device) -> None:
 
 
 def compiler_of(device: torch.device) -> dict[str, str]:
-    """Return by what kernels are made, for comparison with other ranks."""
+    """Return the compiler of kernels, for comparison with other ranks."""
     if device.type == "cuda":
         return {"compiler": f"triton {version('triton')}"}
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
@@ -207,11 +207,11 @@ def compiler_of(device: torch.device) -> dict[str, str]:
 
 
 MEASURED = ("H200",)
-"""Parts of the names of GPUs on which compiled blocks were faster (docs/benchmarks.md): by 1.39, of the decoder."""
+"""Parts of the names of GPUs on which compiled blocks are faster (docs/benchmarks.md): 1.39 times, for the decoder."""
 
 
 def decide(config: Config, task: Task, device: torch.device) -> tuple[bool, str | None]:
-    """Return the meaning of `compile` on a machine, and for a GPU a line that says so where the key is auto."""
+    """Return the value of `compile` on a machine, and for a GPU with `auto` a line that explains it."""
     if config.compile != "auto":
         return config.compile, None
     if device.type != "cuda":
@@ -222,7 +222,7 @@ def decide(config: Config, task: Task, device: torch.device) -> tuple[bool, str 
 
 
 def _obstacle(config: Config, task: Task, name: str) -> str | None:
-    """Return why blocks are not compiled unless that is asked for."""
+    """Return the reason not to compile unless explicitly configured; None if there is none."""
     from torch.utils._triton import has_triton
 
     from elastic_train.tasks.causal_lm import CausalLM

@@ -1,8 +1,8 @@
-"""Blocks that keep little for their backward pass and compute it again (Chen et al. 2016, section 3.1).
+"""Activation recomputation (checkpointing) of a model's blocks (Chen et al. 2016, section 3.1).
 
-What is computed again has the same bits: torch restores its generators, and here the second pass begins with the
-buffers, attributes, and generators of numpy and Python that the first began with, in copies: what the first pass has
-left stays. `comparing_blocks` finds blocks that change anything else. A model's modules and their names stay.
+The recomputed pass has the same bits: torch restores its own generators, and this module gives the second pass copies
+of the buffers, attributes and numpy and Python generators that the first began with, without undoing the first pass's
+changes. `comparing_blocks` finds blocks that change anything else. Modules and their names are unaffected.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _KEPT = [
         _ATEN._scaled_dot_product_cudnn_attention,
     )
 ]
-"""What takes most of the time: `selective` keeps what these return, and computes all else again."""
+"""The slowest operations: `selective` keeps their results and recomputes everything else."""
 
 
 def recompute_blocks(model: nn.Module, how: Recompute) -> None:
-    """Let a model's blocks compute again what their backward pass needs; raises ConfigError if it has none."""
+    """Make a model's blocks recompute their activations in the backward pass; raise ConfigError if it has no blocks."""
     if how == "none":
         return
     names = unit_names(model)
@@ -59,7 +59,7 @@ def recompute_blocks(model: nn.Module, how: Recompute) -> None:
 
 
 class _Recomputed(NamedTuple):
-    """A block that is computed again; `quiet` are classes that draw from no generator of numpy and Python."""
+    """A recomputed block; `quiet` has the classes that do not use numpy's and Python's generators."""
 
     name: str
     block: nn.Module
@@ -69,7 +69,7 @@ class _Recomputed(NamedTuple):
 
 @contextlib.contextmanager
 def comparing_blocks() -> Iterator[None]:
-    """Within this context, compute the first block of each class twice; ConfigError if the bits differ."""
+    """Within this context, compute the first block of each class twice; raise ConfigError if the bits differ."""
     token = _COMPARED.set(set())
     try:
         yield
@@ -78,7 +78,7 @@ def comparing_blocks() -> Iterator[None]:
 
 
 _COMPARED: ContextVar[set[type[nn.Module]] | None] = ContextVar("compared", default=None)
-"""Classes of blocks that have been compared; None where none are to be."""
+"""Classes of blocks already compared; None if blocks are not compared."""
 
 
 def _run(one: _Recomputed, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -89,7 +89,7 @@ def _run(one: _Recomputed, forward: Callable[..., Any], *arguments: Any, **named
     devices = [parameter.device for parameter in one.block.parameters() if parameter.is_cuda][:1]
     drawn = host_states()
     with torch.random.fork_rng(devices, device_type="cuda"), undisturbed(), _as_before(_look(one.block)):
-        expected = forward(*arguments, **named)  # what it changes is taken back, so it is as if it had not been
+        expected = forward(*arguments, **named)  # its side effects are undone
         if not moved_hosts(drawn):
             one.quiet.add(kind)
     found = checkpoint(forward, *arguments, use_reentrant=False, context_fn=partial(_contexts, one), **named)
@@ -121,17 +121,17 @@ def _both(
 
 
 _Look = list[tuple[dict[str, Any], dict[str, Any]]]
-"""Namespaces of modules, and their entries at one time."""
+"""Namespaces of modules, each with a snapshot of its entries."""
 
 
 def _look(block: nn.Module) -> _Look:
-    """Return the block's buffers and attributes, with copies of what a pass may change in place."""
+    """Return a snapshot of the block's buffers and attributes, copying values that a pass may change in place."""
     spaces = [space for module in block.modules() for space in (vars(module), module._buffers)]
     return [(space, _copied(space)) for space in spaces]
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has: its parameters and hooks, among others."""
+"""Attributes that every module has, e.g. its parameters and hooks."""
 _DEEPEST = 4
 
 
@@ -140,7 +140,7 @@ def _copied(space: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(value: Any, depth: int) -> Any:
-    """Copy a tensor that no gradient flows through, an array, a generator, or containers of these, some levels deep."""
+    """Copy a tensor that needs no gradient, an array, a generator, or containers of these up to `depth` levels."""
     if isinstance(value, Tensor):
         return value if value.requires_grad else value.clone()
     if isinstance(value, np.ndarray | np.random.Generator | random.Random):
@@ -159,9 +159,9 @@ def _copy(value: Any, depth: int) -> Any:
 
 @contextlib.contextmanager
 def _as_before(first: _Look) -> Iterator[None]:
-    """Let a block find the buffers and attributes of an earlier look, and leave those that it has now.
+    """Restore a block's buffers and attributes from a snapshot within the context, and the current ones after it.
 
-    Nothing is written into tensors: what the second pass keeps of them for the backward pass would change with them.
+    Tensors are replaced, not overwritten: the backward pass may keep references to those of the second pass.
     """
     left = [dict(space) for space, _ in first]
     for space, before in first:
@@ -174,7 +174,7 @@ def _as_before(first: _Look) -> Iterator[None]:
 
 
 def _put(space: dict[str, Any], entries: Mapping[str, Any]) -> None:
-    """Make a namespace hold these entries, in place: modules and their hooks refer to it."""
+    """Set a namespace's entries in place: modules and their hooks refer to it."""
     for name in [name for name in space if name not in entries]:
         del space[name]
     space.update(entries)

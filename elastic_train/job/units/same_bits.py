@@ -1,4 +1,4 @@
-"""Equality of results to the last bit, NaN included: what two passes over the same inputs must have."""
+"""Bitwise equality of results, NaN included, as required of two passes over the same inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def same_bits(one: object, other: object) -> bool:
-    """Say whether two tensors have the same type, shape and bits; what is no dense tensor passes."""
+    """Return True if two tensors have the same type, shape and bits; anything but a dense tensor passes."""
     if not isinstance(one, Tensor) or one.layout is not torch.strided:
         return True
     if not isinstance(other, Tensor) or one.dtype != other.dtype or one.shape != other.shape:
